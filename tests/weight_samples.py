@@ -77,6 +77,8 @@ def make_patch(old, new) -> Patch:
 
 def apply_patch(target, made: Patch) -> None:
     """Write a patch into contiguous tensors; nothing is written unless every change is valid."""
-    changes = [(name, patch.TensorChange.of(change, made.data)) for name, change in patch.by_name(made.tensors).items()]
+    changes = [
+        (name, patch.DecodedChange.of(change, made.data)) for name, change in patch.by_name(made.tensors).items()
+    ]
     for name, change in changes:
         change.write(host_bytes(target[name]))

@@ -19,7 +19,7 @@ from rl_core.messages.channel import ChannelOptions, SegmentPart
 from rl_core.transports import frames, rpc_wire
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.rpc import RpcClient
-from rl_core.transports.shared_memory import Placement
+from rl_core.transports.shared_memory import SegmentLoan
 from rl_core.transports.sockets import IoThread
 
 Future = concurrent.futures.Future
@@ -116,7 +116,7 @@ class RemoteBackend:
         """Decode the item; large arrays view the server's segments."""
         return frames.decode(
             [
-                self._rpc.borrow(Placement(part.segment, part.generation), part.nbytes)
+                self._rpc.borrow(SegmentLoan(part.segment, part.generation), part.nbytes)
                 if isinstance(part, SegmentPart)
                 else part
                 for part in delivery.payload
@@ -132,8 +132,8 @@ class RemoteBackend:
         if not deliveries:
             return
         for delivery in [] if loaded else deliveries:
-            for spot in payload.placements(delivery.payload):
-                self._rpc.give_back(spot)
+            for loan in payload.loans(delivery.payload):
+                self._rpc.release(loan)
         tokens = [delivery.token for delivery in deliveries]
         self._rpc.start_call("requeue", (self._name, tokens), {}, idempotent=True)
 

@@ -12,7 +12,7 @@ from rl_core.api.errors import FrameError
 from rl_core.messages.channel import SegmentPart
 from rl_core.transports import shared_memory
 from rl_core.transports.codec import LARGE_BYTES
-from rl_core.transports.shared_memory import Placement
+from rl_core.transports.shared_memory import SegmentLoan
 
 Part = bytes | np.ndarray | SegmentPart
 """On the wire: `bytes` (small), a uint8 array (large, by socket), or where it lies in shared memory."""
@@ -42,6 +42,6 @@ def size(parts: Iterable[Any]) -> int:
     return total
 
 
-def placements(parts: Iterable[Part | None]) -> list[Placement]:
+def loans(parts: Iterable[Part | None]) -> list[SegmentLoan]:
     """Return the segments among `parts`."""
-    return [Placement(part.segment, part.generation) for part in parts if isinstance(part, SegmentPart)]
+    return [SegmentLoan(part.segment, part.generation) for part in parts if isinstance(part, SegmentPart)]

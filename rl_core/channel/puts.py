@@ -11,7 +11,7 @@ from rl_core.api.errors import InfrastructureError
 from rl_core.channel import payload
 from rl_core.channel.backend import PutRequest
 from rl_core.messages.channel import Room, SegmentPart
-from rl_core.transports.links import SharedMemory
+from rl_core.transports.links import ProcessSharedMemory
 from rl_core.transports.rpc import RpcClient
 from rl_core.transports.shared_memory import copy_into
 
@@ -86,7 +86,7 @@ def fill(segment: SegmentPart | None, part: Any) -> payload.Part:
     if segment is None:
         return payload.inline(part)
     view = memoryview(part).cast("B")
-    copy_into(SharedMemory.shared().reader.view(segment.segment, 0, view.nbytes), view)
+    copy_into(ProcessSharedMemory.shared().reader.view(segment.segment, 0, view.nbytes), view)
     return segment
 
 

@@ -25,7 +25,7 @@ from rl_core.messages.rpc import PackedError
 from rl_core.plan.groups import BUILT_IN, ChannelUse, GroupKind
 from rl_core.transports import rpc_wire
 from rl_core.transports.curve import KeyRing
-from rl_core.transports.links import SharedMemory
+from rl_core.transports.links import ProcessSharedMemory
 from rl_core.transports.rpc import IncomingCall, Peer, RpcServer, inline
 from rl_core.transports.sockets import IoThread, Timer
 
@@ -98,7 +98,7 @@ class ChannelServer:
         self._timer: Timer | None = None
         self._due = math.inf
         self._io = IoThread.shared()
-        self._memory = SharedMemory.shared(identity.uid if identity is not None else "")
+        self._memory = ProcessSharedMemory.shared(identity.uid if identity is not None else "")
         names = sorted(ALLOWED_METHODS["runner"])
         self._rpc = RpcServer(
             bind,
@@ -236,7 +236,7 @@ class ChannelServer:
     ) -> None:
         """Accept an item whose parts came with the message."""
         core, now, nbytes = self._core(channel), self._clock(), payload.size(parts)
-        if payload.placements(parts):
+        if payload.loans(parts):
             raise ConfigError("a put must bring its parts with it, got one in shared memory; reserve room for it")
 
         def store(put: Put) -> None:
@@ -266,9 +266,9 @@ class ChannelServer:
         core.put(now, put, nowait=nowait)
 
     def _segment(self, peer: Peer, size: int) -> SegmentPart | None:
-        if not payload.needs_segment(size) or not peer.link.lends:
+        if not payload.needs_segment(size) or not peer.loans.lends:
             return None
-        segment = self._memory.store.lend(size, peer.link)
+        segment = self._memory.store.lend(size, peer.loans)
         return (
             None if segment is None else SegmentPart(segment=segment.name, generation=segment.generation, nbytes=size)
         )
@@ -286,8 +286,8 @@ class ChannelServer:
             )
         del self._reservations[ticket]
         store = self._memory.store
-        for spot in payload.placements(parts):
-            store.share(spot.segment, spot.generation, self)
+        for loan in payload.loans(parts):
+            store.share(loan.segment, loan.generation, self)
         self._release_segments(held)
         try:
             held.core.store(self._clock(), held.put, parts, weight)
@@ -314,12 +314,12 @@ class ChannelServer:
 
     def _release_segments(self, held: _Reservation) -> None:
         """Take the segments of a reservation from its producer."""
-        for spot in payload.placements(held.room.segments):
-            self._memory.store.release(spot.segment, spot.generation, held.peer.link)
+        for loan in payload.loans(held.room.segments):
+            self._memory.store.release(loan.segment, loan.generation, held.peer.loans)
 
     def _drop(self, parts: list[payload.Part]) -> None:
-        for spot in payload.placements(parts):
-            self._memory.store.release(spot.segment, spot.generation, self)
+        for loan in payload.loans(parts):
+            self._memory.store.release(loan.segment, loan.generation, self)
 
     # --- taking ---
 
@@ -344,8 +344,8 @@ class ChannelServer:
         core.take(now, take, nowait=nowait)
 
     def _lend(self, peer: Peer, delivery: Delivery) -> list[Any]:
-        for spot in payload.placements(delivery.payload):
-            self._memory.store.share(spot.segment, spot.generation, peer.link)
+        for loan in payload.loans(delivery.payload):
+            self._memory.store.share(loan.segment, loan.generation, peer.loans)
         return [delivery.token, delivery.payload]
 
     def _remember(self, call: IncomingCall, undo: Callable[[], object]) -> None:
@@ -363,8 +363,8 @@ class ChannelServer:
 
     def _take_back(self, peer: Peer, core: ChannelCore, take: Take) -> None:
         for item in take.out.values():
-            for spot in payload.placements(item.payload):
-                self._memory.store.release(spot.segment, spot.generation, peer.link)
+            for loan in payload.loans(item.payload):
+                self._memory.store.release(loan.segment, loan.generation, peer.loans)
         core.cancel_take(self._clock(), take)
 
     def _confirm(self, call: IncomingCall, receipts: dict[str, list[str]]) -> None:

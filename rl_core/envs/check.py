@@ -7,7 +7,7 @@ from rl_core.api.errors import ConfigError, DeadlineExceeded, InfrastructureErro
 from rl_core.api.job import RLJobSpec
 from rl_core.envs.process import EnvProcess
 from rl_core.envs.source import env_source
-from rl_core.messages.envs import EnvSource
+from rl_core.messages.envs import EnvSettings
 
 
 def check_env(spec: RLJobSpec, *, search_path: str | Sequence[str] = (), deadline: float | None = None) -> list[str]:
@@ -30,7 +30,7 @@ def check_env(spec: RLJobSpec, *, search_path: str | Sequence[str] = (), deadlin
     return []
 
 
-async def _build_once(source: EnvSource, seconds: float) -> None:
+async def _build_once(source: EnvSettings, seconds: float) -> None:
     child = await EnvProcess.start(source, deadline=seconds)
     await child.kill()
 

@@ -22,7 +22,7 @@ from rl_core.api.errors import ConfigError, RLJobError, error_types, text_of
 from rl_core.api.user_code import describe, load_extensions
 from rl_core.envs.answers import answers_of
 from rl_core.envs.registry import make_env
-from rl_core.messages.envs import EnvFailure, EnvReady, EnvRow, EnvSource
+from rl_core.messages.envs import EnvFailure, EnvReady, EnvRow, EnvSettings
 from rl_core.transports import pipe
 from rl_core.workers.processes import die_with_parent
 
@@ -45,7 +45,7 @@ def main() -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # text that cannot be encoded must not fail the call
     first = os.getpid()
     try:
-        source: EnvSource = pipe.receive_blocking(sock)
+        source: EnvSettings = pipe.receive_blocking(sock)
         try:
             server = Server(source)
             end_copy(first)
@@ -89,7 +89,7 @@ def _why_not_built(error: BaseException, label: str) -> str:
 class Server:
     """Builds one environment and answers the requests to it."""
 
-    def __init__(self, source: EnvSource) -> None:
+    def __init__(self, source: EnvSettings) -> None:
         sys.path[:0] = source.search_path
         if source.memory_bytes:
             resource.setrlimit(resource.RLIMIT_AS, (source.memory_bytes,) * 2)

@@ -38,7 +38,7 @@ from rl_core.api.errors import (
 )
 from rl_core.envs.process import EnvProcess
 from rl_core.envs.waiting import REMEMBERED, Suspects, WaitingRow, pop_batch
-from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvRow, EnvSource
+from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvRow, EnvSettings
 
 MAX_BATCH = 256
 """Rows of one call of user code."""
@@ -74,7 +74,7 @@ class EnvPool:
 
     def __init__(
         self,
-        source: EnvSource,
+        source: EnvSettings,
         *,
         processes: int = 1,
         step_deadline: float,

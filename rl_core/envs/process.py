@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from rl_core.api.errors import ConfigError, DeadlineExceeded, FrameError, InfrastructureError, RolloutTimeout
 from rl_core.envs.output import Relay
-from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvReady, EnvRow, EnvSource
+from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvReady, EnvRow, EnvSettings
 from rl_core.plan.launch import CURVE_PATH
 from rl_core.transports import pipe
 from rl_core.workers import processes
@@ -71,7 +71,7 @@ class EnvProcess:
             wake.cancel()
 
     @classmethod
-    async def start(cls, source: EnvSource, *, deadline: float) -> Self:
+    async def start(cls, source: EnvSettings, *, deadline: float) -> Self:
         """Start a child and wait until it has built its environment.
 
         Raises ConfigError (the environment cannot be built), DeadlineExceeded, InfrastructureError (the child ended).

@@ -3,7 +3,7 @@
 from rl_core.api.base import Spec
 from rl_core.api.roles import EnvSpec
 from rl_core.envs.base import parse_config
-from rl_core.messages.envs import EnvSource
+from rl_core.messages.envs import EnvSettings
 
 
 class LimitsSpec(Spec):
@@ -20,13 +20,13 @@ class LimitsSpec(Spec):
 
 def env_source(
     spec: EnvSpec, *, seed: int = 0, extensions: list[str] | None = None, search_path: list[str] | None = None
-) -> EnvSource:
+) -> EnvSettings:
     """Return the source of a job's `spec.env`. Raises ConfigError for bad `limits`."""
     options = dict(spec.options)
     limits = parse_config(LimitsSpec, options.pop("limits", None), where="env.options.limits")
     if spec.reward is not None:
         options["reward"] = spec.reward
-    return EnvSource(
+    return EnvSettings(
         type=spec.type,
         label=f"reward {spec.reward}" if spec.reward is not None else f"environment {spec.type}",
         options=options,

@@ -1,6 +1,6 @@
 """The messages between a rollout worker and the child process that runs its engine (`rollouts.sglang`).
 
-worker -> child   EngineSource, answered by EngineReady or EngineFailure; then EngineRows, EngineAbort and EngineCall
+worker -> child   EngineSettings, answered by EngineReady or EngineFailure; then EngineRows, EngineAbort and EngineCall
 child -> worker   EngineOutputs for rows as they end; EngineAnswer or EngineFailure for each call
 """
 
@@ -10,7 +10,7 @@ from rl_core.messages.registry import record
 
 
 @record
-class EngineSource:
+class EngineSettings:
     """The settings with which the child builds the engine."""
 
     options: dict[str, Any]

@@ -1,7 +1,7 @@
 """The messages of an environment's step, between rollout, env worker and the child processes of the env worker.
 
 rollout -> env worker   step_rows([EnvRow]) -> [EnvAnswer | EnvFailure], one per row, in order
-env worker -> child     EnvSource, answered by EnvReady or EnvFailure; then [EnvRow], answered by [EnvAnswer] or one EnvFailure
+env worker -> child     EnvSettings, answered by EnvReady or EnvFailure; then [EnvRow], answered by [EnvAnswer] or one EnvFailure
 
 The chat messages, metadata, options and answers in them are values of the user.
 """
@@ -54,7 +54,7 @@ class EnvFailure:
 
 
 @record
-class EnvSource:
+class EnvSettings:
     """The settings with which a child process builds the environment."""
 
     type: str

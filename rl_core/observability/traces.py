@@ -20,10 +20,10 @@ FILE_BYTES = 8 << 20
 KEPT = 8
 
 
-class Events:
+class TraceEvents:
     """Collects events as lines of a trace file. A row is named before its first event in a file."""
 
-    def __init__(self, rows: "Rows") -> None:
+    def __init__(self, rows: "TraceRows") -> None:
         self._rows = rows
         self._lines: list[str] = []
 
@@ -61,7 +61,7 @@ def _text(name: str) -> str:
     return json.dumps(name)
 
 
-class Rows:
+class TraceRows:
     """Assigns numbers to processes and their rows. A span gets a row of its process that is free when it begins."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rl_core.observability.traces import Events, Rows, TraceFolder
+from rl_core.observability.traces import TraceEvents, TraceFolder, TraceRows
 from rl_core.runner.step_state import GroupSpan
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Trace:
     ) -> None:
         """Write to `folder`; `clock` is the dispatcher's."""
         self._folder, self._epoch = folder, epoch
-        self._rows = Rows()
+        self._rows = TraceRows()
         self._since_1970 = wall() - clock()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trace")
         self._waiting: list[Future[None]] = []
@@ -84,7 +84,7 @@ class Trace:
         try:
             if self._folder.full:
                 self._rows.name_again()
-            events = Events(self._rows)
+            events = TraceEvents(self._rows)
             shared = {"step": step, "version": version}
             loop = self._rows.row("runner", 1, "loop")
             for name, began, ended in sorted(parts, key=lambda part: (part.began, -part.ended)):
@@ -96,7 +96,9 @@ class Trace:
         except Exception:
             logger.exception("the trace lacks step %s; this is a bug", step)
 
-    def _group(self, events: Events, group: GroupSpan, trained: Mapping[str, Span], shared: Mapping[str, Any]) -> None:
+    def _group(
+        self, events: TraceEvents, group: GroupSpan, trained: Mapping[str, Span], shared: Mapping[str, Any]
+    ) -> None:
         times, zero = group.times, self._since_1970
         given = times.given + zero
         shift = given - times.began

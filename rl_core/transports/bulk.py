@@ -7,7 +7,7 @@
 A ticket is valid for one stream. Each chunk carries a BLAKE3 message authentication code over its number and bytes, keyed with the ticket's
 session key, so a chunk that is forged, reordered, repeated or missing is detected. The receiver grants credit for WINDOW chunks in flight;
 a dead receiver does not slow down the other streams. The sender runs on a thread of its own, the receiver on the thread of its caller. With
-`keys` on both ends the stream is also encrypted (CURVE), at a tenth of the speed. Streams of the same buffers may use one `Share`, so that
+`keys` on both ends the stream is also encrypted (CURVE), at a tenth of the speed. Streams of the same buffers may use one `SharedTags`, so that
 each chunk is hashed once for all of them.
 """
 
@@ -70,7 +70,7 @@ def chunks(buffers: Iterable[Any]) -> Iterator[memoryview]:
             yield view[start : start + CHUNK_BYTES]
 
 
-class Share:
+class SharedTags:
     """The session key and the authentication codes of buffers that several streams carry.
 
     The buffers must not change while it is in use.
@@ -80,7 +80,7 @@ class Share:
         self.key = secrets.token_bytes(32)
         self._marks: dict[int, bytes] = {}
 
-    def mark(self, number: int, chunk: memoryview) -> bytes:
+    def tag_frame(self, number: int, chunk: memoryview) -> bytes:
         """Return the first frame of the message of a chunk: its kind and its authentication code. It is computed once."""
         mark = self._marks.get(number)
         if mark is None:
@@ -91,7 +91,7 @@ class Share:
 class _Stream:
     """One offer and, once its ticket was shown, its receiver."""
 
-    def __init__(self, buffers: Iterable[Any], share: Share, now: float) -> None:
+    def __init__(self, buffers: Iterable[Any], share: SharedTags, now: float) -> None:
         self.key = share.key
         self._share = share
         self.chunks = chunks(buffers)
@@ -104,7 +104,7 @@ class _Stream:
         chunk = next(self.chunks, None)
         if chunk is None:
             return None
-        message = [self._share.mark(self.number, chunk), chunk]
+        message = [self._share.tag_frame(self.number, chunk), chunk]
         self.number += 1
         self.credit -= 1
         return message
@@ -148,14 +148,14 @@ class BulkSender:
             self._socket.close(0)
             raise
 
-    def offer(self, buffers: Iterable[Any], *, share: Share | None = None) -> BulkTicket:
+    def offer(self, buffers: Iterable[Any], *, share: SharedTags | None = None) -> BulkTicket:
         """Return a ticket for one stream of `buffers`. The buffers must not be written to until the stream has ended.
 
         `buffers` may be a generator, which runs on the sender's thread. Without `share` the stream has a session key of its own.
         """
         if self._closing:
             raise InfrastructureError(f"the bulk sender at {self.address} is closed; make a new one")
-        ticket, share = secrets.token_bytes(16), share or Share()
+        ticket, share = secrets.token_bytes(16), share or SharedTags()
         with self._lock:
             self._offers[ticket] = _Stream(buffers, share, self._clock())
         return BulkTicket(address=self.address, ticket=ticket, key=share.key, role=self._role)
@@ -182,7 +182,7 @@ class BulkSender:
         self._socket.close()
 
     def _receive(self) -> None:
-        while sockets.readable(self._socket):
+        while sockets.has_message(self._socket):
             peer, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
             if parts[:1] == [_HELLO] and len(parts) == 2:
                 self._open(peer, parts[1])
@@ -289,7 +289,7 @@ class BulkReceiver:
             socket.close(0)
 
     def _next(self, socket: zmq.Socket[Any], poller: zmq.Poller) -> memoryview | None:
-        if self._number % _CREDIT_STEP == 0 or not sockets.readable(socket):
+        if self._number % _CREDIT_STEP == 0 or not sockets.has_message(socket):
             self._wait(poller)
         frames = socket.recv_multipart(copy=False)
         if len(frames) != 2:

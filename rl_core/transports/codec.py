@@ -57,7 +57,7 @@ def _pack(value: Any) -> bytes:
     return packed
 
 
-class Packing:
+class Encoder:
     """Encodes one object: `skeleton` is its msgpack form, `frames` are its arrays in the order in which they were found."""
 
     def __init__(self, value: Any) -> None:
@@ -174,7 +174,7 @@ class Packing:
         return msgpack.ExtType(RECORD, _pack([name, self._dict(fields)]))
 
 
-class Unpacking:
+class Decoder:
     """Decodes one skeleton; `frames` are the received arrays as (dtype code, shape, bytes)."""
 
     def __init__(self, frames: list[Frame], *, copy: bool) -> None:

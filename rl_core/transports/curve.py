@@ -17,7 +17,7 @@ import zmq.utils.z85
 
 from rl_core.api.errors import ConfigError
 from rl_core.plan.groups import BUILT_IN, GroupKind
-from rl_core.transports.sockets import IoThread, readable
+from rl_core.transports.sockets import IoThread, has_message
 from rl_core.transports.unauthenticated import UnauthenticatedConnections
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class _Gate:
         return domain
 
     def _answer_all(self) -> None:
-        while readable(self._socket):
+        while has_message(self._socket):
             self._answer(self._socket.recv_multipart(zmq.NOBLOCK))
 
     def _answer(self, parts: list[bytes]) -> None:

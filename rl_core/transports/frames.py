@@ -20,7 +20,7 @@ from crc32c import crc32c
 from rl_core.api.errors import FrameError
 from rl_core.messages.registry import register_record
 from rl_core.transports import dtypes
-from rl_core.transports.codec import TUPLE, Frame, Packing, Unpacking
+from rl_core.transports.codec import TUPLE, Decoder, Encoder, Frame
 
 __all__ = [
     "LIMITS",
@@ -120,24 +120,24 @@ def encode_message(
 
 def _packed(kind: str, obj: Any, limits: Limits, checksum: bool) -> tuple[dict[str, Any], list[memoryview]]:
     """Return the header of a message and its arrays."""
-    packing = Packing(obj)
-    if len(packing.frames) > limits.tensors:
+    encoder = Encoder(obj)
+    if len(encoder.frames) > limits.tensors:
         raise ValueError(
-            f"message must hold at most {limits.tensors} tensors, got {len(packing.frames)}; send it in pieces"
+            f"message must hold at most {limits.tensors} tensors, got {len(encoder.frames)}; send it in pieces"
         )
-    if len(packing.skeleton) > limits.header_bytes:
+    if len(encoder.skeleton) > limits.header_bytes:
         raise ValueError(
-            f"header must have at most {limits.header_bytes} bytes, got {len(packing.skeleton)}; send large data as arrays"
+            f"header must have at most {limits.header_bytes} bytes, got {len(encoder.skeleton)}; send large data as arrays"
         )
     table = []
-    for index, (code, shape, buffer) in enumerate(packing.frames):
+    for index, (code, shape, buffer) in enumerate(encoder.frames):
         if buffer.nbytes > limits.tensor_bytes:
             raise ValueError(
                 f"tensor {index} must have at most {limits.tensor_bytes} bytes, got {buffer.nbytes}; split it"
             )
         table.append([code, list(shape), buffer.nbytes, crc32c(buffer) if checksum else None])
-    header = {"k": kind, "e": None, "i": None, "s": None, "m": None, "p": packing.skeleton, "t": table}
-    return header, [buffer for _, _, buffer in packing.frames]
+    header = {"k": kind, "e": None, "i": None, "s": None, "m": None, "p": encoder.skeleton, "t": table}
+    return header, [buffer for _, _, buffer in encoder.frames]
 
 
 def _head(header: dict[str, Any], most: int) -> bytes:
@@ -254,7 +254,7 @@ def read_body(header: FrameHeader, parts: Sequence[Part], *, copy: bool = False)
         arrays.append((code, shape, buffer))
     if next(frames, None) is not None:
         raise FrameError("message has more frames than its header tells")
-    return Unpacking(arrays, copy=copy).value(skeleton)
+    return Decoder(arrays, copy=copy).value(skeleton)
 
 
 def _joined(frames: Iterator[Part], nbytes: int, what: str) -> memoryview:

@@ -1,6 +1,6 @@
 """Shared memory of an RPC connection: the server lends segments by name and the client returns them. Used by the channel.
 
-`SharedMemory` is one per process. `Link` is the server's end of a connection and the holder of what was lent to it; `Loans` is
+`ProcessSharedMemory` is one per process. `ServerLoans` is the server's end of a connection and the holder of what was lent to it; `ClientLoans` is
 the client's end. See `shared_memory` for the segments themselves.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from rl_core.transports import shared_memory, tokens
-from rl_core.transports.shared_memory import Placement
+from rl_core.transports.shared_memory import SegmentLoan
 from rl_core.transports.sockets import IoThread
 
 TRIM_SECONDS = 30.0
@@ -21,13 +21,13 @@ RELEASE_SECONDS = 0.002
 """How long releases are gathered before they are sent."""
 
 
-class SharedMemory:
+class ProcessSharedMemory:
     """The segment store, the segment reader and the token of this process.
 
     The job uid that is given first becomes part of the segments' names.
     """
 
-    _shared: ClassVar["SharedMemory | None"] = None
+    _shared: ClassVar["ProcessSharedMemory | None"] = None
     _lock: ClassVar[threading.Lock] = threading.Lock()
     """Guards `_shared`: two threads at first use must not make two stores of one name."""
 
@@ -39,7 +39,7 @@ class SharedMemory:
         self.reader = shared_memory.SegmentReader()
 
     @classmethod
-    def shared(cls, uid: str = "") -> "SharedMemory":
+    def shared(cls, uid: str = "") -> "ProcessSharedMemory":
         """Return the instance of this process. It is created at first use."""
         with cls._lock:
             if cls._shared is None or cls._shared.pid != os.getpid():
@@ -63,7 +63,7 @@ class SharedMemory:
             self.token.close()
 
 
-class Link:
+class ServerLoans:
     """The server's end: records which of its segments a client holds."""
 
     def __init__(self) -> None:
@@ -72,17 +72,17 @@ class Link:
 
     def take_back(self, released: list[list[Any]]) -> None:
         """Free the [segment, generation] pairs that the client released."""
-        store = SharedMemory.shared().store
+        store = ProcessSharedMemory.shared().store
         for name, generation in released:
             store.release(name, generation, self)
 
     def lost(self) -> None:
         """Free all segments that the client held, after its connection is lost."""
         self.lends = False
-        SharedMemory.shared().store.release_holder(self)
+        ProcessSharedMemory.shared().store.release_holder(self)
 
 
-class Loans:
+class ClientLoans:
     """The client's end: views of the server's segments. A segment is returned when no array uses it any more."""
 
     def __init__(self, send_release: Callable[[list[list[Any]]], Any]) -> None:
@@ -91,17 +91,17 @@ class Loans:
         self._scheduled = False
         self._io = IoThread.shared()
 
-    def borrow(self, placement: Placement, nbytes: int) -> memoryview:
+    def borrow(self, loan: SegmentLoan, nbytes: int) -> memoryview:
         """Return a view of a segment of the server. The segment is returned when the last array over the view is deleted. Thread-safe."""
-        reader = SharedMemory.shared().reader
-        return reader.view(placement.segment, 0, nbytes, lambda: self.give_back(placement))
+        reader = ProcessSharedMemory.shared().reader
+        return reader.view(loan.segment, 0, nbytes, lambda: self.release(loan))
 
-    def give_back(self, placement: Placement) -> None:
+    def release(self, loan: SegmentLoan) -> None:
         """Return a segment that was lent to this process and is not mapped. Thread-safe.
 
         Takes no lock, because finalizers call it at any point of a thread.
         """
-        self._released.append([placement.segment, placement.generation])
+        self._released.append([loan.segment, loan.generation])
         if not self._scheduled:
             self._scheduled = True
             self._io.call_soon(self._schedule)

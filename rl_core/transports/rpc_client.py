@@ -12,7 +12,7 @@ from rl_core.transports import frames, rpc_wire, sockets
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.rpc_call import CallFuture
 from rl_core.transports.rpc_connection import Connection
-from rl_core.transports.shared_memory import Placement
+from rl_core.transports.shared_memory import SegmentLoan
 from rl_core.transports.sockets import IoThread
 
 DEFAULT_TIMEOUT = 60.0
@@ -162,16 +162,16 @@ class RpcClient:
         connection.submit(call)
         return call
 
-    def borrow(self, placement: Placement, nbytes: int) -> memoryview:
+    def borrow(self, loan: SegmentLoan, nbytes: int) -> memoryview:
         """Return a view of a segment that the server lent.
 
         The segment is returned to the server when the last array over the view is deleted.
         """
-        return self._connection.loans.borrow(placement, nbytes)
+        return self._connection.loans.borrow(loan, nbytes)
 
-    def give_back(self, placement: Placement) -> None:
+    def release(self, loan: SegmentLoan) -> None:
         """Return a segment that the server lent and that was never borrowed."""
-        self._connection.loans.give_back(placement)
+        self._connection.loans.release(loan)
 
     def set_epoch(self, epoch: int) -> None:
         """Send `epoch` from now on and refuse replies of older epochs."""

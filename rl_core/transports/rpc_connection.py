@@ -23,7 +23,7 @@ from rl_core.messages.rpc import Caller, Hello, Welcome
 from rl_core.transports import frames, rpc_wire, sockets, tokens
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.frames import FrameHeader
-from rl_core.transports.links import Loans, SharedMemory
+from rl_core.transports.links import ClientLoans, ProcessSharedMemory
 from rl_core.transports.rpc_call import CallFuture
 from rl_core.transports.sockets import IoThread
 
@@ -64,7 +64,7 @@ class Connection:
         self.address = address
         self.epoch: int | None = identity.epoch if identity is not None else None
         self.counters: Counter[str] = Counter()
-        self.loans = Loans(lambda released: self._send("release", released))
+        self.loans = ClientLoans(lambda released: self._send("release", released))
         self.shares_memory = False
         """Whether server and client proved that they see the same /dev/shm."""
         self._identity, self._share_memory = identity, share_memory
@@ -179,7 +179,7 @@ class Connection:
 
     def _send_parts(self, parts: list[Any]) -> None:
         sockets.send(self._socket, parts)
-        if sockets.readable(self._socket):  # sending may consume the notification of a message that has arrived
+        if sockets.has_message(self._socket):  # sending may consume the notification of a message that has arrived
             self._io.call_soon(self._read_all)
 
     def _flush(self) -> None:
@@ -201,7 +201,7 @@ class Connection:
     # --- reading ---
 
     def _read_all(self) -> None:
-        while self._state is not _State.CLOSED and sockets.readable(self._socket):
+        while self._state is not _State.CLOSED and sockets.has_message(self._socket):
             self._read(sockets.receive(self._socket))
 
     def _read(self, parts: list[Any]) -> None:
@@ -253,7 +253,7 @@ class Connection:
     # --- connecting, losing ---
 
     def _watch(self) -> None:
-        while self._state is not _State.CLOSED and sockets.readable(self._monitor):
+        while self._state is not _State.CLOSED and sockets.has_message(self._monitor):
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._services = deque([self._services[0]])
@@ -290,7 +290,9 @@ class Connection:
 
     def _greet(self) -> None:
         self._state, self._lost_at = _State.GREETING, None
-        shared = SharedMemory.shared(self._identity.uid if self._identity else "") if self._share_memory else None
+        shared = (
+            ProcessSharedMemory.shared(self._identity.uid if self._identity else "") if self._share_memory else None
+        )
         hello = Hello(
             caller=Caller.of(self._identity),
             memory=shared.token.proof if shared is not None else None,
@@ -302,7 +304,7 @@ class Connection:
         self._server, self._refusal = welcome.caller, ""
         replaced = self._instance is not None and self._instance != welcome.instance
         self._instance = welcome.instance
-        can_read = self._share_memory and tokens.readable(welcome.memory)
+        can_read = self._share_memory and tokens.shares_memory(welcome.memory)
         self.shares_memory = can_read and welcome.readable is True
         self._state = _State.READY
         self._send("attach", can_read)

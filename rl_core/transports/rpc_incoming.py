@@ -8,7 +8,7 @@ from rl_core.api.errors import FrameError
 from rl_core.messages.rpc import Caller
 from rl_core.transports import frames, rpc_wire
 from rl_core.transports.frames import FrameHeader
-from rl_core.transports.links import Link
+from rl_core.transports.links import ServerLoans
 
 
 class Peer:
@@ -22,7 +22,7 @@ class Peer:
         """IP address of its end of the connection; "" when it is not known."""
         self.welcome = False
         """Whether its hello was answered with a welcome."""
-        self.link = Link()
+        self.loans = ServerLoans()
         self.calls: dict[int, IncomingCall] = {}
         self.finished: OrderedDict[int, bool] = OrderedDict()
         """Ids of ended calls -> whether the answer could be sent."""

@@ -19,7 +19,7 @@ from rl_core.transports import curve, frames, rpc_wire, sockets, tokens
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.frames import FrameHeader
 from rl_core.transports.handlers import HandlerRunner
-from rl_core.transports.links import SharedMemory
+from rl_core.transports.links import ProcessSharedMemory
 from rl_core.transports.rpc_incoming import IncomingCall, Peer
 from rl_core.transports.sockets import IoThread
 
@@ -148,7 +148,7 @@ class RpcServer:
 
     def _receive_all(self) -> None:
         for _ in range(_BATCH):
-            if self._socket is None or not sockets.readable(self._socket):
+            if self._socket is None or not sockets.has_message(self._socket):
                 return
             self._receive(sockets.receive(self._socket))
         self._io.call_soon(self._receive_all)  # the other sockets have their turn first
@@ -180,11 +180,11 @@ class RpcServer:
         elif header.kind == "cancel":
             self._cancel(peer, header.request_id)
         elif header.kind == "release" and self._share_memory:
-            peer.link.take_back(frames.read_body(header, parts[2:]))
+            peer.loans.take_back(frames.read_body(header, parts[2:]))
         elif header.kind == "bye":
             self._forget(peer)
         elif header.kind == "attach":
-            peer.link.lends = self._share_memory and frames.read_body(header, parts[2:]) is True
+            peer.loans.lends = self._share_memory and frames.read_body(header, parts[2:]) is True
 
     def _hello(self, peer: Peer, role: str | None, hello: Any) -> None:
         if not isinstance(hello, Hello) or not isinstance(hello.caller, Caller | None):
@@ -193,7 +193,9 @@ class RpcServer:
         if refusal:
             self._send(peer, "refused", refusal)
             return
-        shared = SharedMemory.shared(self._identity.uid if self._identity else "") if self._share_memory else None
+        shared = (
+            ProcessSharedMemory.shared(self._identity.uid if self._identity else "") if self._share_memory else None
+        )
         if peer.welcome:
             for number in peer.calls.keys() - set(hello.pending):  # given up while the connection was lost
                 self._cancel(peer, number)
@@ -203,7 +205,7 @@ class RpcServer:
             caller=Caller.of(self._identity),
             instance=self._instance,
             memory=shared.token.proof if shared is not None else None,
-            readable=shared is not None and tokens.readable(hello.memory),
+            readable=shared is not None and tokens.shares_memory(hello.memory),
             running=tuple(number for number in hello.pending if number in peer.calls),
             finished=tuple(number for number in hello.pending if number in peer.finished),
         )
@@ -335,7 +337,7 @@ class RpcServer:
                 raise
             self.counters["unreachable"] += 1
             return False
-        if sockets.readable(self._socket):  # sending may consume the notification of a message that has arrived
+        if sockets.has_message(self._socket):  # sending may consume the notification of a message that has arrived
             self._io.call_soon(self._receive_all)
         return True
 
@@ -369,7 +371,7 @@ class RpcServer:
             self._cancel(peer, call.id)
         peer.calls.clear()
         if self._share_memory:
-            peer.link.lost()
+            peer.loans.lost()
         if self._on_peer_lost is not None:
             self._on_peer_lost(peer)
 

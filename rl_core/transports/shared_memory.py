@@ -34,7 +34,7 @@ _MAPPED = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class SegmentLoan:
     """A segment and the generation under which it was lent. The generation rises with each loan."""
 
     segment: str

@@ -124,8 +124,8 @@ class IoThread:
     def register(self, socket: zmq.Socket[Any], on_ready: Callable[[], None]) -> None:
         """Call `on_ready()` when `socket` may be readable. Call it on the I/O thread.
 
-        ZeroMQ signals a change once. `on_ready` must read until `readable(socket)` is False. After sending on the socket the caller must
-        check `readable` too, because sending may consume the signal.
+        ZeroMQ signals a change once. `on_ready` must read until `has_message(socket)` is False. After sending on the socket the caller must
+        check `has_message` too, because sending may consume the signal.
         """
         number = descriptor(socket)
         self._ready[number] = on_ready
@@ -214,7 +214,7 @@ class IoThread:
             logger.exception("callback %r failed on the I/O thread", callback)
 
 
-def readable(socket: zmq.Socket[Any]) -> bool:
+def has_message(socket: zmq.Socket[Any]) -> bool:
     """Return whether a message waits on `socket`. A call takes about 3 us."""
     events: Any = socket.get(_EVENTS)
     return bool(events & _POLLIN)

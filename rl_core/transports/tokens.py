@@ -75,7 +75,7 @@ class Token:
 
     @property
     def proof(self) -> MemoryProof:
-        """Return the record that a peer passes to `readable`."""
+        """Return the record that a peer passes to `shares_memory`."""
         return MemoryProof(file=self._path.name, digest=blake2b(self._secret).digest())
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class Token:
         os.close(self._descriptor)
 
 
-def readable(proof: MemoryProof | None, *, directory: Path = DIRECTORY) -> bool:
+def shares_memory(proof: MemoryProof | None, *, directory: Path = DIRECTORY) -> bool:
     """Return whether this process can read the segments of the peer that sent `proof`."""
     try:
         if proof is None or not _TOKEN_NAME.fullmatch(proof.file):

@@ -158,7 +158,7 @@ class Assembly:
                     raise DataError(
                         f"{entry.name!r} must be {entry.dtype} {list(entry.shape)} in a patch, got {change.dtype} {list(change.shape)}"
                     )
-                writing = patch.TensorChange.of(change, data)
+                writing = patch.DecodedChange.of(change, data)
                 self.touched = True
                 sums = writing.write(memory, sums)
             if entry.name in verify:

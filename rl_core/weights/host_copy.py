@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rl_core.messages.weights import TensorPatch
-from rl_core.transports.bulk import Share
+from rl_core.transports.bulk import SharedTags
 from rl_core.transports.dtypes import CODES, tensor_view
 from rl_core.transports.shared_memory import SegmentStore
 from rl_core.weights import checksums
@@ -64,7 +64,7 @@ class PatchCopy:
     nbytes: int
     verify: tuple[str, ...]
     """Tensors that receivers check as a whole, whether they changed or not."""
-    share: Share = field(default_factory=Share)
+    share: SharedTags = field(default_factory=SharedTags)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -74,7 +74,7 @@ class HostCopy:
     manifest: WeightManifest
     layout: Layout
     memory: HostMemory
-    share: Share = field(default_factory=Share)
+    share: SharedTags = field(default_factory=SharedTags)
     """Key and tags shared by all streams of this copy."""
     patch: PatchCopy | None = None
     """Patch against the previous version; None if there is no such version or the patch is not smaller than all weights."""

@@ -24,7 +24,7 @@ _GAPS = (np.uint8, np.uint16, np.uint32)
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class TensorChange:
     """The changed elements of one tensor."""
 
     name: str
@@ -53,7 +53,7 @@ def _aligned(position: int) -> int:
 
 def compare(
     name: str, shape: Sequence[int], dtype: str, old: np.ndarray, new: np.ndarray, place: np.ndarray | None = None
-) -> tuple[int, Change | None, checksums.Checksum]:
+) -> tuple[int, TensorChange | None, checksums.Checksum]:
     """Return (number of elements that differ, the change that turns `old` into `new`, checksum of `new`).
 
     `old` and `new` are the bytes (uint8) of a tensor with `shape` and `dtype`. The change is None if no element differs. If `place` is
@@ -68,11 +68,11 @@ def compare(
     if not count:
         return 0, None, sums
     if gaps is not None:
-        sparse = Change(name, tuple(shape), dtype, count, gaps, values)
+        sparse = TensorChange(name, tuple(shape), dtype, count, gaps, values)
         if sparse.nbytes < new.nbytes:
             return count, sparse, sums
     whole = (new if place is None else place).view(kind)
-    return count, Change(name, tuple(shape), dtype, whole.size, None, whole), sums
+    return count, TensorChange(name, tuple(shape), dtype, whole.size, None, whole), sums
 
 
 def _differences(
@@ -107,12 +107,12 @@ def _differences(
     return count, np.concatenate(gaps).astype(width), np.concatenate(values), sums
 
 
-def size_of(changes: Iterable[Change]) -> int:
+def size_of(changes: Iterable[TensorChange]) -> int:
     """Return the size of the data of a patch that holds `changes`, bytes."""
     return sum(change.nbytes for change in changes)
 
 
-def fill(data: np.ndarray, changes: Iterable[Change]) -> tuple[TensorPatch, ...]:
+def fill(data: np.ndarray, changes: Iterable[TensorChange]) -> tuple[TensorPatch, ...]:
     """Write `changes` into `data` (uint8, `size_of(changes)` bytes) and return the position of each."""
     tensors, position = [], 0
     for change in changes:
@@ -138,7 +138,7 @@ def fill(data: np.ndarray, changes: Iterable[Change]) -> tuple[TensorPatch, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class TensorChange:
+class DecodedChange:
     """The change of one tensor, decoded from a patch and checked."""
 
     gaps: np.ndarray | None
@@ -147,7 +147,7 @@ class TensorChange:
     """The new values as unsigned integers of the size of an element."""
 
     @classmethod
-    def of(cls, change: TensorPatch, data: np.ndarray) -> "TensorChange":
+    def of(cls, change: TensorPatch, data: np.ndarray) -> "DecodedChange":
         """Return the decoded `change`, whose bytes are in `data`.
 
         Raises DataError if it is inconsistent with the shape of the tensor or the size of the data.

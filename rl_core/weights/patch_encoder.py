@@ -24,7 +24,7 @@ class Comparison:
 
     def __init__(self, base: HostCopy) -> None:
         self._base = base
-        self.changes: list[patch.Change] = []
+        self.changes: list[patch.TensorChange] = []
         self.changed = self.elements = 0
 
     def write_tensor(self, entry: SourceEntry, start: int, new: np.ndarray, place: np.ndarray) -> checksums.Checksum:

@@ -20,7 +20,7 @@ from rl_core.messages.weights import PublishReport, ReceiverAddress
 from rl_core.transports import sockets
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.handlers import HandlerLoop
-from rl_core.transports.links import SharedMemory
+from rl_core.transports.links import ProcessSharedMemory
 from rl_core.transports.rpc import RpcClient, RpcServer
 from rl_core.transports.rpc_wire import refuse_on_event_loop
 from rl_core.weights import checksums
@@ -77,7 +77,7 @@ class WeightPublisher:
         """Serialises `publish`: two at a time would write the same memory and send their offers in any order."""
         self._loop = HandlerLoop.shared().loop
         host = sockets.split_address(bind)[0]
-        self._copies = HostCopies(SharedMemory.shared(identity.uid if identity is not None else "").store)
+        self._copies = HostCopies(ProcessSharedMemory.shared(identity.uid if identity is not None else "").store)
         own = self.cfg.weights
         self._patch_encoder = (
             PatchEncoder(self._copies, verify_every=own.verify_every) if own.syncer == "patch" else None

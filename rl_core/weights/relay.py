@@ -9,7 +9,7 @@ import numpy as np
 
 from rl_core.api.errors import InfrastructureError
 from rl_core.messages.weights import StreamSource
-from rl_core.transports.bulk import BulkSender, Share
+from rl_core.transports.bulk import BulkSender, SharedTags
 from rl_core.transports.curve import KeyRing
 from rl_core.weights.bucket import Layout
 from rl_core.weights.manifest import WeightManifest
@@ -23,7 +23,7 @@ class Relay:
         self._bulk: dict[bool, BulkSender] = {}
         """Senders by whether they encrypt."""
         self._digest = ""
-        self._share = Share()
+        self._share = SharedTags()
         """Key and tags shared by all streams of the version."""
 
     def stream(
@@ -33,7 +33,7 @@ class Relay:
         if encrypted not in self._bulk:
             self._bulk[encrypted] = BulkSender(f"tcp://{self._host}:0", self._keys if encrypted else None)
         if self._digest != manifest.digest:
-            self._digest, self._share = manifest.digest, Share()
+            self._digest, self._share = manifest.digest, SharedTags()
         buffers = self._buffers(manifest, layout, memory)
         return StreamSource(ticket=self._bulk[encrypted].offer(buffers, share=self._share), encrypted=encrypted)
 

@@ -24,7 +24,7 @@ from rl_core.channel.client import ChannelClient
 from rl_core.channel.server import ChannelServer
 from rl_core.messages.channel import SegmentPart
 from rl_core.transports import curve, frames, rpc_wire, tokens
-from rl_core.transports.links import SharedMemory
+from rl_core.transports.links import ProcessSharedMemory
 from tests.curve_keys import generate_keys
 
 MIB = 2**20
@@ -193,10 +193,10 @@ class TestLargeItems:
     @pytest.fixture(autouse=True)
     def nothing_lent(self):
         """The store is the process's: what earlier tests were lent comes back first."""
-        wait_until(lambda: gc.collect() >= 0 and SharedMemory.shared().store.stats()["lent"] == 0)
+        wait_until(lambda: gc.collect() >= 0 and ProcessSharedMemory.shared().store.stats()["lent"] == 0)
 
     def test_they_lie_in_segments_of_the_server_and_are_freed(self, channel, server):
-        store = SharedMemory.shared().store
+        store = ProcessSharedMemory.shared().store
         array = np.arange(2 * MIB, dtype=np.int64)
         channel.put({"array": array, "small": array[:3]})
         assert server.stats().memory["lent"] == 1
@@ -225,7 +225,7 @@ class TestLargeItems:
         assert waiting.wait(60) is None and channel.get()[0] == 1
 
     def test_without_shared_memory_they_go_by_socket(self, server, connect, monkeypatch):
-        monkeypatch.setattr(tokens, "readable", lambda proof: False)
+        monkeypatch.setattr(tokens, "shares_memory", lambda proof: False)
         channel = Channel.create("s", client=connect())
         array = np.arange(MIB, dtype=np.int64)
         channel.put(array)

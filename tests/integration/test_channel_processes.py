@@ -143,9 +143,9 @@ def test_segments_of_a_killed_process_are_removed_by_its_supervisor(spawn):
     uid = secrets.token_hex(4)  # another run of this test on the machine has another one
     code = """
         import sys
-        from rl_core.transports.links import SharedMemory
+        from rl_core.transports.links import ProcessSharedMemory
         from rl_core.transports.sockets import IoThread
-        print(SharedMemory.shared(sys.argv[1]).store.lend(1 << 20, "peer").name, flush=True)
+        print(ProcessSharedMemory.shared(sys.argv[1]).store.lend(1 << 20, "peer").name, flush=True)
         sys.stdin.read()
     """
     process, segment = spawn(code, uid)

@@ -28,7 +28,7 @@ from rl_core.messages.engine import (
     EngineOutput,
     EngineOutputs,
     EngineRows,
-    EngineSource,
+    EngineSettings,
 )
 from rl_core.rollouts.meter import EngineLoad
 from rl_core.rollouts.rows import Result, Row, Sink, check_prompt
@@ -61,7 +61,7 @@ class SGLangEngine:
 
     def __init__(
         self,
-        source: EngineSource,
+        source: EngineSettings,
         *,
         environ: Mapping[str, str],
         memory: int,

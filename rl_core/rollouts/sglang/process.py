@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from rl_core.api.errors import InfrastructureError
-from rl_core.messages.engine import EngineFailure, EngineReady, EngineSource
+from rl_core.messages.engine import EngineFailure, EngineReady, EngineSettings
 from rl_core.observability import events
 from rl_core.transports import pipe
 from rl_core.workers import processes
@@ -39,7 +39,7 @@ class EngineProcess:
     It must be created, read and killed on one thread, and that thread must outlive it: the kernel kills the child when the thread ends.
     """
 
-    def __init__(self, source: EngineSource, environ: Mapping[str, str], memory: int) -> None:
+    def __init__(self, source: EngineSettings, environ: Mapping[str, str], memory: int) -> None:
         """Start the child with the variables `environ`. Raises InfrastructureError if it cannot be started.
 
         `source` says which engine the child builds; `memory` is the descriptor of the memory shared with it.

@@ -12,7 +12,7 @@ import torch
 from rl_core.api.errors import ConfigError, InfrastructureError, RLJobError, RolloutConfigError
 from rl_core.api.job import RLJobSpec
 from rl_core.data.tokenizer import Tokenizer
-from rl_core.messages.engine import EngineSource
+from rl_core.messages.engine import EngineSettings
 from rl_core.rollouts.generation import EngineGenerator
 from rl_core.rollouts.hf.config import DecoderConfig, unsupported
 from rl_core.rollouts.hf.weights import DecoderWeights
@@ -75,7 +75,7 @@ class SGLangRolloutEngine:
         folder, buffer = setup.ModelFolder(files), weight_buffer(shapes)
         options = setup.options(spec, folder.path, device, max_seq_len)
         engine = SGLangEngine(
-            EngineSource(options=options, family=str(config["model_type"])),
+            EngineSettings(options=options, family=str(config["model_type"])),
             environ=setup.variables(folder.path, device),
             memory=buffer.descriptor,
             start_seconds=spec.runtime.deadlines.wait_ready,

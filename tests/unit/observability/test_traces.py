@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from rl_core.observability.append import AppendFile
-from rl_core.observability.traces import Events, Rows, TraceFolder
+from rl_core.observability.traces import TraceEvents, TraceFolder, TraceRows
 
 
 def read(path):
@@ -17,7 +17,7 @@ def read(path):
 
 
 def one_span(name, began, ended):
-    events = Events(Rows())
+    events = TraceEvents(TraceRows())
     events.span((1, 1), name, began, ended, {"step": 3})
     return events.text()
 
@@ -37,11 +37,11 @@ def test_a_file_is_an_array_whose_end_a_crash_may_have_cut(tmp_path):
 
 
 def test_the_folder_keeps_the_newest_files_of_a_bounded_size_and_each_names_its_rows(tmp_path):
-    folder, rows = TraceFolder(tmp_path, file_bytes=400, kept=3), Rows()
+    folder, rows = TraceFolder(tmp_path, file_bytes=400, kept=3), TraceRows()
     for step in range(40):
         if folder.full:
             rows.name_again()
-        events = Events(rows)
+        events = TraceEvents(rows)
         events.span(rows.row("runner", 1, "loop"), "step", step, step + 1, {})
         folder.append(events.text(), name=f"e0000-s{step:07d}")
     folder.close()
@@ -54,7 +54,7 @@ def test_the_folder_keeps_the_newest_files_of_a_bounded_size_and_each_names_its_
 
 
 def test_spans_that_overlap_lie_in_slots_of_their_own_and_a_free_one_is_used_again():
-    rows = Rows()
+    rows = TraceRows()
     a, b = rows.slot("rollout:0", 0.0, 2.0, of="sample"), rows.slot("rollout:0", 1.0, 3.0, of="sample")
     assert a != b and a[0] == b[0]
     assert rows.slot("rollout:0", 2.0, 4.0, of="sample") == a

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_core.api.errors import GenerationUnavailable, InfrastructureError, RolloutDataFailure
-from rl_core.messages.engine import EngineOutput, EngineSource
+from rl_core.messages.engine import EngineOutput, EngineSettings
 from rl_core.rollouts.rows import Row
 from rl_core.rollouts.sampling import SamplingParams
 from rl_core.rollouts.sglang import engine as engine_module
@@ -115,7 +115,7 @@ def test_a_keeper_that_fails_in_any_way_is_heard_by_who_waits_for_the_engine(mon
         raise ValueError("filedescriptor out of range")
 
     monkeypatch.setattr(engine_module, "EngineProcess", fail)
-    source = EngineSource(options={}, family="qwen2")
+    source = EngineSettings(options={}, family="qwen2")
     engine = SGLangEngine(
         source, environ={}, memory=0, start_seconds=60.0, max_seq_len=8, vocab_size=8, silence_seconds=60.0
     )
@@ -159,7 +159,7 @@ class DyingWhenAsked(Dying):
 def test_that_an_engine_is_lost_is_told_before_its_rows_fail(monkeypatch):
     told, ended = [], threading.Event()
     monkeypatch.setattr(engine_module, "EngineProcess", DyingWhenAsked)
-    source = EngineSource(options={}, family="qwen2")
+    source = EngineSettings(options={}, family="qwen2")
     engine = SGLangEngine(
         source,
         environ={},
@@ -186,7 +186,7 @@ def test_that_an_engine_is_lost_is_told_before_its_rows_fail(monkeypatch):
 def test_an_engine_that_shares_its_device_is_not_started_again_by_its_worker(monkeypatch, restarts, started, words):
     starts, told = [], concurrent.futures.Future()
     monkeypatch.setattr(engine_module, "EngineProcess", lambda *arguments: starts.append(1) or Dying())
-    source = EngineSource(options={}, family="qwen2")
+    source = EngineSettings(options={}, family="qwen2")
     engine = SGLangEngine(
         source,
         environ={},

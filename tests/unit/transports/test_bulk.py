@@ -183,7 +183,7 @@ def test_a_closed_sender_offers_nothing(sender):
 
 
 def test_streams_of_one_share_hash_each_chunk_once(sender, monkeypatch):
-    data, share, hashed = np.zeros(5 * bulk.CHUNK_BYTES, np.uint8), bulk.Share(), []
+    data, share, hashed = np.zeros(5 * bulk.CHUNK_BYTES, np.uint8), bulk.SharedTags(), []
     real = bulk._tag
     monkeypatch.setattr(bulk, "_tag", lambda *args: (hashed.append(args[1:3]), real(*args))[1])
     tickets = [sender.offer([data], share=share) for _ in range(2)]

@@ -9,7 +9,7 @@ import pytest
 
 from rl_core.api.errors import FrameError
 from rl_core.transports import frames, shared_memory
-from rl_core.transports.shared_memory import Placement, SegmentReader, SegmentStore, copy_into
+from rl_core.transports.shared_memory import SegmentLoan, SegmentReader, SegmentStore, copy_into
 
 MIB = 2**20
 RANDOM = "0123456789abcdef"
@@ -38,7 +38,7 @@ def put(store, buffer, holder):
     if segment is None:
         return None
     copy_into(segment.memory, buffer)
-    return Placement(segment.name, segment.generation)
+    return SegmentLoan(segment.name, segment.generation)
 
 
 def test_names_carry_job_and_pid_and_files_are_private(store, tmp_path):

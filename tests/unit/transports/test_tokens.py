@@ -8,7 +8,7 @@ import pytest
 from rl_core.api.errors import FrameError
 from rl_core.messages.rpc import MemoryProof
 from rl_core.transports.shared_memory import SegmentReader, SegmentStore
-from rl_core.transports.tokens import Token, host_token, readable, remove_orphans
+from rl_core.transports.tokens import Token, host_token, remove_orphans, shares_memory
 
 MIB = 2**20
 RANDOM = "0123456789abcdef"
@@ -18,16 +18,16 @@ SEGMENT = f"rljob-a-1-{RANDOM}-2"
 class TestTokens:
     def test_who_reads_the_file_may_be_lent_to(self, tmp_path):
         token = Token("job", directory=tmp_path)
-        assert readable(token.proof, directory=tmp_path)
-        assert not readable(token.proof, directory=tmp_path / "elsewhere")
-        assert not readable(MemoryProof(file=token.proof.file, digest=b"0" * 64), directory=tmp_path)
+        assert shares_memory(token.proof, directory=tmp_path)
+        assert not shares_memory(token.proof, directory=tmp_path / "elsewhere")
+        assert not shares_memory(MemoryProof(file=token.proof.file, digest=b"0" * 64), directory=tmp_path)
         token.close()
-        assert not readable(token.proof, directory=tmp_path)
+        assert not shares_memory(token.proof, directory=tmp_path)
 
     @pytest.mark.parametrize("file", ["../x", SEGMENT, f"rljob-a-1-{RANDOM}-token", 1, None])
     def test_nonsense_is_not_readable(self, file, tmp_path):
-        assert not readable(None, directory=tmp_path)
-        assert not readable(MemoryProof(file=file, digest=b""), directory=tmp_path)
+        assert not shares_memory(None, directory=tmp_path)
+        assert not shares_memory(MemoryProof(file=file, digest=b""), directory=tmp_path)
 
     def test_names_cannot_be_guessed(self, tmp_path):
         store = SegmentStore("other", directory=tmp_path, capacity=8 * MIB)
@@ -111,7 +111,7 @@ class TestForeignNames:
         name = f"rljob-a-1-{RANDOM}-token"
         foreign(tmp_path / name, kind)
         foreign(tmp_path / SEGMENT, kind)
-        assert not readable(MemoryProof(file=name, digest=blake2b(b"0" * 32).digest()), directory=tmp_path)
+        assert not shares_memory(MemoryProof(file=name, digest=blake2b(b"0" * 32).digest()), directory=tmp_path)
         with pytest.raises(FrameError, match="cannot be opened"):
             SegmentReader(directory=tmp_path).view(SEGMENT, 0, 1)
 

@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from rl_core.messages.engine import EngineFailure, EngineReady, EngineSource
+from rl_core.messages.engine import EngineFailure, EngineReady, EngineSettings
 from rl_core.transports import pipe
 from rl_core.workers.processes import die_with_parent
 
@@ -32,7 +32,7 @@ def main() -> int:
     sock = socket.socket(fileno=stream)
     for descriptor in (stream, memory):  # SGLang's processes must not keep the stream open
         os.set_inheritable(descriptor, False)
-    source: EngineSource = pipe.receive_blocking(sock)
+    source: EngineSettings = pipe.receive_blocking(sock)
     try:
         engine = _build(source)
     except Exception as error:  # noqa: BLE001 - the worker gets any failure of the engine
@@ -52,7 +52,7 @@ def main() -> int:
     return 0
 
 
-def _build(source: EngineSource) -> Any:
+def _build(source: EngineSettings) -> Any:
     import sglang
 
     _import_only(source.family, Path(sglang.__file__).parent)

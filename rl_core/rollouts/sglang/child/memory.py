@@ -16,13 +16,13 @@ from sglang.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
 )
 
-from rl_core.rollouts.sglang.child.weights import WeightLoader
+from rl_core.rollouts.sglang.child.weights import ChildWeightLoader
 
 
 class EngineMemory:
     """Releases and restores the device memory of one engine."""
 
-    def __init__(self, manager: Any, loader: WeightLoader, *, frees: bool) -> None:
+    def __init__(self, manager: Any, loader: ChildWeightLoader, *, frees: bool) -> None:
         """`manager` is the engine's tokenizer manager; `frees`: whether the engine was started with the memory saver."""
         self._manager, self._loader, self._frees = manager, loader, frees
         self._released: set[str] = set()

@@ -18,7 +18,7 @@ from rl_core.messages.engine import (
     EngineRows,
 )
 from rl_core.rollouts.sglang.child.memory import EngineMemory
-from rl_core.rollouts.sglang.child.weights import WeightLoader
+from rl_core.rollouts.sglang.child.weights import ChildWeightLoader
 from rl_core.transports import pipe
 
 BAD_REQUEST = 400
@@ -31,7 +31,7 @@ class EngineServer:
         """Serve `engine`; messages go to `writer`, and tensors arrive in the memory `shared`."""
         self._engine, self._manager, self._writer = engine, engine.tokenizer_manager, writer
         settings = engine.server_args
-        self._loader = WeightLoader(self._manager, shared, device=settings.device, ranks=settings.tp_size)
+        self._loader = ChildWeightLoader(self._manager, shared, device=settings.device, ranks=settings.tp_size)
         self._memory = EngineMemory(self._manager, self._loader, frees=settings.enable_memory_saver)
         self._ended: list[EngineOutput] = []
         self._tokens = 0

@@ -1,4 +1,4 @@
-"""`WeightLoader`: loads weights from the shared memory into the engine, and returns checksums of the engine's tensors.
+"""`ChildWeightLoader`: loads weights from the shared memory into the engine, and returns checksums of the engine's tensors.
 
 An update is begin -> load (once or more) -> end. The worker compares the checksums, because it has the verified weights. Every result of
 the engine is checked: SGLang refuses an update by its return value, not by an exception.
@@ -22,7 +22,7 @@ from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 from rl_core.messages.engine import TensorPlace
 
 
-class WeightLoader:
+class ChildWeightLoader:
     """Runs the weight updates of one engine."""
 
     def __init__(self, manager: Any, shared: mmap.mmap, *, device: str, ranks: int) -> None:
