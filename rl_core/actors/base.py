@@ -16,30 +16,36 @@ Legend: B rows, S tokens of the padded row.
 """
 
 import asyncio
+import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rl_core.actors.backend import TrainBackend
-from rl_core.actors.intake import receive_groups, rollout_metrics
 from rl_core.actors.manager import validated
 from rl_core.actors.publishing import open_publisher
 from rl_core.actors.rows import Columns, StepRows
 from rl_core.actors.step_engine import StepEngine
-from rl_core.api.errors import ConfigError
+from rl_core.api.errors import ChannelClosed, ConfigError, DeadlineExceeded
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import PromptGroupRecord
 from rl_core.batching.collate import TrainingBatch
 from rl_core.channel.backend import DEFAULT_KEY
+from rl_core.messages.channel import Key
 from rl_core.messages.groups import rank_key
 from rl_core.messages.weights import PublishReport, ReceiverAddress
+from rl_core.observability.statistics import aggregate_rollout_metrics
 from rl_core.workers.worker import Worker
 
 if TYPE_CHECKING:
     from rl_core.weights.publisher import WeightPublisher
+
+REWARD = "total_reward/"
+"""Prefix of a group's metrics that mean nothing without a reward."""
 
 
 class Actor(Worker, ABC):
@@ -236,3 +242,41 @@ class Actor(Worker, ABC):
         """Stop serving weights."""
         if self.publisher is not None:
             self.publisher.close()
+
+
+async def receive_groups(
+    channel: Any, *, wanted: int, limit: float, key: Key, progress: Callable[[], None] = lambda: None
+) -> list[PromptGroupRecord]:
+    """Return `wanted` records of `channel` under `key`, or fewer when the key is closed; `progress` is called for each.
+
+    Raises DeadlineExceeded, with the number of records that came, after `limit` seconds.
+    """
+    records: list[PromptGroupRecord] = []
+    deadline = time.monotonic() + limit
+    while len(records) < wanted:
+        left = max(deadline - time.monotonic(), 0.001)
+        try:
+            received = await channel.get_some_async(wanted - len(records), key=key, timeout=left)
+        except ChannelClosed:
+            break
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(
+                f"recv_batch must get {wanted} groups within deadlines.rollout {limit} s, got {len(records)}; "
+                f"the rollouts are slow or gone: {error}"
+            ) from error
+        records += received
+        for _ in received:
+            progress()
+    return records
+
+
+def rollout_metrics(records: Sequence[PromptGroupRecord]) -> dict[str, float]:
+    """Return the finite numbers of the groups' `rollout_metrics`, aggregated, as `rollout/*`."""
+    finite = []
+    for record in records:
+        # An empty histogram: all samples are masked. No reward is not a reward of 0.
+        unrewarded = record.rollout_metrics.get(f"{REWARD}histogram") == []
+        values = record.rollout_metrics.items()
+        numbers = {name: float(v) for name, v in values if isinstance(v, int | float) and math.isfinite(v)}
+        finite.append({name: v for name, v in numbers.items() if not (unrewarded and name.startswith(REWARD))})
+    return {f"rollout/{name}": value for name, value in aggregate_rollout_metrics(finite).items()}

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 TRACING = Path(__file__).with_name("tracing")
 BESIDE = ("transports/", "channel/", "workers/")
 """Carry whatever they are given."""
-MOST_FILES = 35
+MOST_FILES = 30
 
 
 def tour() -> list[str]:

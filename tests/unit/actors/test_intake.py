@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rl_core.actors.intake import receive_groups
+from rl_core.actors.base import receive_groups
 from rl_core.api.errors import DeadlineExceeded
 from rl_core.channel import Channel
 from tests import actor_samples
