@@ -188,7 +188,7 @@ def step_seconds(rollouts: int, groups: int, steps: int, *, staleness: int) -> d
         began = time.thread_time()
         for member in members:
             member.version = step - 1
-        dispatcher.serves([(member.name, (0, 0)) for member in members], step - 1)
+        dispatcher.record_served([(member.name, (0, 0)) for member in members], step - 1)
         loop.open(step, step - 1)
         while not account._step.complete:
             for member in members:

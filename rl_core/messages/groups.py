@@ -1,9 +1,9 @@
 """The messages about prompt groups between the runner's ledger, the rollouts and the data ranks.
 
-rollout -> runner    lease_groups(want, seconds, version) -> [PromptLease]     renew(tokens) -> [tokens that are no current leases]
+rollout -> runner    lease_groups(max_groups, timeout, version) -> [PromptLease]     renew(tokens) -> [tokens that are no current leases]
 rollout -> channel   PromptGroupRecord on the channel `trajectories`, under its lease token as key
 rollout -> runner    finish(GroupEntry): the record is stored; the runner decides at once what becomes of the group
-rollout -> runner    give_back(token, reason, message): the group cannot be finished
+rollout -> runner    return_group(token, reason, message): the group is returned unfinished
 runner  -> channel   moves the record of an admitted group to the key of a data rank, discards that of a refused one
 channel -> data rank the records under `rank_key(step, rank)`; the runner closes the key of a step that became smaller than planned
 rollout -> runner    ValidationScores on the channel `validation`
@@ -16,7 +16,12 @@ from rl_core.messages.registry import record
 
 LeaseMode = Literal["train", "validate"]
 RequeueReason = Literal["worker_lost", "infrastructure", "deadline", "data", "stale", "epoch"]
-"""Why a group is generated again: its worker or the machinery failed, time ran out, the sample failed, its version or epoch is too old."""
+"""Why a prompt group is generated again.
+
+worker_lost: its rollout process was lost, or its lease expired. infrastructure: an engine, environment or channel failed. deadline: it took
+too long. data: the sample itself failed. stale: its policy version is too old, or the trainer stopped waiting for it. epoch: it was leased
+before the last gang restart of the job.
+"""
 
 
 @record

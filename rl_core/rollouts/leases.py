@@ -28,10 +28,10 @@ class HubLeases:
         """`call` is `Worker.hub_call`."""
         self._call = call
 
-    async def lease_groups(self, want: int, seconds: float, version: int) -> Sequence[PromptLease]:
-        """Return at most `want` groups for weights of `version`, as soon as there are any; none after `seconds`."""
+    async def lease_groups(self, max_groups: int, timeout: float, version: int) -> Sequence[PromptLease]:
+        """Return up to `max_groups` leases for weights of `version` once groups are available, or none after `timeout` seconds."""
         leases: Sequence[PromptLease] = await self._call(
-            "lease_groups", want, seconds, version, timeout=seconds + ANSWER_MARGIN_S
+            "lease_groups", max_groups, timeout, version, timeout=timeout + ANSWER_MARGIN_S
         )
         return leases
 
@@ -44,9 +44,9 @@ class HubLeases:
         """Report a group whose record is stored; may be repeated. Nobody has to renew its lease any more."""
         await self._call("finish", entry)
 
-    async def give_back(self, token: str, reason: RequeueReason, message: str) -> None:
+    async def return_group(self, token: str, reason: RequeueReason, message: str) -> None:
         """Return a lease; a token that is no longer current is ignored."""
-        await self._call("give_back", token, reason, message)
+        await self._call("return_group", token, reason, message)
 
 
 class Renewal:

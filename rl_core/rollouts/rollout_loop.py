@@ -3,7 +3,7 @@
     runner    --lease_groups--> generate(lease)
     rollout   --record--> channel `trajectories`, under the lease token       (validation: scores --> channel `validation`)
     rollout   --finish(GroupEntry)--> runner      the record is stored
-    rollout   --give_back--> runner               the group failed, or was stopped before its end
+    rollout   --return_group--> runner            the group failed, or was stopped before its end
 
 Groups are leased only while the gate is open, which the worker opens when a version is committed and closes when the next one is
 offered, and only as many as the engine has rows for: groups that come together start together. Everything here runs on one event loop.
@@ -138,7 +138,7 @@ class RolloutLoop:
         if self._groups:
             names = ", ".join(group.lease.group_id for group in self._groups.values())
             logger.warning("groups %s did not end in %s s; given back", names, seconds)
-            await self._give_all_back()
+            await self._return_all()
 
     async def stop(self) -> None:
         """Give all groups in flight back and end the loop."""
@@ -147,7 +147,7 @@ class RolloutLoop:
             self._loop_task.cancel()
             await asyncio.wait({self._loop_task})
             self._loop_task = None
-        await self._give_all_back()
+        await self._return_all()
         self._renewal.close()
 
     def drop(self, tokens: Iterable[str]) -> None:
@@ -166,10 +166,10 @@ class RolloutLoop:
                 continue  # it may have closed again before this loop woke up
             if self._groups and self._room():
                 await asyncio.sleep(GATHER_S)
-            want = self._room()
-            if not want:
+            max_groups = self._room()
+            if not max_groups:
                 await self._changed.wait()
-            elif not await self._lease(want):
+            elif not await self._lease(max_groups):
                 pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self._refusals)
                 self._refusals += 1
                 # Not wait_for: before Python 3.12 it swallows a cancellation that comes together with the event.
@@ -182,20 +182,20 @@ class RolloutLoop:
         free = -(-(self._row_limit() - self._rows) // self._group_rows)
         return max(free, 0 if self._groups else 1)
 
-    async def _lease(self, want: int) -> bool:
+    async def _lease(self, max_groups: int) -> bool:
         """Poll once and wait for the answer; return whether to poll again without a pause.
 
         The poll stays open while the gate is closed: the runner learns from the acknowledgement of a version that this worker serves it,
         and answers with groups of that version. A poll is never cancelled: leases on their way would belong to nobody until they end.
         """
-        poll = self._start_poll(want)
+        poll = self._start_poll(max_groups)
         while not poll.done():
             self._changed.clear()
-            if not self._groups and self._room() > want:
+            if not self._groups and self._room() > max_groups:
                 # The poll was sent while groups were in flight and would bring fewer than fit now. The runner answers it with nothing when a
                 # newer one comes.
-                want = self._room()
-                poll = self._start_poll(want)
+                max_groups = self._room()
+                poll = self._start_poll(max_groups)
             change = asyncio.ensure_future(self._changed.wait())
             try:
                 with self._idle():
@@ -204,8 +204,8 @@ class RolloutLoop:
                 change.cancel()
         return poll.result()
 
-    def _start_poll(self, want: int) -> asyncio.Task[bool]:
-        poll = asyncio.ensure_future(self._poll(want))
+    def _start_poll(self, max_groups: int) -> asyncio.Task[bool]:
+        poll = asyncio.ensure_future(self._poll(max_groups))
         self._polls.add(poll)
         poll.add_done_callback(self._polls.discard)
         return poll
@@ -218,11 +218,11 @@ class RolloutLoop:
             return self._waiting("prompts", "ledger", None)
         return self._waiting("weights", "actor", WaitCause.WEIGHTS)
 
-    async def _poll(self, want: int) -> bool:
+    async def _poll(self, max_groups: int) -> bool:
         """Start the groups that the runner leases; return False when it failed, or had none long before the poll's time was up."""
         began = self._clock()
         try:
-            leases = await self._leases.lease_groups(want, POLL_SECONDS, self._version())
+            leases = await self._leases.lease_groups(max_groups, POLL_SECONDS, self._version())
         except RLJobError as error:
             if str(error) != self._complaint:
                 self._complaint = str(error)
@@ -232,7 +232,7 @@ class RolloutLoop:
         begun = 0
         for lease in leases:
             if not self._gate.is_set() or lease.policy_version != self._version():
-                self._give_back(lease, "stale", "its weights are not those that are served")
+                self._return_group(lease, "stale", "its weights are not those that are served")
             else:  # also beyond the row limit, where the answers to an older and a newer poll crossed: the engine queues it
                 self._begin(lease)
                 begun += 1
@@ -256,7 +256,7 @@ class RolloutLoop:
         self._renewal.drop(token)
         self._changed.set()
         if group.task.cancelled() and group.current:
-            self._give_back(group.lease, "stale", "the rollout stopped before the group ended")
+            self._return_group(group.lease, "stale", "the rollout stopped before the group ended")
 
     async def _serve_group(self, lease: PromptLease) -> None:
         began = self._clock()
@@ -264,7 +264,7 @@ class RolloutLoop:
             record = await self._generate(lease)
         except Exception as error:  # noqa: BLE001 - task boundary: whatever failed is reported, never trained on
             reason: RequeueReason = classify_failure(error).value
-            self._give_back(lease, reason, f"{type(error).__name__}: {text_of(error)}")
+            self._return_group(lease, reason, f"{type(error).__name__}: {text_of(error)}")
             return
         times, record.times = record.times, None
         if times is not None:
@@ -275,7 +275,7 @@ class RolloutLoop:
             # RLJobError: the channel's fault. Any other TypeError or ValueError: the record cannot be encoded, also not if made again.
             broken = isinstance(error, TypeError | ValueError) and not isinstance(error, RLJobError)
             what = "cannot be sent" if broken else "could not be delivered"
-            self._give_back(lease, "data" if broken else "infrastructure", f"the record {what}: {text_of(error)}")
+            self._return_group(lease, "data" if broken else "infrastructure", f"the record {what}: {text_of(error)}")
         else:
             self.groups_done += 1
 
@@ -318,20 +318,20 @@ class RolloutLoop:
 
     # --- giving back -------------------------------------------------------------------------------------------------
 
-    def _give_back(self, lease: PromptLease, reason: RequeueReason, message: str) -> None:
-        """Give a lease back in the background, so that its rows are free at once."""
+    def _return_group(self, lease: PromptLease, reason: RequeueReason, message: str) -> None:
+        """Return an unfinished group to the runner in the background, so that its rows are free at once."""
         self._renewal.drop(lease.token)
-        task = asyncio.ensure_future(self._return(lease, reason, message))
+        task = asyncio.ensure_future(self._send_return(lease, reason, message))
         self._returns.add(task)
         task.add_done_callback(self._returns.discard)
 
-    async def _return(self, lease: PromptLease, reason: RequeueReason, message: str) -> None:
+    async def _send_return(self, lease: PromptLease, reason: RequeueReason, message: str) -> None:
         try:
-            await self._leases.give_back(lease.token, reason, message)
+            await self._leases.return_group(lease.token, reason, message)
         except RLJobError as error:
             logger.warning("group %s cannot be given back, its lease ends by itself: %s", lease.group_id, error)
 
-    async def _give_all_back(self) -> None:
+    async def _return_all(self) -> None:
         groups = {group.task for group in self._groups.values()}
         for task in groups:
             task.cancel()

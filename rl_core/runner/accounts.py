@@ -1,6 +1,7 @@
-"""The accounts of all groups that rollouts can hold: those of training, and those of the validation round that is open.
+"""Routes the lease calls of rollouts to the training prompts or to the open validation round.
 
-A lease token tells which account it belongs to. The dispatcher is the only caller and serialises the calls.
+Rollouts lease training groups and validation prompts by the same calls. A lease token tells which ledger issued it. The dispatcher is the
+only caller and serialises the calls.
 """
 
 from collections.abc import Sequence
@@ -12,64 +13,72 @@ from rl_core.runner.validation_round import ValidationRound
 
 
 class Accounts:
-    """The training account and the open validation round, asked as one."""
+    """The lease calls over the training account and over the validation round, if one is open."""
 
     def __init__(self, training: TrainingAccount) -> None:
         self.training = training
         self.validation: ValidationRound | None = None
-        """The round that is given out, before the groups of training."""
+        """The open round; its prompts are leased before those of training. None while no validation runs."""
 
     def has_groups(self, version: int) -> bool:
-        """Return whether a rollout that serves `version` may find a group."""
+        """Return whether a lease request for weights of `version` would be answered with at least one prompt group now."""
         validation = self.validation
-        return self.training.room(version) > 0 or (validation is not None and validation.version == version)
+        return self.training.num_leasable(version) > 0 or (validation is not None and validation.version == version)
 
-    def lease(self, want: int, owner: str, *, served: int, now: float) -> list[PromptLease]:
-        """Return up to `want` groups for the rollout `owner`, which serves version `served`."""
-        leases = self.validation.lease(want, owner, served=served) if self.validation is not None else []
-        return leases + self.training.lease(want - len(leases), owner, served=served, now=now)
+    def lease(self, max_groups: int, owner: str, *, served: int, now: float) -> list[PromptLease]:
+        """Lease up to `max_groups` prompt groups to the rollout process `owner`.
 
-    def undo(self, lease: PromptLease) -> None:
-        """Take back a lease that did not reach its owner."""
+        `served` is the version of the weights that the rollout has, `now` the runner's clock in seconds. Validation prompts come first.
+        """
+        leases = self.validation.lease(max_groups, owner, served=served) if self.validation is not None else []
+        return leases + self.training.lease(max_groups - len(leases), owner, served=served, now=now)
+
+    def revert_lease(self, lease: PromptLease) -> None:
+        """Make a group available again whose lease did not reach its owner; no attempt is counted."""
         if lease.mode == "train":
-            self.training.undo(lease)
+            self.training.revert_lease(lease)
         elif self.validation is not None:
-            self.validation.ledger.undo(lease.token)
+            self.validation.ledger.revert_lease(lease.token)
 
     def renew(self, tokens: Sequence[str], owner: str) -> list[str]:
-        """Let the leases of `owner` run anew; return the tokens that are not its current leases."""
-        of_training = [token for token in tokens if self.training.ledger.gave(token)]
-        others = [token for token in tokens if not self.training.ledger.gave(token)]
+        """Extend the leases of `owner` to their full duration from now; return the tokens of leases that it does not hold (any more)."""
+        of_training = [token for token in tokens if self.training.ledger.issued(token)]
+        others = [token for token in tokens if not self.training.ledger.issued(token)]
         stale = self.training.ledger.renew(of_training, owner)
         return stale + (self.validation.ledger.renew(others, owner) if self.validation is not None else others)
 
     def take_scores(self, scores: ValidationScores) -> None:
-        """Count the scores of a validation prompt; those of an earlier round or of a lost lease change nothing."""
-        if self.validation is not None and self.validation.ledger.gave(scores.token):
+        """Record the scores of a validation prompt. Scores of an earlier round, or of a lease that is no longer held, are ignored."""
+        if self.validation is not None and self.validation.ledger.issued(scores.token):
             self.validation.take(scores)
 
-    def give_back(self, token: str, owner: str, reason: RequeueReason, message: str, *, counted: bool = True) -> None:
-        """Take back a group that `owner` cannot finish."""
-        if self.validation is not None and self.validation.ledger.gave(token):
-            self.validation.give_back(token, owner, reason, message, counted=counted)
+    def return_group(
+        self, token: str, owner: str, reason: RequeueReason, message: str, *, counted: bool = True
+    ) -> None:
+        """Accept a prompt group that `owner` returns unfinished: it is leased again, or dropped once its attempts for `reason` are used up.
+
+        `counted` False uses up no attempt. A token that `owner` does not hold is ignored.
+        """
+        if self.validation is not None and self.validation.ledger.issued(token):
+            self.validation.return_group(token, owner, reason, message, counted=counted)
         else:
-            self.training.give_back(token, owner, reason, message, counted=counted)
+            self.training.return_group(token, owner, reason, message, counted=counted)
 
     def owner_lost(self, owner: str, message: str) -> list[str]:
-        """Take back what a lost process held; return the tokens of its leases."""
+        """Requeue the prompt groups that a lost process held; return the tokens of its leases."""
         tokens = self.training.owner_lost(owner, message)
         return tokens + (self.validation.owner_lost(owner, message) if self.validation is not None else [])
 
     def expire(self) -> list[str]:
-        """Take back groups whose leases were not renewed; return the tokens of the leases."""
+        """Requeue the prompt groups whose leases have expired; return the tokens of these leases."""
         return self.training.expire() + (self.validation.expire() if self.validation is not None else [])
 
     def extend_leases(self, seconds: float) -> None:
-        """Let every lease run longer by the time in which this process stood still."""
+        """Extend every lease by `seconds`, the time for which the runner process was frozen and could not receive renewals."""
         self.training.ledger.extend_leases(seconds)
         if self.validation is not None:
             self.validation.ledger.extend_leases(seconds)
 
     def held(self) -> list[HeldGroup]:
-        """Return who holds which group since when."""
+        """Return the groups that are leased, generated or admitted, each with its owner and the seconds since it is in that state."""
         return self.training.ledger.held() + (self.validation.ledger.held() if self.validation is not None else [])

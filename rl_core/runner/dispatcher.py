@@ -1,19 +1,21 @@
-"""Gives prompt groups to rollouts and takes what comes of them: the runner's side of the lease calls.
+"""The dispatcher: leases prompt groups to rollouts and accepts their results. It is the runner's side of the lease calls.
 
     caller                    calls                                          thread
-    rollouts                  lease_groups, renew, finish, give_back         the I/O thread, which they never block
+    rollouts                  lease_groups, renew, finish, return_group      the I/O thread, which they never block
     the hub (members)         owner_lost                                     its callback thread
-    weight sync, joins        serves                                         the loop's, a join's
-    housekeeping              tick, once a second                            its own
+    weight sync, joins        record_served                                     the loop's, a join's
+    periodic tasks            tick, once a second                            its own
     validation                open_validation, take_scores, close_validation the loop's
     the training loop         see `step_groups`                              the loop's
 
-`_lock` guards the accounts and the waiting polls: a lease, a decision and a loss happen one after another, so a group is never given
-out twice. Answers, moves of records and the failure of the run leave after the lock is free: an answer takes locks of the transport, and
-the I/O thread that carries it may itself wait for this lock.
+A rollout asks for groups by a long poll: a `lease_groups` call that is answered when groups are available, or at its timeout.
 
-The work for an event does not grow with the number of rollouts or groups: polls wait by the version that their rollouts serve, and only
-those are looked at for which a group has become free.
+`_lock` guards the accounts and the open polls: leases, decisions and losses are handled one after another, so a group is never leased
+twice. Answers to polls, moves of records on the channel, and the failure of the run are sent after the lock is released: sending takes
+locks of the transport, and the I/O thread that holds those may be waiting for this lock.
+
+The cost of an event does not grow with the number of rollouts or groups: open polls are indexed by the weights version of their rollout,
+and only those are visited for which a group is available.
 """
 
 import logging
@@ -41,9 +43,9 @@ from rl_core.workers.hub import Hub
 
 logger = logging.getLogger(__name__)
 MOST_IN_ONE_ANSWER = 256
-"""Groups given out in one message at most."""
+"""Most prompt groups in one answer."""
 LONGEST_GAP = 5.0
-"""Seconds between two ticks after which this process itself stood still."""
+"""Seconds. A longer time between two ticks means that this process was frozen, so rollouts could not renew their leases."""
 
 
 class Call(Protocol):
@@ -52,20 +54,20 @@ class Call(Protocol):
     on_cancel: Callable[[], None] | None
 
     def reply(self, value: Any) -> bool:
-        """Answer; False when the value cannot travel."""
+        """Send the answer; return False if the value is too large for one message."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Poll:
-    """A rollout that waits for groups."""
+    """An open `lease_groups` call."""
 
     call: Call
     name: str
     incarnation: Incarnation
-    want: int
+    max_groups: int
     served: int
-    """Newest version that the rollout is known to serve."""
+    """Newest version of the weights that the rollout is known to have."""
     until: float
 
     @property
@@ -79,7 +81,7 @@ class _Poll:
 
 @dataclass(slots=True)
 class _Effects:
-    """What leaves this object once the lock is free."""
+    """What is to be sent after the lock is released."""
 
     moves: RecordMoves
     answers: list[tuple[_Poll, list[PromptLease]]] = field(default_factory=list)
@@ -87,7 +89,7 @@ class _Effects:
 
 
 class Dispatcher:
-    """Serves rollouts from the training account and from the validation round that is open. Any thread may call it."""
+    """Leases training groups and validation prompts to rollouts, and passes finished groups to the training account. Thread-safe."""
 
     def __init__(
         self,
@@ -100,10 +102,11 @@ class Dispatcher:
         fail: Callable[[RLJobError], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`is_live(member, incarnation)`: whether it may be given work; it is called under the lock and must not call back.
+        """Serve the prompts of `training`; `workload` measures who is busy.
 
-        `is_short()`: whether the cluster lacks members, which is no fault of a group. `move_records` changes the keys of records on the
-        channel and must not block; `fail` ends the run.
+        `is_live(member, incarnation)` says whether a process may get work. It is called with the lock held and must not call the
+        dispatcher. `is_short()` says whether too few members are present; failures of infrastructure during that time use up no attempt of
+        a group. `move_records` moves or deletes records on the channel and must not block. `fail` ends the run with an error.
         """
         self._accounts, self._workload = Accounts(training), workload
         self._is_live, self._is_short, self._move_records, self._fail_run = is_live, is_short, move_records, fail
@@ -111,39 +114,50 @@ class Dispatcher:
         self._lock = threading.Lock()
         """Guards the accounts and everything below."""
         self._polls: dict[str, _Poll] = {}
-        """Waiting polls by member name."""
+        """Open polls by member name."""
         self._waiting: dict[int, OrderedDict[str, _Poll]] = {}
-        """The same polls by served version, in the order in which they came."""
+        """The same polls by weights version, in order of arrival."""
         self._served: dict[str, int] = {}
-        """Version by owner that its acknowledgement proved; newer than the version in a poll that was sent before it."""
+        """Newest version that each process has acknowledged. It may be newer than the version in a poll that was sent earlier."""
         self._ticked = clock()
         self._most = MOST_IN_ONE_ANSWER
         self._failed = False
 
     @contextmanager
-    def changing(self) -> Iterator[Accounts]:
-        """Hold the lock while the block changes the accounts; then answer the polls that can be, and send what follows from the change."""
+    def update_accounts(self) -> Iterator[Accounts]:
+        """Hold the lock while the block changes the accounts, then act on the consequences of the change.
+
+        After the block, deferred groups are decided and polls are answered for which groups are available now. Then moves of records and a
+        failure of the run are sent, without the lock.
+        """
         with self._lock:
             yield self._accounts
             effects = self._settle()
         self._release(effects)
 
     @contextmanager
-    def locked(self) -> Iterator[Accounts]:
-        """Hold the lock while the block uses the accounts in a way from which nothing follows for others."""
+    def lock_accounts(self) -> Iterator[Accounts]:
+        """Hold the lock while the block reads the accounts, or changes them without making a group available.
+
+        No poll is answered afterwards.
+        """
         with self._lock:
             yield self._accounts
 
     # --- rollouts --------------------------------------------------------------------------------------------------
 
     def lease_groups(
-        self, call: Call, name: str, incarnation: Incarnation, want: int, seconds: float, version: int
+        self, call: Call, name: str, incarnation: Incarnation, max_groups: int, timeout: float, version: int
     ) -> None:
-        """Answer `call` with up to `want` groups as soon as there are any for a rollout that serves `version`; with none after `seconds`."""
-        poll = _Poll(call, name, incarnation, want, version, self._clock() + seconds)
+        """Answer `call` with up to `max_groups` leases once groups are available for weights of `version`.
+
+        After `timeout` seconds without a group the answer is an empty list. A rollout has one open poll: a newer call ends the older one,
+        which is answered with an empty list.
+        """
+        poll = _Poll(call, name, incarnation, max_groups, version, self._clock() + timeout)
         poll.served = max(version, self._served.get(poll.owner, -1))
         call.on_cancel = lambda: self._cancelled(poll)
-        with self.changing():
+        with self.update_accounts():
             replaced = self._polls.get(name)  # a rollout has one poll, the newest
             if replaced is not None:
                 self._remove(replaced)
@@ -155,7 +169,7 @@ class Dispatcher:
             replaced.call.reply([])
 
     def renew(self, name: str, incarnation: Incarnation, tokens: list[str]) -> list[str]:
-        """Let leases run anew; return the tokens that are not this process's current leases."""
+        """Extend the leases of a process; return the tokens of leases that it does not hold (any more)."""
         with self._lock:
             stale = self._accounts.renew(tokens, owner_name(name, incarnation))
             for token in stale:
@@ -163,29 +177,31 @@ class Dispatcher:
             return stale
 
     def finish(self, name: str, incarnation: Incarnation, entry: GroupEntry) -> None:
-        """Decide about a group that the rollout has finished and whose record it has stored. May be repeated."""
-        with self.changing() as accounts:
+        """Decide about a finished group whose record is stored on the channel: admit, defer or refuse it. Idempotent."""
+        with self.update_accounts() as accounts:
             accounts.training.finish(entry, owner_name(name, incarnation), now=self._clock())
             self._workload.finished(entry.token)
 
-    def give_back(self, name: str, incarnation: Incarnation, token: str, reason: RequeueReason, message: str) -> None:
-        """Take back a group that a rollout cannot finish: given out again, or dropped when its attempts are used up.
+    def return_group(
+        self, name: str, incarnation: Incarnation, token: str, reason: RequeueReason, message: str
+    ) -> None:
+        """Accept a prompt group that a rollout returns unfinished: it is leased again, or dropped once its attempts are used up.
 
-        While the cluster lacks members, a failure of machinery or a deadline uses up no attempt.
+        While too few members are present, the reasons `infrastructure` and `deadline` use up no attempt.
         """
         excused = reason in ("infrastructure", "deadline") and self._is_short()
-        with self.changing() as accounts:
-            accounts.give_back(token, owner_name(name, incarnation), reason, message, counted=not excused)
+        with self.update_accounts() as accounts:
+            accounts.return_group(token, owner_name(name, incarnation), reason, message, counted=not excused)
             self._workload.ended(token)
 
     # --- members and time ------------------------------------------------------------------------------------------
 
-    def serves(self, rollouts: Sequence[Identity], version: int) -> None:
-        """Note that these rollouts proved `version`: a poll that one of them sent before counts as one for it.
+    def record_served(self, rollouts: Sequence[Identity], version: int) -> None:
+        """Record that these rollouts have loaded weights of `version`. Their open polls now ask for groups of that version.
 
-        So the groups of the next step leave as the answer to the waiting poll, without another round trip.
+        The next step's groups are therefore sent as the answer to a poll that is open already, without another round trip.
         """
-        with self.changing():
+        with self.update_accounts():
             for name, incarnation in rollouts:
                 owner = owner_name(name, incarnation)
                 self._served[owner] = version
@@ -198,9 +214,9 @@ class Dispatcher:
                     self._workload.asks(poll.rollout, self._is_live(name, incarnation))
 
     def owner_lost(self, name: str, incarnation: Incarnation) -> None:
-        """Give out again at once what a lost process held."""
+        """Requeue the prompt groups of a lost process at once, and end its poll."""
         owner = owner_name(name, incarnation)
-        with self.changing() as accounts:
+        with self.update_accounts() as accounts:
             self._served.pop(owner, None)
             self._workload.gone((name, incarnation))
             poll = self._polls.get(name)
@@ -212,12 +228,12 @@ class Dispatcher:
                 logger.warning("%s is lost with groups %s; they are given out again", name, groups)
 
     def tick(self) -> None:
-        """Take back leases that were not renewed and groups that the trainer waited for too long; end polls whose time is up.
+        """Requeue expired leases and stragglers, and answer the polls whose timeout has passed.
 
         Called once a second.
         """
         now = self._clock()
-        with self.changing() as accounts:
+        with self.update_accounts() as accounts:
             gap, self._ticked = now - self._ticked, now
             if gap > LONGEST_GAP:
                 accounts.extend_leases(gap)
@@ -238,25 +254,25 @@ class Dispatcher:
     # --- validation ------------------------------------------------------------------------------------------------
 
     def open_validation(self, validation: ValidationRound) -> None:
-        """Give out the prompts of a validation round, before those of training."""
-        with self.changing() as accounts:
+        """Begin to lease the prompts of a validation round; they are leased before those of training."""
+        with self.update_accounts() as accounts:
             accounts.validation = validation
 
     def take_scores(self, scores: ValidationScores) -> None:
-        """Count the scores of a validation prompt."""
+        """Record the scores of a validation prompt."""
         with self._lock:
             self._workload.ended(scores.token)
             self._accounts.take_scores(scores)
 
     def close_validation(self) -> None:
-        """Give out no more prompts of the round."""
+        """Stop leasing the prompts of the validation round."""
         with self._lock:
             self._accounts.validation = None
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _settle(self) -> _Effects:
-        """Follow up on a change of the accounts. Under the lock."""
+        """Decide deferred groups, lease available groups to open polls, and return what is to be sent. The lock is held."""
         training, now = self._accounts.training, self._clock()
         training.settle(now)
         effects = _Effects(training.take_moves())
@@ -264,16 +280,16 @@ class Dispatcher:
             self._failed, effects.failure = True, training.failure
         for version in list(self._waiting):
             self._serve(version, now, effects)
-        self._workload.queues(backlog=training.room(), ready=training.num_deferred)
+        self._workload.queues(backlog=training.num_leasable(), ready=training.num_deferred)
         return effects
 
     def _serve(self, version: int, now: float, effects: _Effects) -> None:
-        """Lease groups to the polls of rollouts that serve `version`, the oldest poll first, while there are any."""
+        """Lease groups to the polls for `version`, the oldest poll first, until no group is available."""
         while (polls := self._waiting.get(version)) and self._accounts.has_groups(version):
             poll = next((poll for poll in polls.values() if self._is_live(*poll.rollout)), None)
             if poll is None:
                 return
-            leases = self._accounts.lease(min(poll.want, self._most), poll.owner, served=version, now=now)
+            leases = self._accounts.lease(min(poll.max_groups, self._most), poll.owner, served=version, now=now)
             if not leases:
                 return
             self._remove(poll)
@@ -282,7 +298,7 @@ class Dispatcher:
             effects.answers.append((poll, leases))
 
     def _remove(self, poll: _Poll) -> None:
-        """Let a poll wait no longer. Under the lock."""
+        """Remove a poll. The lock is held."""
         del self._polls[poll.name]
         polls = self._waiting[poll.served]
         del polls[poll.name]
@@ -296,7 +312,7 @@ class Dispatcher:
                 self._remove(poll)
 
     def _release(self, effects: _Effects) -> None:
-        """Send what follows from a change. The lock is free."""
+        """Send the effects of a change. The lock is not held."""
         if effects.moves:
             self._move_records(effects.moves)
         self._answer(effects.answers)
@@ -310,7 +326,7 @@ class Dispatcher:
                 self._take_back(leases)
 
     def _take_back(self, leases: list[PromptLease]) -> None:
-        """Undo leases that are larger than one message; the next answers carry fewer, and a single one that is too large ends the run."""
+        """Revert leases whose answer is larger than one message and send fewer at a time. A single lease that is too large ends the run."""
         if len(leases) == 1:
             self._fail_run(
                 DataError(
@@ -322,19 +338,19 @@ class Dispatcher:
             self._most = max(len(leases) // 2, 1)
             for lease in leases:
                 self._workload.ended(lease.token)
-                self._accounts.undo(lease)
+                self._accounts.revert_lease(lease)
 
 
 def owner_name(name: str, incarnation: Incarnation) -> str:
-    """Return how the ledger names a process: a restarted process has another incarnation and holds nothing of the one before."""
+    """Return the owner name of a process in the ledger. It contains the incarnation, so a restarted process does not inherit leases."""
     return f"{name} ({incarnation[0]}.{incarnation[1]})"
 
 
 def serve_leases(hub: Hub, dispatcher: Dispatcher) -> None:
-    """Serve the lease calls to rollouts on the hub's address. None of them blocks the I/O thread that they run on."""
+    """Register the lease calls of rollouts with the hub. They run on its I/O thread and do not block it."""
 
-    def lease_groups(call: IncomingCall, want: int, seconds: float, version: int) -> None:
-        dispatcher.lease_groups(call, *_process(call.caller), want, seconds, version)
+    def lease_groups(call: IncomingCall, max_groups: int, timeout: float, version: int) -> None:
+        dispatcher.lease_groups(call, *_process(call.caller), max_groups, timeout, version)
 
     def finish(call: IncomingCall, entry: GroupEntry) -> None:
         dispatcher.finish(*_process(call.caller), entry)
@@ -343,14 +359,14 @@ def serve_leases(hub: Hub, dispatcher: Dispatcher) -> None:
     async def renew(tokens: list[str]) -> list[str]:
         return dispatcher.renew(*_process(current_caller()), tokens)
 
-    def give_back(token: str, reason: RequeueReason, message: str) -> None:
-        dispatcher.give_back(*_process(current_caller()), token, reason, message)
+    def return_group(token: str, reason: RequeueReason, message: str) -> None:
+        dispatcher.return_group(*_process(current_caller()), token, reason, message)
 
     calls: dict[str, Callable[..., Any]] = {
         "lease_groups": inline(lease_groups),
         "finish": inline(finish),
         "renew": renew,
-        "give_back": give_back,
+        "return_group": return_group,
     }
     hub.add_handlers(calls, role=ROLLOUT)
 

@@ -1,7 +1,7 @@
-"""The table of outstanding groups: every group of the ledger that has not ended, with its state and its lease.
+"""The table of outstanding prompt groups: every group of the ledger that has not ended, with its state and its lease.
 
-The table keeps the orders and counts that the ledger asks for up to date with each change of state, so that no question walks all
-groups. The ledger is its only caller.
+Each change of state also updates the indexes by state, owner, version and expiry, so that no query has to walk all groups. The ledger is
+the only caller.
 """
 
 import bisect
@@ -29,14 +29,14 @@ class GroupState(StrEnum):
 
 
 OUT = frozenset({GroupState.LEASED, GroupState.GENERATED})
-"""States of a group that is generated, or was generated and awaits its step."""
+"""States of a group that is being generated, or that is finished and deferred."""
 OPEN = OUT | {GroupState.PENDING}
 """States of a group that may still be trained and that no step has admitted."""
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """One outstanding group."""
+    """One outstanding prompt group."""
 
     group_id: str
     position: int
@@ -45,13 +45,13 @@ class Group:
     """Index of its prompt in the data set."""
     state: GroupState = GroupState.PENDING
     since: float = 0.0
-    """When it came into this state."""
+    """Clock, in seconds, at which it came into this state."""
     token: str = ""
     """Token of its newest lease."""
     owner: str = ""
-    """Process that holds the lease."""
+    """Process that holds or held the newest lease, as `dispatcher.owner_name` writes it; empty while the group is pending."""
     version: int = 0
-    """Policy version of the lease; once it is generated, the lowest version of its tokens."""
+    """Policy version of the lease; once the group is generated, the version of its oldest token."""
     expires: float = 0.0
     leases: int = 0
     """Leases so far."""
@@ -93,7 +93,7 @@ class GroupTable:
         return self._groups.get(group_id)
 
     def add(self, group: Group) -> None:
-        """Take in a new group, which is pending."""
+        """Add a new group, which is pending."""
         self._groups[group.group_id] = group
         self._enter(group)
 
@@ -106,12 +106,12 @@ class GroupTable:
         self._enter(group)
 
     def remove(self, group: Group) -> None:
-        """Forget a group that has ended."""
+        """Remove a group that has ended."""
         self._leave(group)
         del self._groups[group.group_id]
 
     def set_version(self, group: Group, version: int) -> None:
-        """Count a group as one of `version` from now on."""
+        """Set the version by which a group is counted."""
         self._count_out(group, -1)
         group.version = version
         self._count_out(group, 1)
@@ -121,7 +121,7 @@ class GroupTable:
         return self._groups[heapq.heappop(self._pending)[1]] if self._pending else None
 
     def num_ahead(self, position: int) -> int:
-        """Return how many groups before `position` may still be trained and are not admitted."""
+        """Return how many groups before `position` are pending, leased or generated."""
         return bisect.bisect_left(self._open, position)
 
     def held_by(self, owner: str) -> list[Group]:
@@ -137,17 +137,17 @@ class GroupTable:
         return sorted(self._of_step.get(step, {}).values(), key=lambda group: group.position)
 
     def renew(self, group: Group, expires: float) -> None:
-        """Let the lease of a leased group end at `expires`, which is later than the end of all other leases."""
+        """Let the lease of a leased group end at clock time `expires`, which must not be earlier than the end of any other lease."""
         group.expires = expires
         self._leased.move_to_end(group.group_id)
 
     def extend_leases(self, seconds: float) -> None:
-        """Let every lease end `seconds` later."""
+        """Extend every lease by `seconds`."""
         for group in self._leased.values():
             group.expires += seconds
 
     def expired(self, now: float) -> list[Group]:
-        """Return the groups whose leases have ended."""
+        """Return the groups whose leases ended at clock time `now` or before."""
         found = []
         for group in self._leased.values():
             if group.expires > now:

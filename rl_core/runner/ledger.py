@@ -1,9 +1,14 @@
-"""The prompt ledger: which prompt groups are out, with whom, which were trained and which come next.
+"""The prompt ledger: the state of every prompt group, who leases it, and which group comes next.
 
-It is the only account of the groups and the only authority over leases. Its caller serialises the calls (`dispatcher`). A group goes
-pending -> leased -> generated -> consumed -> acknowledged, or ends as dropped (its attempts are used up) or discarded (filtered).
-Only the current lease of a group can finish it, so a group is trained at most once. A checkpoint holds as final exactly the groups that
-were final when it was taken, so a resumed run neither skips nor repeats a group.
+There is one ledger for the training prompts, and one for each validation round. It alone grants leases and decides whether a lease is still
+current. Its caller, the dispatcher, serialises the calls.
+
+A group goes pending -> leased -> generated -> consumed (admitted to a step) -> acknowledged (trained). It ends early as dropped (its
+attempts are used up) or discarded (filtered out). Only the current lease of a group can finish it, so a group is trained at most once. A
+checkpoint stores which groups have ended; all others are pending after a resume, so a resumed run neither skips nor repeats a group.
+
+"Data epoch" means a pass over the data set. "Epoch" alone means the number of gang restarts of the job: a group is requeued for the reason
+`epoch` when it was leased before such a restart.
 """
 
 import secrets
@@ -18,7 +23,9 @@ from rl_core.runner.group_table import OUT, Group, GroupState, GroupTable
 from rl_core.runner.prompt_order import Dataset, PromptOrder
 
 SEED_REASONS: frozenset[str] = frozenset({"data", "deadline"})
-"""Failures after which a sample is drawn with another seed; a group that is leased again after a loss repeats the same sample."""
+"""Requeue reasons after which the completions are sampled with another seed. After any other, for example a lost worker, the same seed
+is used again.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,20 +39,24 @@ class Lease:
     attempt: int
     """1 + earlier leases of the group."""
     sample: Any
-    """The data set's item."""
+    """The item of the data set: the tokenized prompt and its metadata."""
     policy_version: int
-    """Version the group is to be generated with."""
+    """Version of the weights that the group is to be generated with."""
     seconds: float
-    """How long it runs unless it is renewed."""
+    """Seconds for which it runs unless it is renewed."""
     seed_attempt: int = 1
-    """1 + earlier failures for data or deadline: the attempt of `sample_seed`."""
+    """1 + number of earlier failures for the reasons `SEED_REASONS`; it selects the seed of the completions (`sample_seed`)."""
     order: int = 0
     """Position in the ledger's order."""
 
     def message(
         self, mode: LeaseMode, *, num_generations: int, temperature: float | None = None, given: float = 0.0
     ) -> PromptLease:
-        """Return the lease as a rollout receives it."""
+        """Return the message that the rollout receives.
+
+        `mode` is train or validate, `num_generations` the number of completions, `temperature` that of a validation group (None for the
+        job's training temperature), and `given` the runner's clock in seconds when the lease was granted, for the trace.
+        """
         return PromptLease(
             mode=mode,
             group_id=self.group_id,
@@ -63,7 +74,7 @@ class Lease:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drop:
-    """A group that used up the attempts of a reason."""
+    """A group that ended because its attempts for one requeue reason were used up."""
 
     group_id: str
     reason: RequeueReason
@@ -72,19 +83,19 @@ class Drop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldGroup:
-    """Who holds a group that is not final, for `/status`."""
+    """An outstanding group and its owner, for `/status`."""
 
     group_id: str
     state: GroupState
     owner: str
-    """Process that generates or generated it."""
+    """Process that generates it, or has generated it."""
     seconds: float
-    """Time in this state."""
+    """Seconds since it came into this state."""
     attempt: int
 
 
 class PromptLedger:
-    """Leases prompt groups in a seeded order and keeps account of each."""
+    """Leases prompt groups in a seeded order and records the state of each. Not thread-safe."""
 
     def __init__(
         self,
@@ -98,11 +109,13 @@ class PromptLedger:
         data_epochs: int | None = None,
         prefix: str = "",
     ) -> None:
-        """Take `dataset` in a permutation seeded by (seed, data epoch).
+        """Create a ledger over `dataset`, in a permutation seeded by (seed, data epoch).
 
-        `max_attempts`: attempts of a group per reason, one number or a map of reason to number; losses of the worker count in a row.
-        `data_epochs`: passes over the data set, None = without end. `prefix` begins every group id.
-        Raises ValueError for an empty data set or a budget below 1.
+        A lease ends `lease_seconds` after it was granted or last renewed. `max_attempts` is the number of failures of one reason at which a
+        group is dropped: one number for all reasons, or one for each. Worker losses count only while they are consecutive.
+
+        `data_epochs` is the number of passes over the data set; None means no limit. `prefix` begins every group id. Raises ValueError for
+        an empty data set or `max_attempts` below 1.
         """
         if not len(dataset):
             raise ValueError("dataset must hold at least one prompt, got none; check data.train")
@@ -125,20 +138,20 @@ class PromptLedger:
         self._low_water = 0
         self._table = GroupTable(clock)
         self._final: dict[int, GroupState] = {}
-        """How groups ended, by position, from `_low_water` on; all groups before it have ended."""
+        """Final states by position, from `_low_water` on. All groups before `_low_water` have ended."""
         self._num_leases = 0
-        """Leases given out; numbers the tokens."""
+        """Number of leases granted so far; it is a part of the next token."""
         self._run = secrets.token_hex(4)
-        """Begins this ledger's tokens: a record of the run before a resume must not carry one of them."""
+        """First part of this ledger's tokens. It is random, so that a record of the run before a resume cannot carry a valid token."""
         self.counts = {"acknowledged": 0, "dropped": 0, "discarded": 0, "requeued": 0, "late": 0}
         self.consecutive_drops = 0
 
     # --- leases ----------------------------------------------------------------------------------------------------
 
     def lease(self, count: int, owner: str, *, policy_version: int = 0) -> list[Lease]:
-        """Return `count` leases for `owner`: requeued groups first, in ledger order, then new ones while there are any.
+        """Lease up to `count` groups to `owner`: requeued ones first, in the ledger's order, then new ones.
 
-        Raises ValueError for a negative count.
+        Returns fewer when the data epochs are used up. Raises ValueError for a negative count.
         """
         if count < 0:
             raise ValueError(f"count of groups to lease must be at least 0, got {count}")
@@ -148,7 +161,7 @@ class PromptLedger:
         return leases
 
     def _next(self) -> Group | None:
-        """Return the next group of the order; None after the last."""
+        """Return the next new group; None after the last one."""
         if self._cursor == self._end:
             return None
         position = self._cursor
@@ -176,18 +189,21 @@ class PromptLedger:
             order=group.position,
         )
 
-    def undo(self, token: str) -> None:
-        """Take back a lease that never reached its owner, or a group that no step needs: as if it had not been given out."""
-        group = self._current(token)
+    def revert_lease(self, token: str) -> None:
+        """Make a leased or generated group pending again as if it had not been leased: no attempt is counted.
+
+        Used for a lease that never reached its owner, and for a surplus group that the step does not need.
+        """
+        group = self._group_by_token(token)
         if group is not None and group.state in OUT:
             group.leases -= 1
             self._table.move(group, GroupState.PENDING)
 
     def renew(self, tokens: Iterable[str], owner: str) -> list[str]:
-        """Let the leases of `owner` run anew; return the tokens that are not its current leases."""
+        """Extend the leases of `owner` to `lease_seconds` from now; return the tokens that are not (or no longer) its leases."""
         stale = []
         for token in tokens:
-            group = self._current(token) if self.gave(token) else None
+            group = self._group_by_token(token) if self.issued(token) else None
             if group is None or group.state is not GroupState.LEASED or group.owner != owner:
                 stale.append(token)
             else:
@@ -195,35 +211,35 @@ class PromptLedger:
         return stale
 
     def extend_leases(self, seconds: float) -> None:
-        """Let every lease run longer by the time in which this process stood still: no rollout could renew."""
+        """Extend every lease by `seconds`, for which this process was frozen and could not receive renewals."""
         self._table.extend_leases(seconds)
 
     def requeue_owner(self, owner: str, reason: RequeueReason, message: str = "") -> list[str]:
-        """Requeue what `owner` holds; return the tokens of its leases."""
+        """Requeue all groups that `owner` has leased; return the tokens of these leases."""
         tokens = [group.token for group in self._table.held_by(owner)]
         for token in tokens:
             self.requeue(token, reason, message)
         return tokens
 
     def expire(self) -> list[str]:
-        """Requeue groups whose leases were not renewed in time (reason worker_lost); return the tokens of the leases."""
+        """Requeue the groups whose leases have ended, for the reason worker_lost; return the tokens of these leases."""
         tokens = [group.token for group in self._table.expired(self._clock())]
         for token in tokens:
             self.requeue(token, "worker_lost", "its lease was not renewed")
         return tokens
 
-    def gave(self, token: str) -> bool:
-        """Return whether this ledger gave `token` out. The token itself says so: a run gives out too many to keep them."""
+    def issued(self, token: str) -> bool:
+        """Return whether this ledger issued `token`. It is decided by the parts of the token; issued tokens are not stored."""
         run, _, rest = token.partition(".")
         number, _, group_id = rest.partition(".")
         return run == self._run and number.isdecimal() and 1 <= int(number) <= self._num_leases and bool(group_id)
 
-    def current(self, token: str) -> Group | None:
-        """Return the outstanding group whose newest lease has this token; None for any other text."""
-        return self._current(token) if self.gave(token) else None
+    def group_by_token(self, token: str) -> Group | None:
+        """Return the outstanding group whose newest lease has this token; None if there is none, or the token is of another ledger."""
+        return self._group_by_token(token) if self.issued(token) else None
 
-    def _current(self, token: str) -> Group | None:
-        if not self.gave(token):
+    def _group_by_token(self, token: str) -> Group | None:
+        if not self.issued(token):
             raise KeyError(f"lease token {token!r} was never given out by this ledger")
         group = self._table.get(group_of(token))
         return group if group is not None and group.token == token else None
@@ -231,11 +247,12 @@ class PromptLedger:
     # --- life of a group -------------------------------------------------------------------------------------------
 
     def finish(self, token: str, *, version: int | None = None) -> Group | None:
-        """Take note that the record of a leased group is stored; `version` is the lowest policy version of its tokens.
+        """Mark a leased group as generated: its record is stored on the channel.
 
-        Returns the group; None, and counts it, where `token` is not the current lease of a leased group.
+        `version` is the policy version of its oldest token; None keeps the version of the lease. Returns the group, or None if `token` is
+        not the current lease of a leased group; such calls are counted in `ledger/late_total`.
         """
-        group = self.current(token)
+        group = self.group_by_token(token)
         if group is None or group.state is not GroupState.LEASED:
             self.counts["late"] += 1
             return None
@@ -245,15 +262,18 @@ class PromptLedger:
         return group
 
     def requeue(self, token: str, reason: RequeueReason, message: str = "", *, counted: bool = True) -> bool:
-        """Make a group pending again; return whether it is (False: nothing to do, or its attempts are used up and it is dropped).
+        """Make a group pending again, so that it is leased and generated once more; return whether this call did so.
 
-        Takes effect once per token. A generated group is requeued for reason stale or epoch only; the loss of the worker after it
-        finished the group changes nothing. `counted` False: uses up no attempt. `message` says why, for a group that is dropped by it.
-        Raises ValueError for an unknown reason or a group in another state, KeyError for a token never given out.
+        Returns False in three cases: the token is not the newest lease of an outstanding group or the group is pending already; the group
+        is finished and the reason is worker_lost; or its attempts are used up, so that it is dropped (see `take_drops`). A finished group
+        can be requeued for the reasons stale and epoch only.
+
+        `counted` False uses up no attempt. `message` explains a drop. Raises ValueError for an unknown reason or a group in another state,
+        KeyError for a token that this ledger never issued.
         """
         if reason not in self._budgets:
             raise ValueError(f"reason must be one of {sorted(self._budgets)}, got {reason!r}")
-        group = self._current(token)
+        group = self._group_by_token(token)
         if group is None or group.state is GroupState.PENDING:
             return False
         if group.state is not GroupState.LEASED:
@@ -277,12 +297,12 @@ class PromptLedger:
         return True
 
     def take_drops(self) -> list[Drop]:
-        """Return the groups dropped since the last call, whichever call dropped them."""
+        """Return the groups that were dropped since the last call."""
         drops, self._drops = self._drops, []
         return drops
 
     def consume(self, group_ids: Iterable[str], step: int) -> None:
-        """Mark generated groups as admitted to training step `step`."""
+        """Mark generated groups as admitted to training step `step`. Raises ValueError for a group in another state."""
         for group_id in group_ids:
             group = self._group(group_id)
             if group.state is not GroupState.GENERATED:
@@ -291,9 +311,9 @@ class PromptLedger:
             self._table.move(group, GroupState.CONSUMED)
 
     def acknowledge(self, step: int) -> list[Group]:
-        """Mark the groups consumed by `step` as trained; return them in ledger order.
+        """Mark the groups that `step` admitted as trained; return them in the ledger's order.
 
-        Raises ValueError when the step holds no consumed group (it was acknowledged before, or never consumed).
+        Raises ValueError if the step has no admitted groups: it was acknowledged before, or no group was ever admitted to it.
         """
         groups = self._table.consumed(step)
         if not groups:
@@ -306,7 +326,10 @@ class PromptLedger:
         return groups
 
     def discard(self, group_ids: Iterable[str], reason: str) -> None:
-        """End groups that will not be trained (filtered, scored); `reason` names why in the error text."""
+        """End leased or generated groups without training.
+
+        `reason` only appears in the ValueError that is raised for a group in another state.
+        """
         for group_id in group_ids:
             group = self._group(group_id)
             if group.state not in OUT:
@@ -338,7 +361,7 @@ class PromptLedger:
     # --- views -----------------------------------------------------------------------------------------------------
 
     def held(self) -> list[HeldGroup]:
-        """Return every group that is leased, generated or consumed, in ledger order."""
+        """Return every group that is leased, generated or consumed, in the ledger's order."""
         now = self._clock()
         groups = [group for group in self._table if group.state is not GroupState.PENDING]
         return [
@@ -352,8 +375,8 @@ class PromptLedger:
             for group in sorted(groups, key=lambda group: group.position)
         ]
 
-    def running(self) -> list[Group]:
-        """Return the groups that rollouts generate, those of the oldest lease version first."""
+    def leased(self) -> list[Group]:
+        """Return the leased groups by ascending version of their lease, then in the ledger's order."""
         return sorted(self._table.leased(), key=lambda group: (group.version, group.position))
 
     def groups_out(self) -> list[Group]:
@@ -365,15 +388,15 @@ class PromptLedger:
         return self._table.counts[state]
 
     def num_ahead(self, group: Group) -> int:
-        """Return how many groups before this one in the order may still be trained and are not admitted."""
+        """Return how many groups before this one, in the ledger's order, are pending, leased or generated."""
         return self._table.num_ahead(group.position)
 
-    def out(self) -> Mapping[int, int]:
-        """Return the numbers of leased and generated groups by version: that of the lease, or the lowest of the generated tokens."""
+    def num_out_by_version(self) -> Mapping[int, int]:
+        """Return the number of leased and generated groups by version: that of the lease, or of the finished group's oldest token."""
         return self._table.out
 
     def metrics(self) -> dict[str, float]:
-        """Return `ledger/*`."""
+        """Return the metrics `ledger/*`: numbers of groups by state, and of requeues and late finishes."""
         open_states = (GroupState.PENDING, GroupState.LEASED, GroupState.GENERATED)
         return {
             **{f"ledger/{state.value}": float(self._table.counts[state]) for state in open_states},
@@ -387,7 +410,7 @@ class PromptLedger:
     # --- checkpoint ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a JSON-able state: final groups stay final, everything else is pending after a resume."""
+        """Return the state for a checkpoint, as JSON-able values. Groups that have not ended are pending after it is loaded."""
         return {
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -406,9 +429,9 @@ class PromptLedger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved state; groups that were out are pending again, in ledger order.
+        """Continue from a saved state: all groups that have not ended are pending, in the ledger's order.
 
-        Raises ConfigError (a ValueError) when seed, shuffling or the size of the data set differ from the saved ones.
+        Raises ConfigError, which is a ValueError, if the seed, the shuffling or the size of the data set differ from the saved ones.
         """
         mine = {"seed": self._seed, "shuffle": self._shuffle, "size": len(self.dataset)}
         wrong = {key: (state[key], value) for key, value in mine.items() if state[key] != value}

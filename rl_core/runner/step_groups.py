@@ -1,4 +1,4 @@
-"""The groups of the training steps, as the training loop and its checkpoints use them. Each call holds the dispatcher's lock."""
+"""The prompt groups of the training steps, for the training loop and its checkpoints. Each call holds the dispatcher's lock."""
 
 from typing import Any
 
@@ -16,58 +16,58 @@ class StepGroups:
         self._dispatcher, self._workload = dispatcher, workload
 
     def open(self, step: int, version: int) -> None:
-        """Begin training `step` at policy `version`; waiting rollouts that serve it are answered at once."""
-        with self._dispatcher.changing() as accounts:
+        """Open training `step` at policy `version`. Open polls of rollouts that have this version are answered at once."""
+        with self._dispatcher.update_accounts() as accounts:
             accounts.training.open(step, version)
 
     def adopt(self, algorithm: AlgorithmSpec) -> None:
-        """Lease and admit by another spec of the running job."""
-        with self._dispatcher.changing() as accounts:
+        """Apply the changed algorithm settings of the running job."""
+        with self._dispatcher.update_accounts() as accounts:
             accounts.training.adopt(algorithm)
 
     def cancel_rest(self) -> dict[str, list[str]]:
-        """Take back the groups beyond those of the open step, which has its own (rollout.oversample).
+        """Cancel the surplus groups of rollout.oversample once the open step has all its groups.
 
-        Returns the lease tokens that are being generated, by member name of the rollout.
+        Returns the lease tokens that are being generated, by member name of the rollout; these rollouts have to stop them.
         """
         by_rollout: dict[str, list[str]] = {}
-        with self._dispatcher.changing() as accounts:
+        with self._dispatcher.update_accounts() as accounts:
             for owner, token in accounts.training.cancel_rest():
                 self._workload.ended(token)
                 by_rollout.setdefault(owner.partition(" ")[0], []).append(token)
         return by_rollout
 
     def close(self) -> StepState:
-        """End the step; return what it admitted."""
-        with self._dispatcher.locked() as accounts:
+        """Close the open step; return it with the groups that it admitted."""
+        with self._dispatcher.lock_accounts() as accounts:
             return accounts.training.close()
 
     def acknowledge(self, step: int) -> list[TrainedGroup]:
-        """Mark the groups of `step` as trained; return them in ledger order."""
-        with self._dispatcher.locked() as accounts:
+        """Mark the groups of `step` as trained; return them in the ledger's order."""
+        with self._dispatcher.lock_accounts() as accounts:
             return accounts.training.acknowledge(step)
 
     def prompt(self, index: int) -> Any:
         """Return a training prompt by its index in the data set."""
-        with self._dispatcher.locked() as accounts:
+        with self._dispatcher.lock_accounts() as accounts:
             return accounts.training.ledger.dataset[index]
 
     def held(self) -> list[HeldGroup]:
-        """Return who holds which group since when, validation included."""
-        with self._dispatcher.locked() as accounts:
+        """Return the groups that are leased, generated or admitted, with their owners; prompts of an open validation round included."""
+        with self._dispatcher.lock_accounts() as accounts:
             return accounts.held()
 
     def metrics(self) -> dict[str, float]:
         """Return `ledger/*`."""
-        with self._dispatcher.locked() as accounts:
+        with self._dispatcher.lock_accounts() as accounts:
             return accounts.training.ledger.metrics()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ledger's state for a checkpoint."""
-        with self._dispatcher.locked() as accounts:
+        with self._dispatcher.lock_accounts() as accounts:
             return accounts.training.ledger.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved ledger, before anything is given out."""
-        with self._dispatcher.locked() as accounts:
+        """Load the saved state of the ledger. Call it before the first group is leased."""
+        with self._dispatcher.lock_accounts() as accounts:
             accounts.training.ledger.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""One training step in numbers: the groups that it admitted, on which data ranks, and what became of the others."""
+"""The state of one training step: the groups that it admitted, their data ranks, and counts of all others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,13 +18,13 @@ class GroupSpan:
     """Data rank that trains it; None for a refused group."""
     trains: bool
     decided: float
-    """Runner's clock: when it was admitted or refused."""
+    """Runner's clock, in seconds, at which it was admitted or refused."""
     times: GroupTimes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedGroup:
-    """One group of a step that is acknowledged."""
+    """One trained group of a step."""
 
     group_id: str
     prompt_index: int
@@ -34,31 +34,31 @@ class TrainedGroup:
 
 @dataclass(slots=True)
 class StepState:
-    """What one step has leased and admitted."""
+    """Counts and admitted groups of one training step. Changed by the training account only."""
 
     step: int
     version: int
     """Version of the weights that it trains."""
     target: int
-    """Groups to train; falls when onDrop is shrink."""
+    """Number of groups to train; it falls with drops if `algorithm.onDrop` is shrink."""
     rank_sizes: list[int]
-    """Groups admitted by data rank."""
+    """Number of admitted groups by data rank."""
     issued: int = 0
     """Leases given out for the step."""
     dropped: int = 0
-    """Dropped groups that the step does without."""
+    """Dropped groups that were not replaced."""
     admitted: dict[str, GroupEntry] = field(default_factory=dict)
     """Entries of the admitted groups by group id."""
     filtered: int = 0
     """Groups without differing rewards, under dynamic sampling."""
     surplus: int = 0
-    """Finished groups that the step had no place for."""
+    """Finished groups that arrived when the step was complete."""
     stale: int = 0
     """Groups that are generated again because their tokens are too old."""
     cancelled: int = 0
     """Groups that were out when the step had all its groups; their prompts are the first of the next step."""
     waiting_since: float | None = None
-    """When the trainer began to wait for groups that are older than a finished one."""
+    """Runner's clock, in seconds, since which a finished group is deferred because of older ones; None while there is none."""
     ended: bool = False
     """Whether the data ranks were informed that the step is smaller than planned."""
     spans: list[GroupSpan] = field(default_factory=list)
@@ -72,8 +72,8 @@ class StepState:
     def assign(self, position: int) -> int:
         """Return the data rank for the group at `position` of the ledger's order, and count it there.
 
-        Groups are dealt to the ranks by their position, so that arrival does not decide; a rank that has its share passes the group to the
-        rank that has the fewest.
+        Groups are assigned round-robin by position, so that the order of arrival does not matter. If that rank has its full share already,
+        the rank with the fewest groups gets the group.
         """
         sizes = self.rank_sizes
         rank = position % len(sizes)

@@ -97,7 +97,7 @@ def assemble(
     workload, mover = Workload(), RecordMover(trajectories)
     dispatcher = build_dispatcher(run, ledger, admission, workload=workload, move_records=mover.add)
     schedule = build_device_schedule(spec, cluster=run.cluster, actor=actor)
-    versions = VersionHandover(dispatcher.serves)
+    versions = VersionHandover(dispatcher.record_served)
     strategies = build_strategies(
         run.planned.values(),
         run.groups,

@@ -1,4 +1,4 @@
-"""One pass over the validation prompts at one policy version: what rollouts hold of it, and the scores that came."""
+"""One pass over the validation prompts at one policy version: the leases of its prompts, and the scores so far."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ValidationRound:
-    """A ledger of the validation prompts, each given out once, and their scores. The dispatcher serialises calls."""
+    """A ledger of the validation prompts and their scores. The dispatcher serialises the calls."""
 
     def __init__(
         self,
@@ -26,7 +26,11 @@ class ValidationRound:
         lease_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`attempts` of a prompt by reason; a prompt that uses them up counts as an error, not as a wrong answer."""
+        """Validate policy `version` with `samples`. `number` distinguishes the rounds of a run in their group ids.
+
+        `attempts` is the number of attempts of a prompt by requeue reason. A prompt that uses them up counts as an error, not as a wrong
+        answer. A lease ends `lease_seconds` after it was granted or last renewed.
+        """
         self.version = version
         self.ledger = PromptLedger(
             samples,
@@ -44,37 +48,39 @@ class ValidationRound:
         self.failures: dict[str, str] = {}
         """Why a prompt has no scores, by group id."""
 
-    def lease(self, want: int, owner: str, *, served: int) -> list[PromptLease]:
-        """Return up to `want` prompts for a rollout that serves `served`; none for another version than the round's."""
+    def lease(self, max_groups: int, owner: str, *, served: int) -> list[PromptLease]:
+        """Lease up to `max_groups` prompts to `owner`; none unless its weights version `served` is that of the round."""
         if served != self.version:
             return []
         settings = self._settings
         return [
             lease.message("validate", num_generations=settings.samples_per_prompt, temperature=settings.temperature)
-            for lease in self.ledger.lease(want, owner, policy_version=self.version)
+            for lease in self.ledger.lease(max_groups, owner, policy_version=self.version)
         ]
 
     def take(self, scores: ValidationScores) -> None:
-        """Take the scores of a prompt; those of a lease that is not the current one are passed over."""
+        """Record the scores of a prompt. Scores of a lease that is not the current one are ignored."""
         if self.ledger.finish(scores.token) is not None:
             self.ledger.discard([scores.group_id], "scored")
             self.scores[scores.group_id] = scores
 
-    def give_back(self, token: str, owner: str, reason: RequeueReason, message: str, *, counted: bool = True) -> None:
-        """Take back a prompt that `owner` holds: given out again, or counted as an error when its attempts are used up."""
-        group = self.ledger.current(token)
+    def return_group(
+        self, token: str, owner: str, reason: RequeueReason, message: str, *, counted: bool = True
+    ) -> None:
+        """Accept a prompt that `owner` returns unfinished: it is leased again, or counts as an error once its attempts are used up."""
+        group = self.ledger.group_by_token(token)
         if group is not None and group.owner == owner:
             self.ledger.requeue(token, reason, message, counted=counted)
             self._note_drops()
 
     def owner_lost(self, owner: str, message: str) -> list[str]:
-        """Take back what a lost process held; return the tokens of its leases."""
+        """Requeue the prompts that a lost process held; return the tokens of its leases."""
         tokens = self.ledger.requeue_owner(owner, "worker_lost", message)
         self._note_drops()
         return tokens
 
     def expire(self) -> list[str]:
-        """Take back prompts whose leases were not renewed; return the tokens of the leases."""
+        """Requeue the prompts whose leases have expired; return the tokens of these leases."""
         tokens = self.ledger.expire()
         self._note_drops()
         return tokens

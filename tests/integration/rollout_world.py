@@ -139,14 +139,14 @@ class Ledger:
                 "lease_groups": self.lease_groups,
                 "renew": lambda tokens: [],
                 "finish": self.finish,
-                "give_back": self.give_back,
+                "return_group": self.return_group,
             },
         ).start()
 
     @inline
-    def lease_groups(self, call, want, seconds, version):
+    def lease_groups(self, call, max_groups, timeout, version):
         with self.lock:
-            self.polls.append((call, want, version))
+            self.polls.append((call, max_groups, version))
         self.answer()
 
     def put(self, *leases):
@@ -162,9 +162,9 @@ class Ledger:
             del self.polls[:-1]
             if not self.polls:
                 return
-            call, want, version = self.polls[0]
+            call, max_groups, version = self.polls[0]
             version = max(version, self.served)
-            found = [one for one in self.pending if one.policy_version == version][:want]
+            found = [one for one in self.pending if one.policy_version == version][:max_groups]
             if found:
                 self.pending = [one for one in self.pending if one not in found]
                 self.polls.clear()
@@ -175,7 +175,7 @@ class Ledger:
         self.finished.append(entry)
         self.trajectories.move([(entry.token, ADMITTED)]).result()
 
-    def give_back(self, token, reason, message):
+    def return_group(self, token, reason, message):
         self.given_back.append((token, reason, message))
 
     def close(self):

@@ -35,9 +35,9 @@ class FakeRunner:
         self.refuses = False
         self.changed = asyncio.Condition()
 
-    async def lease_groups(self, want, seconds, version):
-        assert seconds == POLL_SECONDS
-        self.polls.append((want, version))
+    async def lease_groups(self, max_groups, timeout, version):
+        assert timeout == POLL_SECONDS
+        self.polls.append((max_groups, version))
         number = len(self.polls)
         async with self.changed:
             self.changed.notify_all()
@@ -48,7 +48,7 @@ class FakeRunner:
             return []
         if self.failure is not None:
             raise self.failure
-        found, self.pending = self.pending[:want], self.pending[want:]
+        found, self.pending = self.pending[:max_groups], self.pending[max_groups:]
         return [one for one in found if one is not None]
 
     async def finish(self, entry):
@@ -63,7 +63,7 @@ class FakeRunner:
             raise self.failure
         return [token for token in tokens if token in self.stale]
 
-    async def give_back(self, token, reason, message):
+    async def return_group(self, token, reason, message):
         self.given_back.append((token, reason, message))
         if self.failure is not None:
             raise self.failure

@@ -2,14 +2,14 @@
 
 from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.messages.groups import GroupEntry
-from rl_core.runner.admission import Bounded, OnPolicy, Verdict
+from rl_core.runner.admission import Bounded, GroupVerdict, OnPolicy
 from rl_core.runner.dispatcher import Dispatcher
 from rl_core.runner.ledger import PromptLedger
 from rl_core.runner.step_groups import StepGroups
 from rl_core.runner.training_account import TrainingAccount
 from rl_core.runner.workload import Workload
 
-ADMIT, DEFER, REFUSE = Verdict.ADMIT, Verdict.DEFER, Verdict.REFUSE
+ADMIT, DEFER, REFUSE = GroupVerdict.ADMIT, GroupVerdict.DEFER, GroupVerdict.REFUSE
 
 BUDGETS = ("worker_lost", "infrastructure", "deadline", "data", "stale", "epoch")
 
@@ -45,7 +45,7 @@ class Poll:
 
 
 class Account:
-    """`want` groups are leased by `lease`; `finish` is a rollout's report of them."""
+    """`max_groups` groups are leased by `lease`; `finish` is a rollout's report of them."""
 
     def __init__(self, *, size=50, data_ranks=1, attempts=2, lease_seconds=60.0, oversample=1.0, **algorithm):
         self.clock, self.failures, self.gone, self.short = FakeClock(), [], set(), False
@@ -77,16 +77,23 @@ class Account:
         self.closed += moves.closed
 
     def poll(
-        self, want=99, *, version=0, who="rollout:0", incarnation=(0, 0), seconds=20.0, travels=lambda leases: True
+        self,
+        max_groups=99,
+        *,
+        version=0,
+        who="rollout:0",
+        incarnation=(0, 0),
+        seconds=20.0,
+        travels=lambda leases: True,
     ):
         poll = Poll(travels)
         poll.rollout = (who, incarnation)
         self.polls.append(poll)
-        self.dispatcher.lease_groups(poll, who, incarnation, want, seconds, version)
+        self.dispatcher.lease_groups(poll, who, incarnation, max_groups, seconds, version)
         return poll
 
-    def lease(self, want=99, **options):
-        return self.poll(want, **options).leases
+    def lease(self, max_groups=99, **options):
+        return self.poll(max_groups, **options).leases
 
     def owner(self, lease):
         """Return the process that the lease was given to."""
@@ -127,5 +134,5 @@ class Account:
                 found.setdefault(int(target.rpartition(" ")[2]), []).append(token)
         return found
 
-    def give_back(self, lease, reason, message="no reason"):
-        self.dispatcher.give_back(*self.owner(lease), lease.token, reason, message)
+    def return_group(self, lease, reason, message="no reason"):
+        self.dispatcher.return_group(*self.owner(lease), lease.token, reason, message)

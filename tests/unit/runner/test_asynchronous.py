@@ -74,8 +74,8 @@ def test_groups_wait_for_older_ones_that_are_due_together_in_a_later_step():
     train(h, 1, 0, first[:1])
     young = h.lease(version=1)
     assert len(first) == 3 and h.finish(*young, version=1) == [DEFER]
-    capacity = StepCapacity(version=1, target=1, admitted=0, out={0: 2})
-    assert policy.room(capacity, served=1) == 1 and policy.room(capacity, served=0) == 0
+    capacity = StepCapacity(version=1, target=1, admitted=0, out_by_version={0: 2})
+    assert policy.num_leasable(capacity, served=1) == 1 and policy.num_leasable(capacity, served=0) == 0
 
 
 @pytest.mark.parametrize("how", ["given back", "its rollout is lost", "its lease runs out"])
@@ -87,7 +87,7 @@ def test_a_place_that_nobody_older_needs_any_more_is_given_away_at_once(how):
     young = h.lease(version=1, who="rollout:1")
     assert h.finish(*young, version=1) == [DEFER]
     if how == "given back":
-        h.give_back(first[1], "infrastructure")
+        h.return_group(first[1], "infrastructure")
     elif how == "its rollout is lost":
         h.dispatcher.owner_lost("rollout:0", (0, 0))
     else:
@@ -229,8 +229,8 @@ def test_a_changed_bound_holds_from_the_next_question_on():
 def test_a_bound_of_zero_is_another_policy():
     with pytest.raises(ValueError, match="max_staleness must be at least 1, got 0; use OnPolicy for 0"):
         Bounded(0, 4)
-    capacity = StepCapacity(version=3, target=4, admitted=1, out={3: 2})
-    assert OnPolicy().room(capacity, served=3) == 1 and OnPolicy().room(capacity, served=2) == 0
+    capacity = StepCapacity(version=3, target=4, admitted=1, out_by_version={3: 2})
+    assert OnPolicy().num_leasable(capacity, served=3) == 1 and OnPolicy().num_leasable(capacity, served=2) == 0
 
 
 def random_schedule(number):

@@ -38,14 +38,14 @@ def test_a_rollout_that_serves_another_version_waits_and_its_acknowledgement_ans
     h.steps.open(1, 1)
     assert poll.waits
     h.steps.close()
-    h.dispatcher.serves([("rollout:0", (0, 0))], 1)
+    h.dispatcher.record_served([("rollout:0", (0, 0))], 1)
     h.steps.open(2, 1)
     assert len(poll.leases) == 4
 
 
 def test_an_acknowledgement_says_nothing_of_the_next_process_under_that_name():
     h = Account()
-    h.dispatcher.serves([("rollout:0", (0, 0))], 1)
+    h.dispatcher.record_served([("rollout:0", (0, 0))], 1)
     h.steps.open(1, 1)
     assert h.poll(version=-1, incarnation=(0, 1)).waits
 
@@ -177,7 +177,7 @@ def test_giving_back_a_group_whose_record_was_admitted_changes_nothing(reason):
     h.steps.open(1, 0)
     leases = h.lease()
     assert h.finish(*leases) == [ADMIT] * 4
-    h.give_back(leases[0], reason, "a second delivery failed")
+    h.return_group(leases[0], reason, "a second delivery failed")
     assert h.poll().waits and not h.failures
     h.steps.close()
     assert len(h.steps.acknowledge(1)) == 4
@@ -225,7 +225,7 @@ def test_a_group_finished_after_its_step_closed_is_refused_by_the_next_and_comes
 def test_an_unknown_token_of_an_earlier_run_is_ignored():
     h = Account()
     h.steps.open(1, 0)
-    h.dispatcher.give_back("rollout:0", (0, 0), "other.1.0-0", "data", "x")
+    h.dispatcher.return_group("rollout:0", (0, 0), "other.1.0-0", "data", "x")
     assert not h.failures
 
 
@@ -259,7 +259,7 @@ def test_data_ranks_hold_equally_many_groups_whatever_is_filtered(seed):
 def test_the_first_drop_ends_the_run_with_the_cause_by_default():
     h = Account(attempts=1)
     h.steps.open(1, 0)
-    h.give_back(h.lease()[0], "data", "reward f returned NaN")
+    h.return_group(h.lease()[0], "data", "reward f returned NaN")
     assert isinstance(h.failures[0], DataError)
     assert "reward f returned NaN" in str(h.failures[0]) and "maxDroppedGroups" in str(h.failures[0])
 
@@ -267,7 +267,7 @@ def test_the_first_drop_ends_the_run_with_the_cause_by_default():
 def test_an_infrastructure_drop_is_not_a_data_error():
     h = Account(attempts=1)
     h.steps.open(1, 0)
-    h.give_back(h.lease()[0], "infrastructure", "engine gone")
+    h.return_group(h.lease()[0], "infrastructure", "engine gone")
     assert isinstance(h.failures[0], InfrastructureError)
 
 
@@ -276,7 +276,7 @@ def test_what_a_cluster_s_shortage_caused_is_not_the_group_s_fault(caplog):
     h.steps.open(1, 0)
     h.short = True
     for _ in range(50):
-        h.give_back(h.lease(1)[0], "infrastructure", "no environment")
+        h.return_group(h.lease(1)[0], "infrastructure", "no environment")
     assert not h.failures
     assert "given back (infrastructure): no environment" in caplog.text, "the log has the true reason"
 
@@ -304,14 +304,14 @@ def test_losses_of_a_group_count_in_a_row_only():
     for _ in range(4):
         h.lease(1)
         h.dispatcher.owner_lost("rollout:0", (0, 0))
-        h.give_back(h.lease(1)[0], "deadline", "slow")
+        h.return_group(h.lease(1)[0], "deadline", "slow")
     assert not h.failures
 
 
 def test_a_dropped_group_within_budget_is_replaced_by_the_next_prompt():
     h = Account(attempts=1, maxDroppedGroups=1)
     h.steps.open(1, 0)
-    h.give_back(h.lease()[0], "data", "bad row")
+    h.return_group(h.lease()[0], "data", "bad row")
     assert not h.failures and [lease.group_id for lease in h.lease()] == ["0-4"]
 
 
@@ -319,7 +319,7 @@ def test_a_group_given_back_within_its_attempts_is_given_out_again_with_another_
     h = Account(attempts=2)
     h.steps.open(1, 0)
     leases = h.lease()
-    h.give_back(leases[2], "deadline", "slow")
+    h.return_group(leases[2], "deadline", "slow")
     (again,) = h.lease()
     assert again.group_id == leases[2].group_id and again.attempt == 2
 
@@ -335,7 +335,7 @@ def test_shrink_cuts_the_step_to_a_multiple_of_the_data_ranks(ranks, target):
     h.steps.open(1, 0)
     leases = h.lease()
     h.finish(*leases[:target])
-    h.give_back(leases[3], "data", "bad row")
+    h.return_group(leases[3], "data", "bad row")
     assert h.closed == keys(1, h)
     assert len(h.steps.close().admitted) == target
 
@@ -344,7 +344,7 @@ def test_a_step_cut_before_its_groups_are_there_ends_when_they_are():
     h = Account(attempts=1, maxDroppedGroups=1, onDrop="shrink", minBatchFraction=0.5)
     h.steps.open(1, 0)
     leases = h.lease()
-    h.give_back(leases[3], "data", "bad row")
+    h.return_group(leases[3], "data", "bad row")
     assert h.finish(*leases[:2]) == [ADMIT] * 2 and h.closed == []
     assert h.finish(leases[2]) == [ADMIT] and h.closed == keys(1, h), (
         "the rank waits for a fourth group that nobody generates"
@@ -356,7 +356,7 @@ def test_a_drop_after_more_groups_than_a_cut_step_may_have_is_replaced():
     h.steps.open(1, 0)
     leases = h.lease()
     h.finish(*leases[:3])
-    h.give_back(leases[3], "data", "bad row")
+    h.return_group(leases[3], "data", "bad row")
     assert h.closed == [] and h.finish(*h.lease()) == [ADMIT]
     assert len(h.steps.close().admitted) == 4
 
@@ -365,8 +365,8 @@ def test_the_group_a_cut_leaves_over_is_trained_in_a_later_step():
     h = Account(attempts=2, maxDroppedGroups=9, onDrop="shrink", minBatchFraction=0.5, data_ranks=2)
     h.steps.open(1, 0)
     leases = h.lease()
-    h.give_back(leases[3], "data", "bad row")
-    h.give_back(*h.lease(), "data", "bad row")
+    h.return_group(leases[3], "data", "bad row")
+    h.return_group(*h.lease(), "data", "bad row")
     assert h.finish(*leases[:3]) == [ADMIT, ADMIT, DEFER] and h.closed == keys(1, h)
     h.steps.cancel_rest()
     assert h.state_of(leases[2]) is REFUSE and h.steps.close().surplus == 1
@@ -379,15 +379,15 @@ def test_a_cut_that_left_one_over_takes_the_next_drop_from_it():
     h = Account(attempts=1, promptsPerStep=8, maxDroppedGroups=9, onDrop="shrink", minBatchFraction=0.5, data_ranks=2)
     h.steps.open(1, 0)
     leases = h.lease()
-    h.give_back(leases[7], "data", "bad row")
-    h.give_back(leases[6], "data", "bad row")
+    h.return_group(leases[7], "data", "bad row")
+    h.return_group(leases[6], "data", "bad row")
     assert h.finish(*leases[:6]) == [ADMIT] * 6 and h.closed == keys(1, h) and h.poll().waits
 
 
 def test_a_step_below_the_minimum_fraction_is_not_shrunk_but_refilled():
     h = Account(attempts=1, maxDroppedGroups=1, onDrop="shrink", minBatchFraction=0.9)
     h.steps.open(1, 0)
-    h.give_back(h.lease()[3], "data", "bad row")
+    h.return_group(h.lease()[3], "data", "bad row")
     assert h.closed == [] and len(h.lease()) == 1
 
 
@@ -419,7 +419,7 @@ def test_whatever_rollouts_do_a_step_trains_each_group_once_and_none_is_forgotte
         elif move == "finish" and held[who]:
             assert h.finish(held[who].pop()) == [ADMIT]
         elif move == "stale" and held[who]:
-            h.give_back(held[who].pop(), "stale")
+            h.return_group(held[who].pop(), "stale")
     for who in range(3):
         h.finish(*held[who])
     h.finish(*h.lease(incarnation=(9, 9))) if len(h.ledger.held()) < 6 else None

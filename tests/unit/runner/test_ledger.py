@@ -284,7 +284,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.requeue(lease.token, reason)
 
     def _is_current(self, lease):
-        return self.ledger.current(lease.token) is not None
+        return self.ledger.group_by_token(lease.token) is not None
 
     @rule()
     def time_passes(self):

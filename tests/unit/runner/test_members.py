@@ -63,7 +63,7 @@ class Run:
         self.cluster, self.account, self.failures = cluster, Account(), []
         self.roster = Roster(self.spec, cluster, job="j", patient=patient)
         self.board = StatusBoard(self.spec, cluster, self.roster, epoch=0)
-        self.versions = VersionHandover(self.account.dispatcher.serves)
+        self.versions = VersionHandover(self.account.dispatcher.record_served)
         self.strategies = build_strategies(
             BUILT_IN.values(),
             dict.fromkeys(BUILT_IN, cluster.group),

@@ -37,7 +37,7 @@ def test_the_next_in_order_stands_in_for_a_group_that_is_dropped_or_filtered():
     h.steps.open(1, 0)
     a, b, c, d, e, f = h.lease()
     assert h.finish(a, b, f, e) == [ADMIT, ADMIT, DEFER, DEFER]
-    h.give_back(c, "data")
+    h.return_group(c, "data")
     assert [h.state_of(f), h.state_of(e)] == [DEFER, ADMIT], "the first place is the fifth group's"
     assert h.finish(d, informative=False) == [REFUSE]
     assert h.state_of(f) is ADMIT

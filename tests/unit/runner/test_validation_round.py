@@ -52,7 +52,7 @@ def test_a_prompt_that_no_rollout_survives_or_can_score_is_an_error_and_not_a_wr
     h = Account()
     validation = open_round(h, 2)
     first, _ = h.lease()
-    h.give_back(first, "data", "reward raised")
+    h.return_group(first, "data", "reward raised")
     h.dispatcher.owner_lost("rollout:0", (0, 0))
     h.lease()
     h.dispatcher.owner_lost("rollout:0", (0, 0))

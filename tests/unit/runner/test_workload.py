@@ -124,13 +124,13 @@ def test_a_rollout_is_busy_no_longer_than_it_holds_the_lease(how):
         s.dispatcher.tick()
     s.at(20)
     if how == "given back":
-        s.account.give_back(lease, "infrastructure")
+        s.account.return_group(lease, "infrastructure")
     elif how == "not renewed":
         s.dispatcher.tick()
     elif how == "refused":
         s.account.finish(lease, version=7)
     else:
-        s.dispatcher.give_back("rollout:0", (0, 0), lease.token, "stale", "the trainer's own doing")
+        s.dispatcher.return_group("rollout:0", (0, 0), lease.token, "stale", "the trainer's own doing")
         s.dispatcher.renew("rollout:0", (0, 0), [lease.token])
     s.at(40)
     assert s.rollouts() == {"rollout:0": (0.5, 0.0)}
