@@ -1,65 +1,76 @@
-"""Checks for `rljob validate` whether a user's estimators and losses can be imported and called. Runs them in a child process."""
+"""Calls of a user's estimators and losses: once on example rows for `rljob validate`, in a child process, and in training.
 
-import inspect
+An exception in them is an error of the job: no restart can repair it, so it is a ConfigError with the file and line.
+"""
+
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
-from rl_core.algorithms.registry import option_names, resolve
 from rl_core.api.algorithm import AlgorithmSpec
+from rl_core.api.errors import ConfigError, RLJobError
+from rl_core.api.user_code import describe
 
 SECONDS = 120.0
 """An import may load torch for the first time."""
-OPTIONS = {"advantage": ("reduce",), "loss": ("clip_low", "clip_high", "dual_clip")}
-"""What the functions of each kind get besides their inputs, as far as they have a parameter for it."""
+Result = TypeVar("Result")
 
 
-def check_functions(algorithm: AlgorithmSpec, *, search_path: str) -> Iterator[str]:
+def call(kind: str, name: str, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
+    """Return `function(*args, **options)`; for a `module:function` any exception of its code becomes a ConfigError.
+
+    Running out of memory stays what it is: it depends on the device and not on the code alone.
+    """
+    if ":" not in name:
+        return function(*args, **options)
+    try:
+        return function(*args, **options)
+    except (RLJobError, MemoryError):
+        raise
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":
+            raise
+        raise ConfigError(f"{kind} {name!r} must not fail, it raised {describe(error)}; correct it") from error
+
+
+def check_functions(algorithm: AlgorithmSpec, *, search_path: str, seconds: float = SECONDS) -> Iterator[str]:
     """Yield one problem per `module:function` that cannot be used, as `path: rule, got value; way out`.
 
-    `search_path`: the folder with user code (the job file's).
+    Each is imported and called on example rows in a child process. `search_path`: the folder with user code (the job file's).
     """
     named = {"algorithm.name": ("advantage", algorithm.name), "algorithm.loss.name": ("loss", algorithm.loss.name)}
     for field, (kind, name) in named.items():
-        if ":" in name and (problem := _try(kind, name, search_path)):
+        if ":" in name and (problem := _try(kind, algorithm, search_path, seconds)):
             yield f"spec.{field}: {problem}"
 
 
-def require_call(kind: str, name: str) -> None:
-    """Raise ValueError unless the function `name` can be called with inputs and those of the options that it has parameters for."""
-    function = resolve(kind, name)
-    accepted, _ = option_names(function)
-    try:
-        inspect.signature(function).bind(None, **{option: None for option in OPTIONS[kind] if option in accepted})
-    except TypeError as error:
-        wanted = f"inputs and, where it has a parameter for them, {', '.join(OPTIONS[kind])}"
-        raise ValueError(
-            f"must be a function of {wanted}, got {name!r}: {error}; give its other parameters a default"
-        ) from error
-
-
-def _try(kind: str, name: str, search_path: str) -> str:
+def _try(kind: str, algorithm: AlgorithmSpec, search_path: str, seconds: float) -> str:
     """Return why the function cannot be used; empty when it can."""
+    name = algorithm.name if kind == "advantage" else algorithm.loss.name
     path = os.pathsep.join(filter(None, [search_path, os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-P", "-m", __name__, kind, name]
+    command = [sys.executable, "-P", "-m", "rl_core.algorithms.function_trial", kind]
     try:
         done = subprocess.run(
             command,
-            stdin=subprocess.DEVNULL,
+            input=algorithm.model_dump_json(by_alias=True),
             capture_output=True,
             text=True,
             env={**os.environ, "PYTHONPATH": path},
-            timeout=SECONDS,
+            timeout=seconds,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"must be imported within {SECONDS:g} s, got {name}; do less when it is imported"
+        return f"must be imported and called within {seconds:g} s, got {name}; do less in it"
     return "" if done.returncode == 0 else done.stderr.strip().rpartition("\n")[2] or f"{name} ended its process"
 
 
-if __name__ == "__main__":
-    try:
-        require_call(*sys.argv[1:])
-    except ValueError as error:
-        sys.exit(" ".join(str(error).split()))
+def require_stats(kind: str, name: str, metrics: Mapping[str, Any], stat: type) -> None:
+    """Raise ConfigError unless all metrics that a function returned are Stats, which add up over micro-batches and ranks."""
+    wrong = next((key for key, value in metrics.items() if not isinstance(value, stat)), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"{kind} {name!r} must return Stats as metrics, got {type(metrics[wrong]).__name__} for {wrong!r}; "
+            "make it with mean_stat(values, mask) or sum_stat(total) of rl_core.algorithms.stats"
+        )

@@ -150,6 +150,9 @@ class EnvironmentReturn(NamedTuple):
 class EnvironmentInterface(ABC):
     """Answers and scores message logs. Implemented by rl_core.envs (in env processes) and by user code."""
 
+    max_turns: int | None = None
+    """Turns that an episode may take. `rljob validate` refuses a job whose env.maxTurns is lower. None = not declared."""
+
     @abstractmethod
     def step(self, message_log_batch: list[list[dict[str, Any]]], metadata_batch: list[dict[str, Any] | None]) -> Any:
         """Return (or resolve to) an EnvironmentReturn of B rows; sees only role and content of messages."""

@@ -40,6 +40,8 @@ class DataSpec(Spec):
     """System message placed before the messages of each prompt; null = none."""
     shuffle: bool = True
     """Shuffle each data epoch with algorithm.seed."""
+    max_bad_rows: int = Field(0, ge=0, lt=2**31)
+    """Most malformed lines of a file, and most rows that cannot be used, that are logged and left out; with more the job is refused."""
     on_overlong: Literal["drop", "refuse"] = "drop"
     """Prompts that leave no room for a completion. drop: leave them out and count them; refuse: end the run."""
 

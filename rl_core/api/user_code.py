@@ -1,12 +1,20 @@
 """Loads code of the user by name (modules, `module:object`) and describes its errors. Loading runs that code; torch is not imported."""
 
 import importlib
+import sysconfig
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rl_core.api.errors import ConfigError, text_of
 
+LIBRARIES = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[1]),
+    "<",
+)
+"""Beginnings of the file names of code that is not the user's: Python, installed packages, rl_core."""
 MAX_CAUSE = 2048
 """Largest number of characters of an error in user code that another error quotes."""
 
@@ -65,7 +73,10 @@ def _import(name: str, *, field: str) -> Any:
 
 
 def describe(error: BaseException) -> str:
-    """Return type, text and the last line of code of `error`, as `ValueError: no digits (score.py:7 in score)`."""
+    """Return type, text and place of `error`, as `ValueError: no digits (score.py:7 in score)`.
+
+    The place is the last line outside of installed packages: where a library raised, the line that called it.
+    """
     message = " ".join(text_of(error, limit=MAX_CAUSE).split())
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if isinstance(error, SyntaxError):
@@ -73,5 +84,6 @@ def describe(error: BaseException) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
     if not frames:
         return text
-    last = frames[-1]
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+    last = (own or frames)[-1]
     return f"{text} ({last.filename.rpartition('/')[2]}:{last.lineno} in {last.name})"

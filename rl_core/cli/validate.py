@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from rl_core.data.hub import HUB_SCHEME, REFERENCE_FIELDS, fetch_references
 
 if TYPE_CHECKING:
     from rl_core.data.tokenizer import Tokenizer
+    from rl_core.messages.envs import EnvRow
     from rl_core.plan.capacity import CapacityReport
 
 GIB = 1024**3
@@ -84,9 +85,13 @@ def _at(document: Any, *path: str) -> Any:
 
 def find_reference_problems(job: RLJob, *, search_path: Path, files: bool = True) -> Iterator[str]:
     """Yield one line per problem. References to the Hugging Face hub are checked when they are downloaded, at the start of a run."""
-    without_files = (_check_user_code, _check_placement, _check_schedule)
-    for check in (_check_files, *without_files) if files else without_files:
-        yield from _with_errors(lambda check=check: check(job, search_path))  # type: ignore[misc]
+    problems = list(_with_errors(lambda: _check_files(job))) if files else []
+    yield from problems
+    # Rows that are wrong are reported once, and not again as failures of the code that is called with them.
+    rows_are_right = files and not any(line.startswith("spec.data.") for line in problems)
+    yield from _with_errors(lambda: _check_user_code(job, search_path, _example_rows(job) if rows_are_right else {}))
+    for check in (_check_placement, _check_schedule):
+        yield from _with_errors(lambda check=check: check(job))  # type: ignore[misc]
 
 
 def memory_report(job: RLJob, device_memory: float | None) -> "CapacityReport":
@@ -113,7 +118,7 @@ def _with_errors(check: Callable[[], Iterator[str]]) -> Iterator[str]:
         yield str(error)
 
 
-def _check_files(job: RLJob, search_path: Path) -> Iterator[str]:
+def _check_files(job: RLJob) -> Iterator[str]:
     from rl_core.actors.megatron.guards import refusals
     from rl_core.data.dataset import load_prompts
     from rl_core.data.source import read_rows
@@ -174,22 +179,36 @@ def _bad_rows(field: str, read: Callable[..., object]) -> Iterator[str]:
         yield from (f"spec.{field}: {line.removeprefix(field).lstrip(': ')}" for line in str(error).splitlines())
 
 
-def _check_user_code(job: RLJob, search_path: Path) -> Iterator[str]:
+def _example_rows(job: RLJob) -> dict[str, "EnvRow"]:
+    """Return rows of the training and validation data to try the environment with; none of a data set on the hub."""
+    from rl_core.data.examples import example_rows
+    from rl_core.data.source import read_rows
+
+    data = job.spec.data
+    found: dict[str, EnvRow] = {}
+    for field, reference in (("data.train", data.train), ("data.validation", data.validation)):
+        if reference is not None and not reference.startswith(HUB_SCHEME):
+            rows = read_rows(reference, field=field, max_bad_rows=data.max_bad_rows)
+            found |= example_rows(rows, data, field=field, task_name=job.spec.env.type)
+    return found
+
+
+def _check_user_code(job: RLJob, search_path: Path, examples: Mapping[str, "EnvRow"]) -> Iterator[str]:
     from rl_core.algorithms.user_functions import check_functions
     from rl_core.envs.check import check_env
 
-    yield from check_env(job.spec, search_path=str(search_path))
+    yield from check_env(job.spec, search_path=str(search_path), examples=examples)
     yield from check_functions(job.spec.algorithm, search_path=str(search_path))
 
 
-def _check_placement(job: RLJob, search_path: Path) -> Iterator[str]:
+def _check_placement(job: RLJob) -> Iterator[str]:
     from rl_core.plan.launch import build_launch_plan
 
     build_launch_plan(job, name=job.metadata.name, uid="validate")
     yield from ()
 
 
-def _check_schedule(job: RLJob, search_path: Path) -> Iterator[str]:
+def _check_schedule(job: RLJob) -> Iterator[str]:
     from rl_core.runner.changes import check_schedule
 
     try:

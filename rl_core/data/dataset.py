@@ -42,10 +42,11 @@ def load_prompts(
     """Read and tokenize the prompts of the data set `reference`; `field` (such as `data.train`) names it in errors.
 
     A prompt of `max_seq_len` tokens or more leaves no room for a completion: it is dropped and counted, or refused (data.onOverlong). Raises
-    ConfigError if no prompt is left or no row has a column that the job names, and DataError with a line per unusable row.
+    ConfigError if no prompt is left or no row has a column that the job names, and DataError with a line per problem when
+    more than data.maxBadRows rows cannot be used.
     """
-    rows = read_rows(reference, field=field)
-    _check_columns(rows, data, field=field)
+    rows = read_rows(reference, field=field, max_bad_rows=data.max_bad_rows)
+    _check_columns(rows, data, field=field, task_name=task_name)
     _check_settings_of_messages(rows, data, field=field)
 
     def outcomes() -> Iterator[DatumSpec | DataError]:
@@ -55,7 +56,7 @@ def load_prompts(
             except DataError as error:
                 yield error
 
-    rows_read = collect(outcomes(), rows=f"{field}: rows that cannot be used")
+    rows_read = collect(outcomes(), rows=f"{field}: rows that cannot be used", max_bad=data.max_bad_rows)
     samples = [sample for sample in rows_read if sample["length"] < max_seq_len]
     dropped = len(rows_read) - len(samples)
     if not samples:
@@ -90,17 +91,18 @@ def _sample(
     return DatumSpec(
         message_log=log,
         length=length,
-        extra_env_info=_env_info(row, data),
+        extra_env_info=env_info(row, data),
         loss_multiplier=1.0,
         idx=index,
         task_name=task_name,
     )
 
 
-def _check_columns(rows: list[Row], data: DataSpec, *, field: str) -> None:
+def _check_columns(rows: list[Row], data: DataSpec, *, field: str, task_name: str) -> None:
     """Raise ConfigError for a column that the job names and no row has."""
     named = {"promptKey": data.prompt_key}
-    if data.answer_key != DataSpec.model_fields["answer_key"].default:  # jobs without answers keep the default
+    default = DataSpec.model_fields["answer_key"].default  # jobs without answers keep it
+    if task_name in ANSWERED_TASKS or data.answer_key != default:
         named["answerKey"] = data.answer_key
     for name, column in named.items():
         if not any(column in row for row in rows):
@@ -139,7 +141,7 @@ def _check_travels(row: Row, *, where: str) -> None:
         ) from error
 
 
-def _env_info(row: Row, data: DataSpec) -> dict[str, Any]:
+def env_info(row: Row, data: DataSpec) -> dict[str, Any]:
     """Return the environment's metadata of a row: all columns but the prompt, and the answer also as `ground_truth`."""
     info = {key: value for key, value in row.items() if key != data.prompt_key}
     if data.answer_key in row:

@@ -4,6 +4,7 @@ Errors name the file and, for JSONL, the line.
 """
 
 import json
+import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,15 +13,23 @@ from urllib.parse import parse_qsl
 from rl_core.api.errors import ConfigError, DataError
 from rl_core.data.hub import HUB_SCHEME, fetch
 
+logger = logging.getLogger(__name__)
+
 GENERATED_SCHEME = "reasoning-gym://"
+ROW = " row "
+"""Stands between the field and the number of a row in the errors of rows."""
 SHOWN_PROBLEMS = 10
 """Number of bad rows that an error lists; further ones are counted."""
 Row = dict[str, Any]
 T = TypeVar("T")
 
 
-def collect(outcomes: Iterable[T | DataError], *, rows: str) -> list[T]:
-    """Return the outcomes if none is an error. Raises one DataError that lists the first SHOWN_PROBLEMS errors; `rows` names the others."""
+def collect(outcomes: Iterable[T | DataError], *, rows: str, max_bad: int = 0) -> list[T]:
+    """Return the outcomes that are no errors.
+
+    Up to `max_bad` errors are logged; beyond that one DataError lists the first SHOWN_PROBLEMS of them, where equal ones share a line, and
+    `rows` names the others.
+    """
     good: list[T] = []
     problems: list[str] = []
     for outcome in outcomes:
@@ -28,22 +37,44 @@ def collect(outcomes: Iterable[T | DataError], *, rows: str) -> list[T]:
             problems.append(str(outcome))
         else:
             good.append(outcome)
-    if problems:
+    if problems and len(problems) <= max_bad:
+        logger.warning(
+            "%s: %d left out, of data.maxBadRows %d; the first: %s", rows, len(problems), max_bad, problems[0]
+        )
+    elif problems:
+        problems = _grouped(problems)
         more = len(problems) - SHOWN_PROBLEMS
         raise DataError("\n".join(problems[:SHOWN_PROBLEMS] + [f"{rows}: {more} more"] * (more > 0)))
     return good
 
 
-def read_rows(reference: str, *, field: str) -> list[Row]:
+def _grouped(problems: list[str]) -> list[str]:
+    """Return the problems with one line for all that differ in their row only: `data.train row 3: rule (and 20 more rows: 4, 5, 6, ...)`."""
+    rows: dict[str, list[str]] = {}
+    for problem in problems:
+        where, _, text = problem.partition(": ")
+        rows.setdefault(text if ROW in where else problem, []).append(where)
+    lines = []
+    for text, places in rows.items():
+        others = [place.rpartition(ROW)[2] for place in places[1:]]
+        shown = ", ".join(others[:3]) + ", ..." * (len(others) > 3)
+        lines.append(f"{places[0]}: {text} (and {len(others)} more rows: {shown})" if others else text)
+        if not others and ROW in places[0]:
+            lines[-1] = f"{places[0]}: {text}"
+    return lines
+
+
+def read_rows(reference: str, *, field: str, max_bad_rows: int = 0) -> list[Row]:
     """Return the rows of the data set `reference`; `field` (such as `data.train`) names it in errors.
 
-    Raises ConfigError for a file that is missing, empty or of an unknown kind, and DataError with a line per malformed line.
+    Raises ConfigError for a file that is missing, empty or of an unknown kind, and DataError with a line per malformed line when there
+    are more than `max_bad_rows`.
     """
     if reference.startswith(GENERATED_SCHEME):
         return _generate(reference, field=field)
     path = fetch(reference) if reference.startswith(HUB_SCHEME) else Path(reference)
     try:
-        rows = _read_file(path, reference, field=field)
+        rows = _read_file(path, reference, field=field, max_bad_rows=max_bad_rows)
     except OSError as error:
         raise ConfigError(
             f"{field} must be readable, got {reference[:80]}: {error.strerror}; check the file"
@@ -53,7 +84,7 @@ def read_rows(reference: str, *, field: str) -> list[Row]:
     return rows
 
 
-def _read_file(path: Path, reference: str, *, field: str) -> list[Row]:
+def _read_file(path: Path, reference: str, *, field: str, max_bad_rows: int) -> list[Row]:
     if not path.is_file():
         raise ConfigError(
             f"{field} must be an existing file, got {reference}; check the path (relative paths start at the job file)"
@@ -61,7 +92,7 @@ def _read_file(path: Path, reference: str, *, field: str) -> list[Row]:
     if path.suffix == ".parquet":
         return _read_parquet(path, field=field)
     if path.suffix in (".jsonl", ".json", ".ndjson"):
-        return collect(_read_jsonl(path), rows=f"{path}: malformed lines")
+        return collect(_read_jsonl(path), rows=f"{path}: malformed lines", max_bad=max_bad_rows)
     raise ConfigError(f"{field} must end in .jsonl or .parquet, got {path.name}; convert the file")
 
 

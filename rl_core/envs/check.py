@@ -1,22 +1,32 @@
-"""Checks for `rljob validate` whether the environment of a job can be built here. User code is run in a child process."""
+"""Checks for `rljob validate` whether the environment of a job can be built and called. User code is run in a child process."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rl_core.api.errors import ConfigError, DeadlineExceeded, InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.envs.process import EnvProcess
 from rl_core.envs.source import env_source
-from rl_core.messages.envs import EnvSettings
+from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvRow, EnvSettings
+
+SHOWN = 3
+"""Most failing example rows that are reported."""
 
 
-def check_env(spec: RLJobSpec, *, search_path: str | Sequence[str] = (), deadline: float | None = None) -> list[str]:
-    """Return the problems of building `spec.env`, each as `path: rule, got value; way out`; empty if it can be built.
+def check_env(
+    spec: RLJobSpec,
+    *,
+    search_path: str | Sequence[str] = (),
+    examples: Mapping[str, EnvRow] | None = None,
+    deadline: float | None = None,
+) -> list[str]:
+    """Return the problems of building and calling `spec.env`, each as `path: rule, got value; way out`; empty if there are none.
 
-    `search_path` is one folder or several with user code, usually that of the job file. `deadline` is in seconds; None =
-    runtime.deadlines.envReset.
+    `search_path` is one folder or several with user code, usually that of the job file. `examples` are rows of the data by their place,
+    with which the environment is called once each and once together; None = it is only built. `deadline` is in seconds; None =
+    runtime.deadlines.envReset for the start and envStep for each call.
     """
-    seconds = spec.runtime.deadlines.env_reset if deadline is None else deadline
+    bounds = spec.runtime.deadlines
     try:
         source = env_source(
             spec.env,
@@ -24,17 +34,56 @@ def check_env(spec: RLJobSpec, *, search_path: str | Sequence[str] = (), deadlin
             extensions=spec.extensions,
             search_path=[search_path] if isinstance(search_path, str) else list(search_path),
         )
-        asyncio.run(_build_once(source, seconds))
+        problems = asyncio.run(
+            _try(source, examples or {}, spec.env.max_turns, deadline or bounds.env_reset, deadline or bounds.env_step)
+        )
     except (ConfigError, DeadlineExceeded, InfrastructureError) as error:
-        return [_located(line) for line in str(error).splitlines()]
-    return []
+        problems = str(error).splitlines()
+    return [_located(line, spec) for line in problems]
 
 
-async def _build_once(source: EnvSettings, seconds: float) -> None:
-    child = await EnvProcess.start(source, deadline=seconds)
-    await child.kill()
+async def _try(
+    source: EnvSettings, examples: Mapping[str, EnvRow], max_turns: int, start_seconds: float, step_seconds: float
+) -> list[str]:
+    """Return the problems of calling the environment: per example row, and of all rows in one call where each alone works."""
+    child = await EnvProcess.start(source, deadline=start_seconds, quiet=True)
+    try:
+        declared = child.max_turns or 1
+        if declared > max_turns:
+            return [
+                f"env.maxTurns: must be at least {declared}, the max_turns that {source.type} declares, got {max_turns}; "
+                f"set env.maxTurns: {declared}"
+            ]
+        failures: dict[str, str] = {}
+        ended = []
+        for place, row in examples.items():
+            answer = await child.call([row], deadline=step_seconds)
+            if isinstance(answer, EnvFailure):
+                failures.setdefault(answer.message, place)
+            else:
+                ended.append(answer[0].terminated)
+        if failures:
+            return list(_failed(failures, source))
+        if ended and not any(ended) and max_turns == 1:
+            return [
+                f"env.maxTurns: must be given for {source.type}, which did not end the episode in its first step, got 1; "
+                "set it to the turns of an episode, or return terminateds true"
+            ]
+        together: list[EnvAnswer] | EnvFailure = []
+        if len(examples) > 1:
+            together = await child.call(list(examples.values())[:2], deadline=step_seconds)
+        return list(_failed({together.message: "two rows"}, source)) if isinstance(together, EnvFailure) else []
+    finally:
+        await child.kill()
 
 
-def _located(problem: str) -> str:
+def _failed(failures: Mapping[str, str], source: EnvSettings) -> Iterator[str]:
+    field = "env.reward" if "reward" in source.options else "env.type"
+    for message, place in list(failures.items())[:SHOWN]:
+        yield f"{field}: called with {place}: {' '.join(message.split())}"
+
+
+def _located(problem: str, spec: RLJobSpec) -> str:
     """Return the problem prefixed with the path of its field."""
-    return f"spec.{problem}" if problem.startswith(("env.", "extensions:")) else f"spec.env.type: {problem}"
+    field = "env.reward" if spec.env.reward is not None else "env.type"
+    return f"spec.{problem}" if problem.startswith(("env.", "extensions:")) else f"spec.{field}: {problem}"

@@ -53,7 +53,7 @@ def main() -> int:
             end_copy(first, error)
             sock.sendall(pipe.pack(EnvFailure(type="ConfigError", message=_why_not_built(error, source.label))))
             return 2
-        sock.sendall(pipe.pack(EnvReady(pid=first)))
+        sock.sendall(pipe.pack(EnvReady(pid=first, max_turns=server.max_turns)))
         while True:
             sock.sendall(server.answer(pipe.receive_blocking(sock)))
     except (EOFError, ConnectionError):
@@ -106,6 +106,12 @@ class Server:
         self._env = make_env(source.type, source.options)
         if callable(getattr(self._env, "seed", None)):
             self._env.seed(source.seed)
+
+    @property
+    def max_turns(self) -> int | None:
+        """Return how many turns of an episode the environment declares, None where it declares none."""
+        declared = getattr(self._env, "max_turns", None)
+        return declared if type(declared) is int else None
 
     def answer(self, rows: list[EnvRow]) -> bytes:
         """Return the packed answer to the rows of one request; any failure of the environment is an error in the answer."""

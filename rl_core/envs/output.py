@@ -48,17 +48,21 @@ class BoundedOutput:
             self._left_out = 0
 
 
+def _to_standard_output(data: bytes) -> None:
+    os.write(1, data)
+
+
 class Relay:
-    """Copies the data of a pipe to the standard output of this process. Used on the event loop.
+    """Copies the data of a pipe to the standard output of this process, or to `write`. Used on the event loop.
 
     asyncio's own subprocess pipes do not serve here: with them the end of a process is reported only when all processes that it started
     have closed the pipe.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, write: Callable[[bytes], object] = _to_standard_output) -> None:
         """Read `descriptor` until its end or `close`."""
         self._descriptor, self._open = descriptor, True
-        self._bounded = BoundedOutput(lambda data: os.write(1, data))
+        self._bounded = BoundedOutput(write)
         os.set_blocking(descriptor, False)
         asyncio.get_running_loop().add_reader(descriptor, self._read)
 

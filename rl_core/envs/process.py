@@ -51,6 +51,8 @@ class EnvProcess:
         self._label = label
         self._relay = relay
         self._ended = asyncio.create_task(process.wait())
+        self.max_turns: int | None = None
+        """Turns of an episode that the environment declares; known once the child has started."""
 
     @property
     def pid(self) -> int:
@@ -71,18 +73,19 @@ class EnvProcess:
             wake.cancel()
 
     @classmethod
-    async def start(cls, source: EnvSettings, *, deadline: float) -> Self:
-        """Start a child and wait until it has built its environment.
+    async def start(cls, source: EnvSettings, *, deadline: float, quiet: bool = False) -> Self:
+        """Start a child and wait until it has built its environment; `quiet` drops what its code prints.
 
         Raises ConfigError (the environment cannot be built), DeadlineExceeded, InfrastructureError (the child ended).
         """
-        child = await cls._spawn(source.label, hidden_folders(os.environ) if source.barrier else [])
+        child = await cls._spawn(source.label, hidden_folders(os.environ) if source.barrier else [], quiet=quiet)
         try:
             answer = await child._exchange(source, deadline)
             if isinstance(answer, EnvFailure):
                 raise ConfigError(answer.message)
             if not isinstance(answer, EnvReady):
                 raise InfrastructureError(child._unexpected_answer(answer))
+            child.max_turns = answer.max_turns
         except TimeoutError as error:
             await child.kill()
             raise DeadlineExceeded(
@@ -95,7 +98,7 @@ class EnvProcess:
         return child
 
     @classmethod
-    async def _spawn(cls, label: str, hidden: list[str]) -> Self:
+    async def _spawn(cls, label: str, hidden: list[str], *, quiet: bool) -> Self:
         near, far = socket.socketpair()
         printed, output = os.pipe()
         mark = f"{MARK}={uuid.uuid4().hex}"
@@ -126,7 +129,8 @@ class EnvProcess:
             far.close()
             os.close(output)
         reader, writer = await asyncio.open_connection(sock=near)
-        return cls(process, reader, writer, Relay(printed), label, mark)
+        relay = Relay(printed, lambda data: None) if quiet else Relay(printed)
+        return cls(process, reader, writer, relay, label, mark)
 
     async def call(self, rows: list[EnvRow], *, deadline: float) -> list[EnvAnswer] | EnvFailure:
         """Return the child's answers, one per row, or its one failure for all of them.

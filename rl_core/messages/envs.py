@@ -82,3 +82,5 @@ class EnvReady:
     """The child has built its environment."""
 
     pid: int
+    max_turns: int | None = None
+    """Turns of an episode that the environment's class declares; None = it declares none."""

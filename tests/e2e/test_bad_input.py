@@ -1,5 +1,6 @@
 """Bad input and user code that misbehaves: a clear error or a counted drop, never a hang or a bare traceback."""
 
+import textwrap
 from collections import Counter
 
 import pytest
@@ -58,7 +59,10 @@ MISBEHAVING = {
 @pytest.mark.parametrize("kind", MISBEHAVING)
 def test_a_reward_function_that_misbehaves_ends_the_run_naming_it_and_yields_no_zero(tmp_path, tiny, kind):
     body, words = MISBEHAVING[kind]
-    write(tmp_path, "user_reward.py", f"def f(prompts, completions, **columns):\n    {body}\n")
+    # `rljob run` tries the function before it starts anything, without an output folder in the environment.
+    guard = "if 'RLJOB_OUTPUT' not in environ: return [1.0] * len(completions)"
+    code = f"from os import environ\n\ndef f(prompts, completions, **columns):\n    {guard}\n    {body}\n"
+    write(tmp_path, "user_reward.py", code)
     spec = {
         "env": {"type": "reward", "reward": "user_reward:f"},
         "validation": {"beforeTraining": False},
@@ -69,6 +73,32 @@ def test_a_reward_function_that_misbehaves_ends_the_run_naming_it_and_yields_no_
     assert code in (3, 4), run.text + run.logs()
     assert words.lower() in run.text.lower() and "maxDroppedGroups" in run.text, run.text
     assert run.lines("ledger.jsonl") == [] and run.status()["phase"] == "Failed"
+
+
+def test_a_reward_function_that_misbehaves_at_once_is_refused_before_anything_starts(tmp_path, tiny):
+    write(tmp_path, "user_reward.py", "def f(prompts, completions, solution):\n    return solution\n")
+    run = Run(tmp_path / "run", job_document(tiny, env={"reward": "user_reward:f"}), python_path=tmp_path)
+    assert run.run() == 2, run.text
+    assert "spec.env.reward: called with data.train row 1: reward user_reward:f needs the column 'solution'" in run.text
+    assert not run.output.exists()
+
+
+def test_an_estimator_that_fails_in_training_ends_the_run_at_once_as_bad_input(tmp_path, tiny):
+    code = """
+    import os
+    from rl_core.algorithms import AdvantageResult
+
+    def f(inputs):
+        if "RLJOB_OUTPUT" in os.environ:
+            inputs.reward
+        return AdvantageResult(inputs.rewards[:, None] * inputs.mask)
+    """
+    write(tmp_path, "mine.py", textwrap.dedent(code))
+    write(tmp_path, "reward.py", (tiny / "reward.py").read_text())
+    spec = {"algorithm": {"name": "mine:f"}, "validation": {"beforeTraining": False}}
+    run = Run(tmp_path / "run", job_document(tiny, **spec), python_path=tmp_path)
+    assert run.run() == 2, run.text + run.logs()
+    assert "(mine.py:7 in f); correct it" in run.text and run.status()["restarts"] == 0, run.text
 
 
 def test_bad_samples_within_the_budget_are_dropped_counted_and_replaced(tmp_path, tiny):

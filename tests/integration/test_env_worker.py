@@ -12,6 +12,7 @@ import pytest
 
 from rl_core.api.errors import ConfigError, RLJobError
 from rl_core.api.job import RLJobSpec
+from rl_core.api.settings import RuntimeSpec
 from rl_core.envs.check import check_env
 from rl_core.envs.worker import TextEnvWorker
 from rl_core.messages.envs import EnvRow
@@ -142,7 +143,77 @@ def test_validate_lists_all_wrong_options(folder):
 def test_validate_does_not_wait_for_ever(folder):
     (folder / "endless.py").write_text("while True: pass")
     (found,) = check_env(spec(type="reward", reward="endless:score"), search_path=[str(folder)], deadline=1.0)
-    assert found.startswith("spec.env.type: reward endless:score: a process must be ready within")
+    assert found.startswith("spec.env.reward: reward endless:score: a process must be ready within")
+
+
+def examples(*metadata):
+    messages = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "0"}]
+    return {
+        f"data.train row {n}": EnvRow(key=str(n), messages=messages, metadata=columns, task_name="reward")
+        for n, columns in enumerate(metadata, start=1)
+    }
+
+
+REWARDS = """
+import time
+
+def score(prompts, completions, answer):
+    print("noise")
+    return [float(completion == expected.strip()) for completion, expected in zip(completions, answer, strict=True)]
+def short(prompts, completions):
+    return [1.0]
+async def late(prompts, completions):
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("reward", "columns", "problem"),
+    [
+        ("score", [{"answer": "4"}, {"answer": "5"}], None),
+        ("score", [{"solution": "4"}], "called with data.train row 1: reward mine:score needs the column 'answer'"),
+        ("score", [{"answer": "4"}, {"solution": "4"}], "called with data.train row 2: reward mine:score needs the column 'answer'"),
+        ("score", [{"answer": None}], "it raised AttributeError: 'NoneType' object has no attribute 'strip' (mine.py:6 in <listcomp>)"),
+        ("short", [{}, {}], "called with two rows: reward mine:short must return one score per completion (2), got 1"),
+        ("late", [{}], "a step of 1 rows must end within runtime.deadlines.envStep = 2 s"),
+    ],
+)  # fmt: skip
+def test_validate_calls_a_reward_function_with_rows_of_the_data(tmp_path, capfd, reward, columns, problem):
+    (tmp_path / "mine.py").write_text(REWARDS)
+    job = spec(type="reward", reward=f"mine:{reward}")
+    if reward == "late":
+        job = job.model_copy(update={"runtime": RuntimeSpec.model_validate({"deadlines": {"envStep": 2}})})
+    found = check_env(job, search_path=str(tmp_path), examples=examples(*columns))
+    assert len(found) == (problem is not None) and all(line.startswith("spec.env.reward: ") for line in found)
+    assert problem is None or problem in found[0]
+    assert capfd.readouterr().out == ""
+
+
+GAME = """
+from rl_core.envs.base import EnvironmentInterface, EnvironmentReturn
+
+class Game(EnvironmentInterface):
+    def step(self, logs, metadata):
+        rows = len(logs)
+        return EnvironmentReturn([{"role": "user", "content": "again"}] * rows, list(metadata), None, [0.0] * rows, [False] * rows, None)
+class Declared(Game):
+    max_turns = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "turns", "problem"),
+    [
+        ("Game", 1, "spec.env.maxTurns: must be given for mine:Game, which did not end the episode in its first step, got 1"),
+        ("Game", 2, None),
+        ("Declared", 2, "spec.env.maxTurns: must be at least 3, the max_turns that mine:Declared declares, got 2"),
+        ("Declared", 3, None),
+    ],
+)  # fmt: skip
+def test_an_environment_of_several_turns_is_not_cut_to_one_in_silence(tmp_path, name, turns, problem):
+    (tmp_path / "mine.py").write_text(GAME)
+    found = check_env(spec(type=f"mine:{name}", maxTurns=turns), search_path=str(tmp_path), examples=examples({}))
+    assert [line[: len(problem)] for line in found] == [problem] if problem else found == []
 
 
 async def test_rollouts_get_scores_masks_and_typed_failures_over_rpc(worker, folder):

@@ -19,6 +19,7 @@ from rl_core.algorithms.advantages.whitening import whiten as whiten_values
 from rl_core.algorithms.arguments import require_bool, require_rows
 from rl_core.algorithms.registry import builtin, option_names, require_options, resolve
 from rl_core.algorithms.stats import Stat
+from rl_core.algorithms.user_functions import call, require_stats
 from rl_core.api.errors import ConfigError, DataError
 
 SELF_WHITENING = frozenset(
@@ -57,7 +58,7 @@ def compute_advantages(
     if "reduce" in accepted:
         options["reduce"] = reduce or this_rank_alone
     if inputs.mask.shape[0] or "reduce" in accepted:
-        result = _checked_result(name, estimator(inputs, **options), inputs)
+        result = _checked_result(name, call("advantage", name, estimator, inputs, **options), inputs)
     else:  # a rank left without groups; few functions of users expect none, and nobody waits for them in a reduction
         result = AdvantageResult(torch.zeros_like(inputs.mask, dtype=torch.float32))
     # Not every estimator looks at `valid`; an invalid row trains nothing whichever it is.
@@ -87,7 +88,10 @@ def _checked_result(name: str, result: Any, inputs: AdvantageInputs) -> Advantag
     """Return what an estimator, maybe one of the user's, gave back. Raises ConfigError unless it is one advantage per token, float32."""
     if not isinstance(result, AdvantageResult):
         raise ConfigError(f"advantage {name!r} must return an AdvantageResult, got {type(result).__name__}; wrap it")
+    require_stats("advantage", name, result.metrics, Stat)
     given, wanted = result.advantages, inputs.mask
+    if not isinstance(given, Tensor):
+        raise ConfigError(f"advantage {name!r} must return a tensor, got {type(given).__name__}; make one")
     of_steps = inputs.rewards is not None and inputs.rewards.dim() > 1
     if given.dtype != torch.float32 or (given.shape != wanted.shape and not of_steps):
         raise ConfigError(

@@ -6,6 +6,8 @@ import torch
 
 from rl_core.algorithms.losses.types import LossInputs, LossResult
 from rl_core.algorithms.registry import require_options, resolve
+from rl_core.algorithms.stats import Stat
+from rl_core.algorithms.user_functions import call, require_stats
 from rl_core.api.errors import ConfigError
 
 
@@ -17,9 +19,12 @@ def compute_policy_loss(name: str, inputs: LossInputs, **options: Any) -> LossRe
     """
     function = resolve("loss", name)
     require_options("loss", name, function, options)
-    result = function(inputs, **options)
+    result = call("loss", name, function, inputs, **options)
     if not isinstance(result, LossResult):
         raise ConfigError(f"loss {name!r} must return a LossResult, got {type(result).__name__}; wrap it")
+    require_stats("loss", name, result.metrics, Stat)
+    if not isinstance(result.loss, torch.Tensor):
+        raise ConfigError(f"loss {name!r} must return a tensor, got {type(result.loss).__name__}; make one")
     if result.loss.dim():
         raise ConfigError(f"loss {name!r} must return one number, got shape {tuple(result.loss.shape)}; aggregate it")
     if inputs.log_probs.requires_grad and torch.is_grad_enabled() and not result.loss.requires_grad:

@@ -75,8 +75,16 @@ def test_weights_cut_short_and_bad_rows_are_told_together_each_on_a_line(tmp_pat
     assert len(rows) == 2 and "train.jsonl:2:" in rows[0] and "train.jsonl:3:" in rows[1]
 
 
+CODE = """
+from rl_core.algorithms import AdvantageResult
+
+def fine(inputs):
+    return AdvantageResult(inputs.rewards[:, None] * inputs.mask)
+"""
+
+
 def test_an_estimator_of_the_user_is_tried_before_a_run(tmp_path):
-    (tmp_path / "mine.py").write_text("def fine(inputs):\n    ...\n")
+    (tmp_path / "mine.py").write_text(CODE)
     file = tmp_path / "job.yaml"
     file.write_text((Path(__file__).parents[3] / "examples" / "arithmetic" / "rljob.yaml").read_text())
     assert validate_file(file, ["algorithm.name=mine:fine"]) == 0
@@ -84,7 +92,8 @@ def test_an_estimator_of_the_user_is_tried_before_a_run(tmp_path):
         validate_file(file, ["algorithm.name=mine:absent", "algorithm.loss.name=no_such_module:f"])
     name, loss = error.value.problems
     assert (
-        name.startswith("spec.algorithm.name: ") and "got 'mine:absent': mine has no 'absent'; it defines fine" in name
+        name.startswith("spec.algorithm.name: ")
+        and "got 'mine:absent': mine has no 'absent'; it defines AdvantageResult, fine" in name
     )
     assert loss.startswith("spec.algorithm.loss.name: ") and "got 'no_such_module', which was not found" in loss
 

@@ -9,6 +9,7 @@ import pytest
 from rl_core.api.errors import ConfigError, DataError
 from rl_core.api.settings import DataSpec
 from rl_core.data.dataset import load_prompts
+from rl_core.data.examples import example_rows
 from rl_core.data.source import read_rows
 from rl_core.data.tokenizer import Tokenizer, read_files
 
@@ -239,9 +240,41 @@ def test_every_row_without_an_answer_is_told_where_the_environment_cannot_do_wit
     with pytest.raises(DataError) as error:
         load_prompts(path, data, tokenizer, field="data.train", task_name="math", max_seq_len=10)
     told = [line.partition(":")[0] for line in str(error.value).splitlines()]
-    assert told == [f"data.train row {row}" for row in (2, 4, 5, 6, 7, 8)] and "data.answerKey" in str(error.value)
+    assert told == [f"data.train row {row}" for row in (2, 5, 6, 7, 8)] and "data.answerKey" in str(error.value)
+    assert str(error.value).splitlines()[0].endswith("correct the row or data.answerKey (and 1 more rows: 4)")
     assert len(str(error.value)) < 2000
     assert len(load_prompts(path, data, tokenizer, field="data.train", task_name="reward", max_seq_len=10)) == 8
+
+
+def test_bad_rows_within_the_budget_are_left_out_and_logged(tmp_path, tokenizer, caplog):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "1"}\n{oops\n{"prompt": 2}\n{"prompt": "3"}\n')
+    data = DataSpec(train=str(path), max_bad_rows=1)
+    found = load_prompts(str(path), data, tokenizer, field="data.train", task_name="reward", max_seq_len=10)
+    assert [sample["message_log"][0]["content"] for sample in found.samples] == ["1", "3"]
+    assert caplog.text.count("1 left out, of data.maxBadRows 1") == 2 and "a.jsonl:2" in caplog.text
+    with pytest.raises(DataError, match="a.jsonl:2: a line must be one JSON object"):
+        load_prompts(
+            str(path), DataSpec(train=str(path)), tokenizer, field="data.train", task_name="reward", max_seq_len=10
+        )
+
+
+def test_a_column_that_no_row_has_is_one_problem_for_an_environment_that_needs_it(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", *({"prompt": str(n), "solution": "1"} for n in range(20)))
+    with pytest.raises(ConfigError) as error:
+        load_prompts(path, DataSpec(train=path), tokenizer, field="data.train", task_name="math", max_seq_len=10)
+    assert str(error.value).splitlines() == [
+        "data.train must have the column 'answer' (data.answerKey), got ['prompt', 'solution']; correct data.answerKey"
+    ]
+
+
+def test_example_rows_are_the_first_two_and_one_of_each_further_set_of_filled_columns():
+    rows = [{"prompt": "1", "answer": "1"}] * 5 + [{"prompt": "2", "answer": None}, {"answer": "3"}, {"prompt": "4"}]
+    found = example_rows(rows, DataSpec(train="t"), field="data.train", task_name="reward")
+    assert list(found) == ["data.train row 1", "data.train row 2", "data.train row 6"]
+    row = found["data.train row 6"]
+    assert row.metadata == {"answer": None, "ground_truth": None}
+    assert row.messages == [{"role": "user", "content": "2"}, {"role": "assistant", "content": "0"}]
 
 
 def test_an_answer_column_that_is_named_must_be_there(tmp_path, tokenizer):
