@@ -37,6 +37,7 @@ from rl_core.batching.collate import TrainingBatch
 from rl_core.channel.backend import DEFAULT_KEY
 from rl_core.messages.channel import Key
 from rl_core.messages.groups import rank_key
+from rl_core.messages.samples import StepSamples
 from rl_core.messages.weights import PublishReport, ReceiverAddress
 from rl_core.observability.statistics import aggregate_rollout_metrics
 from rl_core.workers.worker import Worker
@@ -69,6 +70,7 @@ class Actor(Worker, ABC):
             micro_batch_tokens=self.cfg.actor.micro_batch_tokens,
             response_limit=self.cfg.rollout.sampling.max_new_tokens * self.cfg.env.max_turns,
             balance=self.cfg.actor.balance,
+            kept_groups=self.cfg.samples.groups,
             progress=lambda: self.record_progress("micro_steps"),
         )
 
@@ -162,6 +164,10 @@ class Actor(Worker, ABC):
         else:
             self.manager.global_step = number
         return metrics
+
+    def take_samples(self) -> StepSamples:
+        """Return what this rank kept of the last step that was trained (`samples.groups`), and forget it. Not collective."""
+        return self.engine.sampler.take()
 
     def _log_cancelled(self, step: int) -> None:
         self.log_info("step %s is cancelled: weights, optimizer, counters and random state are those before it", step)

@@ -23,6 +23,7 @@ from rl_core.actors.ranks import Ranks
 from rl_core.actors.reporting import StepReport
 from rl_core.actors.rows import Columns, StepRows, lay_out, move_rows, natural_key
 from rl_core.actors.step_plan import plan_epoch
+from rl_core.actors.step_samples import StepSampler
 from rl_core.algorithms.aggregation import count_normalizers
 from rl_core.algorithms.stats import Stat
 from rl_core.api.algorithm import AlgorithmSpec
@@ -48,11 +49,13 @@ class StepEngine:
         micro_batch_tokens: int,
         response_limit: int,
         balance: bool = True,
+        kept_groups: int = 0,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         """`micro_batch_tokens`: most tokens per forward pass; `response_limit`: most generated tokens of a row, over all turns.
 
-        `balance`: assign rows to ranks by cost, otherwise in order. `progress` is called before each micro-batch in training.
+        `balance`: assign rows to ranks by cost, otherwise in order. `kept_groups`: groups of a step whose samples are kept, over all
+        ranks. `progress` is called before each micro-batch in training.
         """
         self._backend, self._model = backend, backend.manager
         self._ranks, self._algorithm = ranks, algorithm
@@ -61,6 +64,9 @@ class StepEngine:
         self._objective = PolicyObjective(algorithm, max_tokens=response_limit)
         self._cancellation = Cancellation(ranks)
         self._reduce = ranks.sum_rows if ranks.data_size > 1 else None
+        self.sampler = StepSampler(kept_groups * algorithm.group_size)
+        self._records: list[PromptGroupRecord] = []
+        """The step's groups as this rank received them."""
         self.prepared: PreparedBatch | None = None
         """The step's groups on this rank, from `load` until they are trained or the step is given up."""
         self._not_broadcast: list[PromptGroupRecord] | None = None
@@ -78,7 +84,8 @@ class StepEngine:
         limits = {"max_length": self._model.max_length, "micro_batch_tokens": self._micro_batch_tokens}
         aged = version if self._algorithm.needs_ages else None
         self.prepared = preparation.collate(ordered, version=aged, **limits)
-        self._not_broadcast = ordered
+        self._not_broadcast = self._records = ordered
+        self.sampler.clear()
         self._cancellation.begin()
 
     def compute_log_probs(self) -> None:
@@ -160,6 +167,8 @@ class StepEngine:
             with self._ranks.guard("training"):
                 lengths = batch.lengths.tolist()
                 all_lengths, numbers = lay_out(self._ranks, batch.group_texts, batch.group_ids.tolist(), lengths)
+                if self._ranks.receives:
+                    self.sampler.keep(prepared, self._records, numbers)
                 rows = StepRows(numbers=numbers, lengths=lengths, columns=columns)
                 for epoch in range(self._algorithm.update_epochs):
                     if report.early_stopped:
@@ -170,7 +179,7 @@ class StepEngine:
         except StepCancelled:
             self._leave()
             return None
-        self.prepared = None
+        self.prepared, self._records = None, []
         return metrics
 
     def _train_epoch(self, rows: StepRows, lengths: list[int], step: int, epoch: int, report: StepReport) -> None:
@@ -207,8 +216,11 @@ class StepEngine:
             self._progress()
 
         objective = self._objective.measuring if report.nothing_ended else self._objective
+        parts = _parts(rows, cuts)
         with report.timing("forward_backward"):
-            stats = self._backend.forward_backward(_parts(rows, cuts), objective, normalizers, proceed=proceed)
+            stats = self._backend.forward_backward(
+                parts, self.sampler.watching(objective, parts), normalizers, proceed=proceed
+            )
         with report.timing("optimizer"):
             norm, rates = self._model.optimizer_step()
         report.add_step(stats, norm=norm, rate=rates[0])
@@ -221,7 +233,8 @@ class StepEngine:
         return [sorted(cut, key=lambda row: (-lengths[row], row)) for cut in cuts]
 
     def _leave(self) -> None:
-        self.prepared = None
+        self.prepared, self._records = None, []
+        self.sampler.clear()
         self._cancellation.restore()
 
     def _require_batch(self, method: str) -> PreparedBatch:

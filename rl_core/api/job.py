@@ -20,6 +20,7 @@ from rl_core.api.settings import (
     ModelSpec,
     PlacementSpec,
     RuntimeSpec,
+    SamplesSpec,
     SchedulingSpec,
     TrackerSpec,
     ValidationSpec,
@@ -110,6 +111,8 @@ class RLJobSpec(Spec):
     """Which failures restart the job, and which end it."""
     trackers: Annotated[list[TrackerSpec], Field(max_length=8)] = [TrackerSpec(name="tensorboard")]
     """Metrics trackers besides metrics.jsonl."""
+    samples: SamplesSpec = SamplesSpec()
+    """Completions that are kept."""
     extensions: Annotated[list[Name], Field(max_length=32)] = []
     """Python modules that every worker imports and whose register() it calls."""
     code: CodeSpec | None = None

@@ -1,4 +1,4 @@
-"""The smaller blocks of `spec`: model, data, validation, placement, weights, checkpoint, runtime, scheduling, trackers."""
+"""The smaller blocks of `spec`: model, data, validation, placement, weights, checkpoint, runtime, scheduling, trackers, samples."""
 
 import re
 from collections.abc import Iterator
@@ -315,3 +315,14 @@ class TrackerSpec(Spec):
     """Server (mlflow tracking URI, wandb base URL); null = the library's default."""
     offline: bool = False
     """wandb: write to the output folder only."""
+
+
+class SamplesSpec(Spec):
+    """Completions kept in `samples/` of the output folder, for `rljob samples` and `rljob view`."""
+
+    groups: int = Field(4, ge=0, lt=2**16)
+    """Prompt groups kept of each training step, each with all its completions; 0 = none."""
+    validation_groups: int = Field(16, ge=0, lt=2**16)
+    """Prompts kept of each validation, the first ones of data.validation; 0 = none."""
+    megabytes: int = Field(512, ge=8, lt=2**24)
+    """Largest size of the folder, in units of 10**6 bytes. The oldest samples are deleted first."""

@@ -132,6 +132,34 @@ def logs(
 
 
 @app.command()
+def samples(
+    target: Target,
+    step: Annotated[int | None, typer.Option(min=0, help="Training step.", show_default="the newest")] = None,
+    worst: Annotated[bool, typer.Option("--worst", help="Lowest reward first, over all steps.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Highest reward first, over all steps.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Samples that have no reward.")] = False,
+    group: Annotated[str | None, typer.Option(help="Id of a prompt group.", show_default=False)] = None,
+    validation: Annotated[bool, typer.Option("--validation", help="Of validation, not of training.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Most samples to print.")] = 8,
+) -> None:
+    """Print completions that a run kept: texts, rewards, why they ended."""
+    from rl_core.api.errors import ConfigError
+    from rl_core.cli import targets
+    from rl_core.cli.samples import Choice, show_samples
+
+    def command() -> int:
+        folder = targets.folder_of(target)
+        if folder is None:
+            raise ConfigError(f"TARGET must be the output folder of a run, got {target}: there is no such folder")
+        return show_samples(
+            folder,
+            Choice(step=step, group=group, validation=validation, worst=worst, best=best, failed=failed, limit=limit),
+        )
+
+    run_command(command)
+
+
+@app.command()
 def scale(
     target: Target,
     replicas: Annotated[int | None, typer.Option(min=1, help="Number of rollout pods.", show_default=False)] = None,

@@ -13,6 +13,7 @@ from typing import Literal
 
 from rl_core.api.records import DatumSpec, GroupTimes
 from rl_core.messages.registry import record
+from rl_core.messages.samples import KeptSample
 
 LeaseMode = Literal["train", "validate"]
 RequeueReason = Literal["worker_lost", "infrastructure", "deadline", "data", "stale", "epoch"]
@@ -81,6 +82,8 @@ class ValidationScores:
     lengths: tuple[int, ...]
     """Generated tokens by completion."""
     truncated: tuple[bool, ...]
+    samples: tuple[KeptSample, ...] = ()
+    """The completions, for the prompts that are kept (`samples.validationGroups`)."""
 
 
 @record

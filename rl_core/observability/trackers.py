@@ -1,4 +1,4 @@
-"""Trackers of metrics: JSONL and TensorBoard are built in, W&B and MLflow are optional dependencies.
+"""Trackers of metrics: JSONL and TensorBoard are built in, W&B and MLflow are optional dependencies. TensorBoard and W&B also show samples.
 
 The runner calls them once per step. A tracker that raises is disabled with a warning, and the run goes on.
 """
@@ -9,10 +9,11 @@ import math
 import os
 import socket
 import struct
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from crc32c import crc32c
 
@@ -22,6 +23,24 @@ from rl_core.observability.append import AppendFile
 
 logger = logging.getLogger(__name__)
 Metrics = Mapping[str, Any]
+
+
+class SampleRow(NamedTuple):
+    """A sample as a row of a tracker's table."""
+
+    group: str
+    sample: int
+    """Place in its group."""
+    reward: float
+    reason: str
+    prompt: str
+    response: str
+
+
+TEXT_CHARACTERS = 2000
+"""Characters of a text that a tracker's table shows."""
+MOST_TABLES = 16
+"""Tables that may wait for the next metrics; older ones are dropped."""
 
 
 class Tracker(Protocol):
@@ -35,6 +54,14 @@ class Tracker(Protocol):
 
     def finish(self, status: str) -> None:
         """Flush and close; `status` is Finished or Failed."""
+
+
+@runtime_checkable
+class SampleTracker(Protocol):
+    """A metrics sink that can show samples."""
+
+    def log_samples(self, split: str, step: int, rows: Sequence[SampleRow]) -> None:
+        """Show some samples of a step; `split` is train or validation."""
 
 
 class JsonlTracker:
@@ -119,6 +146,19 @@ class TensorBoardTracker:
         values = [self._summary.Value(tag=key, simple_value=value) for key, value in scalars(metrics).items()]
         self._write(step=step, summary=self._summary(value=values))
 
+    def log_samples(self, split: str, step: int, rows: Sequence[SampleRow]) -> None:
+        """Write the samples as the text `samples/<split>`, each text as a block of code: what it contains is shown, not rendered."""
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+
+        tag = f"samples/{split}"
+        blocks = [
+            f"**{row.group} {row.sample}**, reward {row.reward:.4g}, {row.reason}\n\n{_quoted(row.prompt)}\n\n{_quoted(row.response)}"
+            for row in rows
+        ]
+        tensor = {"dtype": "DT_STRING", "string_val": ["\n\n---\n\n".join(blocks).encode(errors="replace")]}
+        value = self._summary.Value(tag=tag, metadata=create_summary_metadata(tag, ""), tensor=tensor)
+        self._write(step=step, summary=self._summary(value=[value]))
+
     def finish(self, status: str) -> None:
         """Close the file."""
         self._file.close()
@@ -133,6 +173,11 @@ def _masked_crc(data: bytes) -> bytes:
     """Return the CRC32C of `data` as record files keep it: rotated by 15 bits, plus a constant."""
     crc = crc32c(data)
     return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def _quoted(text: str) -> str:
+    """Return `text` as an indented block of code of Markdown, which nothing in it can end."""
+    return "\n".join(f"    {line}" for line in text[:TEXT_CHARACTERS].splitlines() or [""])
 
 
 class WandbTracker:
@@ -162,6 +207,24 @@ class WandbTracker:
     def log(self, step: int, metrics: Metrics) -> None:
         """Log the scalars of a step."""
         self._run.log(scalars(metrics), step=step)
+
+    def log_samples(self, split: str, step: int, rows: Sequence[SampleRow]) -> None:
+        """Log the samples as the table `samples/<split>`. It has a column with the step, as W&B takes no values for earlier steps."""
+        import wandb
+
+        data = [
+            [
+                step,
+                row.group,
+                row.sample,
+                row.reward,
+                row.reason,
+                row.prompt[:TEXT_CHARACTERS],
+                row.response[:TEXT_CHARACTERS],
+            ]
+            for row in rows
+        ]
+        self._run.log({f"samples/{split}": wandb.Table(columns=["step", *SampleRow._fields], data=data)}, commit=False)
 
     def finish(self, status: str) -> None:
         """End the run."""
@@ -209,6 +272,10 @@ class Trackers:
     def __init__(self, sinks: Iterable[Tracker]) -> None:
         """Hold `sinks`."""
         self._sinks = list(sinks)
+        self._tables: list[tuple[str, int, list[SampleRow]]] = []
+        """Tables that the next call of `log` shows."""
+        self._lock = threading.Lock()
+        """Guards `_tables`, which another thread than the loop's adds to."""
 
     @classmethod
     def build(cls, specs: Iterable[TrackerSpec], *, name: str, output: Path) -> "Trackers":
@@ -228,8 +295,8 @@ class Trackers:
                 logger.warning("tracker %s could not be opened and is disabled", spec.name, exc_info=True)
         return cls(sinks)
 
-    def _each(self, method: str, *args: Any) -> None:
-        for sink in list(self._sinks):
+    def _each(self, method: str, *args: Any, to: type = object) -> None:
+        for sink in [sink for sink in self._sinks if isinstance(sink, to)]:
             try:
                 getattr(sink, method)(*args)
             except Exception:
@@ -241,8 +308,17 @@ class Trackers:
         self._each("log_config", config)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Pass the metrics of a step to every tracker."""
+        """Pass the metrics of a step to every tracker, after the tables that were added since the last call."""
+        with self._lock:
+            tables, self._tables = self._tables, []
+        for table in tables:
+            self._each("log_samples", *table, to=SampleTracker)
         self._each("log", step, metrics)
+
+    def add_samples(self, split: str, step: int, rows: Sequence[SampleRow]) -> None:
+        """Show samples with the next metrics. May be called from any thread."""
+        with self._lock:
+            self._tables = [*self._tables, (split, step, list(rows))][-MOST_TABLES:]
 
     def finish(self, status: str) -> None:
         """Finish every tracker."""

@@ -155,6 +155,7 @@ class RolloutWorkerBase(Worker):
             version=lambda: engine.policy_version,
             waiting=self.waiting,
             min_std=sampling.min_std if sampling.enabled else None,
+            kept_prompts=spec.samples.validation_groups,
         )
         receiver = WeightReceiver(
             spec,

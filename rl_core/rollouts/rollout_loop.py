@@ -27,6 +27,7 @@ from rl_core.algorithms.filtering import informative_groups
 from rl_core.api.errors import RLJobError, text_of
 from rl_core.api.records import Completion, GroupTimes, PromptGroupRecord
 from rl_core.batching.collate import has_failed
+from rl_core.batching.samples import keep_sample
 from rl_core.messages.groups import GroupEntry, PromptLease, RequeueReason, ValidationScores
 from rl_core.messages.members import WaitCause
 from rl_core.rollouts.leases import HubLeases, Renewal
@@ -71,12 +72,14 @@ class RolloutLoop:
         version: Callable[[], int],
         waiting: Callable[[str, str, WaitCause | None], AbstractContextManager[None]],
         min_std: float | None = None,
+        kept_prompts: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`generate` makes the record of a lease that `leases` brought.
 
         `row_limit` is the number of rows in flight at which leasing stops, `group_rows` the expected rows of a group; `version` is that of
         the served weights; `waiting(what, on, cause)` declares a wait. `min_std`: see `group_entry`.
+        `kept_prompts`: number of validation prompts, the first ones, whose samples are sent with their scores.
         """
         self._generate = generate
         self._leases = leases
@@ -85,6 +88,7 @@ class RolloutLoop:
         self._version = version
         self._waiting = waiting
         self._min_std = min_std
+        self._kept_prompts = kept_prompts
         self._clock = clock
         self._renewal = Renewal(leases, self._disown)
         self._gate = asyncio.Event()
@@ -282,7 +286,7 @@ class RolloutLoop:
     async def _report(self, lease: PromptLease, record: PromptGroupRecord, times: GroupTimes | None) -> None:
         """Store the record of a group and inform the runner; or send the scores of a validation group."""
         if lease.mode == "validate":
-            await self._validation.put_async(scores(lease, record))
+            await self._validation.put_async(scores(lease, record, kept=lease.order < self._kept_prompts))
             return
         self._groups[lease.token].reporting = True
         record.lease_token, record.order = lease.token, lease.order
@@ -341,8 +345,8 @@ class RolloutLoop:
             await asyncio.wait(set(self._returns), timeout=RETURN_SECONDS)
 
 
-def scores(lease: PromptLease, record: PromptGroupRecord) -> ValidationScores:
-    """Return what the runner receives for a validation group; the reward of a masked sample is None."""
+def scores(lease: PromptLease, record: PromptGroupRecord, *, kept: bool = False) -> ValidationScores:
+    """Return what the runner receives for a validation group; the reward of a masked sample is None. `kept`: with its samples."""
     completions = record.completions
     return ValidationScores(
         group_id=lease.group_id,
@@ -350,6 +354,7 @@ def scores(lease: PromptLease, record: PromptGroupRecord) -> ValidationScores:
         rewards=tuple(None if math.isnan(completion.reward) else completion.reward for completion in completions),
         lengths=tuple(int(completion.metrics["gen_tokens"]) for completion in completions),
         truncated=tuple(completion.truncated for completion in completions),
+        samples=tuple(keep_sample(record, index, group_id=lease.group_id) for index in range(len(completions) * kept)),
     )
 
 

@@ -8,6 +8,7 @@ from rl_core.runner.dispatcher import Dispatcher
 from rl_core.runner.history import LedgerFile
 from rl_core.runner.ledger import HeldGroup
 from rl_core.runner.record_mover import RecordMover
+from rl_core.runner.samples import Samples
 from rl_core.runner.step_groups import StepGroups
 from rl_core.runner.validation import Validation
 from rl_core.runner.workload import Workload
@@ -32,6 +33,8 @@ class Prompts:
     """PromptGroupRecords on their way from the rollouts to the data ranks."""
     ledger_file: LedgerFile
     """`ledger.jsonl`: one line per trained group."""
+    samples: Samples
+    """Keeps some of the groups for people to look at."""
     validation: Validation | None = None
     """None without a validation split."""
     dropped_overlong: int = 0

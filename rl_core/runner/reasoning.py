@@ -185,6 +185,7 @@ class ReasoningRunner(Program):
                 metrics = self.stops.wait(training)[0]
         if metrics is None:
             raise Stopped(f"{self.stops.reason}, in the training of step {self.progress.step + 1}")
+        self.prompts.samples.add_step(self.progress.step + 1, self.progress.version, actor.take_samples)
         return {
             f"train/{key.removeprefix('actor/')}" if key.startswith("actor/") else key: value
             for key, value in metrics.items()
@@ -229,6 +230,7 @@ class ReasoningRunner(Program):
                 short=self.run.roster.short,
             )
             self.stops.check()
+        self.prompts.samples.add_validation(self.progress.step, self.progress.version, self.prompts.validation.kept)
         if "val/accuracy" in metrics:
             self.progress.accuracy.append(metrics["val/accuracy"])
         return metrics
@@ -284,8 +286,9 @@ class ReasoningRunner(Program):
         return (self.prompts.dispatcher.tick, self.prompts.mover.retry)
 
     def close(self) -> None:
-        """Stop the joins and the content check, and close the ledger file."""
+        """Stop the joins and the content check, and close the files of ledger and samples."""
         self.sync.members.close()
+        self.prompts.samples.close()
         if self.sync.check is not None:
             self.sync.check.close()
         self.prompts.ledger_file.close()

@@ -31,6 +31,7 @@ from rl_core.runner.members import Members
 from rl_core.runner.prompts import Prompts
 from rl_core.runner.record_mover import RecordMover
 from rl_core.runner.run import Run
+from rl_core.runner.samples import Samples
 from rl_core.runner.saving import Saving
 from rl_core.runner.startup import Startup
 from rl_core.runner.step_groups import StepGroups
@@ -74,6 +75,7 @@ def build_text_program(program: Callable[..., P], run: Run) -> P:
         validation=None if validation is None else validation.samples,
         probe_prompt=[int(token) for message in train[0]["message_log"] for token in message["token_ids"]],
         dropped_overlong=train.dropped_overlong,
+        decode=lambda token: tokenizer.decode([token]),
     )
 
 
@@ -88,12 +90,15 @@ def assemble(
     validation: Sequence[DatumSpec] | None = None,
     probe_prompt: Sequence[int] | None = None,
     dropped_overlong: int = 0,
+    decode: Callable[[int], str] = str,
 ) -> P:
     """Return `program` with its parts over the launched groups of `run`.
 
-    `results` brings the scores of validation. `probe_prompt`: token ids for the content check, None = no check.
+    `results` brings the scores of validation. `probe_prompt`: token ids for the content check, None = no check. `decode` returns the text of a
+    token, for the kept samples.
     """
     spec, actor = run.job.spec, run.groups[ACTOR]
+    samples = Samples(spec.samples, run.output / "samples", epoch=run.epoch, decode=decode, trackers=run.trackers)
     workload, mover = Workload(), RecordMover(trajectories)
     dispatcher = build_dispatcher(run, ledger, admission, workload=workload, move_records=mover.add)
     schedule = build_device_schedule(spec, cluster=run.cluster, actor=actor)
@@ -142,6 +147,7 @@ def assemble(
         mover=mover,
         trajectories=trajectories,
         ledger_file=LedgerFile(run.output / "ledger.jsonl", attempt=saving.with_retries),
+        samples=samples,
         validation=None
         if validation is None
         else Validation(spec, validation, dispatcher=dispatcher, results=results, attempts=ATTEMPTS),

@@ -11,6 +11,7 @@ from rl_core.api.job import RLJobSpec
 from rl_core.api.records import DatumSpec
 from rl_core.channel import Channel
 from rl_core.messages.groups import ValidationScores
+from rl_core.messages.samples import KeptSample
 from rl_core.runner.dispatcher import Dispatcher
 from rl_core.runner.validation_round import ValidationRound
 
@@ -40,6 +41,8 @@ class Validation:
         self._samples = samples[: spec.validation.max_prompts] if spec.validation.max_prompts else samples
         self._dispatcher, self._results, self._attempts = dispatcher, results, attempts
         self._rounds = 0
+        self.kept: list[KeptSample] = []
+        """Samples of the last round, in the order of the prompts."""
 
     def measure(
         self,
@@ -67,6 +70,10 @@ class Validation:
             self._collect(validation, cancelled, short)
         finally:
             self._dispatcher.close_validation()
+        self.kept = sorted(
+            (sample for scores in validation.scores.values() for sample in scores.samples),
+            key=lambda sample: (sample.prompt_index, sample.index),
+        )
         for group_id, message in validation.failures.items():
             logger.warning("validation prompt %s: %s", group_id, message)
         return summarise(

@@ -1,0 +1,70 @@
+"""`rljob samples`: prints kept completions of a run."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_core.api.errors import ConfigError
+from rl_core.samples.lines import TRAIN, VALIDATION
+from rl_core.samples.printing import render_sample
+from rl_core.samples.reader import Found, SampleReader, worst_first
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """Which samples are printed; of none of the four kinds: those of one step in their order."""
+
+    step: int | None = None
+    """Step; None = the newest that has samples, or all steps with `worst`, `best`, `failed` or `group`."""
+    group: str | None = None
+    validation: bool = False
+    worst: bool = False
+    best: bool = False
+    failed: bool = False
+    limit: int = 8
+
+
+def show_samples(folder: Path, choice: Choice) -> int:
+    """Print the samples of the run in `folder` that `choice` asks for; return 0. Raises ConfigError when there are none."""
+    if choice.worst + choice.best + choice.failed > 1:
+        raise ConfigError("samples takes one of --worst, --best and --failed, got several; choose one")
+    reader = SampleReader(folder)
+    reader.refresh()
+    found = select(reader, choice)
+    if not found:
+        raise ConfigError(f"{folder} must hold samples that match, got none; {_known(reader, choice)}")
+    for one in found[: choice.limit]:
+        sample = reader.read(one)
+        if sample is not None:
+            sys.stdout.write(render_sample(sample).encode(errors="replace").decode() + "\n")
+    if len(found) > choice.limit:
+        sys.stdout.write(f"{len(found) - choice.limit} more; --limit {len(found)} prints all\n")
+    return 0
+
+
+def select(reader: SampleReader, choice: Choice) -> list[Found]:
+    """Return the samples that `choice` asks for, in the order in which they are printed."""
+    split = VALIDATION if choice.validation else TRAIN
+    wide = choice.worst or choice.best or choice.failed or choice.group is not None
+    if choice.step is not None:
+        found = reader.of_step(split, choice.step)
+    elif wide:
+        found = reader.every(split)
+    else:
+        steps = reader.steps(split)
+        found = reader.of_step(split, steps[-1]) if steps else []
+    if choice.group is not None:
+        found = [one for one in found if one.entry.group == choice.group]
+    if choice.failed:
+        return [one for one in found if one.entry.reward is None or one.entry.reason == "error"]
+    if choice.worst or choice.best:
+        ordered = worst_first(found)
+        return ordered if choice.worst else ordered[::-1]
+    return found
+
+
+def _known(reader: SampleReader, choice: Choice) -> str:
+    steps = reader.steps(VALIDATION if choice.validation else TRAIN)
+    if not steps:
+        return "the job keeps none (spec.samples), or no step has ended yet"
+    return f"steps with samples: {steps[0]} to {steps[-1]}"

@@ -1,0 +1,146 @@
+"""Keeps samples of training and validation in `samples/`: asks the data ranks for them, joins their numbers, writes them.
+
+Everything beyond asking runs on a thread of its own. Nothing here blocks or fails a step: what is late or cannot be written is left out.
+"""
+
+import concurrent.futures
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from rl_core.api.settings import SamplesSpec
+from rl_core.messages.samples import KeptSample, StepSamples
+from rl_core.observability.trackers import SampleRow, Trackers
+from rl_core.samples.lines import TRAIN, VALIDATION, sample_line
+from rl_core.samples.writer import SampleWriter
+
+logger = logging.getLogger(__name__)
+MOST_WAITING = 4
+"""Steps that may wait to be written; a further one is left out, so that slow storage does not fill the memory."""
+ANSWER_SECONDS = 60.0
+"""How long the writing thread waits for the samples of the data ranks."""
+CLOSE_SECONDS = 10.0
+"""How long the end of a run waits for its last samples."""
+TABLE_ROWS = 8
+"""Samples of a step that trackers show as a table."""
+
+
+class Answer(Protocol):
+    """A group call under way (`WorkerGroupFuncResult`)."""
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        """Return the values in rank order."""
+
+
+class Samples:
+    """The kept samples of a run."""
+
+    def __init__(
+        self,
+        spec: SamplesSpec,
+        folder: Path,
+        *,
+        epoch: int,
+        decode: Callable[[int], str],
+        trackers: Trackers,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """Write below `folder`; `decode` returns the text of a token."""
+        self._spec, self._epoch, self._decode, self._wall = spec, epoch, decode, wall
+        self._trackers = trackers
+        self._pieces: dict[int, str] = {}
+        self._writer = SampleWriter(folder, limit=spec.megabytes * 10**6)
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="samples")
+        self._waiting: list[Future[None]] = []
+        self._left_out = 0
+
+    def add_step(self, step: int, version: int, ask: Callable[[], Answer]) -> None:
+        """Keep the samples of a training step of `version`. `ask` calls `take_samples` of the data ranks; it must not wait."""
+        if self._spec.groups:
+            answer = ask()
+            self._submit(lambda: self._write_step(step, version, answer))
+
+    def add_validation(self, step: int, version: int, samples: Sequence[KeptSample]) -> None:
+        """Keep the samples of a validation after `step`."""
+        if samples:
+            self._submit(lambda: self._write(VALIDATION, step, version, samples, {}))
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Write what waits and close the files. After `seconds` the rest is left out."""
+        self._pool.shutdown(wait=False)
+        _, unwritten = concurrent.futures.wait(self._waiting, seconds)
+        if unwritten:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            logger.warning("the last samples are not kept: their writes took more than %.0f s", seconds)
+            return
+        self._writer.close()
+
+    def _submit(self, write: Callable[[], None]) -> None:
+        self._waiting = [future for future in self._waiting if not future.done()]
+        if len(self._waiting) < MOST_WAITING:
+            self._waiting.append(self._pool.submit(self._guarded, write))
+            return
+        self._left_out += 1
+        if self._left_out == 1:
+            logger.warning("samples are written more slowly than steps end; those of some steps are left out")
+
+    def _guarded(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception:
+            logger.exception("samples of a step are not kept")
+
+    def _write_step(self, step: int, version: int, answer: Answer) -> None:
+        try:
+            parts: list[StepSamples] = [part for part in answer.wait(ANSWER_SECONDS) if part is not None]
+        except Exception as error:  # noqa: BLE001 - a rank was lost or is late: the loop deals with it
+            logger.info("the samples of step %s are not kept: %s", step, error)
+            return
+        log_probs = {row: values for part in parts for row, values in part.log_probs}
+        samples = sorted((sample for part in parts for sample in part.samples), key=lambda sample: sample.row)
+        self._write(TRAIN, step, version, samples, log_probs)
+
+    def _write(
+        self,
+        split: str,
+        step: int,
+        version: int,
+        samples: Sequence[KeptSample],
+        log_probs: "dict[int, np.ndarray[Any, np.dtype[np.float32]]]",
+    ) -> None:
+        if not samples:
+            return
+        now = self._wall()
+        lines = [
+            sample_line(
+                sample,
+                split=split,
+                step=step,
+                epoch=self._epoch,
+                version=version,
+                trainer=log_probs.get(sample.row),
+                pieces=[self._piece(number) for number in sample.token_ids.tolist()],
+                wall=now,
+            )
+            for sample in samples
+        ]
+        self._writer.write(lines, name=f"e{self._epoch:04d}-s{step:07d}")
+        self._trackers.add_samples(split, step, [_row(sample) for sample in samples[:TABLE_ROWS]])
+
+    def _piece(self, token: int) -> str:
+        """Return the text of a token; most come again and again."""
+        piece = self._pieces.get(token)
+        if piece is None:
+            piece = self._pieces[token] = self._decode(token)
+        return piece
+
+
+def _row(sample: KeptSample) -> SampleRow:
+    given = sample.prompt_messages
+    texts = ["\n".join(text for _, text, _ in part) for part in (sample.messages[:given], sample.messages[given:])]
+    return SampleRow(sample.group_id, sample.index, sample.reward, sample.reason, *texts)

@@ -1,0 +1,51 @@
+"""Kept samples as text for a terminal. Samples are hostile input: nothing that a terminal would act on is printed as it is."""
+
+import unicodedata
+from collections.abc import Mapping
+from typing import Any
+
+KEPT_CONTROLS = frozenset("\n\t")
+DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\u061c")
+"""Characters that change the direction of text after them, across the lines that we print."""
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters, direction marks and lone surrogates as escapes (\\x1b, \\u202e); \\r\\n becomes \\n."""
+    return "".join(map(_printable, text.replace("\r\n", "\n")))
+
+
+def _printable(character: str) -> str:
+    if character in KEPT_CONTROLS or (character.isascii() and character.isprintable()):
+        return character
+    kind = unicodedata.category(character)
+    if kind in ("Cc", "Cs", "Zl", "Zp") or character in DIRECTIONS:
+        code = ord(character)
+        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    return character
+
+
+def number(value: Any) -> str:
+    """Return a reward or another number, `-` where there is none."""
+    return f"{value:.4g}" if isinstance(value, int | float) else "-"
+
+
+def render_sample(sample: Mapping[str, Any]) -> str:
+    """Return a sample as lines of text: a line of facts, then its messages."""
+    parts = ", ".join(f"{printable(str(name))} {number(part)}" for name, part in sample["parts"].items())
+    versions = sample["versions"]
+    version = str(versions[0]) if versions[0] == versions[1] else f"{versions[0]}..{versions[1]}"
+    facts = [
+        f"{sample['split']} step {sample['step']}",
+        f"group {printable(str(sample['group']))} sample {sample['index']}",
+        f"reward {number(sample['reward'])}" + (f" ({parts})" if parts else ""),
+        printable(str(sample["reason"])),
+        f"{sample['response_tokens']} tokens",
+        f"version {version}",
+    ]
+    lines = ["== " + " | ".join(facts)]
+    if sample.get("info"):
+        lines.append("   " + printable("; ".join(f"{key}: {value}" for key, value in sample["info"].items())))
+    for message in sample["messages"]:
+        lines.append(f"[{printable(str(message['role']))}]")
+        lines += [f"  {line}" for line in printable(str(message["content"])).split("\n")]
+    return "\n".join(lines) + "\n"

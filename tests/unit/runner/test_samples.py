@@ -1,0 +1,106 @@
+"""The runner joins what the ranks kept of a step and writes it, and is never held up or failed by it."""
+
+import threading
+
+import numpy as np
+
+from rl_core.api.errors import WorkerLost
+from rl_core.api.settings import SamplesSpec
+from rl_core.messages.samples import StepSamples
+from rl_core.observability.trackers import Trackers
+from rl_core.runner.samples import MOST_WAITING, Samples
+from rl_core.samples.lines import TRAIN, VALIDATION, array_of
+from rl_core.samples.reader import SampleReader
+from tests.unit.samples.kept import kept
+
+
+class Answer:
+    """What the ranks answer, or how they fail."""
+
+    def __init__(self, *parts, error=None, after=None):
+        self.parts, self.error, self.after = parts, error, after
+
+    def wait(self, timeout=None):
+        if self.after is not None:
+            self.after.wait()
+        if self.error is not None:
+            raise self.error
+        return list(self.parts)
+
+
+class Table:
+    """A tracker that remembers its tables."""
+
+    def __init__(self):
+        self.tables = []
+
+    def log_config(self, config): ...
+
+    def log(self, step, metrics): ...
+
+    def finish(self, status): ...
+
+    def log_samples(self, split, step, rows):
+        self.tables.append((split, step, rows))
+
+
+def make(tmp_path, trackers=None, **spec):
+    return Samples(
+        SamplesSpec(**spec),
+        tmp_path / "samples",
+        epoch=2,
+        decode=chr,
+        trackers=trackers or Trackers([]),
+        wall=lambda: 1.0,
+    )
+
+
+def read(tmp_path, split=TRAIN):
+    reader = SampleReader(tmp_path)
+    reader.refresh()
+    return [reader.read(found) for found in reader.every(split)]
+
+
+def test_log_probs_of_the_rank_that_trained_a_row_meet_the_sample_of_the_rank_that_received_it(tmp_path):
+    log_probs = np.array([np.nan, np.nan, -1, -2, -3], np.float32)
+    first = StepSamples(samples=(kept("0-1", 1, row=1),), log_probs=())
+    second = StepSamples(samples=(kept("0-1", 0, row=0),), log_probs=((1, log_probs),))
+    table = Table()
+    trackers = Trackers([table])
+    samples = make(tmp_path, trackers)
+    samples.add_step(5, 4, lambda: Answer(first, None, second))
+    samples.add_validation(5, 5, [kept("val1-0", 0)])
+    samples.close()
+    zero, one = read(tmp_path)
+    assert (zero["index"], one["index"], one["step"], one["version"], one["epoch"]) == (0, 1, 5, 4, 2)
+    assert zero["trainer"] is None and np.array_equal(array_of(one, "trainer"), log_probs, equal_nan=True)
+    assert one["pieces"] == [chr(number) for number in range(5)]
+    assert read(tmp_path, VALIDATION)[0]["version"] == 5
+    trackers.log(5, {})
+    assert [(split, step, len(rows)) for split, step, rows in table.tables] == [(TRAIN, 5, 2), (VALIDATION, 5, 1)]
+    assert table.tables[0][2][0].response == "answer"
+
+
+def test_a_rank_that_is_lost_costs_the_samples_of_its_step_only(tmp_path):
+    samples = make(tmp_path)
+    samples.add_step(1, 0, lambda: Answer(error=WorkerLost("actor:0 is lost")))
+    samples.add_step(2, 1, lambda: Answer(StepSamples(samples=(kept(row=0),), log_probs=())))
+    samples.close()
+    assert [sample["step"] for sample in read(tmp_path)] == [2]
+
+
+def test_slow_storage_leaves_steps_out_and_holds_nobody_up(tmp_path):
+    samples, stuck = make(tmp_path), threading.Event()
+    for step in range(1, MOST_WAITING + 3):
+        samples.add_step(step, step, lambda: Answer(StepSamples(samples=(kept(row=0),), log_probs=()), after=stuck))
+    stuck.set()
+    samples.close()
+    assert [sample["step"] for sample in read(tmp_path)] == list(range(1, MOST_WAITING + 1))
+
+
+def test_a_job_that_keeps_none_asks_nobody_and_makes_no_folder(tmp_path):
+    samples = make(tmp_path, groups=0)
+    samples.add_step(1, 0, lambda: 1 / 0)
+    samples.add_validation(0, 0, [])
+    samples.close()
+    assert not (tmp_path / "samples").exists()
