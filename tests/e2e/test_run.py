@@ -10,6 +10,8 @@ import psutil
 import pytest
 from safetensors import safe_open
 
+from rl_core.samples.lines import TRAIN, VALIDATION, array_of
+from rl_core.samples.reader import SampleReader
 from tests.e2e.harness import assert_nothing_left, assert_trained_once
 
 
@@ -50,6 +52,28 @@ def test_a_run_trains_validates_checkpoints_exports_and_leaves_nothing_behind(st
     assert not list((run.output / "checkpoints").glob(".step*"))
     assert f"traces: {run.output / 'traces'}" in run.text
     assert_traced(run, metrics[-1])
+    assert_kept(run)
+
+
+def assert_kept(run):
+    """Samples of every step are kept, and their log-probabilities are those of transformers on the model that they name."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    reader = SampleReader(run.output)
+    reader.refresh()
+    assert reader.steps(TRAIN) == [1, 2, 3, 4] and reader.steps(VALIDATION)[-1] == 4
+    start = json.loads((run.output / ".rljob/job.json").read_text())["spec"]["model"]["path"]
+    cases = [(start, TRAIN, 1, ("engine", "trainer")), (run.output / "model", VALIDATION, 4, ("engine",))]
+    for folder, split, step, names in cases:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for sample in map(reader.read, reader.of_step(split, step)):
+            ids = torch.tensor(array_of(sample, "ids").astype("int64"))[None]
+            with torch.no_grad():
+                expected = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
+            generated = array_of(sample, "mask")[1:] > 0
+            for name in names:
+                assert abs(array_of(sample, name)[1:] - expected)[generated].max() < 1e-5, (split, name)
 
 
 def assert_traced(run, last):
