@@ -167,7 +167,8 @@ class Actor(Worker, ABC):
 
     def take_samples(self) -> StepSamples:
         """Return what this rank kept of the last step that was trained (`samples.groups`), and forget it. Not collective."""
-        return self.engine.sampler.take()
+        sampler = self.engine.sampler
+        return StepSamples(samples=(), log_probs=()) if sampler is None else sampler.take()
 
     def _log_cancelled(self, step: int) -> None:
         self.log_info("step %s is cancelled: weights, optimizer, counters and random state are those before it", step)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rl_core.actors import preparation
-from rl_core.actors.backend import Scored, StepCancelled, TrainBackend
+from rl_core.actors.backend import Objective, Scored, StepCancelled, TrainBackend
 from rl_core.actors.cancellation import Cancellation
 from rl_core.actors.objective import PolicyObjective
 from rl_core.actors.preparation import PreparedBatch
@@ -64,7 +64,7 @@ class StepEngine:
         self._objective = PolicyObjective(algorithm, max_tokens=response_limit)
         self._cancellation = Cancellation(ranks)
         self._reduce = ranks.sum_rows if ranks.data_size > 1 else None
-        self.sampler = StepSampler(kept_groups * algorithm.group_size)
+        self.sampler = StepSampler(kept_groups * algorithm.group_size) if kept_groups else None
         self._records: list[PromptGroupRecord] = []
         """The step's groups as this rank received them."""
         self.prepared: PreparedBatch | None = None
@@ -85,7 +85,7 @@ class StepEngine:
         aged = version if self._algorithm.needs_ages else None
         self.prepared = preparation.collate(ordered, version=aged, **limits)
         self._not_broadcast = self._records = ordered
-        self.sampler.clear()
+        self._forget_samples()
         self._cancellation.begin()
 
     def compute_log_probs(self) -> None:
@@ -167,7 +167,7 @@ class StepEngine:
             with self._ranks.guard("training"):
                 lengths = batch.lengths.tolist()
                 all_lengths, numbers = lay_out(self._ranks, batch.group_texts, batch.group_ids.tolist(), lengths)
-                if self._ranks.receives:
+                if self.sampler is not None and self._ranks.receives:
                     self.sampler.keep(prepared, self._records, numbers)
                 rows = StepRows(numbers=numbers, lengths=lengths, columns=columns)
                 for epoch in range(self._algorithm.update_epochs):
@@ -215,12 +215,12 @@ class StepEngine:
                 self._cancellation.check()
             self._progress()
 
-        objective = self._objective.measuring if report.nothing_ended else self._objective
+        objective: Objective = self._objective.measuring if report.nothing_ended else self._objective
         parts = _parts(rows, cuts)
+        if self.sampler is not None:
+            objective = self.sampler.watching(objective, parts)
         with report.timing("forward_backward"):
-            stats = self._backend.forward_backward(
-                parts, self.sampler.watching(objective, parts), normalizers, proceed=proceed
-            )
+            stats = self._backend.forward_backward(parts, objective, normalizers, proceed=proceed)
         with report.timing("optimizer"):
             norm, rates = self._model.optimizer_step()
         report.add_step(stats, norm=norm, rate=rates[0])
@@ -234,8 +234,12 @@ class StepEngine:
 
     def _leave(self) -> None:
         self.prepared, self._records = None, []
-        self.sampler.clear()
+        self._forget_samples()
         self._cancellation.restore()
+
+    def _forget_samples(self) -> None:
+        if self.sampler is not None:
+            self.sampler.clear()
 
     def _require_batch(self, method: str) -> PreparedBatch:
         """Return the step's groups, after they were broadcast to all ranks of the replica."""

@@ -58,7 +58,7 @@ class Tracker(Protocol):
 
 @runtime_checkable
 class SampleTracker(Protocol):
-    """A metrics sink that can show samples."""
+    """A tracker that can also show samples."""
 
     def log_samples(self, split: str, step: int, rows: Sequence[SampleRow]) -> None:
         """Show some samples of a step; `split` is train or validation."""

@@ -35,7 +35,7 @@ def turn(trace, state):
 
 
 def test_every_file_that_is_handed_a_group_is_on_the_tour_and_the_tour_is_short(start, trace, tiny):
-    run = start(algorithm={"steps": 4})
+    run = start(algorithm={"steps": 4}, samples={"groups": 0, "validationGroups": 0})
     run.env |= {"PYTHONPATH": f"{tiny}:{TRACING}", "RLJOB_TEST_TRACE": str(trace)}
     run.start()
     run.at_step(1)
