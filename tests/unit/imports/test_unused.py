@@ -31,6 +31,7 @@ EXPECTED = {
     "rl_core.api.identity:WorkerAddress.get_name": WORKER,
     "rl_core.api.records:EnvironmentInterface.global_post_process_and_metrics": "method of NeMo-RL's environments",
     "rl_core.envs.math:MathEnvironment.global_post_process_and_metrics": "method of NeMo-RL's environments",
+    "rl_core.samples.lines:array_of": "documented in docs/samples.md",
     "rl_core.envs.registry:register_env": "documented in docs/writing-an-env.md",
     **dict.fromkeys(
         (
