@@ -1,10 +1,11 @@
-"""Generates the reference of the job schema: `examples/reference.yaml` (every field with its default) and a Markdown table.
+"""Generates the reference of the job schema: `examples/reference.yaml` (every field with its default) and a Markdown page.
 
 python -m rl_core.cli.reference [--check]     # --check: exit 1 when a file differs from the schema
 """
 
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import yaml
@@ -20,6 +21,8 @@ from rl_core.cli.reference_rows import Row, rows
 
 YAML_PATH = Path("examples/reference.yaml")
 MARKDOWN_PATH = Path("docs/reference/rljob.md")
+MAX_LINE = 140
+"""Most characters of a line of the page."""
 REQUIRED_EXAMPLES = {"model.path": "model", "data.train": "data/train.jsonl"}
 """Values of required fields in the reference job."""
 GENERATED = "Generated from rl_core.api.job by `make docs`; edit the schema's docstrings instead."
@@ -84,18 +87,25 @@ def render_markdown() -> str:
         ),
         ("Status", "Below `status`; written by the operator.", rows(RLJobStatus)),
     ]
-    return "\n".join(_table(title, words, list(found)) for title, words, found in parts)
+    return "\n".join(_section(title, words, found) for title, words, found in parts)
 
 
 def _below(path: str, blocks: set[str]) -> bool:
     return any(path.startswith((f"{block}.", f"{block}[]")) for block in blocks)
 
 
-def _table(title: str, words: str, found: list[Row]) -> str:
+def _section(title: str, words: str, found: Iterable[Row]) -> str:
     heading = "#" if title == "RLJob fields" else "##"
-    lines = [f"{heading} {title}", "", words, "", "| field | type | default | meaning |", "| --- | --- | --- | --- |"]
-    lines += [f"| `{row.path}` | {row.type} | {row.default} | {row.meaning} |" for row in found]
-    return "\n".join(lines) + "\n"
+    items = (f"- `{row.path}` ({row.type}; {_default(row)}): {row.meaning}" for row in found)
+    wrapped = (
+        textwrap.fill(item, MAX_LINE, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        for item in items
+    )
+    return "\n".join([f"{heading} {title}", "", words, "", *wrapped]) + "\n"
+
+
+def _default(row: Row) -> str:
+    return row.default if row.default == "required" else f"default {row.default}"
 
 
 def main(arguments: list[str]) -> int:

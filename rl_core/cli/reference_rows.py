@@ -1,4 +1,4 @@
-"""The fields of a schema as rows of a table: path, type with bounds, default, meaning. They are read from its JSON schema."""
+"""The fields of a schema as rows: path, type with bounds, default, meaning. They are read from its JSON schema."""
 
 import json
 from collections.abc import Iterator, Mapping
