@@ -1,4 +1,4 @@
-"""The runner process of actor-0: builds the runner, executes the program, ends with a documented exit code."""
+"""The runner process, which runs in the pod actor-0: builds the runner, executes the program, exits with a documented code."""
 
 import faulthandler
 import logging
@@ -32,7 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 def interrupt_on_sigterm(runner: Runner) -> None:
-    """Interrupt the run on SIGTERM, from a thread: a signal handler runs inside the loop's thread, which may hold the locks of `stop`."""
+    """Interrupt the run on SIGTERM, from a thread of its own.
+
+    A signal handler runs inside the loop's thread, which may hold the locks that `stop` takes.
+    """
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def interrupt() -> None:
@@ -58,7 +61,7 @@ def read_job(path: Path) -> RLJob:
 
 
 def read_peer(identity: Identity) -> Peer | None:
-    """Return who this runner is to its callers, None without keys."""
+    """Return the token, job uid and epoch by which this runner verifies and signs control calls; None without keys."""
     path = Path(identity.curve_dir) / TOKEN_FILE
     if not identity.curve_dir or not path.is_file():
         return None
@@ -120,7 +123,7 @@ def write_status(output: Path, status: Mapping[str, Any]) -> None:
 
 
 def end(runner: Runner, summary: RunSummary) -> int:
-    """Report the end of a run without an error; return the exit code, 3 when its pod must be replaced although steps are left."""
+    """Report the end of a run without an error; return the exit code: 3 if steps are left and the pod must be replaced, else 0."""
     if summary.status == "Interrupted":
         newest = runner.program.saving.checkpoints.last_step
         saved = f"saved at step {summary.step}" if newest == summary.step else "nothing was saved"
@@ -136,7 +139,7 @@ def end(runner: Runner, summary: RunSummary) -> int:
 
 
 def failure_code(error: BaseException) -> int:
-    """Return the exit code for an error; of a group of errors, the first code other than 3."""
+    """Return the exit code for an error; for an ExceptionGroup, the first code of its errors other than 3."""
     if isinstance(error, ExceptionGroup):
         return next((code for inner in error.exceptions if (code := failure_code(inner)) != 3), 3)
     return exit_code(error)

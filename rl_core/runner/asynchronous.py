@@ -13,24 +13,27 @@ from rl_core.runner.reasoning import ReasoningRunner
 
 
 class AsyncReasoningRunner(ReasoningRunner):
-    """Trains on completions that are at most `algorithm.maxStaleness` versions old."""
+    """The text program with bounded asynchronous training: completions are at most `algorithm.maxStaleness` versions old."""
 
     _opened = 0
     """Number of the step that was opened last."""
 
     def publish(self) -> None:
-        """Send the new version and open the next step, while this one is validated, logged and saved."""
+        """Publish the new version, then open the next step.
+
+        Its prompts are leased while this step is validated, logged and saved.
+        """
         super().publish()
         if self.progress.step < self.applied.spec.algorithm.steps:
             self.open_step()
 
     def open_step(self) -> None:
-        """Lease prompts for the next step and those after it, unless the step is open already."""
+        """Open the next step, unless it is open already. Prompts of later steps may be leased too."""
         step = self.progress.step + 1
         if self._opened != step:
             self._opened = step
             super().open_step()
 
     def idle(self) -> dict[str, float]:
-        """Return the seconds that each side waited for the other: rollouts wait only while weights are published."""
+        """Return `time/idle_actor` and `time/idle_rollout` of the step, in seconds. Rollouts are idle only while weights are published."""
         return {"time/idle_actor": self.report.seconds("rollout"), "time/idle_rollout": self.report.seconds("sync")}

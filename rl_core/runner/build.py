@@ -1,4 +1,4 @@
-"""From a resolved job to its runner, in the runner's process: model files, hub, run, program."""
+"""Builds the runner of a resolved job in the runner's process: reads the model files, creates the hub, the run and the program."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,10 @@ from rl_core.workers.hub import Hub
 
 
 def build(job: RLJob, identity: Identity, *, output: Path, resume: str) -> Runner:
-    """Return the runner of the job's program; its hub serves from here on."""
+    """Create the runner of the job's program and start its hub, so that members can register.
+
+    `resume` is "auto", "none" or the path of a checkpoint. Raises ConfigError for a missing model folder.
+    """
     model = Path(job.spec.model.path)
     if not (model / "config.json").is_file():
         raise ConfigError(f"model.path must be a folder with config.json, got {model}; check the path")

@@ -1,7 +1,8 @@
-"""Changes of a running job: what `PUT /control` takes, and what it refuses and why. Pure.
+"""Changes of a running job's spec: which fields `PUT /control` accepts, and why it rejects others.
 
-The operator sends the whole spec with its generation. Fields that only the operator or a pod's start reads are not looked at; the
-mutable ones wait here until the loop takes them at a step boundary; any other difference is refused as a whole.
+The operator sends the whole spec with the generation of the job (Kubernetes metadata.generation). Differences in fields that only the
+operator or a starting pod reads are ignored. Mutable fields are stored until the loop applies them at a step boundary. A request with any
+other difference is rejected as a whole.
 """
 
 import threading
@@ -24,25 +25,28 @@ STARTING_REPLICAS = {"replicas": 1, "minReplicas": 1, "maxReplicas": None, "auto
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A spec that the loop is to take, whole."""
+    """An accepted spec that the loop has to apply, and its generation."""
 
     generation: int
     spec: RLJobSpec
 
 
 class AppliedSpec:
-    """The spec that the run follows, and the newest wish for another: any thread offers, the loop takes at a boundary."""
+    """The current spec of the run, and the newest accepted change that is not applied yet.
+
+    Any thread offers changes; the loop applies them.
+    """
 
     def __init__(self, spec: RLJobSpec) -> None:
-        """Begin with the spec the run was started with."""
+        """Begin with the spec that the run was started with."""
         self.spec = spec
         self._pending: Change | None = None
         self._newest = 0
         self._lock = threading.Lock()
-        """Guards the wish: an offer is checked against the spec that it will replace."""
+        """Guards the pending change: an offer is checked against the spec that it will replace."""
 
     def offer(self, generation: int, spec: Mapping[str, Any]) -> None:
-        """Keep a spec until it is taken; an older generation than the newest one changes nothing.
+        """Store a change until the loop takes it. A generation older than the newest one is ignored.
 
         Raises ValueError naming every field that is invalid or cannot change while the job runs.
         """
@@ -53,7 +57,7 @@ class AppliedSpec:
             self._newest = generation
 
     def take(self) -> Change | None:
-        """Follow the wish from here on and return it; None when there is none."""
+        """Make the pending change the current spec and return it; None if there is none."""
         with self._lock:
             change, self._pending = self._pending, None
             if change is not None:
@@ -62,7 +66,7 @@ class AppliedSpec:
 
 
 def merge(present: RLJobSpec, wanted: Mapping[str, Any]) -> RLJobSpec:
-    """Return `present` with the mutable fields of `wanted`. Raises ValueError for an invalid spec or another difference."""
+    """Return `present` with the mutable fields of `wanted`. Raises ValueError for an invalid spec or a change of an immutable field."""
     try:
         asked = document.read(RLJobSpec, wanted)
     except ValidationError as error:
@@ -86,8 +90,10 @@ def merge(present: RLJobSpec, wanted: Mapping[str, Any]) -> RLJobSpec:
 
 
 def for_elastic_roles(spec: RLJobSpec) -> RLJobSpec:
-    """Return what rollouts and envs are built from: without the fields that may change, so that a restart of the actors under a
-    changed spec does not make them build their engines again."""
+    """Return the spec that rollouts and envs are built from: all mutable fields are reset to fixed values.
+
+    A restart of the actors under a changed spec therefore does not make running rollouts build their engines again.
+    """
     whole = spec.model_dump(mode="json", by_alias=True)
     for role in ("actor", "rollout", "env"):
         whole[role] = {key: value for key, value in whole[role].items() if key not in POD_FIELDS}
@@ -110,7 +116,7 @@ def differences(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, 
 
 
 def _taken(path: str) -> bool:
-    """Return whether a difference at `path` is the runner's to take, or no concern of it."""
+    """Return whether the runner applies or ignores a difference at `path`, instead of rejecting it."""
     block, _, rest = path.partition(".")
     field = rest.partition(".")[0]
     if block in ("actor", "rollout", "env") and (field in POD_FIELDS or (field == "gpus" and block != "actor")):

@@ -38,16 +38,16 @@ class _Writing:
     """A checkpoint that is being written."""
 
     store: CheckpointStore
-    """Where it belongs, whatever `checkpoint.path` becomes meanwhile."""
+    """The store that it belongs to, even if `checkpoint.path` is changed during the write."""
     staging: Path
     ranks: WorkerGroupFuncResult | None
-    """The ranks' part; None for a program whose groups save nothing."""
+    """The pending calls of the ranks; None for a program whose worker groups save nothing."""
     facts: dict[str, Any]
-    """What the manifest says besides files."""
+    """Fields of the manifest besides its files."""
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
+    """The checkpoints of one run: writes them, chooses the one to resume from, and restores it. Called by the loop."""
 
     def __init__(
         self,
@@ -58,7 +58,11 @@ class Checkpoints:
         in_cluster: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Keep checkpoints where the job says, else in `output`/checkpoints; in a cluster `output` is on the volume already."""
+        """Keep checkpoints in `checkpoint.path` of the job, or in `output`/checkpoints if it is null.
+
+        `epoch` is the number of gang restarts of the job so far; it is stored in each checkpoint. `in_cluster`: `output` is on the job's
+        volume already, so `checkpoint.path` is not used.
+        """
         self._clock = clock
         self._output = output
         self._epoch = epoch
@@ -66,7 +70,7 @@ class Checkpoints:
         self._spec = spec
         self._asked = threading.Event()
         self._taking_over = False
-        """Whether the checkpoint that `find` returned last is another run's, whose history this run continues."""
+        """Whether the checkpoint that `find` returned last belongs to another run, whose history this run continues."""
         self.last_step: int | None = None
         self._writing: tuple[int, Future[str]] | None = None
         """The step of the checkpoint that is written in the background, and the future of its path."""
@@ -79,7 +83,7 @@ class Checkpoints:
         self.store = self._store(spec)
         self._tallies = {name: Tally(output / name) for name in HISTORY}
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """Request a checkpoint at the next step boundary. Any thread."""
         self._asked.set()
 
@@ -88,14 +92,14 @@ class Checkpoints:
         """Whether a checkpoint is being written in the background."""
         return self._writing is not None and not self._writing[1].done()
 
-    def take_ask(self) -> bool:
-        """Return whether a checkpoint was requested since the last call."""
+    def pop_request(self) -> bool:
+        """Return whether a checkpoint was requested, and clear the request."""
         asked = self._asked.is_set()
         self._asked.clear()
         return asked
 
     def adopt(self, spec: RLJobSpec) -> None:
-        """Follow a changed spec. In a cluster another checkpoint.path takes effect when the pod starts again."""
+        """Apply a changed spec. In a cluster a changed checkpoint.path takes effect when the pod starts again."""
         moved = spec.checkpoint.path != self._spec.checkpoint.path and not self._in_cluster
         self._spec = spec
         if moved:
@@ -108,7 +112,7 @@ class Checkpoints:
         return CheckpointStore(root, keep=spec.checkpoint.keep, keep_best=spec.checkpoint.keep_best)
 
     def describe(self, path: str) -> dict[str, Any]:
-        """Return the last checkpoint, at `path`, and the best one kept, as `/status` shows them."""
+        """Return `checkpoint` of `/status`: the newest checkpoint, whose folder is `path` ("" for none), and the best one that is kept."""
         best = self.store.best()
         best_kept = {} if best is None else {"bestStep": best.step, "bestReward": best.manifest.metrics["reward"]}
         room = {"deletedForRoom": list(self._made_room)} if self._made_room else {}
@@ -123,10 +127,14 @@ class Checkpoints:
         }
 
     def find(self, resume: str, *, first_epoch: int | None = None) -> Checkpoint | None:
-        """Return the checkpoint to resume from (auto, none or a path), else that of `checkpoint.resumeFrom`, None for a fresh start.
+        """Return the checkpoint to resume from, or None for a fresh start.
 
-        `first_epoch` is the epoch in which the run was first started (None: the present one). A given path is used until the run has
-        saved a checkpoint of its own. At its first start it has none: a folder that several runs share may hold any epoch.
+        `resume` is "auto" (the newest intact checkpoint of the store), "none", or the path of a checkpoint. If that gives none, the
+        checkpoint of `checkpoint.resumeFrom` is used, which belongs to another run.
+
+        `first_epoch` is the epoch of the run's first start; None means the current one. After a restart, a path in `resume` is used only
+        until the run has saved a checkpoint of its own, recognised by an epoch of at least `first_epoch`. At the first start no checkpoint
+        can be the run's own, whatever its epoch: other runs may share the folder.
         """
         if resume not in ("auto", "none") and first_epoch is not None and first_epoch < self._epoch:
             own = self.store.latest()
@@ -141,18 +149,18 @@ class Checkpoints:
         )
 
     def _bounds(self) -> list[Path]:
-        """Return the folders in which the checkpoint of another run may lie: on a cluster the actor's volumes, else beside this run."""
+        """Return the folders that may contain another run's checkpoint: in a cluster the actor's volumes, else the parent folder."""
         given = self._spec.checkpoint.path
         if self._in_cluster:
             return [Path(mount.mount_path) for mount in self._spec.actor.volume_mounts]
         return [self._output.resolve().parent, *([Path(given)] if given else [])]
 
     def restore(self, checkpoint: Checkpoint, load: Callable[[str], None]) -> dict[str, Any]:
-        """Have the ranks load their state and cut the history, later checkpoints too, back to the checkpoint; return the runner's state.
+        """Load a checkpoint into the ranks, remove what came after it from the history, and return the runner's state.
 
-        `load(path)` has the ranks read their shards from the folder of the checkpoint.
-
-        Raises ConfigError when a field that alters the mathematics has changed, DataError for a damaged state or history.
+        `load(path)` has the ranks read their shards from the folder of the checkpoint. The history files are cut back to the step of the
+        checkpoint, and later checkpoints are renamed; what is removed is kept beside them. Raises ConfigError if an invariant field
+        (`invariants.py`) has changed, DataError if the state or the history is damaged.
         """
         try:
             state = json.loads((checkpoint.path / STATE_FILE).read_text())
@@ -177,8 +185,11 @@ class Checkpoints:
         self._resumed = {"resumedFrom": checkpoint.step, "passedOver": list(checkpoint.passed_over)}
         return dict(state)
 
-    def leave_after(self, step: int) -> str:
-        """Rename the checkpoints after `step` to lost-step-*; return the path of the newest one that is left, "" when there is none."""
+    def set_aside_after(self, step: int) -> str:
+        """Rename the checkpoints after `step` to lost-step-*, so that none of them is resumed from.
+
+        Returns the path of the newest remaining checkpoint, "" if there is none.
+        """
         if aside := self.store.set_aside_after(step, self._epoch):
             logger.warning("checkpoints of steps %s, whose numbers a rule found wrong, are kept as lost-step-*", aside)
         newest = self.store.latest()
@@ -186,11 +197,11 @@ class Checkpoints:
         return str(newest.path) if newest is not None else ""
 
     def begin_afresh(self) -> None:
-        """Clear the history of an earlier run that has no checkpoint or is not to be resumed."""
+        """Move the history files and checkpoints of an earlier run in this folder aside; the run starts from step 0."""
         self._forget_after(-1, {})
 
     def _extents(self, checkpoint: Checkpoint, history: dict[str, Any] | None) -> dict[str, Extent]:
-        """Return the extents of the history files at the checkpoint; none for one of another output folder or an earlier release."""
+        """Return the extents of the history files at the checkpoint; empty if it belongs to another output folder or an earlier release."""
         if history is None or (checkpoint.path.parent / history["output"]).resolve() != self._output.resolve():
             return {}
         return {name: Extent(**fields) for name, fields in history["files"].items()}
@@ -218,7 +229,7 @@ class Checkpoints:
         return extents
 
     def _forget_after(self, step: int, extents: dict[str, Extent]) -> None:
-        """Cut history files and checkpoints back to `step`; what is later is renamed and kept."""
+        """Cut the history files back to `step` and rename later checkpoints; what is removed is kept beside them."""
         for name in HISTORY:
             if moved := cut_back(self._output / name, step, extents.get(name)):
                 kept = f"{name.partition('.')[0]}.lost.jsonl"
@@ -251,17 +262,22 @@ class Checkpoints:
         weights_digest: str = "",
         reward: float | None,
         passing: bool = False,
-        wrong_steps: int = 0,
+        num_violating_steps: int = 0,
         in_background: bool = False,
     ) -> str | None:
-        """Write and publish the checkpoint of `step`; return its path. On a full disk older ones are deleted early, except the newest.
+        """Write and publish the checkpoint of `step`; return the path of its folder, or None with `in_background`.
 
-        The ranks of `group` write their shards (None: there are none), the runner writes `state`. `version` and `weights_digest` are
-        those of the weights' manifest. `passing`: the next checkpoint replaces this one. `wrong_steps`: number of newest steps that
-        violate a rule; the newest checkpoint before them is kept. `in_background`: return None once the ranks have begun; a thread
-        waits for them and publishes, and `settle` returns the path.
+        The ranks of `group` write their shards (None: there are none), the runner writes `state`. `version` and `weights_digest` identify
+        the weights, `reward` is the metric by which the best checkpoint is chosen. `passing` True marks a checkpoint that the next one
+        replaces.
+
+        `num_violating_steps` is the number of newest steps that violate a rule of failurePolicy; the newest checkpoint before them is not
+        deleted. With `in_background` the call returns once the ranks have begun to write; a thread waits for them and
+        publishes the checkpoint, and
+        `settle` reports the result. On a full disk older checkpoints are deleted early, except the newest; StorageFull is raised if that
+        does not suffice.
         """
-        self.store.good_until = step - wrong_steps
+        self.store.good_until = step - num_violating_steps
         facts: dict[str, Any] = {
             "metrics": {} if reward is None else {"reward": reward},
             "versions": {"policy": version, "digest": weights_digest},
@@ -283,9 +299,10 @@ class Checkpoints:
                     raise
 
     def settle(self, *, wait: bool = False) -> str | None:
-        """Return the path of the checkpoint that was saved in the background, None when there is none or it is not published yet.
+        """Return the path of the checkpoint that was written in the background, once; None if there is none or it is not finished yet.
 
-        `wait`: wait for it. Raises what `save` raises; the disk space that could be freed is there for the next attempt.
+        `wait` True blocks until it is finished; `writing` tells whether one is in progress. Raises what `save` raises. After StorageFull,
+        space has been freed if possible, but the write is not repeated here.
         """
         if self._writing is None or not (wait or self._writing[1].done()):
             return None
@@ -308,7 +325,7 @@ class Checkpoints:
     def _begin(
         self, step: int, group: WorkerGroup | None, state: dict[str, Any], facts: dict[str, Any], *, in_background: bool
     ) -> "_Writing":
-        """Write the runner's part and have the ranks begin theirs."""
+        """Write the runner's state and have the ranks begin to write their shards."""
         store = self.store
         staging = store.begin(step, self._epoch)
         try:
@@ -321,14 +338,14 @@ class Checkpoints:
             raise
 
     def _publish_beside(self, writing: "_Writing") -> str:
-        """Publish on the thread of a write in the background."""
+        """Publish a checkpoint on the background thread."""
         try:
             return self._publish(writing)
         finally:
             self.written_at = self._clock()
 
     def _publish(self, writing: "_Writing") -> str:
-        """Publish what the ranks have written; a failure leaves earlier checkpoints as they were."""
+        """Wait for the ranks and publish the checkpoint. A failure leaves earlier checkpoints unchanged."""
         try:
             digests: dict[str, str] = {}
             if writing.ranks is not None:
@@ -338,7 +355,7 @@ class Checkpoints:
         except RLJobError as error:
             writing.store.abort(writing.staging)
             if isinstance(error, WorkerErrors):
-                raise as_one(error) from error
+                raise merge_errors(error) from error
             raise
         return str(published.path)
 
@@ -354,10 +371,11 @@ class Checkpoints:
             raise write_failure("the runner's part of a checkpoint", staging, error) from error
 
 
-def as_one(errors: WorkerErrors) -> RLJobError:
-    """Return one error for the failures of several ranks, which write to the same storage.
+def merge_errors(errors: WorkerErrors) -> RLJobError:
+    """Return one error for the failures of several ranks that write to the same storage.
 
-    A lost worker is returned as such; StorageFull if a rank reported it, so that the write is tried again.
+    Returns the WorkerLost error if there is one, StorageFull if a rank reported it (the write is then repeated), else InfrastructureError.
+    Errors of another class are returned unchanged.
     """
     inner = errors.exceptions
     lost = next((error for error in inner if isinstance(error, WorkerLost)), None)

@@ -1,7 +1,7 @@
-"""Scores one fixed prompt with the rollouts and with the trainer after a sync: served weights that differ end the run.
+"""The content check: compares log-probabilities of rollouts and trainer after a weight sync, and ends the run if they differ.
 
-Each rollout goes on with the prompt by a fixed seed at the training temperature; the trainer scores what it drew. Checksums prove the
-bytes that were sent; this proves what the engine computes with them.
+Each rollout continues one fixed prompt with a fixed seed at the training temperature. The trainer computes the log-probabilities of the
+sampled tokens. Checksums verify the bytes that were sent; this check verifies what the engine computes with them.
 """
 
 import logging
@@ -18,23 +18,23 @@ from rl_core.workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 PROBE_TOKENS = 2
-"""One by the prefill, one by a decode step over its cache: each costs an asynchronous step the time of one more decode step."""
+"""Tokens to sample: one from the prefill and one from a decode step with the KV cache. Each costs the time of one decode step."""
 PROBE_PROMPT_LIMIT = 64
 
 
 @dataclass(slots=True)
 class CheckCounts:
-    """What became of the checks so far."""
+    """Numbers of rollouts checked so far."""
 
     passed: int = 0
     skipped: int = 0
-    """Rollouts that were gone, busy or further when they were asked."""
+    """Rollouts that were lost, busy, or had another version when they were asked."""
 
 
 class ContentCheck:
-    """One check at a time, in the background: begun once prompts are out, in before the next sync.
+    """Runs one check at a time in the background, between the leasing of a step's prompts and the next sync.
 
-    Where actor and rollouts share devices, the trainer scores once the loop has left the generation under way.
+    Where actor and rollouts share devices, the trainer computes its part after the generation of the step.
     """
 
     def __init__(
@@ -46,30 +46,33 @@ class ContentCheck:
         schedule: DeviceSchedule,
         prompt_ids: Sequence[int],
     ) -> None:
-        """`prompt_ids`: token ids that every rollout continues after each sync."""
+        """Check with `prompt_ids`, token ids that every rollout continues after each sync; at most the last 64 are used."""
         self.counts = CheckCounts()
         self._applied, self._cluster, self._actor, self._schedule = applied, cluster, actor, schedule
         self._prompt = list(prompt_ids[-PROBE_PROMPT_LIMIT:])
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="content-check")
         self._due: tuple[int, tuple[str, ...]] | None = None
-        """Version and rollouts that are not checked yet."""
+        """Version and rollouts of the check that is not started yet; None without one."""
         self._running: Future[None] | None = None
 
-    def due(self, version: int, rollouts: Sequence[str]) -> None:
-        """Have these rollouts checked for `version` at the next `begin`."""
+    def schedule(self, version: int, rollouts: Sequence[str]) -> None:
+        """Schedule a check of these rollouts for `version`; `begin` starts it."""
         if self._applied.spec.weights.content_check and rollouts:
             self._due = (version, tuple(rollouts))
 
     def begin(self) -> None:
-        """Start the check that is due, in the background. Not before the prompts of a step are out: engines would answer it first."""
+        """Start the scheduled check in the background.
+
+        Call it after the step's prompts are leased, so that the check does not delay them.
+        """
         due, self._due = self._due, None
         if due is not None:
             self._running = self._pool.submit(self._compare, *due)
 
     def confirm(self) -> None:
-        """Wait for the check of the last sync. Raises WeightsDiverged when a rollout scores the prompt differently.
+        """Wait for the check of the last sync. Raises WeightsDiverged if a rollout's log-probabilities differ.
 
-        Due before every training, whatever it trains: the next optimizer step takes away the weights to score with.
+        Call it before every training: the next optimizer step overwrites the weights that the trainer checks with.
         """
         self.begin()
         running, self._running = self._running, None
@@ -77,7 +80,7 @@ class ContentCheck:
             running.result(timeout=self._applied.spec.runtime.deadlines.weight_sync)
 
     def close(self) -> None:
-        """Stop checking."""
+        """Cancel a scheduled check and stop the background thread; does not wait for a running check."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _compare(self, version: int, names: tuple[str, ...]) -> None:
@@ -96,7 +99,7 @@ class ContentCheck:
                     self.counts.passed += 1
 
     def _answer(self, name: str, call: PendingCall, version: int) -> ProbeAnswer | None:
-        """Return how a rollout goes on with the prompt; None when it is gone, busy, or serves another version."""
+        """Return the continuation of a rollout; None if it is lost, busy, or has another version."""
         try:
             answer: ProbeAnswer = call.future.result().value
         except (RLJobError, DeadlineExceeded) as error:

@@ -20,7 +20,7 @@ KIND_OF_REASON = {"suspend": StopKind.SUSPEND, "rollback": StopKind.ROLLBACK, "f
 
 
 def drain(pods: Iterable[str], *, cluster: Cluster, roster: Roster) -> dict[str, list[str]]:
-    """Begin to drain the members of `pods`; return {"draining": pods, "unknown": pods}. Repeating it changes nothing.
+    """Begin to drain the members of `pods`; return {"draining": names of pods, "unknown": names of pods}. Idempotent.
 
     Raises ValueError for an actor's pod: the gang does not shrink.
     """
@@ -96,7 +96,11 @@ class ControlActions:
             raise ValueError(str(error)) from error
 
     def finish(self, body: Any) -> dict[str, Any]:
-        """Request the end of the run with `{reason}` or nothing; suspend, rollback and failed keep it resumable, other reasons end it for good."""
+        """Request the end of the run; the body is `{reason}` or nothing.
+
+        The reasons "suspend", "rollback" and "failed" keep the run resumable. Any other reason, or none, ends it for good: the last
+        checkpoint and the model are saved.
+        """
         reason = str(_object({} if body is None else body, {}).get("reason") or "")
         text = f"asked by POST /finish{f' ({reason})' if reason else ''}"
         self._stops.stop(text, KIND_OF_REASON.get(reason, StopKind.FINISH))

@@ -1,10 +1,10 @@
-"""The device lease: which kind of work uses the devices that groups share. One kind of work has them at a time.
+"""The device lease: grants shared devices to one kind of work at a time (generating, syncing or training).
 
     free -> handing over -> in use -> idle, still the last user's -> handing over -> in use -> ...
 
-Devices that nobody uses stay as they are until another kind of work asks for them: generating twice in a row moves nothing. A request for
-the kind of work that is under way is granted at once, ahead of requests for other kinds: a rollout that joins during generation must not
-wait behind the training that waits for the generated groups.
+Devices that are released stay as they are until another kind of work requests them: generating twice in a row moves no memory. Waiting
+requests are not served in order. A request for the kind of work that is in progress is granted at once, even if another kind waits: a
+rollout that joins during generation must not wait for training, which itself waits for the generated groups.
 """
 
 import threading
@@ -26,41 +26,48 @@ class Use(StrEnum):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Return the groups whose processes have memory on the devices during this use."""
+        """Names of the worker groups whose processes have memory on the devices during this use."""
         return {Use.GENERATING: (ROLLOUT,), Use.SYNCING: (ACTOR, ROLLOUT), Use.TRAINING: (ACTOR,)}[self]
 
 
 HandOver = Callable[[Use | None, Use, int], None]
-"""(the use so far or None where it is not known, the next one, its token): offloads the memory of one group and onloads that of the other."""
+"""Called as hand_over(previous use, next use, fencing token). It offloads one worker group and onloads the other. The previous use is
+None if it is not known.
+"""
 
 
 class DeviceLease:
-    """Grants the devices of one run. Any thread."""
+    """Grants the shared devices of one run. Thread-safe."""
 
     def __init__(self, hand_over: HandOver, *, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`hand_over` runs in the thread that asks, with nobody in a use; `seconds` bounds a wait for the devices."""
+        """`hand_over` is called in the requesting thread, while nobody uses the devices.
+
+        A request waits at most `seconds` for the devices.
+        """
         self._hand_over, self._seconds, self._clock = hand_over, seconds, clock
         self._changed = threading.Condition()
-        """Guards the fields below; notified when a user leaves and after each hand-over. Free during a hand-over, for `/status`."""
+        """Guards the fields below; notified when a user leaves and after each hand-over. Not held during a hand-over, so that `/status`
+        can be read.
+        """
         self._users = 0
         self._shared_until: list[float] = []
-        """Clock at which each of those that share the use must be done."""
+        """Clock times, in seconds, at which the blocks of `shared` must end."""
         self._moving = False
         self.use: Use | None = None
         """The kind of work that has the devices; None before the first, during a hand-over, and after one that failed."""
         self.token = 0
         """Fencing token, which rises with each hand-over: requests with an older token are stale."""
         self.since = clock()
-        """When the last hand-over began."""
+        """Clock, in seconds, at which the last hand-over began."""
         self.moved_seconds = 0.0
         """Seconds that the last hand-over took."""
 
     @contextmanager
-    def held(self, use: Use) -> Iterator[None]:
-        """Use the devices for `use` while the block runs.
+    def using(self, use: Use) -> Iterator[None]:
+        """Use the devices for `use` while the block runs; waits for other uses to end, and hands the devices over if needed.
 
-        Raises DeadlineExceeded naming the holder, and what the hand-over raises. After a failed hand-over nobody has the devices, and the
-        next hand-over moves everything.
+        Raises DeadlineExceeded with the current holder if the devices are not free in time, and whatever the hand-over raises. After a
+        failed hand-over nobody has the devices, and the next one moves all memory.
         """
         with self._changed:
             self._wait(lambda: not self._moving and (not self._users or self.use is use), use)
@@ -79,10 +86,10 @@ class DeviceLease:
 
     @contextmanager
     def shared(self, use: Use, *, seconds: float) -> Iterator[None]:
-        """Use the devices for `use` while the block runs, once somebody else got them for it. Raises DeadlineExceeded.
+        """Join a use that another caller of `using` has begun; waits until the devices are used for `use`.
 
-        The block must end within `seconds`. Others that wait for the devices wait that much longer: a member that joins may delay the
-        run, but must not end it.
+        The block must end within `seconds`. The deadlines of other waiting requests are extended until then: a joining member may delay the
+        run, but must not make it fail. Raises DeadlineExceeded if the use does not begin in time.
         """
         with self._changed:
             self._wait(lambda: self.use is use, use)
@@ -96,8 +103,8 @@ class DeviceLease:
                 self._shared_until.remove(until)
             self._leave()
 
-    def held_seconds(self) -> float:
-        """Return the seconds since the hand-over to the present use began."""
+    def seconds_in_use(self) -> float:
+        """Return the seconds since the last hand-over began."""
         return self._clock() - self.since
 
     def _move(self, before: Use | None, use: Use) -> None:
@@ -125,6 +132,6 @@ class DeviceLease:
                 holder = "a hand-over" if self._moving else self.use or "nobody"
                 raise DeadlineExceeded(
                     f"the devices must be free for {use} within {self._seconds:.0f} s, got them held by {holder} for "
-                    f"{self.held_seconds():.0f} s; raise runtime.deadlines.waitReady, or look why it does not end"
+                    f"{self.seconds_in_use():.0f} s; raise runtime.deadlines.waitReady, or look why it does not end"
                 )
             self._changed.wait(left)

@@ -1,7 +1,8 @@
-"""The device schedule: what happens to the devices before and after each kind of work of a program.
+"""The device schedule: moves memory to and from the devices before each kind of work of a program.
 
-A program writes `with schedule.generating(): ...` and never asks where its groups run. Groups with devices of their own need nothing.
-Groups that share devices take the device lease here and move weights, caches and optimizer state out of each other's way.
+A program writes `with schedule.generating(): ...` and does not depend on the placement of its worker groups. With devices of their own the
+groups need nothing. Groups that share devices acquire the device lease here, and offload their weights, caches and optimizer state for each
+other.
 """
 
 import threading
@@ -18,35 +19,38 @@ class DeviceSchedule(Protocol):
     """
 
     def generating(self) -> AbstractContextManager[object]:
-        """Let rollouts generate while the block runs."""
+        """Have the devices ready for rollouts to generate while the block runs."""
         ...
 
     def training(self) -> AbstractContextManager[object]:
-        """Let actors score, train, save and load while the block runs."""
+        """Have the devices ready for actors to score, train, save and load while the block runs."""
         ...
 
     def syncing(self) -> AbstractContextManager[object]:
-        """Let weights travel while the block runs."""
+        """Have the devices ready for weights to be sent from actors to rollouts while the block runs."""
         ...
 
     def joining(self, name: str) -> AbstractContextManager[object]:
-        """Let the joining member `name` use its devices while the block runs: to build its engine, or to pull weights.
+        """Have the devices ready for the joining member `name` to build its engine or to pull weights while the block runs.
 
-        Where devices are shared, the block begins once they are used for generation.
+        If devices are shared, waits until they are used for generation; raises DeadlineExceeded if that does not happen in time.
         """
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Return `offload/*` and `onload/*` since the last call: bytes summed over the actor ranks, seconds of the slowest rank."""
+        """Return the metrics `offload/*` and `onload/*` of the actor since the last call.
+
+        Bytes are summed over the ranks; seconds are those of the slowest rank.
+        """
         ...
 
     def devices(self) -> dict[str, Any] | None:
-        """Return who holds the shared devices, for `/status`; None where no devices are shared."""
+        """Return the holders of the shared devices for `/status`; None if no devices are shared."""
         ...
 
 
 class DisaggregatedSchedule:
-    """For groups that each have devices of their own: nothing moves."""
+    """For worker groups that each have devices of their own: no memory is moved."""
 
     def generating(self) -> AbstractContextManager[object]:
         """Do nothing."""
@@ -65,16 +69,16 @@ class DisaggregatedSchedule:
         return nullcontext()
 
     def metrics(self) -> dict[str, float]:
-        """Return none: nothing moves."""
+        """Return an empty dict: no memory is moved."""
         return {}
 
     def devices(self) -> None:
-        """Return None: no device is shared."""
+        """Return None: no devices are shared."""
         return None
 
 
-class Moves:
-    """Sums what the actor's ranks move to and from their devices. Any thread."""
+class MoveTotals:
+    """Sums of the bytes and seconds of the moves of the actor's ranks. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -82,7 +86,7 @@ class Moves:
         self._sums: defaultdict[str, float] = defaultdict(float)
 
     def add(self, ranks: Iterable[Mapping[str, float]]) -> None:
-        """Add one move, given by the answers of all ranks: bytes are summed, of the seconds the largest counts."""
+        """Add one move from the answers of all ranks: their bytes are added up, and the seconds of the slowest rank count."""
         several = list(ranks)
         with self._lock:
             for name in {name for moved in several for name in moved}:
@@ -98,19 +102,22 @@ class Moves:
 
 
 class OffloadingSchedule(DisaggregatedSchedule):
-    """For a trainer with devices of its own that keeps on them only what the present work needs (`actor.offload`)."""
+    """For an actor with devices of its own that offloads what the current work does not need (`actor.offload`)."""
 
     def __init__(self, resident: Set[str], *, actor: Any, seconds: float) -> None:
-        """`resident`: what stays on the devices of the group `actor` whatever the work; `seconds` bounds one move."""
+        """Offload and onload the memory of the worker group `actor`; one move takes at most `seconds`.
+
+        `resident` names the parts that are never offloaded, of "weights", "gradients" and "optimizer".
+        """
         self._resident, self._actor, self._seconds = resident, actor, seconds
         self._lock = threading.Lock()
         """Guards `_working`. It is held during a move, so that an offload for generation cannot undo the onload of a training that begins."""
         self._working = 0
-        """Training and syncing blocks that are running."""
-        self._moves = Moves()
+        """Number of training and syncing blocks that are running."""
+        self._moves = MoveTotals()
 
     def generating(self) -> AbstractContextManager[object]:
-        """Offload everything that training does not need, unless the trainer works for another block."""
+        """Offload all but the resident parts, unless a training or syncing block is running too."""
         with self._lock:
             if not self._working:
                 self._occupy(self._resident)
@@ -125,7 +132,7 @@ class OffloadingSchedule(DisaggregatedSchedule):
         return self._work(self._resident | {"weights"})
 
     def metrics(self) -> dict[str, float]:
-        """Return what moved since the last call."""
+        """Return the sums since the last call."""
         return self._moves.take()
 
     @contextmanager

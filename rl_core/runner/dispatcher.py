@@ -164,7 +164,7 @@ class Dispatcher:
             self._polls[name] = poll
             self._waiting.setdefault(poll.served, OrderedDict())[name] = poll
             if self._is_live(name, incarnation):
-                self._workload.asks(poll.rollout, True)
+                self._workload.set_polling(poll.rollout, True)
         if replaced is not None:
             replaced.call.reply([])
 
@@ -211,14 +211,14 @@ class Dispatcher:
                     poll.served = version
                     self._polls[name] = poll
                     self._waiting.setdefault(version, OrderedDict())[name] = poll
-                    self._workload.asks(poll.rollout, self._is_live(name, incarnation))
+                    self._workload.set_polling(poll.rollout, self._is_live(name, incarnation))
 
     def owner_lost(self, name: str, incarnation: Incarnation) -> None:
         """Requeue the prompt groups of a lost process at once, and end its poll."""
         owner = owner_name(name, incarnation)
         with self.update_accounts() as accounts:
             self._served.pop(owner, None)
-            self._workload.gone((name, incarnation))
+            self._workload.forget((name, incarnation))
             poll = self._polls.get(name)
             if poll is not None and poll.owner == owner:
                 self._remove(poll)
@@ -244,7 +244,7 @@ class Dispatcher:
             overdue = [poll for poll in self._polls.values() if poll.until <= now]
             self._workload.tick(self._is_live)
             for poll in self._polls.values():
-                self._workload.asks(poll.rollout, self._is_live(*poll.rollout))
+                self._workload.set_polling(poll.rollout, self._is_live(*poll.rollout))
         with self._lock:
             ended = [poll for poll in overdue if self._polls.get(poll.name) is poll]
             for poll in ended:
@@ -304,7 +304,7 @@ class Dispatcher:
         del polls[poll.name]
         if not polls:
             del self._waiting[poll.served]
-        self._workload.asks(poll.rollout, False)
+        self._workload.set_polling(poll.rollout, False)
 
     def _cancelled(self, poll: _Poll) -> None:
         with self._lock:

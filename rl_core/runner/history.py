@@ -1,7 +1,8 @@
-"""The files that tell a run's history: ledger.jsonl and metrics.jsonl, cut back to the checkpoint on resume.
+"""The history files of a run, ledger.jsonl and metrics.jsonl, and how a resume cuts them back to its checkpoint.
 
-Afterwards both tell the history of the present weights only; the cut lines are kept in `*.lost.jsonl`. A checkpoint carries the extent
-of both at its step: what is damaged or gone is told as such and never taken for lines of a history that is left.
+After a resume both files describe the steps of the current weights only. Lines of later steps are moved to `*.lost.jsonl`. A checkpoint
+stores the size and digest of both files at its step. If these bytes are damaged or missing, the resume fails with an error; damaged lines
+are never removed silently as if they belonged to later steps.
 """
 
 import json
@@ -22,18 +23,18 @@ from rl_core.observability.append import AppendFile
 
 
 class LedgerFile:
-    """Appends one line per trained group, durable before the step counts as done."""
+    """Appends one line per trained prompt group. The lines are synced to disk before the step counts as done."""
 
-    def __init__(self, path: Path, *, attempt: Callable[[Callable[[], None]], None] = lambda write: write()) -> None:
-        """Append to `path`; `attempt` is given each write and may try it again."""
+    def __init__(self, path: Path, *, retrying: Callable[[Callable[[], None]], None] = lambda write: write()) -> None:
+        """Append to `path`. `retrying` is called with each write and calls it, once or until it succeeds."""
         self._path = path
-        self._attempt = attempt
+        self._retrying = retrying
         self._file = AppendFile(path)
 
     def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Write the lines of one step in one piece. Raises InfrastructureError when the storage refuses; nothing is written then."""
+        """Write the lines of one step at once. Raises InfrastructureError if the storage fails; nothing is written then."""
         data = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
-        self._attempt(lambda: self._append(data))
+        self._retrying(lambda: self._append(data))
 
     def _append(self, data: bytes) -> None:
         try:
@@ -48,7 +49,7 @@ class LedgerFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extent:
-    """How much of a history file a checkpoint vouches for."""
+    """The part of a history file that belongs to a checkpoint: its first `bytes` bytes."""
 
     bytes: int
     lines: int
@@ -57,7 +58,10 @@ class Extent:
 
 
 class Tally:
-    """The extent of a file that only grows; each look reads what came since the last one, so that a later change is not taken for true."""
+    """Computes the extent of a file that is only appended to, reading each byte once.
+
+    Bytes that were read are not read again, so a later change of them does not enter the digest and is detected on resume.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -65,7 +69,7 @@ class Tally:
         self._bytes = self._lines = 0
 
     def take(self) -> Extent:
-        """Return the present extent, all of it on the disk; of a file that is gone the last one. Raises OSError when it cannot be synced."""
+        """Sync the file to disk and return its extent; if the file is gone, return the last one. Raises OSError if it cannot be synced."""
         with suppress(FileNotFoundError), self._path.open("rb") as file:
             os.fsync(file.fileno())  # else a power cut could leave less than the checkpoint vouches for
             file.seek(self._bytes)
@@ -77,7 +81,7 @@ class Tally:
 
 
 def verify(path: Path, saved: Extent) -> None:
-    """Raise DataError naming the damage unless `path` begins with what a checkpoint vouches for."""
+    """Raise DataError, describing the damage, unless `path` begins with exactly the bytes of `saved`."""
     data = _read(path)
     if len(data) < saved.bytes:
         damage = f"{len(data)} bytes are left of {saved.bytes}"
@@ -92,9 +96,10 @@ def verify(path: Path, saved: Extent) -> None:
 
 
 def take_over(source: Path, target: Path, saved: Extent) -> None:
-    """Begin `target` with what a checkpoint vouches for of `source`, unless it is there; in place, as writers hold `target` open.
+    """Copy the first `saved.bytes` bytes of `source` to `target`, unless `target` has as many already.
 
-    Raises DataError for a damaged source, InfrastructureError when the storage refuses.
+    `target` is written in place, because other writers have it open. Raises DataError if `source` is damaged, InfrastructureError if the
+    storage fails.
     """
     if len(_read(target)) >= saved.bytes:
         return
@@ -109,11 +114,13 @@ def take_over(source: Path, target: Path, saved: Extent) -> None:
 
 
 def cut_back(path: Path, step: int, saved: Extent | None = None) -> int:
-    """Keep what `saved` vouches for and the lines after it up to `step`; move the rest on to `<name>.lost.jsonl`.
+    """Move the lines of steps after `step` to `<name>.lost.jsonl`; return how many lines were moved.
 
-    Return how many lines were moved. The file is truncated in place, so that writers that hold it open go on at its new end. Raises
-    InfrastructureError when the storage refuses, DataError for a line that cannot be read before the last one where nothing vouches for
-    the file: only the last can be torn by a crash. The file is then as it was.
+    The bytes of `saved` are kept in any case. From the first later line that is of a greater step or cannot be parsed, everything is moved:
+    only a crash can leave such a line. The file is truncated in place, so that writers that have it open continue at its new end.
+
+    Without `saved`, a line before the last one that cannot be parsed raises DataError, because a crash can only damage the last one. Raises
+    InfrastructureError if the storage fails. After an error the file is unchanged.
     """
     data = _read(path)
     sure = 0 if saved is None else saved.bytes
@@ -155,7 +162,7 @@ def _step_of(line: bytes) -> float:
 
 
 def failures_before(output: Path) -> dict[str, int]:
-    """Return the failures that the run in `output` counted in earlier epochs; none where no status tells."""
+    """Return the numbers of failures by kind that the run in `output` counted in earlier epochs; empty without a readable status file."""
     try:
         found = json.loads((output / "status.json").read_text())["failures"]
         return {str(name): int(count) for name, count in found.items()}
@@ -169,7 +176,7 @@ def now_text() -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by the JSON of `value` in one step."""
+    """Write `value` as JSON to `path`, replacing the file atomically."""
     staging = path.with_name(f".{path.name}.{os.getpid()}")
     staging.write_text(json.dumps(value, indent=1), encoding="utf-8")
     staging.replace(path)

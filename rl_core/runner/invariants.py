@@ -1,7 +1,7 @@
-"""What a resumed run must compute as the saved one did: the fields, as a checkpoint keeps them, and how those of another job differ.
+"""The invariant fields: settings that determine what a run computes, and that must not differ when a checkpoint is resumed.
 
-A field that one side's version does not know counts as its default, with which nothing of what the field adds is on: a checkpoint
-stays usable after an upgrade that added fields, and after the way back.
+A field that only one of the two releases knows is compared as if the other had its default, which turns the new feature off. A checkpoint
+therefore stays usable after an upgrade that added fields, and after a downgrade.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ INVARIANT_FIELDS = (
     "env.options",
     "env.maxTurns",
 )
-"""Fields that alter what a resumed run computes, but for those below them that may change (MAY_CHANGE)."""
+"""Spec fields that determine what a run computes, except their subfields in `MAY_CHANGE`."""
 MAY_CHANGE = frozenset(
     {
         "steps",
@@ -48,13 +48,16 @@ SIZES = ("hidden", "layers", "vocab", "kv_heads", "head_dim")
 
 
 def state_of(spec: RLJobSpec) -> dict[str, Any]:
-    """Return what a checkpoint keeps of the spec: the invariant fields by YAML path, all fields that differ from their default, and the
-    sizes of the model."""
+    """Return what a checkpoint stores of the spec.
+
+    "mathematics" are the invariant fields by YAML path, "changed" all fields that differ from their default, and "model" the sizes of the
+    model.
+    """
     return {"mathematics": invariants(spec), "changed": short(spec), "model": sizes(spec)}
 
 
 def sizes(spec: RLJobSpec) -> dict[str, int]:
-    """Return the sizes of the job's model; empty where its config.json does not tell them."""
+    """Return the sizes of the job's model by name, such as its number of layers; empty if its config.json does not give them."""
     try:
         facts = ModelFacts.from_config(spec.model.path)
     except ConfigError:
@@ -63,7 +66,7 @@ def sizes(spec: RLJobSpec) -> dict[str, int]:
 
 
 def other_model(saved: Mapping[str, Any], spec: RLJobSpec) -> list[str]:
-    """Return the sizes by which the model of the checkpoint differs from the job's; those that only one of them tells are left out."""
+    """Return a text for each size that differs between the model of the checkpoint and that of the job; unknown sizes are left out."""
     before, now = saved.get("model", {}), sizes(spec)
     return [
         f"{name} {before[name]} (saved), {now[name]} (now)"
@@ -73,7 +76,7 @@ def other_model(saved: Mapping[str, Any], spec: RLJobSpec) -> list[str]:
 
 
 def changes(saved: Mapping[str, Any], spec: RLJobSpec) -> list[str]:
-    """Return the invariant fields whose value in the checkpoint's state, as `state_of` made it, is another than in `spec`."""
+    """Return a text for each invariant field that differs between `saved`, a result of `state_of`, and `spec`."""
     kept, chosen = saved.get("changed", {}), short(spec)
     found = []
     for field, now in sorted(invariants(spec).items()):
@@ -88,7 +91,7 @@ def changes(saved: Mapping[str, Any], spec: RLJobSpec) -> list[str]:
 
 
 def invariants(spec: RLJobSpec) -> dict[str, Any]:
-    """Return the fields a resume may not change, by YAML path."""
+    """Return the values of the invariant fields by YAML path."""
     whole = spec.model_dump(mode="json", by_alias=True)
     found: dict[str, Any] = {}
     for path in INVARIANT_FIELDS:
@@ -102,7 +105,7 @@ def invariants(spec: RLJobSpec) -> dict[str, Any]:
 
 
 def digest(spec: RLJobSpec) -> str:
-    """Return the BLAKE2b digest of the fields a resume may not change."""
+    """Return the BLAKE2b digest of the invariant fields, hexadecimal."""
     return hashlib.blake2b(json.dumps(invariants(spec), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

@@ -1,7 +1,9 @@
-"""How a new member of an elastic group comes into the run: one strategy for each kind of group.
+"""How a new member joins an elastic worker group: one strategy for groups without weights, one for groups that pull weights.
 
-plain            construct -> ready
-pulls weights    construct -> build the engine -> pull and prove the committed version -> serve
+WeightlessJoin    construct -> ready
+PullingJoin       construct -> build the engine -> pull and prove the committed version -> serve
+
+To prove a version means to report the digest of the weights that the member has loaded and checked.
 """
 
 import logging
@@ -16,18 +18,18 @@ from rl_core.messages.weights import ReceiverAck
 from rl_core.plan.groups import ACTOR, GroupKind
 from rl_core.runner.device_schedule import DeviceSchedule
 from rl_core.runner.dispatcher import Dispatcher
-from rl_core.runner.handover import VersionHandover
+from rl_core.runner.member_versions import MemberVersions
 from rl_core.runner.roster import Identity
 from rl_core.workers.group import Cluster, WorkerGroup
 from rl_core.workers.member import Member
 
 logger = logging.getLogger(__name__)
 PULLS_AT_ONCE = 32
-"""Members of a group that pull weights at the same time. More of them would share the publisher's network and all be late."""
+"""Most members that pull weights at the same time. With more, each would get so little bandwidth that all would be late."""
 
 
 class JoinStrategy(ABC):
-    """Brings the members of one group in."""
+    """Brings in the members of one worker group."""
 
     def __init__(self, group: WorkerGroup) -> None:
         """`group` constructs the worker of a member."""
@@ -35,15 +37,18 @@ class JoinStrategy(ABC):
 
     @abstractmethod
     def bring_in(self, member: Member) -> bool:
-        """Bring `member` in, blocking; return whether it is in. One that is not is brought in later, when weights are there."""
+        """Bring `member` in and return whether it has joined. Blocks.
+
+        False means that there are no weights to pull yet; `Members.open` tries again when there are. Raises RLJobError.
+        """
 
     @abstractmethod
     def lost(self, member: Member, reason: str) -> None:
-        """Release what the run holds for a member that is lost."""
+        """Release what the runner holds for a lost member."""
 
 
-class PlainJoin(JoinStrategy):
-    """A member of this kind is in once its worker is constructed."""
+class WeightlessJoin(JoinStrategy):
+    """For worker groups without weights, such as env: a member has joined when its worker is constructed."""
 
     def bring_in(self, member: Member) -> bool:
         """Construct the worker."""
@@ -51,11 +56,11 @@ class PlainJoin(JoinStrategy):
         return True
 
     def lost(self, member: Member, reason: str) -> None:
-        """Do nothing: the run holds nothing for the member."""
+        """Do nothing: the runner holds nothing for such a member."""
 
 
 class PullingJoin(JoinStrategy):
-    """A member of this kind loads and proves the committed weights before it gets work."""
+    """For rollouts: a member has joined when it has loaded and proved the committed version of the weights."""
 
     def __init__(
         self,
@@ -63,25 +68,25 @@ class PullingJoin(JoinStrategy):
         *,
         cluster: Cluster,
         actor: WorkerGroup,
-        versions: VersionHandover,
+        versions: MemberVersions,
         dispatcher: Dispatcher,
         schedule: DeviceSchedule,
         seconds: float,
         start_args: tuple[Any, ...],
     ) -> None:
-        """`seconds` bounds each call to a member. `start_args` go to its `start_rollout` (the channels)."""
+        """Each call to a member takes at most `seconds`. `start_args`, the channels, are passed to its `start_rollout`."""
         super().__init__(group)
         self._cluster, self._actor, self._versions = cluster, actor, versions
         self._dispatcher, self._schedule = dispatcher, schedule
         self._seconds, self._start_args = seconds, start_args
         self._pulls = threading.BoundedSemaphore(PULLS_AT_ONCE)
         self._built: set[Identity] = set()
-        """Processes whose engine is built. It stays when a process is taken for lost and comes back."""
+        """Processes whose engine is built. A process that is declared lost and comes back still has it."""
         self.publisher: str | None = None
         """Address from which weights are pulled; None before the first version is published."""
 
     def bring_in(self, member: Member) -> bool:
-        """Construct the worker and build its engine; once there are weights to pull, pull them and start. Return whether it serves."""
+        """Construct the worker, build its engine, pull the weights if there are any yet, and start it; return whether it serves."""
         process = (member.name, member.incarnation)
         self.group.construct(member)
         if process not in self._built:
@@ -92,27 +97,27 @@ class PullingJoin(JoinStrategy):
             return False
         version = self._pull(member, process, self.publisher)
         self._call(member, "start_rollout", *self._start_args)
-        while not self._versions.is_current(process, timeout=self._seconds):
+        while not self._versions.await_current(process, timeout=self._seconds):
             version = self._pull(member, process, self.publisher)
         logger.info("%s serves version %s (incarnation %s)", member.name, version, member.incarnation)
         return True
 
     def lost(self, member: Member, reason: str) -> None:
-        """Give the groups of samples of the member to others, and let a publication under way go on without it."""
+        """Requeue the prompt groups of the member, and let a publication in progress continue without it."""
         process = (member.name, member.incarnation)
         self._versions.forget(process)
         self._dispatcher.owner_lost(*process)
         self._actor.execute_on(0).receiver_lost(member.name, reason)
 
     def _pull(self, member: Member, process: Identity, publisher: str) -> int:
-        """Have the member pull and prove the committed version; return it."""
+        """Have the member pull and prove the committed version of the weights; return the version."""
         try:
             with self._schedule.joining(member.name), self._pull_slot():
                 joined: ReceiverAck = self._call(member, "join", publisher)
         except InfrastructureError:
             # A publication that begins after the first pull sends the member a newer version, which ends a pull under way.
             version = self._versions.version_of(process)
-            if version is None or not self._versions.is_current(process, timeout=self._seconds):
+            if version is None or not self._versions.await_current(process, timeout=self._seconds):
                 raise
             return version
         self._versions.proved([process], joined.version)
@@ -136,13 +141,16 @@ def build_strategies(
     groups: Mapping[str, WorkerGroup],
     *,
     cluster: Cluster,
-    versions: VersionHandover,
+    versions: MemberVersions,
     dispatcher: Dispatcher,
     schedule: DeviceSchedule,
     seconds: float,
     start_args: tuple[Any, ...],
 ) -> dict[str, JoinStrategy]:
-    """Return the strategy of each elastic group by name. A gang has none: its members are constructed together when all are there."""
+    """Return the join strategy of each elastic worker group by name.
+
+    A gang has none: its members are constructed together when all are present.
+    """
     strategies: dict[str, JoinStrategy] = {}
     for kind in kinds:
         if kind.pulls_weights:
@@ -157,5 +165,5 @@ def build_strategies(
                 start_args=start_args,
             )
         elif kind.elastic:
-            strategies[kind.name] = PlainJoin(groups[kind.name])
+            strategies[kind.name] = WeightlessJoin(groups[kind.name])
     return strategies

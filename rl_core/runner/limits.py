@@ -1,4 +1,4 @@
-"""The longest sequence of a job: its own limit, within those of the model and of a micro-batch."""
+"""The longest sequence of a job: rollout.maxSequenceLength or the model's limit, and at most the size of a micro-batch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,11 @@ from rl_core.plan.model_facts import LENGTH_NAMES
 
 
 def sequence_limit(spec: RLJobSpec, model_config: Mapping[str, Any]) -> int:
-    """Return the most tokens of a prompt and its completion. Raises ConfigError when neither job nor model gives a limit, or it does not fit."""
+    """Return the greatest number of tokens that a prompt and its completion may have together.
+
+    It is rollout.maxSequenceLength, or the model's limit if that is null. Raises ConfigError if neither is known, if the job's limit
+    exceeds the model's, or if the result exceeds actor.microBatchTokens.
+    """
     limit = spec.rollout.max_sequence_length
     name = next((name for name in LENGTH_NAMES if model_config.get(name)), LENGTH_NAMES[0])
     model_limit = int(model_config.get(name) or 0)

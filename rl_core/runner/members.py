@@ -1,9 +1,9 @@
-"""Brings members into the run, at the start and whenever one is replaced, and releases what lost ones held.
+"""Brings members into the run, at the start and whenever one is replaced, and releases what lost members held.
 
-    hello -> the strategy of the member's group (`joining`) brings it in, in a thread of its own
-    lost  -> its groups of samples are given to others, a publication goes on without it
+    hello -> the join strategy of its worker group (`joining`) brings the member in, on a thread of its own
+    lost  -> its prompt groups are requeued, and a publication in progress continues without it
 
-The only owner of membership in the runner. Members come in side by side: one that is slow delays neither the loop nor other members.
+No other object of the runner changes the membership. Members join concurrently: a slow one delays neither the loop nor other members.
 """
 
 import functools
@@ -24,15 +24,15 @@ from rl_core.workers.member import Member
 
 logger = logging.getLogger(__name__)
 RETRY_PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds between attempts to bring in a member that is alive."""
+"""Seconds between the attempts to bring in a live member. When they are used up, the member is declared lost."""
 LOOK = 0.25
-"""Seconds between two looks at a condition that no join changes."""
+"""Seconds between two checks of a condition that does not change by a join."""
 Point = Callable[[], None]
-"""A point of the loop at which it may end, and at which changes of the spec are applied."""
+"""A function that waits of the loop call between two checks. It applies changes of the spec, and raises Stopped to end the wait."""
 
 
 class Members:
-    """Members of elastic groups as they come and go; gangs as a whole."""
+    """Handles joins and losses of members, and waits of the loop for members. Members of an elastic worker group join one by one."""
 
     def __init__(
         self,
@@ -45,23 +45,26 @@ class Members:
         fail: Callable[[RLJobError], None],
         pauses: tuple[float, ...] = RETRY_PAUSES,
     ) -> None:
-        """`strategies` has an entry for each elastic group. `fail` ends the run with an error that every process would meet."""
+        """`strategies` maps each elastic worker group to its strategy.
+
+        `fail` ends the run; it is called with errors that a retry or another process would meet again.
+        """
         self._cluster, self._strategies, self._roster, self._board = cluster, strategies, roster, board
         self._deadlines, self._fail, self._pauses = deadlines, fail, pauses
         self._changed = threading.Condition()
         """Guards `_joining`, `_again` and `_ended`; notified when one of them changes and after each join."""
         self._joining: set[str] = set()
-        """Members that a thread is bringing in."""
+        """Names of members that a thread is bringing in."""
         self._again: dict[str, Member] = {}
-        """Members that are to be brought in once the thread that handles their name is done."""
+        """Members by name that are to be brought in when the thread that handles this name is done."""
         self._in: set[Identity] = set()
-        """Processes that are in, or are being brought in, and have not been lost since."""
+        """Processes that have joined or are joining, and were not lost since."""
         self._ended = False
 
     # --- called by the hub, on its listener thread -------------------------------------------------------------------
 
     def joined(self, member: Member) -> None:
-        """Begin to bring in a member that said hello; returns at once."""
+        """Begin to bring in a member that has registered with the hub; returns at once."""
         if member.group not in self._strategies or member.state.gone:
             return
         with self._changed:
@@ -75,7 +78,7 @@ class Members:
         threading.Thread(target=self._run_joins, args=(member,), name=f"join-{member.name}", daemon=True).start()
 
     def lost(self, member: Member, reason: str) -> None:
-        """Release what a lost member held. Should the same process come back (it was frozen or cut off), it must join again."""
+        """Release what a lost member held. If the same process comes back, after it was frozen or disconnected, it has to join again."""
         self._in.discard((member.name, member.incarnation))
         if member.state is not MemberState.DRAINED:
             self._board.count_failure(member.group, "lost")
@@ -85,7 +88,7 @@ class Members:
     # --- joins -----------------------------------------------------------------------------------------------------
 
     def open(self, publisher: str) -> None:
-        """Let members of the groups that pull weights join from here on: they pull from `publisher`."""
+        """Let rollouts complete their joins from now on. They pull weights from the address `publisher`."""
         for name, strategy in self._strategies.items():
             if isinstance(strategy, PullingJoin):
                 strategy.publisher = publisher
@@ -93,21 +96,21 @@ class Members:
                     self.joined(member)
 
     def rejoin(self, names: list[str]) -> None:
-        """Let members that failed a publication pull the weights again, in the background."""
+        """Let the members `names`, which failed to apply a published version, join again and pull the weights, in the background."""
         for member in self._cluster.members():
             if member.name in names:
                 self._in.discard((member.name, member.incarnation))
                 self.joined(member)
 
     def close(self) -> None:
-        """Bring nobody in any more. Joins under way end with the process."""
+        """Start no more joins. Joins in progress are not waited for; they end with the process."""
         with self._changed:
             self._ended = True
             self._again.clear()
             self._changed.notify_all()
 
     def _run_joins(self, member: Member) -> None:
-        """Bring `member` in, then whoever said hello under its name meanwhile."""
+        """Bring `member` in, then a process that registered under the same name meanwhile."""
         following: Member | None = member
         while following is not None:
             self._bring_in(following)
@@ -118,7 +121,7 @@ class Members:
                 self._changed.notify_all()
 
     def _bring_in(self, member: Member) -> None:
-        """Try to bring a member in until it is, until it is gone, or until the attempts are used up."""
+        """Try to bring a member in until it has joined, is lost, or the attempts are used up."""
         failure: Exception = AssertionError("a bug: no attempt was made")
         for pause in self._pauses:
             try:
@@ -146,7 +149,7 @@ class Members:
             self._fail(InfrastructureError(failed))
 
     def _superseded(self, member: Member, pause: float) -> bool:
-        """Wait `pause` seconds; return whether `member` is not to be brought in any more: it is gone, or was replaced."""
+        """Wait `pause` seconds; return whether the join is obsolete, because `member` is lost or replaced or the run ends."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or member.name in self._again, pause)
             if self._ended or member.name in self._again:
@@ -155,7 +158,7 @@ class Members:
         return current is None or current.state.gone or current.incarnation != member.incarnation
 
     def _bring_in_once(self, member: Member) -> None:
-        """Bring a member in, unless it is in already. A member that serves is never constructed again: that would drop its work."""
+        """Bring a member in, unless it has joined already. A member that serves is never constructed again: that would drop its work."""
         process = (member.name, member.incarnation)
         if process in self._in:
             return
@@ -172,7 +175,10 @@ class Members:
     # --- waits: bounded in a local run; in a cluster a shortage is not a failure and they have no bound -----------------
 
     def await_gang(self, group: str, seconds: float, *, at: Point) -> None:
-        """Wait until each member of a gang holds its worker, with `at()` between two looks. Raises DeadlineExceeded in a local run."""
+        """Wait until every member of the gang `group` has constructed its worker; `at()` is called between two checks.
+
+        Raises DeadlineExceeded after `seconds` in a local run. In a cluster there is no limit, because missing pods are replaced.
+        """
         if not self._roster.patient:
             self._cluster.wait_ready([group], seconds, at=at)
             return
@@ -180,8 +186,12 @@ class Members:
             at()
             self._cluster.hub.wait_changed(self._cluster.hub.version, 1.0)
 
-    def await_plain(self, seconds: float, *, at: Point) -> None:
-        """Wait for the elastic groups without weights: all members, or in a cluster at least one, and those here within deadlines.hello."""
+    def await_weightless(self, seconds: float, *, at: Point) -> None:
+        """Wait for the elastic worker groups that load no weights, such as env.
+
+        A local run waits for all members, and raises DeadlineExceeded after `seconds`. In a cluster it waits without limit for at least one
+        member of each group, and up to deadlines.hello for the others. `at()` is called between two checks.
+        """
         plain = [name for name, strategy in self._strategies.items() if not isinstance(strategy, PullingJoin)]
         if not self._roster.patient:
             self._cluster.wait_ready(plain, seconds, at=at)
@@ -190,9 +200,11 @@ class Members:
             self._wait(functools.partial(self._enough, name), at)
 
     def await_rollouts(self, version: int, *, begun: bool, limit: float, at: Point) -> None:
-        """Wait until enough rollouts serve `version`: minReplicas once training has `begun`, else all (in a cluster those that show up).
+        """Wait until enough rollouts serve weights of `version`; `at()` is called between two checks.
 
-        Raises DeadlineExceeded after `limit` seconds in a local run.
+        Once training has `begun`, rollout.minReplicas are enough. Before, all rollouts are awaited; in a cluster only those that have
+        registered after deadlines.hello, but at least minReplicas. Raises DeadlineExceeded after `limit` seconds in a local run; in a
+        cluster there is no limit.
         """
         roster = self._roster
 

@@ -1,4 +1,4 @@
-"""Tasks of the runner process that run once a second beside the loop, each guarded: a failing task does not end the others."""
+"""Tasks that the runner process runs once a second on a thread of their own. A failing task does not end the others."""
 
 import concurrent.futures
 import logging
@@ -13,11 +13,11 @@ from rl_core.workers.cluster import Cluster
 
 logger = logging.getLogger(__name__)
 STATS_SECONDS = 0.5
-"""How long one round waits for the channel server."""
+"""Seconds that one round waits for the channel server."""
 
 
 class PeriodicTasks:
-    """Ends the run when an actor must go, shows the channels' depths, logs stalls, and calls what the program adds."""
+    """Ends the run when an actor is draining, shows the depths of the channels, logs stalls, and calls the tasks of the program."""
 
     def __init__(
         self,
@@ -28,11 +28,11 @@ class PeriodicTasks:
         channels: Sequence[Channel],
         also: Sequence[Callable[[], None]] = (),
     ) -> None:
-        """`channels` are shown in `/status`; `also` are the tasks of the program."""
+        """`channels` are shown in `/status`; `also` are further tasks, those of the program."""
         self._cluster, self._board, self._stops, self._channels = cluster, board, stops, channels
         self._tasks = (self._interrupt_for_actors, *also, self._show_channels, self._log_stall)
         self._stats: list[concurrent.futures.Future[ChannelStats]] = []
-        """Requests to the channel server that are under way."""
+        """Requests to the channel server that are in progress."""
         self._stall: str | None = None
         """Reason of the stall that was logged last."""
 
@@ -50,13 +50,13 @@ class PeriodicTasks:
                     logger.exception("a periodic task failed")
 
     def _interrupt_for_actors(self) -> None:
-        """End the run when a pod of the gang received SIGTERM: its member reports `draining`."""
+        """End the run if a pod of the actor gang received SIGTERM: its member then reports the state `draining`."""
         leaving = [member.name for member in self._cluster.members("actor") if member.state == "draining"]
-        if leaving and not self._stops.asked:
+        if leaving and not self._stops.stop_requested:
             self._stops.stop(f"SIGTERM at {', '.join(leaving)}", StopKind.INTERRUPT)
 
     def _show_channels(self) -> None:
-        """Show the channels' depths. A channel server that does not answer leaves those shown last, and delays no other task."""
+        """Show the depths of the channels. If the channel server does not answer, the last values stay, and other tasks are not delayed."""
         if not self._stats:
             self._stats = [channel.request_stats() for channel in self._channels]
         _, waiting = concurrent.futures.wait(self._stats, STATS_SECONDS)

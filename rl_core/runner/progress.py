@@ -1,21 +1,21 @@
-"""How far the run has come: what a checkpoint stores beside the ledger, and `/status` shows."""
+"""The progress of the run: step, policy version, reward and accuracy. Checkpoints store it and `/status` shows it."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
 @dataclass(slots=True)
-class Progress:
-    """Written by the loop alone."""
+class RunProgress:
+    """Changed by the loop only."""
 
     step: int = 0
     """Last trained step."""
     version: int = 0
-    """Policy version of the present weights."""
+    """Policy version of the current weights."""
     reward: float | None = None
-    """Mean reward of the last step."""
+    """Mean reward of the last step; None before the first one."""
     accuracy: list[float] = field(default_factory=list)
-    """Every validation so far."""
+    """Accuracy of every validation so far, 0 to 1."""
 
     @property
     def begun(self) -> bool:
@@ -23,10 +23,10 @@ class Progress:
         return bool(self.step or self.accuracy)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it as JSON-able values."""
+        """Return the state for a checkpoint, as JSON-able values."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
         self.step, self.version, self.reward = state["step"], state["version"], state["reward"]
         self.accuracy = list(state["accuracy"])

@@ -1,4 +1,10 @@
-"""The order in which a ledger leases its prompts: one permutation per pass over the data set, seeded by (seed, data epoch)."""
+"""The order in which a ledger leases its prompts: one permutation per pass over the data set, seeded by (seed, data epoch).
+
+index        place of a prompt in the data set, from 0
+data epoch   number of the pass over the data set, from 0
+position     place in the ledger's order, from 0 without end; the data epoch is position // size
+group id     `{prefix}{data epoch}-{index}`
+"""
 
 import random
 from typing import Any, Protocol
@@ -15,10 +21,10 @@ class Dataset(Protocol):
 
 
 class PromptOrder:
-    """An endless sequence of positions, from 0, over a data set of `size` prompts."""
+    """Maps positions of the ledger's order to prompts of a data set of `size` prompts."""
 
     def __init__(self, size: int, *, seed: int, shuffle: bool, prefix: str = "") -> None:
-        """`prefix` begins every group id. Without `shuffle` each pass follows the order of the data set."""
+        """`prefix` begins every group id. Without `shuffle`, each pass uses the order of the data set."""
         self._size, self._seed, self._shuffle, self._prefix = size, seed, shuffle, prefix
         self._permutation: tuple[int, list[int]] = (-1, [])
 
@@ -38,7 +44,10 @@ class PromptOrder:
         return f"{self._prefix}{position // self._size}-{self.index_at(position)}"
 
     def position(self, group_id: str, *, end: int) -> int | None:
-        """Return the position below `end` of a group id, None for any other text. Takes time proportional to the size of the data set."""
+        """Return the position of a group id if it is below `end`, else None; also None for text that is no group id.
+
+        Takes time proportional to the size of the data set.
+        """
         data_epoch, _, _ = group_id.removeprefix(self._prefix).partition("-")
         if not data_epoch.isdecimal():
             return None

@@ -1,4 +1,4 @@
-"""The prompt groups of a text program: who gives them out, where they travel, where they are written down."""
+"""The parts of a text program that handle prompt groups: dispatcher, record channel, ledger file and validation."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +19,14 @@ MOST_GROUPS = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompts:
-    """What a text program needs to have its prompts answered."""
+    """The parts that lease prompt groups, move their records and record their training."""
 
     dispatcher: Dispatcher
-    """Leases prompt groups to rollouts and accounts for them."""
+    """Leases prompt groups to rollouts and accepts their results."""
     steps: StepGroups
     """The same groups as the training loop uses them, step by step."""
     workload: Workload
-    """Who works and who waits."""
+    """Busy and starved times of rollouts and trainer."""
     mover: RecordMover
     """Moves records to the data ranks."""
     trajectories: Channel

@@ -1,6 +1,6 @@
-"""GRPO and its relatives, on policy. `asynchronous.py` is the same program with generation ahead of training.
+"""The text program: GRPO and related algorithms, on policy. `asynchronous.py` is the variant with generation ahead of training.
 
-One step at policy version v reads as `run_step` reads: lease prompts out, receive finished groups, train, acknowledge, publish v + 1.
+`run_step` is one step at policy version v: lease prompts, receive finished prompt groups, train, acknowledge, publish version v + 1.
 """
 
 import time
@@ -27,13 +27,13 @@ from rl_core.runner.text import build_text_program
 from rl_core.workers.group import WorkerGroupFuncResult
 
 UNBOUNDED_S = 30 * 86400.0
-"""Seconds of a call that may outlast any shortage of members."""
+"""Timeout, in seconds, of a call that may have to wait for missing members in a cluster without a limit."""
 SLICE_S = 1.0
-"""Seconds between two looks at the members while groups are generated."""
+"""Seconds between two checks of the members while groups are generated."""
 
 
 class ReasoningRunner(Program):
-    """Trains on single- or multi-turn completions of language models."""
+    """A program that trains a language model on single- or multi-turn completions."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class ReasoningRunner(Program):
         sync: WeightSync,
         prompts: Prompts,
     ) -> None:
-        """`prompts` are the prompt groups on their way through the step, `sync` publishes the weights to the rollouts."""
+        """`prompts` leases prompt groups and moves their records, `sync` publishes weights to the rollouts."""
         super().__init__(run, saving)
         self.actor = run.groups[ACTOR]
         self.startup, self.schedule, self.sync, self.prompts = startup, schedule, sync, prompts
@@ -54,18 +54,18 @@ class ReasoningRunner(Program):
 
     @classmethod
     def build(cls, run: Run) -> Self:
-        """Return the program for the prompts, the groups and the placement of the job; the hub serves its calls."""
+        """Create the program for the prompts, worker groups and placement of the job, and register its calls with the hub."""
         program, hub = build_text_program(cls, run), run.cluster.hub
         hub.listen(joined=program.sync.members.joined, lost=program.sync.members.lost)
         serve_leases(hub, program.prompts.dispatcher)
         return program
 
     def start(self) -> None:
-        """Bring every group up, resume if asked, and publish the starting weights."""
+        """Start all worker groups, load the checkpoint to resume from, if any, and publish the initial weights."""
         self.startup.run(at=self.handle_requests)
 
     def loop(self) -> None:
-        """Measure the starting weights, then run step after step."""
+        """Validate the initial weights if the job asks for it, then run step after step."""
         if self.progress.step == 0 and self.applied.spec.validation.before_training and self.prompts.validation:
             self.report.log(self.evaluate())
         self.handle_requests()
@@ -104,15 +104,15 @@ class ReasoningRunner(Program):
             with report.measure("checkpoint"):
                 self.saving.try_save(due)
             report.trace()
-        self.stops.leave_if_asked()
+        self.stops.raise_if_stop_requested()
 
     def generate(self) -> dict[str, float]:
-        """Lease the step's prompts out and wait until the data ranks hold its groups; return `rollout/*` over all ranks."""
+        """Lease the step's prompts and wait until the data ranks have received its groups; return `rollout/*` over all ranks."""
         spec, step = self.applied.spec, self.progress.step + 1
         per_rank = spec.algorithm.prompts_per_step // spec.actor.data_parallel
         limit = spec.runtime.deadlines.rollout
         seconds = UNBOUNDED_S if self.run.roster.patient else limit
-        waiting = self.workload.trainer_waits()
+        waiting = self.workload.trainer_waiting()
         with self.board.during(Phase.GENERATING), self.schedule.generating(), self.report.measure("rollout"), waiting:
             receiving = self.actor.within(seconds).recv_batch(self.prompts.trajectories, per_rank, step, seconds)
             self.open_step()
@@ -124,21 +124,22 @@ class ReasoningRunner(Program):
         return aggregate_rollout_metrics([metrics for metrics in received if metrics])
 
     def cancel_rest(self) -> None:
-        """Have the rollouts drop groups beyond those of the step. A rollout that misses the call drops them when it renews its leases."""
+        """Have the rollouts cancel surplus groups of the step. A rollout that misses the call cancels them when it renews its leases."""
         seconds = self.applied.spec.runtime.deadlines.rpc
         for name, tokens in self.steps.cancel_rest().items():
             self.run.cluster.submit(name, "drop_groups", (tokens,), {}, timeout=seconds)
 
     def open_step(self) -> None:
-        """Lease the prompts of the next step out. Then begin the content check that is due: engines would otherwise answer it first."""
+        """Open the next step, which leases its prompts. Then start the scheduled content check, so that it does not delay the prompts."""
         self.steps.open(self.progress.step + 1, self.progress.version)
         if self.sync.check is not None:
             self.sync.check.begin()
 
     def _receive(self, receiving: WorkerGroupFuncResult, limit: float) -> list[dict[str, float]]:
-        """Return each data rank's metrics once all hold their groups, within `limit` seconds.
+        """Wait until all data ranks have their groups; return the metrics by rank. Raises DeadlineExceeded after `limit` seconds.
 
-        In a cluster times with too few members are Degraded and do not count; afterwards the limit begins anew, as the groups do.
+        In a cluster, times with too few members are the phase Degraded and do not count. The limit then starts again, because lost groups
+        are generated again.
         """
         roster = self.run.roster
         if not roster.patient:
@@ -164,7 +165,7 @@ class ReasoningRunner(Program):
         return self.stops.wait(receiving, 0.0)
 
     def train(self) -> dict[str, float]:
-        """Compute advantages, loss and optimizer steps on the received groups; return `train/*` and `perf/*`. Raises Stopped if cancelled."""
+        """Have the actors compute advantages and run the optimizer steps; return `train/*` and `perf/*`. Raises Stopped if cancelled."""
         spec = self.applied.spec
         actor = self.actor.within(spec.runtime.deadlines.rpc)
         with (
@@ -172,11 +173,11 @@ class ReasoningRunner(Program):
             self.schedule.training(),
             self.stops.cancelling(lambda: actor.cancel_training()),
         ):
-            self.stops.leave_if_asked()  # a stop requested before TRAINING could not cancel it; honour it now
+            self.stops.raise_if_stop_requested()  # a stop requested before TRAINING could not cancel it; honour it now
             if spec.algorithm.needs_scoring:
                 with self.report.measure("inference"):
                     self.stops.wait(self.actor.compute_log_probs())
-                self.stops.leave_if_asked()
+                self.stops.raise_if_stop_requested()
             with self.report.measure("train"):
                 # Both are sent at once; a rank runs them in this order.
                 preparing = self.actor.compute_advantages_and_returns()
@@ -192,7 +193,7 @@ class ReasoningRunner(Program):
         }
 
     def acknowledge(self) -> StepState:
-        """Write the step's groups to the ledger file as trained; from here on the step is final."""
+        """Write the step's groups to the ledger file as trained. After this call the step is final."""
         with self.board.during(Phase.TRAINING):  # a stop waits until the ledger is written
             taken = self.steps.close()
             lines = [
@@ -220,13 +221,13 @@ class ReasoningRunner(Program):
         self.board.set(step=progress.step, policyVersion=progress.version, reward=progress.reward)
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the served weights on the validation split; empty without one."""
+        """Validate the current weights on the validation split; return `val/*`, empty without such a split."""
         if self.prompts.validation is None:
             return {}
         with self.board.during(Phase.VALIDATING), self.schedule.generating(), self.report.measure("validation"):
             metrics = self.prompts.validation.measure(
                 self.progress.version,
-                cancelled=lambda: self.stops.asked or self.stops.failed,
+                cancelled=lambda: self.stops.stop_requested or self.stops.failed,
                 short=self.run.roster.short,
             )
             self.stops.check()
@@ -258,21 +259,24 @@ class ReasoningRunner(Program):
         }
 
     def idle(self) -> dict[str, float]:
-        """Return the seconds that each side waited for the other: on policy the trainer idles while rollouts generate, and the reverse."""
+        """Return `time/idle_actor` and `time/idle_rollout` of the step, in seconds.
+
+        On policy the actor is idle while rollouts generate, and rollouts are idle while the actor trains.
+        """
         busy_actor = [self.report.seconds(part) for part in ("inference", "train", "sync")]
         return {"time/idle_actor": self.report.seconds("rollout"), "time/idle_rollout": sum(busy_actor)}
 
     # --- what the runner process calls -------------------------------------------------------------------------------
 
     def apply(self, spec: RLJobSpec, before: RLJobSpec) -> None:
-        """Apply another learning rate, number of steps or algorithm to the actors and to the groups given out."""
+        """Apply a changed learning rate and number of steps to the actors, and changed algorithm settings to the prompt groups."""
         rate, steps = spec.actor.optimizer.learning_rate, spec.algorithm.steps
         if (rate, steps) != (before.actor.optimizer.learning_rate, before.algorithm.steps):
             self.stops.wait(self.actor.set_schedule(rate, steps), spec.runtime.deadlines.rpc)
         self.steps.adopt(spec.algorithm)
 
     def finish(self, *, resumable: bool) -> None:
-        """Save what the run came to, after the content check of the last version."""
+        """Save the results of the run, after the content check of the last version."""
         if not resumable and self.sync.check is not None:
             self.sync.check.confirm()
         super().finish(resumable=resumable)
@@ -282,7 +286,7 @@ class ReasoningRunner(Program):
         return self.prompts.status() | {"devices": self.schedule.devices()}
 
     def periodic_tasks(self) -> tuple[Callable[[], None], ...]:
-        """Return the expiry of leases."""
+        """Return the expiry of leases and the repetition of failed record moves."""
         return (self.prompts.dispatcher.tick, self.prompts.mover.retry)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Moves the records of decided groups on the channel: to the data rank that trains them, or out of it."""
+"""Moves the records of decided prompt groups on the channel to their data ranks, or deletes them."""
 
 import logging
 import threading
@@ -12,9 +12,9 @@ logger = logging.getLogger(__name__)
 
 
 class RecordMover:
-    """Sends the moves to the channel server in order, one message at a time; moves that come meanwhile leave together.
+    """Sends moves to the channel server in order, one message at a time. Moves that are added meanwhile form the next message.
 
-    All of them may be repeated, so a message that failed is sent again by `retry`.
+    Moves are idempotent, so a message that failed is sent again by `retry`.
     """
 
     def __init__(self, trajectories: Channel) -> None:
@@ -25,14 +25,14 @@ class RecordMover:
         self._sending = False
 
     def add(self, moves: RecordMoves) -> None:
-        """Send `moves`; returns at once. From any thread."""
+        """Send `moves` in the background. Thread-safe."""
         with self._lock:
             self._waiting.moves += moves.moves
             self._waiting.closed += moves.closed
         self.retry()
 
     def retry(self) -> None:
-        """Send what waits, unless a message is under way. Housekeeping calls it each second."""
+        """Send the waiting moves, unless a message is in progress. Also called once a second as a periodic task."""
         with self._lock:
             if self._sending or not self._waiting:
                 return

@@ -10,7 +10,7 @@ from rl_core.observability.trackers import Trackers
 from rl_core.plan.groups import Group
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.history import failures_before
-from rl_core.runner.progress import Progress
+from rl_core.runner.progress import RunProgress
 from rl_core.runner.roster import Roster
 from rl_core.runner.status import StatusBoard
 from rl_core.runner.step_report import StepReport
@@ -52,7 +52,7 @@ class Run:
         self.channels: list[Channel] = []
         """Channels that `/status` shows."""
         self.applied = AppliedSpec(job.spec)
-        self.progress = Progress()
+        self.progress = RunProgress()
         self.roster = Roster(job.spec, cluster, job=job.metadata.name, patient=in_cluster)
         self.board = StatusBoard(job.spec, cluster, self.roster, epoch=epoch, failures=failures_before(output))
         self.stops = StopController(lambda: self.board.phase)

@@ -85,7 +85,7 @@ class Runner:
         return ControlActions(
             run.applied,
             run.stops,
-            ask_checkpoint=self.program.saving.checkpoints.ask,
+            ask_checkpoint=self.program.saving.checkpoints.request,
             drain=lambda pods: drain(pods, cluster=run.cluster, roster=run.roster),
             applied_generation=lambda: int(run.board.fact("appliedGeneration")),
         ).by_path()

@@ -1,4 +1,4 @@
-"""Decides when a run is saved, writes its checkpoints and its exported model, and waits for disk space where it must."""
+"""Decides when a run is saved, writes its checkpoints and its exported model, and repeats writes to a full disk where it must."""
 
 import logging
 import time
@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from rl_core.api.errors import ConfigError, InfrastructureError, StorageFull, WorkerLost
 from rl_core.plan.failure_rules import tripped
 from rl_core.runner.changes import AppliedSpec
-from rl_core.runner.checkpoints import Checkpoints, as_one
+from rl_core.runner.checkpoints import Checkpoints, merge_errors
 from rl_core.runner.device_schedule import DeviceSchedule
-from rl_core.runner.progress import Progress
+from rl_core.runner.progress import RunProgress
 from rl_core.runner.run import Run
 from rl_core.runner.status import Phase, StatusBoard
 from rl_core.runner.stopping import StopController, StopKind
@@ -21,19 +21,20 @@ from rl_core.workers.result import WorkerErrors
 
 logger = logging.getLogger(__name__)
 TIMED_SHARE = 0.02
-"""Largest share of the run's time that checkpoints by time, between those of everySteps, may take."""
+"""Largest fraction of the run's time that checkpoints of checkpoint.everySeconds may take."""
 ROOM_PAUSE = 5.0
 """Seconds between two attempts to write to a full storage."""
 RESERVED = frozenset({"step", "version", "reward", "accuracy", "history", "mathematics", "changed", "model"})
-"""Names in a checkpoint's runner state that are ours."""
+"""Names in the runner's state that a program cannot register."""
 
 
 class Due(Enum):
-    """Why a step is to be saved."""
+    """Which kind of checkpoint is due: LASTING or PASSING."""
 
     LASTING = "lasting"
+    """By checkpoint.everySteps, by request, or after the last step; kept as checkpoint.keep says."""
     PASSING = "passing"
-    """By time; the next checkpoint replaces it."""
+    """By checkpoint.everySeconds; the next checkpoint replaces it."""
 
 
 class Stateful(Protocol):
@@ -49,12 +50,12 @@ class Stateful(Protocol):
 
 
 class Saving:
-    """Saves and restores the run. Called by the loop."""
+    """Saves and restores the run. Called by the loop only; not thread-safe."""
 
     def __init__(
         self,
         applied: AppliedSpec,
-        progress: Progress,
+        progress: RunProgress,
         checkpoints: Checkpoints,
         *,
         board: StatusBoard,
@@ -68,25 +69,26 @@ class Saving:
         room_pause: float = ROOM_PAUSE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`group` writes the shards of a checkpoint, during the training turn of `schedule`, and exports the model to `output`.
+        """Save the run by `checkpoints`; most arguments are parts of `Run`, see `of`.
 
-        None: the program's groups have no state to save. `weights_digest()` is the digest of the manifest of the present version.
-        `resume` is auto, none or a path; `first_epoch` the epoch of the run's first start.
+        The worker group `group` writes the shards of a checkpoint and exports the model to `output`, inside `schedule.training()`. None
+        means that the program's worker groups have no state to save. `weights_digest()` returns the digest of the manifest of the current
+        weights. `resume` and `first_epoch` are those of `Checkpoints.find`. A write to a full disk is repeated after `room_pause` seconds.
         """
         self.checkpoints = checkpoints
         self.loaded = False
-        """Whether the groups hold state that may be saved: they began afresh, or from a checkpoint."""
+        """Whether the worker groups have their initial or restored state. The startup sets it; before that nothing may be saved."""
         self._applied, self._progress, self._group, self._schedule = applied, progress, group, schedule
         self._board, self._stops, self._output, self._digest = board, stops, output, weights_digest
         self._resume, self._first_epoch = resume, first_epoch
         self._room_pause, self._clock = room_pause, clock
         self._objects: dict[str, Stateful] = {}
         self._owed = False
-        """Whether a checkpoint of everySteps waits for the end of the one that is being written."""
+        """Whether a checkpoint of everySteps was postponed because another one was being written."""
         self._began_at = self._tried_at = clock()
-        """When the last save began and ended; at first, when the run began."""
+        """Clock, in seconds, at which the last save began and ended; at first, when the run began."""
         self._seconds = 0.0
-        """How long the last save took, to its publication."""
+        """Seconds from the begin of the last save to its publication."""
 
     @classmethod
     def of(
@@ -97,7 +99,7 @@ class Saving:
         group: WorkerGroup | None = None,
         weights_digest: Callable[[], str] = lambda: "",
     ) -> "Saving":
-        """Return the saving of `run`; the other arguments are those of the constructor."""
+        """Create the object for `run`; the other arguments are those of the constructor."""
         checkpoints = Checkpoints(run.job.spec, output=run.output, epoch=run.epoch, in_cluster=run.in_cluster)
         return cls(
             run.applied,
@@ -116,7 +118,7 @@ class Saving:
     # --- restoring ---------------------------------------------------------------------------------------------------
 
     def register(self, name: str, stateful: Stateful) -> None:
-        """Store the state of `stateful` under `name` in each checkpoint, and give it back on resume. Call it before `restore`.
+        """Store the state of `stateful` under `name` in each checkpoint, and load it on resume. Call it before `restore`.
 
         Raises ValueError for a name that is in use.
         """
@@ -125,10 +127,10 @@ class Saving:
         self._objects[name] = stateful
 
     def restore(self) -> None:
-        """Load the checkpoint that the run resumes from, or begin a history of its own.
+        """Load the checkpoint to resume from, if there is one; otherwise move the history of an earlier run aside.
 
-        The caller sets `loaded` once the groups are ready to be saved. Raises ConfigError when a field that alters the mathematics
-        has changed or the checkpoint lacks a registered name, DataError for a damaged state or history.
+        The caller sets `loaded` to True when the worker groups are ready. Raises ConfigError if an invariant field has changed or the
+        checkpoint lacks a registered name, DataError if its state or the history is damaged.
         """
         checkpoint = self.checkpoints.find(self._resume, first_epoch=self._first_epoch)
         if checkpoint is None:
@@ -158,10 +160,11 @@ class Saving:
     # --- saving ------------------------------------------------------------------------------------------------------
 
     def due(self) -> Due | None:
-        """Return why the step just finished is to be saved, None when it is not.
+        """Return the kind of checkpoint to write after the step that has just finished, or None.
 
-        A run that is rolled back saves nothing. While a checkpoint is being written in the background only the last step is due: to wait
-        for the write would stop the loop. A checkpoint of everySteps that falls into that time is due at the first step after it.
+        Nothing is due in a run that is rolled back. While a checkpoint is being written in the background, only the last step of the run is
+        due: waiting for the write would block the loop. A checkpoint of everySteps that is due meanwhile is postponed to the first step
+        after the write has ended.
         """
         if self._stops.kind is StopKind.ROLLBACK:
             return None
@@ -173,7 +176,7 @@ class Saving:
             return Due.LASTING
         if self.checkpoints.writing:
             return None
-        if self.checkpoints.take_ask() or self._owed:
+        if self.checkpoints.pop_request() or self._owed:
             self._owed = False
             return Due.LASTING
         if every is None:
@@ -181,15 +184,19 @@ class Saving:
         return Due.PASSING if self._is_time(spec.checkpoint.every_seconds) else None
 
     def _is_time(self, seconds: float | None) -> bool:
-        """Return whether a checkpoint by time is due: only where saving is cheap, and no rule may roll the weights back."""
+        """Return whether a checkpoint by time is due.
+
+        It is not if saving takes too long, or while steps violate a rule of failurePolicy.
+        """
         if seconds is None or self._seconds > TIMED_SHARE * seconds or any(self._board.fact("streaks").values()):
             return False
         return self._clock() - self._tried_at >= seconds
 
     def save(self, due: Due = Due.LASTING, *, in_background: bool = False) -> None:
-        """Publish a checkpoint of the last finished step, unless it exists. `in_background`: begin to write it; `settle` reports its end.
+        """Publish a checkpoint of the last finished step, unless that step has one.
 
-        One checkpoint is written at a time. Raises InfrastructureError when the storage refuses.
+        Waits for the end of an earlier write first. `in_background` True only begins the write; `settle` reports its result. Raises
+        InfrastructureError if the storage fails.
         """
         self.settle(wait=True)
         if self.checkpoints.last_step == self._progress.step:
@@ -204,7 +211,10 @@ class Saving:
         self._tried_at, self._seconds = ended, ended - self._began_at
 
     def settle(self, *, wait: bool = False) -> None:
-        """Report the checkpoint that was written in the background if it is done, or after a `wait` for it; also one that failed."""
+        """Report the result of a checkpoint that was written in the background, success or failure, in `/status`.
+
+        Returns at once if it is not finished; `wait` True waits for it. Raises WorkerLost; other failures of the storage are only reported.
+        """
         try:
             path = self.checkpoints.settle(wait=wait)
             if path is not None:
@@ -228,14 +238,17 @@ class Saving:
                 weights_digest=self._digest(),
                 reward=progress.reward,
                 passing=passing,
-                wrong_steps=max(self._board.fact("streaks").values(), default=0),
+                num_violating_steps=max(self._board.fact("streaks").values(), default=0),
                 in_background=in_background,
             )
         if path is not None:
             self._board.set(checkpoint=self.checkpoints.describe(path))
 
     def try_save(self, due: Due = Due.LASTING) -> None:
-        """Publish a checkpoint. A storage that refuses is reported and counted; training goes on, and the next checkpoint may succeed."""
+        """Save like `save`, but report and count a failure of the storage instead of raising it.
+
+        Training then continues without this checkpoint.
+        """
         last = self._progress.step >= self._applied.spec.algorithm.steps
         try:
             self.save(due, in_background=self._applied.spec.checkpoint.asynchronous and not last)
@@ -245,11 +258,15 @@ class Saving:
             self._report_refusal(error, "training goes on from the weights in memory")
 
     def finish(self, *, resumable: bool) -> None:
-        """Save a checkpoint of the last step, and export the model unless the run is to be resumed."""
+        """Write what the run leaves behind: a checkpoint of the last step, and the exported model unless the run is `resumable`.
+
+        A resumable run that is rolled back saves nothing; its checkpoints since the first violating step are set aside. At the final end,
+        writes to a full disk are repeated for deadlines.degraded seconds.
+        """
         self.settle(wait=True)
         if resumable:
             if self._stops.kind is StopKind.ROLLBACK:
-                self._leave_wrong_steps()
+                self._set_aside_violating_steps()
             else:
                 self.save()
             return
@@ -259,11 +276,11 @@ class Saving:
         finally:
             self.with_retries(self._export, until)
 
-    def _leave_wrong_steps(self) -> None:
-        """Set aside the checkpoints since a rule was first violated, so that a resume starts before that."""
+    def _set_aside_violating_steps(self) -> None:
+        """Set aside the checkpoints from the first violating step on, so that a resume starts before it."""
         trip = tripped(self._applied.spec.failure_policy, self._board.fact("streaks"))
         if trip is not None:
-            path = self.checkpoints.leave_after(self._progress.step - trip.steps)
+            path = self.checkpoints.set_aside_after(self._progress.step - trip.steps)
             self._board.set(checkpoint=self.checkpoints.describe(path))
 
     def _export(self) -> None:
@@ -273,13 +290,14 @@ class Saving:
             with self._schedule.training():
                 self._stops.wait(self._group.export_hf(str(self._output / "model")))
         except WorkerErrors as errors:
-            raise as_one(errors) from errors
+            raise merge_errors(errors) from errors
 
     def with_retries(self, write: Callable[[], None], until: float | None = None) -> None:
-        """Do a write that the run cannot continue or end without. While the storage is full try again, unless a stop is requested.
+        """Call `write`, which the run needs in order to continue or to end, and repeat it while the storage is full.
 
-        `until` is the clock time at which to give up, None = deadlines.degraded from now. Raises ConfigError when no space was freed: a
-        restart would train the same steps again and meet the same full storage.
+        Gives up at clock time `until` (seconds; None means deadlines.degraded from now) or when a stop is requested, with a ConfigError: it
+        is not an infrastructure failure, because a restart would train the same steps again and find the same full storage. A stop that
+        keeps the run resumable raises StorageFull instead.
         """
         until = self._clock() + self._applied.spec.runtime.deadlines.degraded if until is None else until
         while True:
@@ -290,11 +308,11 @@ class Saving:
                 left = until - self._clock()
                 if self._stops.kind not in (None, StopKind.FINISH):
                     raise
-                if self._stops.asked or left <= 0:
+                if self._stops.stop_requested or left <= 0:
                     raise ConfigError(f"{error}; then resume the run from its last checkpoint") from error
                 self._report_refusal(error, f"what was trained waits in memory for disk space, {left:.0f} s more")
             with self._board.during(Phase.CHECKPOINTING):
-                self._stops.wait_asked(min(self._room_pause, left))
+                self._stops.wait_for_stop_request(min(self._room_pause, left))
                 self._stops.check()
 
     def _report_refusal(self, error: InfrastructureError, reaction: str) -> None:

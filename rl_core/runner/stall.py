@@ -1,4 +1,4 @@
-"""Detects that a run makes no progress and reports who waits for whom.
+"""Detects that a run makes no progress, and reports which member waits for which.
 
 A stall is only reported here. The operator or the local launcher acts on it, by the rule `failurePolicy.stall`.
 """
@@ -17,14 +17,14 @@ REASON_BY_CAUSE = {WaitCause.CHANNEL_FULL: "ChannelFull", WaitCause.WEIGHTS: "Wa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
-    """One edge of the waits-for graph: `who` waits for `on` (a member, a role or a channel)."""
+    """One edge of the waits-for graph: member `who` waits for `on`, the name of a member, a worker group or a channel."""
 
     who: str
     on: str
     what: str
     since_seconds: float
     cause: WaitCause | None = None
-    """Set where the reason of a stall is not told by whom the wait is for."""
+    """Cause that the waiting member reports: a full channel, or missing weights. None if `on` explains the wait."""
 
     def as_status(self) -> dict[str, Any]:
         """Return it as `/status` shows it."""
@@ -33,10 +33,10 @@ class Wait:
 
 @dataclass(slots=True)
 class StallDetector:
-    """Watches the total of all progress counters; a total that does not change for `limit` seconds is a stall."""
+    """Watches the sum of all progress counters. A stall is a sum that has not changed for `limit` seconds."""
 
     seconds: float | None
-    """Limit from the job; None = max(300, 5 x median step)."""
+    """failurePolicy.stall.seconds of the job; None means the larger of 300 s and 5 times the median step time."""
     clock: Callable[[], float] = time.monotonic
     _seen: int = -1
     _last: float = field(default=0.0)
@@ -46,31 +46,35 @@ class StallDetector:
         self._last = self.clock()
 
     def step_took(self, seconds: float) -> None:
-        """Use the duration of a step in seconds for the default limit."""
+        """Add the duration of a step, in seconds, to those of the default limit; the last 100 are used."""
         self._steps = [*self._steps[-99:], seconds]
 
     @property
     def limit(self) -> float:
-        """Return the seconds without progress that count as a stall."""
+        """Seconds without progress after which the run is stalled."""
         if self.seconds is not None:
             return self.seconds
         return max(300.0, 5 * statistics.median(self._steps)) if self._steps else 300.0
 
     def observe(self, progress: int) -> float:
-        """Compare the total of progress counters with the last one; return the seconds since it changed."""
+        """Record the sum of the progress counters; return the seconds since it last changed."""
         now = self.clock()
         if progress != self._seen:
             self._seen, self._last = progress, now
         return now - self._last
 
     def reset(self) -> None:
-        """Count from now on: a phase that has no stall limit began or ended."""
+        """Start the time without progress at 0. Called when a phase without stall detection begins or ends."""
         self._last = self.clock()
 
     def report(
         self, progress: int, waits: Iterable[Wait], *, missing_pods: Iterable[str] = (), present: Iterable[str] = ()
     ) -> dict[str, Any] | None:
-        """Return the stall for `/status`, or None while there is progress; `present` are the members that could work."""
+        """Return the stall for `/status`, or None while there is progress.
+
+        `progress` is the sum of the counters, `waits` the reported waits, `missing_pods` the pods that the job asks for and lacks, and
+        `present` the names of members that could work.
+        """
         silent = self.observe(progress)
         if silent < self.limit:
             return None
@@ -85,13 +89,14 @@ class StallDetector:
 
 
 def explain(edges: list[Wait], missing_pods: list[str], present: Iterable[str] = ()) -> tuple[str, str]:
-    """Return (reason, sentence) for a waits-for graph.
+    """Return (reason, message) for a waits-for graph.
 
-    A cycle is a Deadlock; otherwise the reason is the member at the end of a chain of waits, or, where each such member waits too, the
-    cause that one of them declares.
+    Missing pods are the reason WaitingForPods, and a cycle of waits is a Deadlock. Otherwise the reason is a member or worker group that
+    somebody waits for and that does not wait itself, for example WaitingForRollout. If there is none, the reason is the cause that a
+    waiting member reports, ChannelFull or WaitingForWeights.
 
-    A group that somebody waits for ends a chain of waits unless each of its members that are `present` waits too: an idle rollout must
-    not hide one that hangs.
+    A worker group counts as waiting only if each of its `present` members waits. Example: the runner waits for the rollouts, one rollout
+    waits for weights, and another one hangs without reporting a wait. The reason is then WaitingForRollout.
     """
     if missing_pods:
         return "WaitingForPods", f"missing {', '.join(sorted(missing_pods))}"

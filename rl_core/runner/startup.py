@@ -4,7 +4,7 @@ from rl_core.api.settings import DeadlinesSpec
 from rl_core.plan.groups import ACTOR
 from rl_core.runner.device_schedule import DeviceSchedule
 from rl_core.runner.members import Members, Point
-from rl_core.runner.progress import Progress
+from rl_core.runner.progress import RunProgress
 from rl_core.runner.saving import Saving
 from rl_core.runner.stopping import StopController
 from rl_core.runner.sync import WeightSync
@@ -17,7 +17,7 @@ class Startup:
     def __init__(
         self,
         deadlines: DeadlinesSpec,
-        progress: Progress,
+        progress: RunProgress,
         *,
         actor: WorkerGroup,
         schedule: DeviceSchedule,
@@ -43,7 +43,7 @@ class Startup:
             address = next(answer for answer in stops.wait(self._actor.publisher_address()) if answer)
             self._sync.publish_first(progress.version, lambda result: stops.wait(result, seconds))
         self._members.open(address)
-        self._members.await_plain(seconds, at=at)
+        self._members.await_weightless(seconds, at=at)
         self.await_rollouts(at=at)
 
     def await_rollouts(self, *, at: Point) -> None:

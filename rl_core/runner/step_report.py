@@ -1,4 +1,4 @@
-"""Reports the steps of a run: their metrics to the trackers and to `/status`, their timing to the trace."""
+"""Reports the steps of a run: metrics to the trackers and to `/status`, timings to the trace."""
 
 import math
 import time
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_core.observability.trackers import Trackers
-from rl_core.runner.progress import Progress
+from rl_core.runner.progress import RunProgress
 from rl_core.runner.status import StatusBoard
 from rl_core.runner.step_state import GroupSpan
 from rl_core.runner.trace import Span, Trace
@@ -23,7 +23,7 @@ class StepTimers:
     """Parts that have ended since `take_spans` was called."""
 
     def next_step(self, carried: str) -> "StepTimers":
-        """Return timers for the next step. The part `carried`, measured after this step was logged, counts for the next one."""
+        """Return timers for the next step. The seconds of the part named `carried`, measured after this step was logged, are taken over."""
         return StepTimers({k: v for k, v in self.seconds.items() if k == f"time/{carried}"}, self.spans)
 
     def take_spans(self) -> list[Span]:
@@ -44,14 +44,16 @@ class StepTimers:
 
 
 class StepReport:
-    """Measures the parts of a step and reports what the step came to. Called by the loop."""
+    """Measures the parts of a step and reports its metrics. Called by the loop only."""
 
-    def __init__(self, progress: Progress, board: StatusBoard, trackers: Trackers, trace: Trace, *, epoch: int) -> None:
+    def __init__(
+        self, progress: RunProgress, board: StatusBoard, trackers: Trackers, trace: Trace, *, epoch: int
+    ) -> None:
         self.timers = StepTimers()
         self._progress, self._board, self._trackers, self._trace, self._epoch = progress, board, trackers, trace, epoch
 
     def begin_step(self) -> None:
-        """Measure another step from here on."""
+        """Begin to measure the next step."""
         self.timers = self.timers.next_step("checkpoint")
 
     @contextmanager
@@ -65,12 +67,12 @@ class StepReport:
         return self.timers.seconds.get(f"time/{part}", 0.0)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Send the metrics of the last step, with its timings, to the trackers; `/status` shows those that are finite numbers."""
+        """Send the metrics of the latest step, with its timings, to the trackers; `/status` shows those that are finite numbers."""
         values = {"policy_version": self._progress.version, "epoch": self._epoch, **metrics, **self.timers.seconds}
         self._trackers.log(self._progress.step, values)
         numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
         self._board.set(metrics={key: value for key, value in numbers.items() if math.isfinite(value)})
 
     def trace(self, groups: Sequence[GroupSpan] = ()) -> None:
-        """Add to the trace what was measured since the last call, and the groups that the step trained or refused."""
+        """Add to the trace the parts measured since the last call, and the prompt groups that the step trained or refused."""
         self._trace.add(self._progress.step, self._progress.version, self.timers.take_spans(), groups)

@@ -1,6 +1,7 @@
-"""Ends a run early: which stop was requested, which failure came from outside the loop, and which waits of the loop they end.
+"""Ends a run early: stores a requested stop or a failure of another thread, and ends the loop's waits for them.
 
-Any thread may request a stop. The loop notices it in `wait`, `wait_done`, `check` and `leave_if_asked`. What happens depends on the phase:
+Any thread may request a stop. The loop notices it in `wait`, `wait_done`, `check` and `raise_if_stop_requested`. What happens
+depends on the phase:
 
     starting, generating, validating, degraded     the wait ends and the loop is left at once (`Stopped`)
     training                                       the actors leave the step before their next micro-batch
@@ -20,7 +21,7 @@ from rl_core.workers.group import WorkerGroupFuncResult
 
 logger = logging.getLogger(__name__)
 LEAVABLE = frozenset({Phase.GENERATING, Phase.VALIDATING, Phase.DEGRADED, Phase.STARTING})
-"""Phases that the loop leaves at once."""
+"""Phases that the loop leaves at once when a stop is requested."""
 
 
 class Stopped(Exception):
@@ -28,7 +29,10 @@ class Stopped(Exception):
 
 
 class StopKind(StrEnum):
-    """Why a run ends before its last step. Of several requests the one that comes later in this list counts."""
+    """Why a run ends before its last step: FINISH, INTERRUPT, SUSPEND or ROLLBACK.
+
+    The order is the priority: of several requests, the kind that is defined last here is kept.
+    """
 
     FINISH = "finish"
     """For good: checkpoint and model are saved, exit code 0."""
@@ -44,10 +48,10 @@ KINDS = tuple(StopKind)
 
 
 class StopController:
-    """Keeps the stop request and the failure from outside the loop, and ends the loop's waits for them."""
+    """Stores the stop request and the failure reported by another thread, and cancels the loop's waits. Thread-safe."""
 
     def __init__(self, phase: Callable[[], Phase]) -> None:
-        """`phase()` returns the present phase of the run."""
+        """`phase()` returns the current phase of the run."""
         self._phase = phase
         self._lock = threading.Lock()
         """Guards `_pending`, `_cancel` and `_asked`: a result is cancelled only while the loop waits for it, work only while it runs, and
@@ -77,12 +81,12 @@ class StopController:
             self._end_wait()
 
     def fail(self, error: RLJobError) -> None:
-        """End the run with `error`; the loop raises it from the wait it is in, or from the next one."""
+        """Report a failure from any thread: the loop raises `error` from its current wait or the next one. The first failure is kept."""
         self._failure = self._failure or error
         self._end_wait()
 
     @property
-    def asked(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether a stop was requested."""
         return self._asked is not None
 
@@ -98,11 +102,11 @@ class StopController:
 
     @property
     def failed(self) -> bool:
-        """Whether something outside the loop ended the run."""
+        """Whether a failure was reported by `fail`."""
         return self._failure is not None
 
-    def wait_asked(self, seconds: float) -> None:
-        """Sleep until a stop is requested, at most `seconds`."""
+    def wait_for_stop_request(self, seconds: float) -> None:
+        """Sleep for `seconds`, or less if a stop is requested."""
         self._event.wait(seconds)
 
     def _end_wait(self) -> None:
@@ -113,17 +117,18 @@ class StopController:
     # --- the loop --------------------------------------------------------------------------------------------------
 
     def wait(self, result: WorkerGroupFuncResult, timeout: float | None = None) -> list[Any]:
-        """Return the results by rank. A failure from outside ends the wait, and so does a stop in a phase that can be left.
+        """Wait for `result` and return its values by rank; `timeout` is in seconds, None means no limit.
 
-        Raises what a rank raised, DeadlineExceeded, Stopped, and the failure from outside.
+        Raises what a rank raised, DeadlineExceeded after the timeout, Stopped if a stop is requested in a phase that can be left at once,
+        and the error of `fail`.
         """
         with self._interruptible(result):
             return list(result.wait(timeout))
 
     def wait_done(self, result: WorkerGroupFuncResult, seconds: float) -> bool:
-        """Wait at most `seconds`; return whether `result` has ended, by values or by an error that `wait` then raises.
+        """Wait at most `seconds`; return whether `result` has ended, with values or with an error that `wait` then raises.
 
-        Raises Stopped and the failure from outside, as `wait`.
+        Raises Stopped and the error of `fail`, as `wait` does.
         """
         with self._interruptible(result):
             return result.wait_done(seconds)
@@ -145,9 +150,9 @@ class StopController:
 
     @contextmanager
     def cancelling(self, cancel: Callable[[], object]) -> Iterator[None]:
-        """Call `cancel` when a stop is requested while the block runs. It must return at once.
+        """Call `cancel` when a stop is requested while the block runs. `cancel` must not block.
 
-        A stop that was requested before the block cannot cancel it: call `leave_if_asked` first inside the block.
+        `cancel` is not called for a stop that was requested before the block: call `raise_if_stop_requested` first inside the block.
         """
         with self._lock:
             self._cancel = cancel
@@ -158,13 +163,13 @@ class StopController:
                 self._cancel = None
 
     def check(self) -> None:
-        """Raise the failure from outside, or Stopped when a stop was requested in a phase that can be left."""
+        """Raise the error of `fail`, or Stopped if a stop was requested and the current phase can be left at once."""
         if self._failure is not None:
             raise self._failure
         if self._phase() in LEAVABLE:
-            self.leave_if_asked()
+            self.raise_if_stop_requested()
 
-    def leave_if_asked(self) -> None:
-        """Raise Stopped when a stop was requested."""
-        if self.asked:
+    def raise_if_stop_requested(self) -> None:
+        """Raise Stopped if a stop was requested, whatever the phase."""
+        if self.stop_requested:
             raise Stopped(self.reason)

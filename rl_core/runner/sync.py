@@ -9,7 +9,7 @@ from rl_core.api.errors import DeadlineExceeded
 from rl_core.messages.weights import PublishReport, ReceiverAddress
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.content_check import ContentCheck
-from rl_core.runner.handover import VersionHandover
+from rl_core.runner.member_versions import MemberVersions
 from rl_core.runner.members import Members
 from rl_core.runner.roster import Identity, Roster
 from rl_core.runner.workload import Workload
@@ -23,7 +23,7 @@ LOOK_S = 0.05
 
 
 class WeightSync:
-    """Publishes versions over the actor group. The content check of the program follows each of them."""
+    """Publishes versions of the weights from the actor to the rollouts, and schedules the content check of each."""
 
     def __init__(
         self,
@@ -32,12 +32,12 @@ class WeightSync:
         cluster: Cluster,
         actor: WorkerGroup,
         members: Members,
-        versions: VersionHandover,
+        versions: MemberVersions,
         roster: Roster,
         workload: Workload,
         check: ContentCheck | None,
     ) -> None:
-        """`check`: None for a program without a prompt that both sides can score."""
+        """`check` is None for a program without a content check."""
         self._applied, self._cluster, self._actor = applied, cluster, actor
         self._versions, self._roster, self._workload = versions, roster, workload
         self.members, self.check = members, check
@@ -46,18 +46,22 @@ class WeightSync:
         self._last: PublishReport | None = None
 
     def publish_first(self, version: int, wait: Callable[[WorkerGroupFuncResult], list[Any]]) -> None:
-        """Commit the starting weights at the publisher, for rollouts to pull as they join."""
+        """Commit the initial weights at the publisher, without receivers; rollouts pull them when they join.
+
+        `wait` returns the results by rank.
+        """
         with self._versions.publishing(version):
             self.digest = wait(self._actor.sync_model_to_rollout(version, [], 0))[0].digest
 
     def publish(self, version: int) -> None:
-        """Send `version` to every live rollout; its content check is due. Raises DeadlineExceeded below minReplicas.
+        """Send `version` to every live rollout that has weights, and schedule its content check.
 
-        Waits for the check of the version before first: weights that diverged are not built upon.
+        First waits for the content check of the previous version, which raises WeightsDiverged. Raises DeadlineExceeded if fewer than
+        rollout.minReplicas rollouts acknowledge the version in time; those that failed are brought in again in the background.
         """
         if self.check is not None:
             self.check.confirm()
-        with self._versions.publishing(version), self._workload.weights_travel():
+        with self._versions.publishing(version), self._workload.weights_in_transit():
             processes, report = self._send(version)
             acked = [process for process in processes if process[0] in report.acked]
             self._roster.acknowledged(version, acked)
@@ -68,10 +72,10 @@ class WeightSync:
             logger.warning("version %s: out of service until they pull it again: %s", version, report.failed)
             self.members.rejoin(list(report.failed))
         if self.check is not None:
-            self.check.due(version, report.acked)
+            self.check.schedule(version, report.acked)
 
     def metrics(self) -> dict[str, float]:
-        """Return `weights/*` of the last sync and the counts of the content check."""
+        """Return the metrics `weights/*`: figures of the last sync, and numbers of content checks."""
         metrics: dict[str, float] = {}
         if (report := self._last) is not None:
             metrics = {

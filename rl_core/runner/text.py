@@ -1,9 +1,8 @@
-"""Builds the programs that train on text: prompts, ledger, dispatcher, weight sync, content check, validation.
+"""Builds the text programs and connects their parts.
 
 data, ledger, Admission -> TrainingAccount -> Dispatcher        who holds which group
                            StepGroups                           the groups of a step, for the loop
 Members -> WeightSync -> ContentCheck                           who serves which version
-Saving, Startup
 """
 
 import json
@@ -22,11 +21,11 @@ from rl_core.runner.admission import Admission, Bounded, OnPolicy
 from rl_core.runner.changes import for_elastic_roles
 from rl_core.runner.content_check import ContentCheck
 from rl_core.runner.dispatcher import Dispatcher
-from rl_core.runner.handover import VersionHandover
 from rl_core.runner.history import LedgerFile
 from rl_core.runner.joining import build_strategies
 from rl_core.runner.ledger import PromptLedger
 from rl_core.runner.limits import sequence_limit
+from rl_core.runner.member_versions import MemberVersions
 from rl_core.runner.members import Members
 from rl_core.runner.prompts import Prompts
 from rl_core.runner.record_mover import RecordMover
@@ -45,11 +44,13 @@ P = TypeVar("P")
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = {"data": 1, "deadline": 1, "infrastructure": 3, "worker_lost": 5, "stale": 20, "epoch": 1000}
-"""Attempts of a group per reason. Rollouts have retried data and deadline failures already; losses count in a row."""
+"""Attempts of a prompt group per requeue reason. Rollouts have retried data and deadline failures already; worker losses count only
+while they are consecutive.
+"""
 
 
 def build_text_program(program: Callable[..., P], run: Run) -> P:
-    """Return `program` with its parts for the prompts of the job; its groups are launched."""
+    """Load the job's prompts, launch its worker groups, and return `program` built with its parts."""
     job, spec = run.job, run.job.spec
     tokenizer = Tokenizer.from_files(run.model_files, origin=spec.model.path)
     limit = sequence_limit(spec, json.loads(run.model_files["config.json"]))
@@ -92,17 +93,18 @@ def assemble(
     dropped_overlong: int = 0,
     decode: Callable[[int], str] = str,
 ) -> P:
-    """Return `program` with its parts over the launched groups of `run`.
+    """Return `program` built with its parts over the launched worker groups of `run`.
 
-    `results` brings the scores of validation. `probe_prompt`: token ids for the content check, None = no check. `decode` returns the text of a
-    token, for the kept samples.
+    `trajectories` carries the records of finished groups, `results` the scores of validation. `validation` are the validation prompts; None
+    means no validation. `probe_prompt` are the token ids of the content check; None means no check. `dropped_overlong` is the number of
+    training prompts that were left out because of their length, for a metric. `decode` returns the text of a token, for the kept samples.
     """
     spec, actor = run.job.spec, run.groups[ACTOR]
     samples = Samples(spec.samples, run.output / "samples", epoch=run.epoch, decode=decode, trackers=run.trackers)
     workload, mover = Workload(), RecordMover(trajectories)
     dispatcher = build_dispatcher(run, ledger, admission, workload=workload, move_records=mover.add)
     schedule = build_device_schedule(spec, cluster=run.cluster, actor=actor)
-    versions = VersionHandover(dispatcher.record_served)
+    versions = MemberVersions(dispatcher.record_served)
     strategies = build_strategies(
         run.planned.values(),
         run.groups,
@@ -146,7 +148,7 @@ def assemble(
         workload=workload,
         mover=mover,
         trajectories=trajectories,
-        ledger_file=LedgerFile(run.output / "ledger.jsonl", attempt=saving.with_retries),
+        ledger_file=LedgerFile(run.output / "ledger.jsonl", retrying=saving.with_retries),
         samples=samples,
         validation=None
         if validation is None
@@ -187,7 +189,7 @@ def build_dispatcher(
 
 
 def launch_groups(run: Run, *, max_seq_len: int) -> None:
-    """Launch actor, rollout and env; their members are constructed as they join."""
+    """Launch the worker groups actor, rollout and env; their workers are constructed when members join."""
     spec = run.job.spec
     stable = for_elastic_roles(spec)
     run.launch(ACTOR, spec)

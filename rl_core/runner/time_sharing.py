@@ -1,4 +1,6 @@
-"""Colocated and hybrid placement: the actor and the rollouts in its pods take turns on one set of devices, by the device lease.
+"""Colocated and hybrid placement: the actor and the rollouts in its pods use one set of devices in turns, by the device lease.
+
+Hybrid placement has further rollouts on devices of their own; they take no part in the turns.
 
                  actor on the device              rollouts on the device
     generating   -                                weights, KV cache
@@ -20,17 +22,17 @@ from rl_core.messages.members import MemberState
 from rl_core.plan.groups import ROLLOUT
 from rl_core.plan.slots import colocated_rollouts
 from rl_core.runner.device_lease import DeviceLease, Use
-from rl_core.runner.device_schedule import DeviceSchedule, DisaggregatedSchedule, Moves, OffloadingSchedule
+from rl_core.runner.device_schedule import DeviceSchedule, DisaggregatedSchedule, MoveTotals, OffloadingSchedule
 from rl_core.workers.group import Cluster, WorkerGroup
 from rl_core.workers.member import Member
 
 logger = logging.getLogger(__name__)
 HOLDS_ENGINE = (MemberState.READY, MemberState.UPDATING, MemberState.SERVING, MemberState.SUSPECT, MemberState.DRAINING)
-"""States of a rollout whose process may have an engine on the device; one that drains frees it only by its end."""
+"""States of a rollout whose process may have an engine on the device. A draining one frees the device only when it ends."""
 
 
 class Resident(NamedTuple):
-    """The parts of each group that are on the shared devices."""
+    """The parts of each worker group's memory that are on the shared devices during one use."""
 
     actor: frozenset[str]
     rollout: frozenset[str]
@@ -45,27 +47,27 @@ RESIDENT = {
 
 
 class ColocatedSchedule:
-    """Implements `DeviceSchedule` for groups that share devices. A rollout that is lost takes no part in hand-overs."""
+    """Implements `DeviceSchedule` for worker groups that share devices. Lost rollouts are left out of hand-overs."""
 
     def __init__(self, spec: RLJobSpec, *, cluster: Cluster, actor: WorkerGroup) -> None:
-        """Move the memory of `actor` and of the rollouts of `cluster`, within the deadlines of `spec`."""
+        """Hand the devices over between `actor` and the colocated rollouts of `cluster`, within the deadlines of `spec`."""
         self._cluster, self._actor, self._deadlines = cluster, actor, spec.runtime.deadlines
         self._colocated = frozenset(f"rollout:{rank}" for rank in range(colocated_rollouts(spec)))
         """Names of the rollouts in the pods of the actor. Hybrid placement has further rollouts with devices of their own."""
         self._lease = DeviceLease(self._hand_over, seconds=spec.runtime.deadlines.wait_ready)
-        self._moves = Moves()
+        self._moves = MoveTotals()
 
     def generating(self) -> AbstractContextManager[object]:
-        """Have the rollouts onloaded and the actor offloaded."""
-        return self._lease.held(Use.GENERATING)
+        """Offload the actor and onload the rollouts, if it is not so already."""
+        return self._lease.using(Use.GENERATING)
 
     def training(self) -> AbstractContextManager[object]:
-        """Have the actor onloaded and the rollouts offloaded."""
-        return self._lease.held(Use.TRAINING)
+        """Offload the rollouts and onload the actor, if it is not so already."""
+        return self._lease.using(Use.TRAINING)
 
     def syncing(self) -> AbstractContextManager[object]:
-        """Have the weights of both groups on the devices, and nothing else."""
-        return self._lease.held(Use.SYNCING)
+        """Have the weights of actor and rollouts on the devices, and nothing else."""
+        return self._lease.using(Use.SYNCING)
 
     @contextmanager
     def joining(self, name: str) -> Iterator[None]:
@@ -91,7 +93,10 @@ class ColocatedSchedule:
         return self._moves.take()
 
     def devices(self) -> dict[str, Any]:
-        """Return what the devices are used for and by which members. The part of a member ends after deadlines.lost seconds of silence."""
+        """Return the current use of the devices and the members that hold them, for `/status`.
+
+        `expiresIn` is the number of seconds after which a member that stays silent is declared lost and no longer holds the devices.
+        """
         lease, now = self._lease, self._cluster.hub.clock()
         use = lease.use
         holders = [member for role in (use.roles if use else ()) for member in self._sharing(role)]
@@ -99,7 +104,7 @@ class ColocatedSchedule:
         return {
             "use": use.value if use else None,
             "token": lease.token,
-            "seconds": round(lease.held_seconds(), 1),
+            "seconds": round(lease.seconds_in_use(), 1),
             "handOverSeconds": round(lease.moved_seconds, 3),
             "holders": [{"name": name, "expiresIn": round(seconds, 1)} for name, seconds in left.items()],
         }
@@ -116,7 +121,10 @@ class ColocatedSchedule:
             self._have_rollouts(wanted.rollout, token)
 
     def _have_rollouts(self, parts: Iterable[str], token: int) -> None:
-        """Have `parts` of each rollout on the devices, and no others. A rollout that fails to do so is declared lost and has to join again."""
+        """Have exactly `parts` of each rollout on the devices.
+
+        A rollout that fails to do so is declared lost and has to join again.
+        """
         members = [member for member in self._sharing(ROLLOUT) if member.state in HOLDS_ENGINE]
         seconds, asked = self._deadlines.weight_sync, sorted(parts)
         calls = [(m, self._cluster.submit(m.name, "occupy", [asked, token], {}, timeout=seconds)) for m in members]
@@ -137,7 +145,7 @@ class ColocatedSchedule:
 
 
 def build_device_schedule(spec: RLJobSpec, *, cluster: Cluster, actor: WorkerGroup) -> DeviceSchedule:
-    """Return what the job's placement does before and after each kind of work."""
+    """Return the device schedule for the placement and the offload settings of the job."""
     if colocated_rollouts(spec):
         return ColocatedSchedule(spec, cluster=cluster, actor=actor)
     if (offload := spec.actor.offload) != type(offload)():

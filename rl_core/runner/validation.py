@@ -1,4 +1,4 @@
-"""Measures the served weights on the validation split: same rollouts, same environments, no training record."""
+"""Validates weights on the validation split, with the rollouts and environments of training. No records are trained on."""
 
 import logging
 import time
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 SOLVED = 1.0 - 1e-6
 """A sample counts as accurate when its reward reaches 1."""
 LOOK = 1.0
-"""Seconds after which a wait for scores is interrupted to see whether it should go on."""
+"""Seconds between two checks of whether a wait for scores should continue."""
 
 
 class Validation:
@@ -34,7 +34,7 @@ class Validation:
         results: Channel,
         attempts: dict[str, int],
     ) -> None:
-        """Measure `samples`, which `dispatcher` gives out; `results` brings ValidationScores. Raises ConfigError when there are no samples."""
+        """Validate with `samples`, which `dispatcher` leases; `results` carries ValidationScores. Raises ConfigError without samples."""
         if not samples:
             raise ConfigError("data.validation must hold at least one prompt, got none; fill it or remove it")
         self._spec = spec
@@ -51,10 +51,10 @@ class Validation:
         cancelled: Callable[[], bool] = lambda: False,
         short: Callable[[], bool] = lambda: False,
     ) -> dict[str, float]:
-        """Return `val/*` of policy `version`. Each prompt is scored, or counted as an error.
+        """Return the metrics `val/*` of policy `version`. Each prompt is scored, or counted as an error.
 
-        Time in which `short()` says that members are missing does not count against the deadline. Raises DeadlineExceeded, with the number
-        of missing answers.
+        `cancelled()` ends the wait early, with the scores so far. While `short()` returns True, because too few members are present, at
+        least half of deadlines.rollout remains. Raises DeadlineExceeded, with the number of answers, after deadlines.rollout.
         """
         self._rounds += 1
         validation = ValidationRound(

@@ -1,6 +1,6 @@
 """Counts consecutive steps whose metrics violate a rule of failurePolicy.
 
-The operator acts on the counts. The runner itself only makes sure that weights that will be rolled back are not saved.
+The operator acts on the counts, which `/status` shows as `streaks`. The runner itself only avoids saving weights that will be rolled back.
 """
 
 import math
@@ -15,9 +15,9 @@ class ConsecutiveViolations:
     """Number of consecutive violating steps by rule: nonFiniteLoss, rewardCollapse, klBlowUp, mismatch; 0 for a rule that is not set."""
 
     def __init__(self, policy: FailurePolicySpec) -> None:
-        """Check the rules of `policy`."""
+        """Count violations of the rules that are set in `policy`."""
         self._violates: dict[str, Callable[[Mapping[str, float]], bool | None]] = {}
-        """Returns None when a step did not measure what the rule reads; its count stays as it is."""
+        """Rules by name. A rule returns None if the step has no value of its metric; the count is then unchanged."""
         loss, reward, kl = policy.non_finite_loss, policy.reward_collapse, policy.kl_blow_up
         if loss is not None:
             self._violates["nonFiniteLoss"] = _not_finite
@@ -32,7 +32,7 @@ class ConsecutiveViolations:
         self.counts = dict.fromkeys(("nonFiniteLoss", "rewardCollapse", "klBlowUp", "mismatch"), 0)
 
     def observe(self, metrics: Mapping[str, float]) -> dict[str, int]:
-        """Count a step by its metrics; return the counts by rule."""
+        """Update the counts with the metrics of one step; return the number of consecutive violating steps by rule."""
         for name, violates in self._violates.items():
             if (violated := violates(metrics)) is not None:
                 self.counts[name] = self.counts[name] + 1 if violated else 0

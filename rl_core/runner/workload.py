@@ -1,13 +1,13 @@
-"""Measures who works and who waits: how long each rollout held groups or could get none, and how long the trainer waited for groups.
+"""Measures utilization: for how long each rollout was busy or starved, and for how long the trainer waited for prompt groups.
 
-    a rollout is busy      while it holds a group, of training or of validation
-                 starved   while it holds none, its question for groups is open, and no weights travel: no lease is admissible
-                 neither   while it takes weights, starts, or does not ask
+    a rollout is busy      while it has leased a prompt group, of training or of validation
+                 starved   while it has leased none, its poll for groups is open, and no weights are in transit
+                 neither   while it receives weights, starts, or has no poll open
     the trainer  starved   while it waits for the groups of its step
-    queue of the rollouts  groups that may be given out and that no rollout takes
-    queue of the actor     finished groups that wait for the trainer
+    queue of the rollouts  groups that could be leased and are not
+    queue of the actor     finished groups that are deferred
 
-The dispatcher reports each lease, each end of one and each poll; the loop reports its own waits. Nothing here decides anything.
+The dispatcher reports each lease, the end of each lease, and each poll; the loop reports its own waits. The autoscaler reads the results.
 """
 
 import threading
@@ -21,9 +21,9 @@ from typing import Any
 from rl_core.runner.roster import Identity
 
 SHORTEST_WINDOW = 60.0
-"""Seconds that the shares in `/status` are taken over, at least."""
+"""Shortest window of `/status.workload`, in seconds."""
 STEPS_IN_WINDOW = 4
-"""A window holds at least so many of the last step: on policy a rollout works in one part of a step and waits in the other."""
+"""The window covers at least this number of steps: on policy a rollout is busy in one part of a step and starved in the other."""
 MARKS_IN_WINDOW = 12
 
 
@@ -32,54 +32,58 @@ class _Rollout:
     """One rollout process."""
 
     since: float
-    """Up to when its seconds are counted."""
-    asks: bool = False
+    """Clock, in seconds, up to which its times are counted."""
+    polling: bool = False
     tokens: set[str] = field(default_factory=set)
-    """Leases that it holds."""
+    """Tokens of the leases that it holds."""
     groups: int = 0
-    """Groups of training that it finished."""
+    """Number of training groups that it has finished."""
     busy: float = 0.0
     starved: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Mark:
-    """All sums at one moment."""
+    """All sums at one time."""
 
     at: float
     rollouts: Mapping[Identity, tuple[float, float]]
     """Seconds (busy, starved)."""
     trainer: float
     starved_in_training: float
-    """Rollout seconds."""
+    """Seconds, summed over the rollouts."""
     backlog: float
     ready: float
-    """Group seconds in the two queues."""
+    """Number of groups in the two queues, integrated over time: groups times seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """What happened between two moments."""
+    """Times and mean queue lengths between two marks."""
 
     seconds: float
     rollouts: Mapping[Identity, tuple[float, float]]
-    """Seconds (busy, starved) of each rollout that is still here."""
+    """Seconds (busy, starved) of each rollout that is still a member."""
     trainer_starved: float
     """Seconds."""
     starved_in_training: float
-    """Seconds in which a rollout starved while the trainer did not wait, on average."""
+    """Mean seconds for which a rollout was starved while the trainer did not wait."""
     rollout_queue: float
     actor_queue: float
     """Mean numbers of groups."""
 
-    def mean(self, part: int) -> float:
-        """Return the seconds busy (0) or starved (1) of a rollout on average."""
-        return sum(seconds[part] for seconds in self.rollouts.values()) / max(len(self.rollouts), 1)
+    def mean_busy(self) -> float:
+        """Return the mean seconds for which a rollout was busy; 0 without rollouts."""
+        return sum(busy for busy, _ in self.rollouts.values()) / max(len(self.rollouts), 1)
+
+    def mean_starved(self) -> float:
+        """Return the mean seconds for which a rollout was starved; 0 without rollouts."""
+        return sum(starved for _, starved in self.rollouts.values()) / max(len(self.rollouts), 1)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics that a step's line in metrics.jsonl has of it."""
+        """Return the utilization metrics of a step's line in metrics.jsonl."""
         return {
-            "rollout/starved_seconds": self.mean(1),
+            "rollout/starved_seconds": self.mean_starved(),
             "actor/starved_seconds": self.trainer_starved,
             "rollout/queue_depth": self.rollout_queue,
             "actor/queue_depth": self.actor_queue,
@@ -87,7 +91,7 @@ class Usage:
 
 
 class Workload:
-    """Sums of the present rollouts, of the trainer and of the two queues. Any thread may call it."""
+    """Sums the busy and starved times of rollouts and trainer, and the lengths of the two queues. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -95,15 +99,15 @@ class Workload:
         """Guards everything below."""
         self._rollouts: dict[Identity, _Rollout] = {}
         self._holder: dict[str, Identity] = {}
-        """Rollout that generates, by lease token."""
-        self._weights_travel = False
-        self._trainer_waits = False
+        """Rollout that holds the lease, by lease token."""
+        self._weights_in_transit = False
+        self._trainer_waiting = False
         self._backlog = self._ready = 0
         """Groups in the queue of the rollouts and in that of the actor."""
         self._since = clock()
-        """Up to when the sums below are counted."""
+        """Clock, in seconds, up to which the sums below are counted."""
         self._starved_in_training = 0.0
-        """Seconds of all rollouts that starved while the trainer did not wait."""
+        """Seconds for which rollouts were starved while the trainer did not wait, summed over the rollouts."""
         self._trainer = self._backlog_sum = self._ready_sum = 0.0
         self._step: _Mark | None = None
         self._step_seconds = 0.0
@@ -112,18 +116,18 @@ class Workload:
     # --- groups ----------------------------------------------------------------------------------------------------
 
     def begun(self, rollout: Identity, token: str) -> None:
-        """Note that a rollout was given a lease."""
+        """Record that a rollout was granted a lease."""
         with self._lock:
             self._settled(rollout).tokens.add(token)
             self._holder[token] = rollout
 
     def ended(self, token: str) -> None:
-        """Note that nobody generates the group of this lease; without effect for a lease that nobody held."""
+        """Record that a lease has ended without a finished group. An unknown token is ignored."""
         with self._lock:
             self._end(token)
 
     def finished(self, token: str) -> None:
-        """Note that a rollout has finished the group of this lease."""
+        """Record that a rollout has finished the group of this lease."""
         with self._lock:
             if (holder := self._holder.get(token)) is not None:
                 self._rollouts[holder].groups += 1
@@ -136,22 +140,22 @@ class Workload:
 
     # --- rollouts, trainer, queues ---------------------------------------------------------------------------------
 
-    def asks(self, rollout: Identity, asks: bool) -> None:
-        """Note whether a poll of a live rollout for groups is open."""
+    def set_polling(self, rollout: Identity, polling: bool) -> None:
+        """Record whether a live rollout has an open poll for groups."""
         with self._lock:
             known = self._rollouts.get(rollout)
-            if (known.asks if known is not None else False) != asks:
-                self._settled(rollout).asks = asks
+            if (known.polling if known is not None else False) != polling:
+                self._settled(rollout).polling = polling
 
     def queues(self, *, backlog: int, ready: int) -> None:
-        """Note how many groups could be leased and are not, and how many finished groups wait for the trainer."""
+        """Record the lengths of the queues: `backlog` groups could be leased and are not, `ready` finished groups are deferred."""
         with self._lock:
             if (backlog, ready) != (self._backlog, self._ready):
                 self._count()
                 self._backlog, self._ready = backlog, ready
 
-    def gone(self, rollout: Identity) -> None:
-        """Forget a rollout that is lost or leaves; the window begins anew, as its numbers are those of another size."""
+    def forget(self, rollout: Identity) -> None:
+        """Remove a rollout that is lost or leaves. The window starts again, because its figures are of another number of rollouts."""
         with self._lock:
             self._forget(rollout)
 
@@ -163,47 +167,47 @@ class Workload:
             self._marks.clear()
 
     @contextmanager
-    def weights_travel(self) -> Iterator[None]:
-        """Count no wait in the block as one for groups: a version is on its way, and who waits then waits for it."""
-        self._set_weights_travel(True)
+    def weights_in_transit(self) -> Iterator[None]:
+        """Count no rollout as starved while the block runs: weights are being published, and rollouts wait for these."""
+        self._set_weights_in_transit(True)
         try:
             yield
         finally:
-            self._set_weights_travel(False)
+            self._set_weights_in_transit(False)
 
-    def _set_weights_travel(self, travel: bool) -> None:
+    def _set_weights_in_transit(self, travel: bool) -> None:
         with self._lock:
             for rollout in self._rollouts:
                 self._settled(rollout)
-            self._weights_travel = travel
+            self._weights_in_transit = travel
 
     @contextmanager
-    def trainer_waits(self) -> Iterator[None]:
-        """Count the block as the trainer's wait for groups."""
-        self._set_trainer_waits(True)
+    def trainer_waiting(self) -> Iterator[None]:
+        """Count the block as time in which the trainer waits for groups."""
+        self._set_trainer_waiting(True)
         try:
             yield
         finally:
-            self._set_trainer_waits(False)
+            self._set_trainer_waiting(False)
 
-    def _set_trainer_waits(self, waits: bool) -> None:
+    def _set_trainer_waiting(self, waits: bool) -> None:
         with self._lock:
             for rollout in self._rollouts:
                 self._settled(rollout)
             self._count()
-            self._trainer_waits = waits
+            self._trainer_waiting = waits
 
     # --- reports ---------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Count a step from here; the window begins with the first."""
+        """Mark the start of a step. The window starts with the first step."""
         with self._lock:
             if self._step is None:
                 self._marks.clear()
             self._step = self._mark()
 
     def of_step(self) -> Usage:
-        """Return what happened since the step began."""
+        """Return the usage since the step began. Raises RuntimeError, a bug of the runner, if none has begun."""
         with self._lock:
             if self._step is None:
                 raise RuntimeError("no step has begun; this is a bug of the runner")
@@ -212,7 +216,7 @@ class Workload:
             return usage
 
     def tick(self, is_live: Callable[[str, tuple[int, int]], bool]) -> None:
-        """Forget rollouts that are not live, and move the window on. Called once a second."""
+        """Remove rollouts that are not live, and advance the window. Called once a second."""
         with self._lock:
             for rollout in [rollout for rollout in self._rollouts if not is_live(*rollout)]:
                 self._forget(rollout)
@@ -223,7 +227,7 @@ class Workload:
                 marks.popleft()
 
     def snapshot(self) -> dict[str, Any]:
-        """Return `/status.workload`: shares of the window's seconds, and the queues' mean lengths in it."""
+        """Return `/status.workload`: fractions of the window's time, from 0 to 1, and the mean queue lengths in it."""
         with self._lock:
             usage = self._since_mark(self._marks[0] if self._marks else self._mark())
             groups = {rollout: self._rollouts[rollout].groups for rollout in usage.rollouts}
@@ -236,8 +240,8 @@ class Workload:
         return {
             "seconds": round(usage.seconds, 1),
             "full": full,
-            "busy": share(usage.mean(0)),
-            "starved": share(usage.mean(1)),
+            "busy": share(usage.mean_busy()),
+            "starved": share(usage.mean_starved()),
             "starvedInTraining": share(usage.starved_in_training),
             "actorStarved": share(usage.trainer_starved),
             "rolloutQueue": round(usage.rollout_queue, 2),
@@ -262,9 +266,9 @@ class Workload:
             self._marks.clear()
         if known.tokens:
             known.busy += now - known.since
-        elif known.asks and not self._weights_travel:
+        elif known.polling and not self._weights_in_transit:
             known.starved += now - known.since
-            self._starved_in_training += 0.0 if self._trainer_waits else now - known.since
+            self._starved_in_training += 0.0 if self._trainer_waiting else now - known.since
         known.since = now
         return known
 
@@ -272,7 +276,7 @@ class Workload:
         """Count the trainer's seconds and the queues up to now, before one changes."""
         now = self._clock()
         seconds, self._since = now - self._since, now
-        self._trainer += seconds if self._trainer_waits else 0.0
+        self._trainer += seconds if self._trainer_waiting else 0.0
         self._backlog_sum += seconds * self._backlog
         self._ready_sum += seconds * self._ready
 

@@ -64,7 +64,7 @@ def content_check(world, state):
         schedule=DisaggregatedSchedule(),
         prompt_ids=PROMPT,
     )
-    check.due(world.version, ["rollout:0"])
+    check.schedule(world.version, ["rollout:0"])
     try:
         check.confirm()
     finally:

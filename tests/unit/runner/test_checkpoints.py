@@ -414,9 +414,9 @@ def test_what_a_rule_found_wrong_is_set_aside_and_the_last_good_checkpoint_outli
     whole["checkpoint"]["keep"] = 1
     checkpoints = Checkpoints(RLJobSpec.model_validate(whole), output=output, epoch=0)
     for step, wrong in ((2, 0), (4, 0), (5, 1), (6, 2)):
-        checkpoints.save(step, Actor(), {"step": step}, version=step, reward=None, wrong_steps=wrong)
+        checkpoints.save(step, Actor(), {"step": step}, version=step, reward=None, num_violating_steps=wrong)
     assert checkpoints.store.complete_steps() == [4, 6]
-    assert checkpoints.leave_after(4).endswith("step-00000004") and checkpoints.last_step == 4
+    assert checkpoints.set_aside_after(4).endswith("step-00000004") and checkpoints.last_step == 4
     assert Checkpoints(spec, output=output, epoch=1).find("auto").step == 4
     assert (output / "checkpoints/lost-step-00000006").is_dir()
-    assert checkpoints.leave_after(1) == "" and checkpoints.last_step is None
+    assert checkpoints.set_aside_after(1) == "" and checkpoints.last_step is None

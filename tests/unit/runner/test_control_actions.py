@@ -100,4 +100,4 @@ def test_a_body_that_does_not_fit_is_refused_by_field(call, body, told):
     asked = Asked()
     with pytest.raises(ValueError, match=told):
         getattr(asked.calls, call)(body)
-    assert not asked.drained and not asked.stops.asked and asked.applied.take() is None
+    assert not asked.drained and not asked.stops.stop_requested and asked.applied.take() is None

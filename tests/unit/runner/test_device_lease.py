@@ -49,7 +49,7 @@ def in_background(block):
 
 def test_devices_stay_as_they_are_until_another_kind_of_work_asks(lease, moves):
     for use in (GENERATING, GENERATING, TRAINING, SYNCING, SYNCING, GENERATING):
-        with lease.held(use):
+        with lease.using(use):
             assert lease.use is use
     assert moves.log == [
         (None, GENERATING, 1), (GENERATING, TRAINING, 2), (TRAINING, SYNCING, 3), (SYNCING, GENERATING, 4),
@@ -57,9 +57,9 @@ def test_devices_stay_as_they_are_until_another_kind_of_work_asks(lease, moves):
 
 
 def test_nothing_moves_under_somebody_who_uses_the_devices(lease, moves):
-    with lease.held(GENERATING):
-        entered, leave, thread = in_background(lease.held(TRAINING))
-        with lease.held(GENERATING):  # past the one that waits: what it waits for may need this
+    with lease.using(GENERATING):
+        entered, leave, thread = in_background(lease.using(TRAINING))
+        with lease.using(GENERATING):  # past the one that waits: what it waits for may need this
             assert not entered.is_set()
         assert len(moves.log) == 1
     assert entered.wait(30) and moves.log[1:] == [(GENERATING, TRAINING, 2)]
@@ -68,12 +68,12 @@ def test_nothing_moves_under_somebody_who_uses_the_devices(lease, moves):
 
 
 def test_who_joins_waits_until_another_one_has_the_devices_for_it(lease, moves):
-    with lease.held(TRAINING):
+    with lease.using(TRAINING):
         entered, leave, thread = in_background(lease.shared(GENERATING, seconds=30.0))
     assert not entered.is_set() and len(moves.log) == 1, "it moves nothing by itself"
-    with lease.held(GENERATING):
+    with lease.using(GENERATING):
         assert entered.wait(30)
-    waiting, end, other = in_background(lease.held(TRAINING))
+    waiting, end, other = in_background(lease.using(TRAINING))
     assert not waiting.is_set(), "the one that joins is not done"
     leave.set()
     assert waiting.wait(30)
@@ -84,18 +84,18 @@ def test_who_joins_waits_until_another_one_has_the_devices_for_it(lease, moves):
 
 def test_after_a_hand_over_that_failed_the_next_one_moves_everything(lease, moves):
     moves.fail = InfrastructureError("no room")
-    with pytest.raises(InfrastructureError, match="no room"), lease.held(TRAINING):
+    with pytest.raises(InfrastructureError, match="no room"), lease.using(TRAINING):
         pytest.fail("the devices were not handed over")
     assert lease.use is None
-    with lease.held(GENERATING):
+    with lease.using(GENERATING):
         assert moves.log[-1] == (None, GENERATING, 2)
 
 
 def test_who_waits_too_long_is_told_who_has_the_devices(moves):
     lease = DeviceLease(moves, seconds=0.01)
-    with lease.held(GENERATING):
+    with lease.using(GENERATING):
         with pytest.raises(DeadlineExceeded, match="free for training within 0 s, got them held by generating"):
-            lease.held(TRAINING).__enter__()
+            lease.using(TRAINING).__enter__()
         with pytest.raises(DeadlineExceeded, match="free for syncing"):
             lease.shared(SYNCING, seconds=1.0).__enter__()
 
@@ -104,10 +104,10 @@ def test_a_join_that_takes_its_time_delays_the_loop_and_does_not_end_it(moves):
     """The loop waits for as long as the joining member may use the devices, and only then for its own bound."""
     now = [0.0]
     lease = DeviceLease(moves, seconds=10.0, clock=lambda: now[0])
-    with lease.held(GENERATING):
+    with lease.using(GENERATING):
         joining = lease.shared(GENERATING, seconds=600.0)
         joining.__enter__()
-    entered, leave, thread = in_background(lease.held(TRAINING))
+    entered, leave, thread = in_background(lease.using(TRAINING))
     now[0] = 599.0
     with lease._changed:
         lease._changed.notify_all()
@@ -121,14 +121,14 @@ def test_a_join_that_takes_its_time_delays_the_loop_and_does_not_end_it(moves):
 def test_a_join_that_uses_the_devices_for_longer_than_it_said_is_not_waited_for(moves):
     now = [0.0]
     lease = DeviceLease(moves, seconds=10.0, clock=lambda: now[0])
-    with lease.held(GENERATING):
+    with lease.using(GENERATING):
         joining = lease.shared(GENERATING, seconds=60.0)
         joining.__enter__()
     failures = []
 
     def train():
         try:
-            lease.held(TRAINING).__enter__()
+            lease.using(TRAINING).__enter__()
         except DeadlineExceeded as error:
             failures.append(error)
 

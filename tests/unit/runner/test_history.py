@@ -59,7 +59,7 @@ def test_a_step_that_finds_no_room_leaves_no_torn_line_and_is_written_when_there
             append()
 
     written = os.write
-    ledger = LedgerFile(path, attempt=attempt)
+    ledger = LedgerFile(path, retrying=attempt)
     monkeypatch.setattr(appending.os, "write", write)
     ledger.write([{"step": 1}])
     ledger.write([{"step": 2, "group_id": "0-1"}, {"step": 2, "group_id": "0-2"}])

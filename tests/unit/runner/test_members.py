@@ -12,8 +12,8 @@ from rl_core.messages.members import MemberState
 from rl_core.messages.weights import ReceiverAck
 from rl_core.plan.groups import BUILT_IN
 from rl_core.runner.device_schedule import DisaggregatedSchedule
-from rl_core.runner.handover import VersionHandover
 from rl_core.runner.joining import build_strategies
+from rl_core.runner.member_versions import MemberVersions
 from rl_core.runner.members import Members
 from rl_core.runner.roster import Roster
 from rl_core.runner.status import StatusBoard
@@ -63,7 +63,7 @@ class Run:
         self.cluster, self.account, self.failures = cluster, Account(), []
         self.roster = Roster(self.spec, cluster, job="j", patient=patient)
         self.board = StatusBoard(self.spec, cluster, self.roster, epoch=0)
-        self.versions = VersionHandover(self.account.dispatcher.record_served)
+        self.versions = MemberVersions(self.account.dispatcher.record_served)
         self.strategies = build_strategies(
             BUILT_IN.values(),
             dict.fromkeys(BUILT_IN, cluster.group),
@@ -194,7 +194,7 @@ def test_a_wait_in_a_cluster_has_no_bound_and_ends_at_its_point():
     assert looks == ["Degraded"] * 3
 
 
-@pytest.mark.parametrize("await_group", ["await_gang", "await_plain"])
+@pytest.mark.parametrize("await_group", ["await_gang", "await_weightless"])
 def test_a_local_wait_for_processes_ends_with_a_stop(await_group):
     run = Run(Cluster(member(state=MemberState.JOINING)))
     run.cluster.wait_ready = lambda groups, seconds, *, at: at()

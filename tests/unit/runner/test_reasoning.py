@@ -226,7 +226,7 @@ def test_numbers_that_a_rule_finds_wrong_are_not_saved_whatever_comes_of_it(tmp_
     algorithm = JOB["spec"]["algorithm"] | loss
     run = Job(tmp_path, failurePolicy=policy, algorithm=algorithm)
     run.metrics = metrics
-    run.program.saving.checkpoints.ask()
+    run.program.saving.checkpoints.request()
     summary = run.runner.execute()
     assert summary.status == "Interrupted" and f"failurePolicy.{rule} has fired" in run.state.stops.reason
     assert run.runner.status()["streaks"][rule] == 2, "the operator reads it too"

@@ -9,7 +9,7 @@ from rl_core.api.errors import ConfigError, InfrastructureError, StorageFull, Wo
 from rl_core.api.job import RLJobSpec
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.device_schedule import DisaggregatedSchedule
-from rl_core.runner.progress import Progress
+from rl_core.runner.progress import RunProgress
 from rl_core.runner.roster import Roster
 from rl_core.runner.saving import Due, Saving
 from rl_core.runner.status import Phase, StatusBoard
@@ -51,11 +51,11 @@ class Checkpoints:
     def writing(self):
         return bool(self.pending) and not self.written
 
-    def leave_after(self, step):
+    def set_aside_after(self, step):
         self.left_after = step
         return "checkpoints/step-00000001"
 
-    def take_ask(self):
+    def pop_request(self):
         asked, self.asked = self.asked, False
         return asked
 
@@ -75,7 +75,7 @@ class Run:
         self.board = StatusBoard(self.applied.spec, cluster, presence, epoch=0)
         self.stops = StopController(lambda: self.board.phase)
         self.checkpoints, self.exports, self.now = Checkpoints(refusals), [], 0.0
-        self.progress = Progress(step=3, version=3)
+        self.progress = RunProgress(step=3, version=3)
         self.saving = Saving(
             self.applied,
             self.progress,

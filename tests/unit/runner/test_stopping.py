@@ -48,7 +48,7 @@ def test_a_stop_lets_work_finish_that_cannot_be_left(phase):
     assert run.stops.wait(Result(during=lambda: run.stops.stop("enough"))) == [1]
     run.stops.check()
     with pytest.raises(Stopped):
-        run.stops.leave_if_asked()
+        run.stops.raise_if_stop_requested()
 
 
 def test_a_stop_cancels_the_work_that_can_be_cancelled_and_only_while_it_runs():

@@ -12,7 +12,7 @@ from rl_core.messages.weights import PublishReport
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.content_check import ContentCheck
 from rl_core.runner.device_schedule import DisaggregatedSchedule
-from rl_core.runner.handover import VersionHandover
+from rl_core.runner.member_versions import MemberVersions
 from rl_core.runner.roster import Roster
 from rl_core.runner.sync import WeightSync
 from rl_core.runner.workload import Workload
@@ -98,7 +98,7 @@ class Run:
             applied, cluster=self.cluster, actor=self.actor, schedule=DisaggregatedSchedule(), prompt_ids=[1, 2]
         )
         self.rejoined, self.served = [], []
-        self.versions = VersionHandover(lambda processes, version: self.served.append((list(processes), version)))
+        self.versions = MemberVersions(lambda processes, version: self.served.append((list(processes), version)))
         self.versions.proved([(name, (0, 0)) for name in answers], 0)
         self.served.clear()
         self.sync = WeightSync(

@@ -29,7 +29,7 @@ def test_on_policy_rollouts_starve_while_the_trainer_trains_and_it_while_they_ge
     s = Step()
     idle = s.account.poll()  # from 0 on, nothing is open
     s.at(1)
-    with s.workload.trainer_waits():
+    with s.workload.trainer_waiting():
         s.steps.open(1, 0)
         s.at(5)
         assert s.account.finish(*idle.leases) == [ADMIT] * 4
@@ -45,7 +45,7 @@ def test_the_time_of_training_is_told_apart_from_idle_time_within_generation():
     s.account.poll(who="rollout:1")  # it gets nothing
     s.dispatcher.tick()
     s.at(1)
-    with s.workload.trainer_waits():
+    with s.workload.trainer_waiting():
         s.steps.open(1, 0)
         s.at(5)
         s.account.finish(*working.leases)
@@ -68,7 +68,7 @@ def test_a_rollout_that_waits_for_weights_does_not_starve():
     s = Step()
     s.account.poll()
     s.at(2)
-    with s.workload.weights_travel():
+    with s.workload.weights_in_transit():
         s.at(9)
     s.at(10)
     assert s.workload.of_step().metrics()["rollout/starved_seconds"] == 3.0

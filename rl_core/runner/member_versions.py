@@ -1,8 +1,10 @@
-"""Which member holds which version of the weights, so that a member that pulls and a publication do not miss each other.
+"""Records which member has which version of the weights, and prevents that a joining member ends up with an old one.
 
-A publication sends a version to the members that hold weights when it begins. A member that pulls at that time gets the version before and
-is not sent the new one. No lock is held over a pull or a publication. Instead a member that has pulled waits until no publication is under
-way, and pulls again if a newer version has been committed meanwhile.
+A publication sends a new version to the members that had weights when it began. A member that pulls weights during a publication may get
+the previous version, and the publication does not send it the new one. Pulls and publications do not exclude each other by a lock. Instead,
+a member that has pulled waits until no publication is in progress, and pulls again if a newer version was committed.
+
+A member proves a version by an acknowledgement: it reports the digest of the weights manifest that it has loaded and checked.
 """
 
 import threading
@@ -15,11 +17,11 @@ from rl_core.runner.roster import Identity
 from rl_core.workers.member import Member
 
 RECEIVES = frozenset({MemberState.SERVING, MemberState.UPDATING})
-"""States in which a member that holds weights can be sent a version."""
+"""States in which a member that has weights can receive a new version."""
 
 
-class VersionHandover:
-    """Records the versions that members have proved. Any thread."""
+class MemberVersions:
+    """The newest version that each member has proved. Thread-safe."""
 
     def __init__(self, on_proved: Callable[[Sequence[Identity], int], None]) -> None:
         """`on_proved(processes, version)` is called with each version that members prove, in the order in which they prove it."""
@@ -27,15 +29,18 @@ class VersionHandover:
         self._changed = threading.Condition()
         """Guards the fields below. It is held while `on_proved` runs, so that two versions of a member are reported in order."""
         self._publications = 0
-        """Publications under way."""
+        """Number of publications in progress."""
         self._committed = -1
-        """Newest version that a member or a publication has proved."""
+        """Newest version that was published, or that a member has proved."""
         self._held: dict[Identity, int] = {}
         """Version that each process proved last."""
 
     @contextmanager
     def publishing(self, version: int) -> Iterator[None]:
-        """Publish `version` while the block runs. Pulls go on meanwhile; members that pulled wait for the end of the block."""
+        """Mark `version` as being published while the block runs; it counts as committed if the block ends without an error.
+
+        Members may pull during the block. `await_current` waits for its end.
+        """
         with self._changed:
             self._publications += 1
         try:
@@ -48,12 +53,15 @@ class VersionHandover:
                 self._changed.notify_all()
 
     def receivers(self, members: Iterable[Member]) -> list[Member]:
-        """Return those of `members` that hold weights, and so can be sent a version."""
+        """Return those of `members` that can receive a new version: they are live and have weights already.
+
+        A member without weights is joining; it pulls the newest version by itself.
+        """
         with self._changed:
             return [m for m in members if m.state in RECEIVES and (m.name, m.incarnation) in self._held]
 
     def proved(self, processes: Sequence[Identity], version: int) -> None:
-        """Record that `processes` hold `version`. A process that has proved a newer version keeps that one."""
+        """Record that `processes` have proved `version`. Ignored for a process that has proved a newer version."""
         with self._changed:
             newer = [process for process in processes if self._held.get(process, -1) <= version]
             self._held |= dict.fromkeys(newer, version)
@@ -61,17 +69,17 @@ class VersionHandover:
             self._on_proved(newer, version)
 
     def version_of(self, process: Identity) -> int | None:
-        """Return the version that `process` proved last; None when it holds none."""
+        """Return the newest version that `process` has proved; None if it has no weights."""
         with self._changed:
             return self._held.get(process)
 
     def forget(self, process: Identity) -> None:
-        """Forget a process that is lost: it is sent no version until it has pulled one again."""
+        """Forget a lost process: it receives no version until it has pulled and proved one again."""
         with self._changed:
             self._held.pop(process, None)
 
-    def is_current(self, process: Identity, *, timeout: float) -> bool:
-        """Wait until no publication is under way, then return whether `process` holds the newest version.
+    def await_current(self, process: Identity, *, timeout: float) -> bool:
+        """Wait until no publication is in progress, then return whether `process` has the newest committed version.
 
         Raises DeadlineExceeded after `timeout` seconds.
         """
