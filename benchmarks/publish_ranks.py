@@ -34,7 +34,7 @@ def serve(plan: dict, rank: int, ranks: int) -> None:
 
     torch.set_num_threads(1)
     context = WorkerContext(replace(stand_alone_identity(), rank=rank, world_size=ranks))
-    actor = FSDPActor.hosted(context, plan["spec"])
+    actor = FSDPActor.create_in_context(context, plan["spec"])
     actor.init_worker()
     if rank == 0:
         actor.publisher = WeightPublisher(actor.cfg, 0)

@@ -211,7 +211,7 @@ class EnvProcess:
         await asyncio.shield(self._ended)
         # A program in a session of its own is not in the child's process group, but has inherited the marked variable. One that was
         # started without it lives until the worker ends, when the supervisor kills all remaining processes.
-        await asyncio.to_thread(processes.kill_marked, self._mark)
+        await asyncio.to_thread(processes.kill_with_environment, self._mark)
         self._relay.close()
         self._writer.close()
         with suppress(ConnectionError, OSError):

@@ -98,7 +98,7 @@ class LocalPods:
     def sweep(self, pod: str | None = None, *, seconds: float = POD_SWEEP_SECONDS) -> None:
         """Kill what carries our mark and is left (of one pod), until it is gone or `seconds` are over."""
         marks = [f"RLJOB_LAUNCHER={self._mark}", *([f"RLJOB_POD={pod}"] if pod else [])]
-        processes.kill_marked(*marks, seconds=seconds)
+        processes.kill_with_environment(*marks, seconds=seconds)
 
     def _note(self, pod: LocalPod, event: dict[str, Any]) -> None:
         if event["event"] == "started":

@@ -141,7 +141,7 @@ class Members:
                 return
         if isinstance(failure, RLJobError):
             # Another connection or another process may succeed. A member that is kept would be one that does nothing.
-            self._cluster.hub.give_up(member, f"it could not join in {len(self._pauses)} attempts: {failure}")
+            self._cluster.hub.declare_lost(member, f"it could not join in {len(self._pauses)} attempts: {failure}")
         else:
             failed = (
                 f"{member.name} could not join, the runner failed with {type(failure).__name__}: {text_of(failure)}"
@@ -180,11 +180,11 @@ class Members:
         Raises DeadlineExceeded after `seconds` in a local run. In a cluster there is no limit, because missing pods are replaced.
         """
         if not self._roster.patient:
-            self._cluster.wait_ready([group], seconds, at=at)
+            self._cluster.wait_ready([group], seconds, on_poll=at)
             return
         while self._cluster.missing([group]):
             at()
-            self._cluster.hub.wait_changed(self._cluster.hub.version, 1.0)
+            self._cluster.hub.wait_changed(self._cluster.hub.revision, 1.0)
 
     def await_weightless(self, seconds: float, *, at: Point) -> None:
         """Wait for the elastic worker groups that load no weights, such as env.
@@ -194,7 +194,7 @@ class Members:
         """
         plain = [name for name, strategy in self._strategies.items() if not isinstance(strategy, PullingJoin)]
         if not self._roster.patient:
-            self._cluster.wait_ready(plain, seconds, at=at)
+            self._cluster.wait_ready(plain, seconds, on_poll=at)
             return
         for name in plain:
             self._wait(functools.partial(self._enough, name), at)

@@ -56,7 +56,7 @@ class ReasoningRunner(Program):
     def build(cls, run: Run) -> Self:
         """Create the program for the prompts, worker groups and placement of the job, and register its calls with the hub."""
         program, hub = build_text_program(cls, run), run.cluster.hub
-        hub.listen(joined=program.sync.members.joined, lost=program.sync.members.lost)
+        hub.add_listeners(joined=program.sync.members.joined, lost=program.sync.members.lost)
         serve_leases(hub, program.prompts.dispatcher)
         return program
 

@@ -141,7 +141,7 @@ class ColocatedSchedule:
 
     def _give_up(self, member: Member, error: RLJobError) -> None:
         logger.warning("%s loses the devices, it did not hand them over: %s", member.name, error)
-        self._cluster.hub.give_up(member, f"it did not hand the devices over: {error}")
+        self._cluster.hub.declare_lost(member, f"it did not hand the devices over: {error}")
 
 
 def build_device_schedule(spec: RLJobSpec, *, cluster: Cluster, actor: WorkerGroup) -> DeviceSchedule:

@@ -1,4 +1,7 @@
-"""Encodes the constructor arguments of a group. Parts of the job schema travel as class name and fields, other values as the codec encodes them."""
+"""Encodes and decodes the constructor arguments of a worker class.
+
+Parts of the job's schema travel as class name and JSON. Other values are encoded by the RPC codec.
+"""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -12,7 +15,7 @@ from rl_core.transports import frames
 
 
 def pack(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments in a form that can be encoded. Raises ConfigError naming the first argument that cannot."""
+    """Return the arguments in a form that the RPC codec can encode. Raises ConfigError naming an argument that it cannot."""
     packed = [_pack(value) for value in args], {key: _pack(value) for key, value in kwargs.items()}
     try:
         frames.encode(packed)
@@ -24,7 +27,7 @@ def pack(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dic
 
 
 def unpack(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments that were given to `pack`."""
+    """Return the arguments that `pack` was given. Raises ConfigError for a schema class outside `rl_core.api`."""
     return [_unpack(value) for value in args], {key: _unpack(value) for key, value in kwargs.items()}
 
 

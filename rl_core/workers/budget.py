@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 
 class RestartBudget:
-    """Allows `limit` restarts within `window` seconds. The first is immediate; later ones are delayed by `pause`."""
+    """Allows `limit` restarts within `window` seconds."""
 
     def __init__(self, limit: int = 3, window: float = 600.0, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start with no restarts used. `window` is in seconds; `clock` returns seconds."""
         self._limit = limit
         self._window = window
         self._clock = clock
@@ -16,14 +17,14 @@ class RestartBudget:
 
     @property
     def used(self) -> int:
-        """Return the restarts taken inside the window that ends now."""
+        """Number of restarts used within the last `window` seconds."""
         now = self._clock()
         while self._taken and now - self._taken[0] > self._window:
             self._taken.popleft()
         return len(self._taken)
 
     def take(self) -> bool:
-        """Take one restart; False when the budget is used up."""
+        """Use one restart. Returns False, and uses none, when `limit` restarts are used."""
         if self.used >= self._limit:
             return False
         self._taken.append(self._clock())
@@ -31,5 +32,5 @@ class RestartBudget:
 
     @property
     def pause(self) -> float:
-        """Return the seconds to wait before the restart just taken: 0, 1, 2, 4 ..."""
+        """Seconds to wait before the restart that was just taken: 0 for the first within the window, then 1, 2, 4 and so on."""
         return 0.0 if self.used <= 1 else float(2 ** (self.used - 2))

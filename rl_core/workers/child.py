@@ -1,7 +1,7 @@
-"""A child process of a supervisor: starts it, relays its output, receives its events, and reports its end.
+"""A child process of a supervisor: starts it, forwards its output, receives its events, and reports its end.
 
-The child is the leader of a process group, so that all its descendants can be killed with it. The kernel kills the child when the supervisor
-ends. Output and events arrive on two pipes, which the event loop of the supervisor reads.
+The child leads a process group, so that all its descendants can be killed with it. The kernel kills the child when the supervisor ends.
+Output and events arrive on two pipes, which the event loop of the supervisor reads.
 """
 
 import asyncio
@@ -20,13 +20,15 @@ from rl_core.workers import processes
 
 logger = logging.getLogger(__name__)
 TAIL_BYTES = 4096
+"""Bytes of a child's newest output that are kept."""
 _CHUNK = 65_536
 
 
 class LineReader:
-    """Reads lines from a pipe on the event loop without blocking. The last line may lack its newline."""
+    """Reads lines from a pipe on the event loop without blocking. A last line without a newline is delivered when the pipe is closed."""
 
     def __init__(self, fd: int, on_line: Callable[[bytes], None]) -> None:
+        """Read from the file descriptor `fd` and call `on_line(line)`, without the newline, for each line."""
         self._fd = fd
         self._on_line = on_line
         self._rest = b""
@@ -35,7 +37,7 @@ class LineReader:
         asyncio.get_running_loop().add_reader(fd, self.drain)
 
     def drain(self) -> None:
-        """Read what is there."""
+        """Deliver the lines that have arrived."""
         while self._open:
             try:
                 data = os.read(self._fd, _CHUNK)
@@ -62,7 +64,7 @@ class LineReader:
 
 
 class Child:
-    """A started process. `returncode` is None while it runs, else its exit code, 128 + n after signal n."""
+    """A child process. `returncode` is None while it runs, and then its exit code, or 128 + n after signal n."""
 
     def __init__(
         self,
@@ -75,17 +77,22 @@ class Child:
         on_end: Callable[["Child"], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start `command` with exactly the environment `env`. Raises OSError when it cannot be started."""
+        """Start `command` with exactly the environment `env`.
+
+        The callbacks run on the event loop: `on_output(line)` for a line of stdout or stderr, `on_event(child, event)` for an event other
+        than `alive`, and `on_end(child)` once the process has ended and its output is read. Raises OSError when the process cannot be
+        started.
+        """
         self.name = name
         self.returncode: int | None = None
         self.state: str | None = None
-        """State that it reported last; None before the first report."""
+        """State that the process has reported last. None before its first report."""
         self.started = clock()
-        """Clock time of its start."""
+        """Time of its start on the clock, in seconds."""
         self.last_alive: float | None = None
-        """Clock time of its last `alive` event; None before the first."""
+        """Time of its last `alive` event on the clock, in seconds. None before the first."""
         self.tail: deque[bytes] = deque()
-        """Its last lines, at most TAIL_BYTES."""
+        """Its newest output lines, together at most TAIL_BYTES."""
         self._tail_bytes = 0
         self._clock = clock
         self._on_output, self._on_event, self._on_end = on_output, on_event, on_end
@@ -121,7 +128,7 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Return whether the process has not ended."""
+        """Whether the process has not ended."""
         return self.returncode is None
 
     def signal(self, signum: int) -> None:

@@ -1,6 +1,6 @@
 """The runner's access to the worker processes of a job: which are planned, which are present, and calls to them by name.
 
-Invariant: a call to a member fails with WorkerLost as soon as the hub knows that the member is gone, never later.
+Invariant: a call to a member fails with WorkerLost as soon as the hub knows that the member is gone.
 """
 
 import concurrent.futures
@@ -21,11 +21,11 @@ from rl_core.workers.member import Member
 from rl_core.workers.membership import Change
 
 _LOOK_SECONDS = 1.0
-"""Seconds between two looks for failed constructions during a wait for members. A failure is not a change of a member, so it wakes no wait."""
+"""Seconds between two checks for failed constructions during `wait_ready`. The hub does not announce such a failure."""
 
 
 class PendingCall:
-    """A call to one member. Implements `result.Call`."""
+    """A call to one member that is under way. Implements `result.RankCall`."""
 
     def __init__(self, member_name: str, hub: Hub, future: "concurrent.futures.Future[Any]") -> None:
         self.future = future
@@ -34,13 +34,14 @@ class PendingCall:
         self._began = time.monotonic()
 
     def cancel(self) -> None:
-        """Cancel the call; its handler is cancelled if it can be."""
+        """Cancel the call, and its handler if the handler can be cancelled."""
         self.future.cancel()
 
     def describe(self) -> str:
-        """Return the member, its pod, the seconds since the call began, and the last report of the member.
+        """Return one line about the member for an error message.
 
-        Example: `actor:1 (pod j-actor-1, 12.0 s, serving, tokens 55)`.
+        It contains the member's name, pod, seconds since the call began, state, counters and last heartbeat, for example `actor:1 (pod
+        j-actor-1, 12.0 s, serving, tokens 55, last heartbeat 0.4 s ago)`.
         """
         member = self._hub.get(self._name)
         waited = f"{time.monotonic() - self._began:.1f} s"
@@ -55,12 +56,19 @@ class PendingCall:
 
 
 class Cluster:
-    """The members of a job by group: waits for them, and calls to them."""
+    """The worker processes of one job, as the runner sees them. This is not the Kubernetes cluster.
+
+    Members are named `group:rank`, for example `actor:0`.
+    """
 
     def __init__(
         self, hub: Hub, *, sizes: Mapping[str, int] | None = None, ready_deadline: float | None = None
     ) -> None:
-        """Use the members of `hub`. `sizes`: planned processes per group; `ready_deadline`: seconds they have to be ready (None: as the job says)."""
+        """Use the members of `hub`.
+
+        `sizes` gives the planned number of processes per group; None takes it from the job. `ready_deadline` is the number of seconds that
+        processes have to become ready; None means `deadlines.waitReady` of the job, or 600 without a job.
+        """
         self.hub = hub
         spec = hub.job.spec if hub.job is not None else None
         planned_groups = groups_of(spec) if spec is not None else {}
@@ -77,23 +85,27 @@ class Cluster:
         self._spec = spec
         self._clients: dict[str, tuple[Member, RpcClient]] = {}
         self._failures: dict[str, BaseException] = {}
-        """Error of the last construction of a member, by name."""
+        """Error of a member's last construction, if it failed, by member name."""
         self._lock = threading.Lock()
         """Guards `_clients` and `_failures`. The I/O thread takes it, so nobody may wait for the I/O thread while holding it."""
         self._on_joined: list[Callable[[Member], None]] = []
-        hub.watch(self._on_change)
+        hub.add_watcher(self._on_change)
 
     def members(self, role: str | None = None, *, drained: bool = False, lost: bool = False) -> list[Member]:
-        """Return the members of `role` (None: all) by group and rank. Drained and lost ones are included on request only."""
+        """Return the members of `role` ordered by group and rank. `role` None returns the members of all roles.
+
+        Members that are lost or have drained are left out unless `lost` or `drained` is true.
+        """
         return self.hub.members(role, drained=drained, lost=lost)
 
     def wait_ready(
-        self, roles: Iterable[str], timeout: float | None = None, *, at: Callable[[], None] = lambda: None
+        self, roles: Iterable[str], timeout: float | None = None, *, on_poll: Callable[[], None] = lambda: None
     ) -> None:
-        """Wait until every planned process of `roles` holds its worker. `timeout` None = `deadlines.waitReady`.
+        """Wait until every planned process of `roles` has constructed its worker object.
 
-        `at()` is called between two looks, at least once a second; what it raises ends the wait.
-        Raises DeadlineExceeded naming each missing `group:rank`, its pod and its state, and the error of a construction that failed.
+        `timeout` is in seconds; None means `ready_deadline`. `on_poll()` is called at least once a second while this waits, and an
+        exception that it raises ends the wait. Raises DeadlineExceeded with the name, pod and state of each missing process, and the error
+        of a construction that failed.
         """
         roles = [roles] if isinstance(roles, str) else list(roles)
         limit = self.ready_deadline if timeout is None else timeout
@@ -103,10 +115,10 @@ class Cluster:
             return "; ".join(self.missing(roles))
 
         while True:
-            version = self.hub.version
+            version = self.hub.revision
             if not (names := missing()):
                 return
-            at()
+            on_poll()
             pause = wait.pause(missing)
             if pause is None:
                 raise DeadlineExceeded(f"processes must be ready within {limit:.0f} s, missing: {names}")
@@ -114,7 +126,7 @@ class Cluster:
             self.hub.wait_changed(version, min(pause, _LOOK_SECONDS))
 
     def missing(self, roles: Iterable[str]) -> list[str]:
-        """Return each planned process of `roles` that has not constructed its worker, with its pod and its state.
+        """Return a line for each planned process of `roles` that has not constructed its worker: `group:rank`, pod and state.
 
         Raises the error of a construction that failed.
         """
@@ -123,13 +135,17 @@ class Cluster:
         return [text for name in names if (text := self._stage(name)) is not None]
 
     def retire(self, member_name: str) -> PendingCall:
-        """Begin to drain a member for good; its heartbeats report `draining`, then `drained`."""
+        """Tell a member to drain and then to take no more work until its pod is deleted.
+
+        Returns the call at once. The member's heartbeats report `draining`, then `drained`.
+        """
         return self._submit(member_name, "retire", timeout=self.rpc_deadline)
 
     def call(self, member_name: str, method: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        """Return what `method` of the worker `group:rank` returns, blocking. `timeout` None = `deadlines.rpc`.
+        """Call `method` of the worker `group:rank`, wait, and return its result.
 
-        Raises the worker's error (its own type if public, else RemoteError), WorkerLost, DeadlineExceeded.
+        `timeout` is in seconds; None means `deadlines.rpc`. Raises the worker's own error if it is an RLJobError and RemoteError otherwise,
+        WorkerLost when the member is gone, and DeadlineExceeded.
         """
         pending = self.submit(
             member_name, method, args, kwargs, timeout=self.rpc_deadline if timeout is None else timeout
@@ -139,11 +155,18 @@ class Cluster:
     def submit(
         self, member_name: str, method: str, args: Iterable[Any], kwargs: Mapping[str, Any], *, timeout: float
     ) -> PendingCall:
-        """Begin a call; TypeError or ValueError when an argument cannot travel."""
+        """Start a call of `method` of the worker `group:rank` and return it without waiting.
+
+        `timeout` is in seconds. Raises TypeError or ValueError when an argument cannot be serialized. A member that is gone gives a call
+        that has failed with WorkerLost.
+        """
         return self._submit(member_name, "execute", method, list(args), dict(kwargs), timeout=timeout, label=method)
 
     def construct(self, member_name: str, spec: WorkerSpec, *, timeout: float) -> PendingCall:
-        """Begin to construct the worker object of a member. If it fails, `wait_ready` raises the error too."""
+        """Start the construction of a member's worker object from `spec` and return the call without waiting.
+
+        `timeout` is in seconds. If the construction fails, `wait_ready` and `missing` raise its error as well.
+        """
         with self._lock:
             self._failures.pop(member_name, None)
         pending = self._submit(member_name, "construct", spec, timeout=timeout)
@@ -151,13 +174,16 @@ class Cluster:
         return pending
 
     def on_joined(self, callback: Callable[[Member], None]) -> None:
-        """Call `callback` for each member that says hello, and now for the present ones. It must not block."""
+        """Call `callback(member)` for each member that is present now and for each that registers later.
+
+        It must not block.
+        """
         self._on_joined.append(callback)
         for member in self.hub.members():
             callback(member)
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close the RPC connections to all members."""
         with self._lock:
             clients, self._clients = list(self._clients.values()), {}
         for _, client in clients:

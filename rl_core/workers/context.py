@@ -1,7 +1,8 @@
-"""What a worker knows about its process and job, and what the heartbeats report about it. The host makes it; workers read it.
+"""State that a worker process shares between its threads: identity, job, other members, counters and connections.
 
-Used from three sides: the host's control thread (heartbeats, view), the worker's loop, and the worker's method thread. One lock
-guards counters, waits, the view and the connections; it is held for microseconds and never while something is called.
+The host's control thread uses it for heartbeats and registration; the worker object uses it through the methods of Worker, on its event
+loop and in its method thread. One lock guards counters, waits, the members and the connections. It is held for microseconds and never
+during a callback.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def stand_alone_identity() -> Identity:
-    """Return the identity of a worker that lives outside a job (a unit test, a notebook): rank 0 of 1, epoch 0."""
+    """Return the identity of a worker outside a job, as in a unit test or a notebook: rank 0 of 1, epoch 0."""
     return Identity(
         job="stand-alone",
         namespace="default",
@@ -52,7 +53,7 @@ class _Wait:
 
 
 class WorkerContext:
-    """Identity, job, view of the other members, state and counters of this process."""
+    """Identity, job, known members, state and counters of this process."""
 
     def __init__(
         self,
@@ -67,9 +68,16 @@ class WorkerContext:
         on_change: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Hold what is given. `identity` and `placement` None: those of a worker outside a job.
+        """Create the context of one process. Without arguments it is that of a worker outside a job.
 
-        `address` is that of this process's RPC server; `on_change` is called, on any thread, when a heartbeat should be sent at once.
+        - `identity`, `placement`: None means those of a worker outside a job.
+        - `keys`: CURVE keys of the group; None in a job without keys.
+        - `address`: address of this process's RPC server.
+        - `device_uuids`: UUIDs of the accelerators that this process uses.
+        - `files`: model files by name, until the runner's answer to `hello` replaces them.
+        - `hub`: RPC client of the runner's hub; None until the first registration.
+        - `on_change`: called, on any thread, when a heartbeat should be sent at once.
+        - `clock`: returns seconds.
         """
         self.identity = stand_alone_identity() if identity is None else identity
         self.placement = Placement.from_env({}) if placement is None else placement
@@ -79,14 +87,14 @@ class WorkerContext:
         self.epoch = self.identity.epoch
         self.job: RLJob | None = None
         self.files = dict(files or {})
-        """Files from the runner's answer to hello, by name."""
+        """Model configuration and tokenizer files by name."""
         self.hub = hub
-        """Client of the runner's hub; None before the first hello and outside a job."""
+        """RPC client of the runner's hub. None before the first registration and outside a job."""
         self._silent: list[RpcClient] = []
-        """Earlier clients of a silent hub, on which calls may be under way. Used by the thread that registers only."""
+        """Earlier clients of a silent hub, on which calls may be under way. Only the thread that registers uses this list."""
         self.state = MemberState.JOINING
         self.retired = False
-        """Whether this process drains for good: it takes no more work, not even in later epochs."""
+        """Whether this process takes no more work, even in later epochs. Set when the runner removes it from an elastic group."""
         self.policy_version: int | None = None
         self.digest: str | None = None
         self.weights_proof = ""
@@ -103,46 +111,52 @@ class WorkerContext:
         self.num_serving = 0
         """Members of this process's group that are in the state SERVING, as of the last heartbeat."""
         self._waiting_for_view: set[Callable[[], object]] = set()
-        """Callbacks that wake one waiting coroutine each."""
+        """One callback per coroutine that waits in `view_changed`, which wakes it."""
         self._peers: dict[str, RpcClient] = {}
 
     # --- from the worker -------------------------------------------------------------------------------------------
 
     def record_progress(self, kind: str, n: float = 1) -> None:
-        """Add to a progress counter. A run none of whose counters moves is stalled."""
+        """Add `n` to the progress counter `kind`. The runner declares a run stalled when no counter moves."""
         with self._lock:
             self._progress[kind] = self._progress.get(kind, 0) + n
 
     def record_metric(self, name: str, value: float) -> None:
-        """Set a gauge that is sent with each heartbeat."""
+        """Set the gauge `name`, which each heartbeat sends to the runner."""
         with self._lock:
             self._metrics[name] = value
 
     def report_metrics(self, read: Callable[[], Mapping[str, float]]) -> None:
-        """Send the gauges that `read` returns with each heartbeat."""
+        """Register the function `read`. Each heartbeat sends the gauges that it returns."""
         self._read_metrics = read
 
     def set_state(self, state: str) -> None:
-        """Report a new state to the hub at once. Of a retired process states other than draining and drained are ignored."""
+        """Report a new state to the hub at once. A retired process ignores all states except draining and drained."""
         wanted = MemberState(state)
         if not self.retired or wanted in (MemberState.DRAINING, MemberState.DRAINED):
             self.state = wanted
             self._on_change()
 
     def retire(self) -> None:
-        """Begin to drain for good."""
+        """Start to drain, and take no more work afterwards, also not in later epochs."""
         self.retired = True
         self.set_state(MemberState.DRAINING)
 
     def set_policy_version(self, version: int | None, digest: str | None, proof: str = "") -> None:
-        """Report to the hub at once which weights this process holds, and the proof that its engine holds them."""
+        """Report to the hub at once which weights this process holds.
+
+        `version` and `digest` None mean no weights; `proof` says how the engine's weights were verified.
+        """
         self.policy_version, self.digest, self.weights_proof = version, digest, proof
         process_log.set_policy_version(version)
         self._on_change()
 
     @contextlib.contextmanager
     def waiting(self, what: str, on: str, cause: WaitCause | None = None) -> Iterator[None]:
-        """Declare a wait for `what` on `on` (a member, group or channel) while the block runs. Heartbeats report the oldest wait."""
+        """Declare that this process waits for `what` on `on` (a member, group or channel) while the block runs.
+
+        Heartbeats report the oldest of several waits. `cause` is described at `Worker.waiting`.
+        """
         number = next(self._wait_ids)
         with self._lock:
             self._waits[number] = _Wait(what, on, self._clock(), cause)
@@ -153,7 +167,7 @@ class WorkerContext:
                 del self._waits[number]
 
     def heartbeat(self) -> Heartbeat:
-        """Return the heartbeat to send now."""
+        """Return a heartbeat with the present state, counters and gauges."""
         memory, read = processes.memory_bytes(os.getpid()), self._read_metrics()
         with self._lock:
             wait = min(self._waits.values(), key=lambda w: w.since, default=None)
@@ -175,7 +189,7 @@ class WorkerContext:
     # --- from the hub ----------------------------------------------------------------------------------------------
 
     def welcome(self, job: "RLJob | None", files: Mapping[str, bytes], view: View) -> None:
-        """Apply the hub's answer to hello."""
+        """Apply the hub's answer to `hello`: the job (None outside one), the model files and all members."""
         self.job = job
         self.files = dict(files) or self.files
         with self._lock:  # the successor of a lost hub numbers its views from 0 and may not know all members
@@ -184,7 +198,10 @@ class WorkerContext:
         self.update_view(view)
 
     def update_view(self, view: View | None) -> None:
-        """Apply the changes of the view. Calls to members that are gone fail at once."""
+        """Apply the members that changed according to the hub. None means that nothing changed.
+
+        Calls under way to members that are gone fail at once.
+        """
         if view is None:
             return
         with self._lock:
@@ -205,7 +222,7 @@ class WorkerContext:
                 wake()
 
     def enter_epoch(self, epoch: int) -> None:
-        """Send messages of `epoch` from now on, and refuse those of older epochs."""
+        """Send messages with `epoch` from now on, and refuse messages of older epochs."""
         self.epoch = epoch
         process_log.set_epoch(epoch)
         with self._lock:
@@ -216,13 +233,13 @@ class WorkerContext:
             self.hub.set_epoch(epoch)
 
     def members(self, group: str | None = None) -> list[MemberView]:
-        """Return the members of `group` (None: all that this process sees) that are not gone, by group and rank."""
+        """Return the members of `group` that are not gone, by group and rank. None returns those of all groups that this process sees."""
         with self._lock:
             present = [m for m in self._members.values() if not m.state.gone and group in (None, m.group)]
         return sorted(present, key=lambda m: (m.group, m.rank))
 
     async def view_changed(self) -> None:
-        """Wait until the view changes. The wait has no bound of its own."""
+        """Wait until the hub reports a change of the members. The wait has no timeout; the caller sets one."""
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -238,37 +255,40 @@ class WorkerContext:
 
     # --- connections -----------------------------------------------------------------------------------------------
 
-    def use_hub(self, client: RpcClient) -> None:
-        """Use `client` for the hub from now on. Calls under way on earlier connections fail."""
+    def replace_hub(self, client: RpcClient) -> None:
+        """Use `client` for the hub from now on and close earlier clients. Calls under way on them fail."""
         earlier, self._silent = [*self._silent, *([self.hub] if self.hub is not None else [])], []
         self.hub = client
         for each in earlier:
             each.close()
 
-    def try_hub(self, client: RpcClient) -> None:
-        """Use `client` for a silent hub from now on: it may lead to its successor.
+    def reconnect_hub(self, client: RpcClient) -> None:
+        """Use `client` for a hub that is silent, because it may connect to a restarted runner.
 
-        Calls under way on earlier connections are kept, because the hub may recover.
+        Earlier clients stay open with their calls under way, because the old connection may recover. `hub_answered` closes them.
         """
         if self.hub is not None:
             self._silent.append(self.hub)
         self.hub = client
 
     def hub_answered(self) -> None:
-        """Close the earlier connections to the hub on which no call is under way."""
+        """Close the earlier clients of the hub that have no call under way."""
         idle = [client for client in self._silent if client.idle]
         self._silent = [client for client in self._silent if client not in idle]
         for client in idle:
             client.close()
 
     def hub_client(self) -> RpcClient:
-        """Return the client of the runner's hub. Raises InfrastructureError outside a job."""
+        """Return the RPC client of the runner's hub. Raises InfrastructureError outside a job."""
         if self.hub is None:
             raise InfrastructureError("this worker lives outside a job and has no hub to call")
         return self.hub
 
     def peer(self, address: str, service: str | None = None) -> RpcClient:
-        """Return the client of the worker at `address`, made at first use. `service` (its group) may be None for a member in the view."""
+        """Return the RPC client of the worker at `address`, which is created at its first use.
+
+        `service` is the group of that worker. It may be None for a worker that `members` lists.
+        """
         with self._lock:
             client = self._peers.get(address)
             role = next((m.role for m in self._members.values() if m.address == address), None)
@@ -283,7 +303,7 @@ class WorkerContext:
         return kept
 
     def close(self) -> None:
-        """Close all connections to peers."""
+        """Close the connections to all other workers. The connection to the hub stays open."""
         with self._lock:
             clients, self._peers = list(self._peers.values()), {}
         for client in clients:

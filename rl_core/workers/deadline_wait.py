@@ -1,4 +1,4 @@
-"""A wait with a deadline that logs what it waits for after 10 % and after 50 % of its time."""
+"""A wait with a deadline that logs what is missing after 10 % and after 50 % of its time."""
 
 import logging
 import threading
@@ -14,12 +14,18 @@ _QUIET_SECONDS = 5.0
 
 
 class DeadlineWait:
-    """One wait of at most `seconds` for `what`. The caller sleeps at most `pause()` seconds, looks again, and asks for the next pause."""
+    """One wait of at most `seconds` for `what`.
+
+    The caller loops: it checks its condition, asks `pause` how long it may sleep at most, sleeps, and checks again.
+    """
 
     def __init__(
         self, what: str, seconds: float, *, began: float | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begin at `began` on the clock (None: now). Raises ValueError when `seconds` is not finite."""
+        """Start a wait of `seconds` for `what`, a text for log lines.
+
+        `began` is the start on `clock`; None means now. Raises ValueError when `seconds` is not finite.
+        """
         self.seconds = finite_seconds(seconds)
         self._what = what
         self._clock = clock
@@ -28,13 +34,14 @@ class DeadlineWait:
 
     @property
     def waited(self) -> float:
-        """Return the seconds since the wait began."""
+        """Seconds since the wait began."""
         return self._clock() - self._began
 
     def pause(self, missing: Callable[[], str], *, end: float | None = None) -> float | None:
-        """Return the seconds to sleep at most, None when the deadline has passed. Logs `missing()` when a warning is due.
+        """Return how many seconds the caller may sleep at most, or None when the deadline has passed.
 
-        `end`: a time of the clock at which the wait ends earlier.
+        Logs `missing()` as a warning when 10 % or 50 % of the time has passed. `end` is an earlier end of the wait on the clock; None means
+        that there is none.
         """
         waited = self.waited
         left = self.seconds - waited

@@ -1,4 +1,4 @@
-"""The accelerators that a process can use: their UUIDs, or an error when fewer are visible than the job asked for."""
+"""Checks which accelerators this process can use, and returns their UUIDs."""
 
 import logging
 from collections.abc import Iterable
@@ -9,9 +9,10 @@ logger = logging.getLogger(__name__)
 
 
 def device_uuids(visible: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the UUIDs of the devices named in `visible` (indices or UUIDs of this host); empty for none.
+    """Return the UUIDs of the devices in `visible`, which are indices or UUIDs of devices of this host.
 
-    Raises ConfigError when one is not there: a job that asks for accelerators never runs on the CPU instead.
+    Returns () for an empty tuple. Raises ConfigError when a device cannot be found: a job that asks for accelerators never falls back to
+    the CPU.
     """
     if not visible:
         return ()
@@ -30,11 +31,11 @@ def device_uuids(visible: tuple[str, ...]) -> tuple[str, ...]:
         ) from error
 
 
-def audit(visible: Iterable[tuple[str, ...]], *, exclusive: bool = False) -> tuple[str, ...]:
-    """Return the UUIDs of all accelerators that the processes of a container were given, before any of them starts.
+def check_visible_devices(visible: Iterable[tuple[str, ...]], *, exclusive: bool = False) -> tuple[str, ...]:
+    """Check that all accelerators assigned to the processes of a container are visible, and return their UUIDs.
 
-    `exclusive`: the container must see no others, as in a pod whose cluster hands out accelerators; seeing more is logged, since it
-    means that another pod's can be used by mistake. Raises ConfigError when one is missing.
+    `visible` holds the devices of each process. `exclusive` says that the container should see no other devices, because Kubernetes assigns
+    them; additional devices are logged as a warning. Raises ConfigError when an assigned device cannot be found.
     """
     wanted = tuple(sorted({device for devices in visible for device in devices}))
     uuids = device_uuids(wanted)

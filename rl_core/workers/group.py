@@ -4,8 +4,9 @@
     actors.init_worker().wait()
     actors.execute_on(0).publisher_address().wait()
 
-The launch plan has started the processes; a group constructs its class in each process of one group. The members of a gang are constructed
-together, when all of them have joined. A member of an elastic group that joins later is constructed with `construct(member)`.
+The pods' supervisors start the worker processes. `launch` constructs the class in them. There are two kinds of groups: the members of a
+fixed group, such as the actors, are constructed together when all have joined (they form a gang). The members of an elastic group, such as
+the rollouts, may come and go; one that joins later is constructed with `construct(member)`.
 """
 
 import inspect
@@ -25,17 +26,21 @@ __all__ = ["Cluster", "WorkerGroup", "WorkerGroupFuncResult"]
 
 logger = logging.getLogger(__name__)
 MARGIN = 5.0
-"""Seconds by which the deadline of a call to one rank exceeds that of the group call, whose error names all missing ranks."""
+"""Seconds by which the deadline of the call to one rank exceeds that of the group call, so that the error names all missing ranks."""
 
 
 class WorkerGroup:
-    """One class in all processes of a group."""
+    """One worker class, constructed in all processes of a group.
+
+    A public method of the class is called on all ranks as `group.method(*args)`. The call returns a WorkerGroupFuncResult at once.
+    """
 
     def __init__(self, cls: type | str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
-        """Name the class (`module:Class` where importing it would be heavy) and its arguments.
+        """Choose the class and its constructor arguments.
 
-        Raises ConfigError for a class in `__main__` or a local scope and for arguments that cannot travel, ValueError when
-        a method of the class has the name of one of ours.
+        `cls` is the class, or `module:Class` as text where importing the class would be slow. Raises ConfigError for a class in `__main__`
+        or inside a function and for arguments that cannot be serialized, and ValueError when a method of the class has the name of a method
+        of WorkerGroup.
         """
         self._cls: type[Any] | None = None
         if not isinstance(cls, str):
@@ -51,22 +56,22 @@ class WorkerGroup:
         """Guards `_constructing`: the thread of `launch` and that of the hub may find a gang complete at the same time."""
         self._cluster: Cluster | None = None
         self._constructing: dict[str, tuple[tuple[int, int], PendingCall]] = {}
-        """By member of a gang: the incarnation that was last sent `construct`, and that call."""
+        """By name of a gang member: the incarnation that was last constructed, and that call."""
         self._name = ""
 
     @classmethod
     def of(cls, path: str, /, *args: Any, **kwargs: Any) -> "WorkerGroup":
-        """Return a group of the class `module:Class`, which is imported only where it runs."""
+        """Return a group of the class `module:Class`, which is imported only in the worker processes."""
         return cls(path, args, kwargs)
 
     @property
     def name(self) -> str:
-        """Name of the group once launched."""
+        """Name of the group. Empty before `launch`."""
         return self._name
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster it was launched on. Raises RuntimeError before."""
+        """The cluster that `launch` was given. Raises RuntimeError before."""
         if self._cluster is None:
             raise RuntimeError(
                 f"the group of {self._path} must be launched before it is used; call launch(cluster, name=...)"
@@ -82,13 +87,18 @@ class WorkerGroup:
         isolate_gpu: bool = True,
         timeout: float | None = None,
     ) -> "WorkerGroup":
-        """Construct the class in the processes of the group `name`; return self.
+        """Construct the class in the processes of the group `name`; return self. This starts no process: the supervisors of the pods do.
 
-        While the hub does not serve yet nothing is waited for: members are constructed as they join, `cluster.wait_ready`
-        waits for them. Else it waits up to `timeout` (None: `deadlines.waitReady`) for all ranks of a fixed group, or for
-        the present members of an elastic one, and raises what construction raised.
-        The processes were placed by the launch plan: another `placement_strategy` or shared devices raise ConfigError.
-        `name` None: the only group there is. `max_concurrency` None: sync methods one at a time, async ones 64.
+        - `placement_strategy`, `isolate_gpu`: accepted for compatibility; any value other than the default raises ConfigError, because the
+          job's `spec.placement` has placed the processes.
+        - `name`: name of the group; None means the only one.
+        - `max_concurrency`: largest number of sync methods, and of async methods, that run at the same time in each worker. None means 1
+          and 64.
+        - `timeout`: seconds; None means `deadlines.waitReady`.
+
+        Before the hub has started, nothing is waited for: members are constructed when they join, and `cluster.wait_ready` waits for them.
+        Afterwards `launch` waits for all ranks of a fixed group, or for the present members of an elastic one, and raises the error of a
+        construction.
         """
         if placement_strategy is not None or not isolate_gpu:
             raise ConfigError(
@@ -118,20 +128,21 @@ class WorkerGroup:
         return self
 
     def construct(self, member: Member, timeout: float | None = None) -> None:
-        """Construct the class in a member that joined, blocking. A member that already holds the object keeps it and enters the present epoch.
+        """Construct the class in a member that has joined, and wait for it.
 
-        Raises what construction raised, WorkerLost, DeadlineExceeded.
+        A member that already holds an equal object keeps it and enters the present epoch. `timeout` is in seconds; None means
+        `deadlines.waitReady`. Raises the error of the construction, WorkerLost and DeadlineExceeded.
         """
         limit = self.cluster.ready_deadline if timeout is None else timeout
         self.cluster.construct(member.name, self._spec(), timeout=limit).future.result()
 
     @property
     def world_size(self) -> int:
-        """Number of ranks a call addresses now."""
+        """Number of ranks that a call reaches at the moment."""
         return len(self._ranks())
 
     def execute_on(self, *ranks: int) -> "GroupView":
-        """Return a view of the group whose calls go to `ranks`. Raises ValueError for a rank that is not there."""
+        """Return a view of the group whose calls go to `ranks` only. Raises ValueError for a rank that is not present."""
         present = self._ranks()
         unknown = [rank for rank in ranks if type(rank) is not int or rank not in present]
         if unknown or not ranks:
@@ -139,7 +150,7 @@ class WorkerGroup:
         return GroupView(self, tuple(dict.fromkeys(ranks)))
 
     def within(self, seconds: float) -> "GroupView":
-        """Return a view of the group whose calls may take `seconds` in place of `deadlines.groupMethod`."""
+        """Return a view of the group whose calls may take `seconds` instead of `deadlines.groupMethod`."""
         return GroupView(self, None, seconds)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
@@ -208,9 +219,10 @@ class WorkerGroup:
 
 
 class GroupView:
-    """Some ranks of a group (None: all), for calls, each bounded to `seconds` (None: `deadlines.groupMethod`)."""
+    """Some ranks of a group, whose methods are called like those of the group."""
 
     def __init__(self, group: WorkerGroup, ranks: tuple[int, ...] | None, seconds: float | None = None) -> None:
+        """Call `ranks` (None: all ranks) with a limit of `seconds` per call (None: `deadlines.groupMethod`)."""
         self._group = group
         self._ranks = ranks
         self._seconds = seconds
@@ -220,11 +232,15 @@ class GroupView:
 
 
 GROUP_NAMES = frozenset(name for name in dir(WorkerGroup) if not name.startswith("_"))
-"""Public names of WorkerGroup itself. A worker must not define a public method of one of these names: it could not be called."""
+"""Public names of WorkerGroup. A worker class must not define methods of these names, because they could not be called on a group."""
 
 
 def check_class(cls: type[Any]) -> None:
-    """Refuse a class that cannot be a remote worker: ConfigError for one that cannot be imported by name, ValueError for a name clash."""
+    """Check that `cls` can be the class of a remote worker.
+
+    Raises ConfigError when it cannot be imported by name or does not derive from Worker, and ValueError when one of its methods has the
+    name of a method of WorkerGroup.
+    """
     if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
         raise ConfigError(
             f"a worker class must be importable by name, got {cls.__module__}.{cls.__qualname__}; move it to a module"

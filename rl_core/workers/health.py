@@ -6,18 +6,19 @@ from http import HTTPStatus
 from rl_core.transports.http_server import HttpServer, Request, Response
 
 Answer = tuple[int, str]
-"""Status code and text."""
+"""HTTP status code and text."""
 
 
 class HealthServer:
-    """Answers GET and HEAD requests with the results of functions, by path. Runs on the event loop of the supervisor."""
+    """Answers GET and HEAD requests by path. It runs on the event loop of the supervisor."""
 
     def __init__(self, pages: Mapping[str, Callable[[], Answer]]) -> None:
+        """Serve `pages`: for each path a function that returns status code and text. It must not block."""
         self._pages = pages
         self._server = HttpServer(self._answer, gate=self._gate, refuse=lambda error: _text(error.status, str(error)))
 
     async def start(self, host: str, port: int) -> None:
-        """Listen. Raises ConfigError when the port is in use."""
+        """Listen on `host` and `port`; port 0 chooses a free one. Raises ConfigError when the port is in use."""
         await self._server.start(host, port, what="health")
 
     @property

@@ -1,12 +1,15 @@
-"""The generic worker process: `python -m rl_core.workers.host`. It registers with the hub, sends heartbeats, and holds one worker object.
+"""The generic worker process, `python -m rl_core.workers.host`. It registers with the hub, sends heartbeats, and holds one worker object.
 
     main thread: control loop (hello, heartbeats, signals)      handler loop: async methods      one thread: sync methods
 
-The control loop runs no user code, so that a busy worker still sends heartbeats. Torch is imported by the classes that need it only.
+The control loop runs no user code, so that a busy worker still sends heartbeats. Torch is imported only by the classes that need it.
 
-    start -> register -> keep in touch -(the hub is gone or forgot us)-> reset -> register ...          (registration.py)
-    fenced or refused for good -> exit 3 (wire version: 2)      SIGTERM -> drain -> goodbye -> exit 0
-    SIGTERM at an actor pod of a cluster without the runner -> the runner saves and ends -> exit 3
+    start -> register -> keep in touch -(the hub is silent or does not know us)-> reset -> register ...          (registration.py)
+    refused for good, or replaced by a newer process -> exit 3      the hub has another wire version -> exit 2
+    SIGTERM -> drain -> goodbye -> exit 0
+
+An actor pod that does not contain the runner cannot save a checkpoint by itself. On SIGTERM in Kubernetes it reports `draining` and goes
+on. The runner then saves with the help of all actors and ends, and the actor ends with exit code 3.
 """
 
 import asyncio
@@ -40,19 +43,24 @@ from rl_core.workers.registration import HELLO_DEADLINE, Ended, Registration
 logger = logging.getLogger("rl_core.workers.host")
 
 GOODBYE = 0.5
-"""Seconds to say goodbye. The hub may be gone as well."""
+"""Seconds that the `goodbye` call may take. The hub may have ended too."""
 CLOSE = 2.0
 """Seconds that the `close` hook of the worker object may take."""
 DEFAULT_DRAIN = 8.0
 """Seconds to drain for a process that has not received a job."""
 MOST_CALLS = 1024
-"""Most calls that are accepted at a time; the method server has its own, lower bounds."""
+"""Largest number of RPC calls in progress. The method server has lower limits of its own."""
 
 
 class Host:
-    """One worker process from start to end. Its RPC server listens once the object is made."""
+    """One worker process from its start to its end."""
 
     def __init__(self, identity: Identity, placement: Placement) -> None:
+        """Start the RPC server of the process.
+
+        `identity` and `placement` come from the environment that the launcher has set. Raises ConfigError when an assigned accelerator
+        cannot be found.
+        """
         self.identity = identity
         self._keys = KeyRing(Path(identity.curve_dir), identity.role) if identity.curve_dir else None
         self._callers: dict[str, set[str]] = {"runner": {"construct", "execute", "retire"}}
@@ -81,7 +89,7 @@ class Host:
         self._retiring: asyncio.Future[None] | None = None
 
     async def run(self) -> int:
-        """Serve until the job ends for this process; return the exit code."""
+        """Register and serve until this process must end; return its exit code."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._on_signal)
@@ -132,7 +140,7 @@ class Host:
         self._connect_channel()
 
     async def _retire(self) -> None:
-        """Begin to drain for good, at the request of the runner. Returns at once; the heartbeats report `draining`, then `drained`."""
+        """Handle the runner's request to drain and take no more work. Returns at once; the heartbeats report `draining`, then `drained`."""
         if not self._context.retired:
             self._context.retire()
             self._retiring = asyncio.ensure_future(self._drain_for_good())
@@ -151,7 +159,7 @@ class Host:
     async def _leave(self) -> None:
         """Drain within `drainSeconds` and say goodbye."""
         self._context.set_state(MemberState.DRAINING)
-        self._registration.beat()
+        self._registration.report_alive()
         try:
             await asyncio.wait_for(_on_handlers(self._methods.drain()), self._drain_seconds)
             if self._context.hub is not None:

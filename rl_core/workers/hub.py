@@ -3,7 +3,8 @@
 It serves the RPC methods of `messages.members` and those that the runner adds. Each group may call its own methods only. `hello`,
 `heartbeat`, `goodbye` and `child_ended` are also answered to callers of an older epoch, because that is how they learn the present one.
 
-Listeners of the runner (`listen`) run on a thread of their own, so that they may block without delaying the hub.
+Listeners (`add_listeners`) run on a thread of their own, so that they may block without delaying the hub. Watchers (`add_watcher`) run on
+the thread that made the change, before anything else sees it, and must not block.
 """
 
 import functools
@@ -48,7 +49,7 @@ _SUPERVISOR_METHODS = frozenset({"child_ended"})
 
 
 class Hub:
-    """Keeps the members of the job and informs the runner when one joins or is lost."""
+    """Keeps the members of the job, and informs the runner when one joins or is lost."""
 
     def __init__(
         self,
@@ -63,9 +64,16 @@ class Hub:
         lost_seconds: float = 15.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare to serve at `bind` (None: RLJOB_HUB of the identity). The job's deadlines win over the seconds given here.
+        """Prepare to serve; `start` begins to listen.
 
-        `files` (model configuration and tokenizer by name) are sent at hello to the groups that hold the model.
+        - `identity`: identity of the runner.
+        - `job`: the job that is sent to members. Its deadlines replace the seconds given here. None in tests.
+        - `keys`: CURVE keys of the runner; None serves without authentication, on loopback.
+        - `files`: model configuration and tokenizer by file name, sent at registration to the groups that hold the model.
+        - `bind`: address to listen on; None derives it from the hub address of the identity.
+        - `heartbeat_seconds`: time between two heartbeats of a member.
+        - `suspect_seconds`, `lost_seconds`: silence after which a member is suspect, and lost.
+        - `clock`: returns seconds.
         """
         if job is not None:
             deadlines = job.spec.runtime.deadlines
@@ -118,37 +126,37 @@ class Hub:
 
     @property
     def address(self) -> str:
-        """Address of the hub once started."""
+        """Address at which the hub listens, once it is started."""
         return self._server.address
 
     @property
     def epoch(self) -> int:
-        """Epoch of the job as this runner was started."""
+        """Epoch of the job: how often its gang was restarted."""
         return self._membership.epoch
 
     def add_handlers(self, handlers: Mapping[str, Callable[..., Any]], *, role: str) -> None:
-        """Serve further methods of the runner at the address of the hub, to the members of `role`."""
+        """Also serve these RPC methods, by name, to the members of `role`."""
         self._callers[role] |= handlers.keys()
         self._server.add_handlers(handlers)
 
-    def listen(
+    def add_listeners(
         self,
         *,
         joined: Callable[[Member], object] | None = None,
         lost: Callable[[Member, str], object] | None = None,
     ) -> None:
-        """Call `joined(member)` for every member that says hello and `lost(member, reason)` for every member that is lost or has drained.
+        """Call `joined(member)` for every member that registers and `lost(member, reason)` for every member that is lost or has drained.
 
-        All listeners run on one thread, change by change, in the order in which they were added. They may block. Raises RuntimeError
-        after `start`: a late listener would miss members.
+        All listeners run one after the other on one thread, in the order of the changes and, for each change, in the order in which they
+        were added. They may block. Raises RuntimeError after `start`, because a listener that is added late would miss members.
         """
         if self.started:
-            raise RuntimeError("hub.listen must be called before hub.start; a late listener would miss members")
+            raise RuntimeError("hub.add_listeners must be called before hub.start; a late listener would miss members")
         self._joined += [joined] if joined is not None else []
         self._lost += [lost] if lost is not None else []
 
     def start(self) -> "Hub":
-        """Serve, and look for silent members from now on. Raises ConfigError when the port is in use."""
+        """Start to serve and to check for silent members; return self. Raises ConfigError when the port is in use."""
         self._server.start()
         self.started = True
         threading.Thread(target=self._sweep, name="hub-sweep", daemon=True).start()
@@ -156,41 +164,47 @@ class Hub:
         return self
 
     def close(self) -> None:
-        """Stop serving."""
+        """Stop to serve."""
         self._ended.set()
         self._queue.put(None)
         if self.started:
             self._server.close()
 
     def members(self, role: str | None = None, *, drained: bool = False, lost: bool = False) -> list[Member]:
-        """Return the members of `role` (None: all) by group and rank. Drained and lost ones are included on request only."""
+        """Return the members of `role` ordered by group and rank. `role` None returns the members of all roles.
+
+        Members that are lost or have drained are left out unless `lost` or `drained` is true.
+        """
         with self._lock:
             return self._membership.members(role, drained=drained, lost=lost)
 
     def get(self, name: str) -> Member | None:
-        """Return the member `group:rank`, also when it is lost or drained; None when it never said hello."""
+        """Return the member `group:rank`, even if it is lost or has drained. None if it has never registered."""
         with self._lock:
             return self._membership.get(name)
 
-    def watch(self, on_change: Callable[[Change], None]) -> None:
-        """Call `on_change` for every change at once, on the thread that made it. It must not block."""
+    def add_watcher(self, on_change: Callable[[Change], None]) -> None:
+        """Call `on_change(change)` for every member that joins or is lost, on the thread that made the change. It must not block."""
         self._watchers.append(on_change)
 
     @property
-    def version(self) -> int:
-        """Rises with every change of a member's state, version or presence."""
+    def revision(self) -> int:
+        """Number that rises with every change of a member's state or policy version and with every join and loss."""
         with self._lock:
-            return self._membership.version
+            return self._membership.revision
 
-    def wait_changed(self, version: int, seconds: float) -> None:
-        """Wait until `version` is no longer the present one, at most `seconds`."""
+    def wait_changed(self, revision: int, seconds: float) -> None:
+        """Wait until `revision` is no longer the present revision, at most `seconds`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._membership.version != version, seconds)
+            self._changed.wait_for(lambda: self._membership.revision != revision, seconds)
 
-    def give_up(self, member: Member, reason: str) -> None:
-        """Declare a member lost although it is alive. It says hello again, as the same process or as its replacement."""
+    def declare_lost(self, member: Member, reason: str) -> None:
+        """Declare a member lost although it sends heartbeats.
+
+        Its next heartbeat is refused. It registers again, either as the same process or, after a restart, as its replacement.
+        """
         with self._changing() as membership:
-            membership.give_up(member.id, reason)
+            membership.declare_lost(member.id, reason)
 
     # --- RPC -------------------------------------------------------------------------------------------------------
 
@@ -315,7 +329,7 @@ class Hub:
 
 
 def visible_groups(groups: Iterable[GroupKind]) -> dict[str, frozenset[str]]:
-    """Return for each group the groups whose members it sees: those that it may call."""
+    """Return for each group the names of the groups whose members it sees. These are the groups that it may call."""
     known = list(groups)
     return {viewer.name: frozenset(group.name for group in known if viewer.name in group.callers) for viewer in known}
 

@@ -4,8 +4,8 @@
       |                                    |  ^___heartbeat____________|          ^
       +--refused                           +--child_ended (its supervisor saw it end)
 
-Every message of a member carries its incarnation; a message of an older incarnation than the registered one is refused. Joins and losses
-are collected in order until the hub takes them.
+Every message of a member carries its incarnation, which rises when its process or pod is restarted; a message of an older incarnation than
+the registered one is refused. Joins and losses are collected in order until the hub takes them.
 """
 
 import time
@@ -31,7 +31,11 @@ from rl_core.workers.member import Member
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A member that joined, or that is lost or has drained."""
+    """A member that has joined, or that is lost or has drained.
+
+    `kind` is "joined" or "lost"; a member that has drained also counts as lost, with the state DRAINED. `member` is its snapshot after the
+    change, and `reason` says why it is lost.
+    """
 
     kind: Literal["joined", "lost"]
     member: Member
@@ -39,7 +43,7 @@ class Change:
 
 
 class Membership:
-    """Members by name. Each has the time of its last heartbeat."""
+    """The members of one job by name, with their states."""
 
     def __init__(
         self,
@@ -51,11 +55,17 @@ class Membership:
         views: Mapping[str, Set[str]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`views`: the groups whose members each group sees; a group that is not listed sees nobody. None = each sees all."""
+        """Start without members.
+
+        - `uid`, `epoch`: job and epoch that a member must have to be accepted.
+        - `suspect_seconds`, `lost_seconds`: silence after which a member is suspect, and lost.
+        - `views`: for each group, the groups whose members it sees. A group that is not listed sees none. None: each group sees all.
+        - `clock`: returns seconds.
+        """
         self.uid = uid
         self.epoch = epoch
-        self.version = 0
-        """Rises with every change of a member's state, of its weights, or of who is a member."""
+        self.revision = 0
+        """Number that rises with every change of a member's state or policy version and with every join and loss."""
         self._suspect = suspect_seconds
         self._lost = lost_seconds
         self._views = views
@@ -71,17 +81,20 @@ class Membership:
         self._last_sweep = clock()
 
     def get(self, name: str) -> Member | None:
-        """Return the member called `group:rank`, also when it is lost or drained; None when it never said hello."""
+        """Return the member `group:rank`, even if it is lost or has drained. None if it has never registered."""
         return self._members.get(name)
 
     def members(self, role: str | None = None, *, drained: bool = False, lost: bool = False) -> list[Member]:
-        """Return the members of `role` (None: all) by group and rank. Drained and lost ones are included on request only."""
+        """Return the members of `role` ordered by group and rank. `role` None returns the members of all roles.
+
+        Members that are lost or have drained are left out unless `lost` or `drained` is true.
+        """
         kept = [*([MemberState.DRAINED] if drained else []), *([MemberState.LOST] if lost else [])]
         chosen = [m for m in self._members.values() if role in (None, m.role) and (not m.state.gone or m.state in kept)]
         return sorted(chosen, key=lambda m: (m.group, m.rank))
 
     def hello(self, report: HelloReport, host: str = "") -> RefusalReason | None:
-        """Register a process that connected from the IP address `host`; return why it is refused, None when it is a member."""
+        """Register a process that connected from IP address `host`. Returns why it is refused, or None when it is accepted."""
         refusal = self._judge(report)
         if refusal is not None:
             return refusal
@@ -99,7 +112,10 @@ class Membership:
         return None
 
     def heartbeat(self, sender: MemberId, beat: Heartbeat) -> HeartbeatAnswer:
-        """Record a heartbeat. Raises EpochFenced when a process of a higher incarnation has taken the name."""
+        """Record a heartbeat and return the answer, whose `known` is false when the member must register again.
+
+        Raises EpochFenced when a process of a higher incarnation has taken over the name.
+        """
         member = self._members.get(sender.name)
         if member is not None and sender.incarnation < member.incarnation:
             raise EpochFenced(
@@ -131,23 +147,23 @@ class Membership:
         )
 
     def child_ended(self, child: MemberId, code: int) -> None:
-        """Record that the process of a member has ended. The end of an earlier process of that name changes nothing."""
-        self.give_up(child, f"its process ended with code {code}")
+        """Declare a member lost because its process ended with exit code `code`. An earlier process of the same name is ignored."""
+        self.declare_lost(child, f"its process ended with code {code}")
 
-    def give_up(self, member_id: MemberId, reason: str) -> None:
-        """Declare a member lost although it is alive: its next heartbeat is refused, and it says hello again."""
+    def declare_lost(self, member_id: MemberId, reason: str) -> None:
+        """Declare a member lost although it sends heartbeats. Its next heartbeat is refused, and it registers again."""
         if (member := self._present(member_id)) is not None:
             self._lose(member, reason)
 
     def goodbye(self, leaving: MemberId) -> None:
-        """Record that a member has drained and leaves."""
+        """Record that a member has drained and is about to end."""
         if (member := self._present(leaving)) is not None:
             self._lose(member, "it drained and said goodbye", state=MemberState.DRAINED)
 
     def sweep(self) -> None:
-        """Mark silent members as suspect or lost. Called about every half second.
+        """Mark silent members as suspect or lost. The hub calls this about every half second.
 
-        A longer gap between two calls is a pause of this process and is not counted as silence of the members.
+        A much longer gap between two calls means that this process was paused. It does not count as silence of the members.
         """
         now = self._clock()
         pause = now - self._last_sweep
@@ -163,7 +179,7 @@ class Membership:
                 self._store(replace(member, state=MemberState.SUSPECT))
 
     def view(self, group: str | None = None, since: int = -1) -> View:
-        """Return the members that changed after view version `since` among those that `group` sees (None: all)."""
+        """Return the members that `group` sees (None: all) and that changed after view version `since`."""
         changed: list[tuple[int, str]] = []
         for seen in self._seen_by(group):
             for name, version in reversed(self._shown.get(seen, {}).items()):
@@ -241,7 +257,7 @@ class Membership:
             or old is None
             or (old.state, old.policy_version, old.digest) != (state, member.policy_version, member.digest)
         ):
-            self.version += 1
+            self.revision += 1
 
 
 def _repeated(old: Member, new: Member) -> bool:

@@ -1,8 +1,8 @@
 """Holds the worker object of a process and runs its methods for RPC callers.
 
-`construct(spec)` builds the object. `execute(method, args, kwargs)` runs a method for the runner and returns its duration too. Every public
-method is also served under its own name, for other workers (`weights_offer`, `step_rows`). Sync methods run in one thread, unless the group
-asked for more; async methods run on the loop of RPC handlers, at most 64 at a time.
+`construct(spec)` builds the object. `execute(method, args, kwargs)` runs a method for the runner and also returns how long it took. Every
+public method is also served under its own name, for other workers (`weights_offer`, `step_rows`). Sync methods run in one thread, unless
+the group was launched with `max_concurrency`. Async methods run on the loop of RPC handlers, at most 64 at a time.
 """
 
 import asyncio
@@ -41,10 +41,11 @@ class MethodServer:
         on_methods: Callable[[dict[str, Callable[..., Any]]], None],
         on_ready: Callable[[], Awaitable[None]],
     ) -> None:
-        """Serve in `context`.
+        """Serve in the process of `context`.
 
-        `before_build` is called in the thread that builds the object; `on_methods` is given the handlers of methods to be
-        served under their own names; `on_ready` is awaited when the object is there, before `construct` returns.
+        - `before_build()` is called in the thread that builds the object, before it is built.
+        - `on_methods(handlers)` receives the handlers that are to be served under their own names.
+        - `on_ready()` is awaited once the object is built, before `construct` returns.
         """
         self.worker: Worker | None = None
         self._context = context
@@ -63,14 +64,22 @@ class MethodServer:
         self._idle.set()
 
     async def construct(self, spec: WorkerSpec) -> MethodResult:
-        """Build the object. When the spec is that of the present object, the object is kept and enters the present epoch."""
+        """Build the worker object that `spec` describes.
+
+        If the present object was built from an equal spec, it is kept, and its `on_new_epoch` hook is called. Otherwise the present object
+        is closed first. Raises ConfigError when the class cannot be imported, RemoteError when its `__init__` fails.
+        """
         async with self._building:
             await self._construct(spec)
             await self._on_ready()
         return MethodResult(value=None, durations={})
 
     async def execute(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> MethodResult:
-        """Run a public method; return its value and the seconds it took."""
+        """Run a public method; return its value and the seconds that it and the worker's timers took.
+
+        Raises InfrastructureError before an object is constructed, ConfigError for an unknown method, and RemoteError, with the traceback,
+        when the method raises an exception that is no RLJobError.
+        """
         began = time.perf_counter()
         value = await self._run(method, *args, **kwargs)
         return MethodResult(value=value, durations={method: time.perf_counter() - began, **PROCESS.pop()})
@@ -80,12 +89,12 @@ class MethodServer:
         await self._hook("on_new_epoch", epoch)
 
     async def drain(self) -> None:
-        """Call the `drain` hook, then wait until no method is running. The wait has no bound of its own."""
+        """Call the `drain` hook, then wait until no method is running. The wait has no timeout; the caller sets one."""
         await self._hook("drain")
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Call the `close` hook."""
+        """Call the `close` hook of the object, if there is one."""
         await self._hook("close")
 
     # --- inside ----------------------------------------------------------------------------------------------------
@@ -116,7 +125,7 @@ class MethodServer:
         cls = load_class(spec.path)
         args, kwargs = arguments.unpack(spec.args, spec.kwargs)
         try:
-            return cls.hosted(self._context, *args, **kwargs)
+            return cls.create_in_context(self._context, *args, **kwargs)
         except RLJobError:
             raise
         except (Exception, SystemExit) as error:
@@ -205,7 +214,11 @@ class MethodServer:
 
 
 def load_class(path: str) -> type[Worker]:
-    """Return the worker class named `module:Class`. Raises ConfigError when there is none, ValueError for a name clash."""
+    """Import and return the worker class named `module:Class`.
+
+    Raises ConfigError when it cannot be imported or is no worker class, ValueError when one of its methods has the name of a method of
+    WorkerGroup.
+    """
     module, _, name = path.partition(":")
     try:
         cls = getattr(importlib.import_module(module), name)

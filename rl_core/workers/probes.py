@@ -1,4 +1,4 @@
-"""What a pod answers to probes: is it alive, is it ready, how are its processes. Pure reads of the supervisor's tables."""
+"""The health pages of a pod: whether its processes are alive, whether they are ready, and metrics about them."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from rl_core.plan.launch import PodPlan, ProcessPlan
 
 SILENCE = 60.0
-"""A child whose I/O thread gave no sign for so long makes /healthz answer 503."""
+"""Seconds after the last `alive` event of a worker process from which /healthz answers 503."""
 FIRST_SIGN = 600.0
-"""The same for a worker that gave none yet: its imports come before its I/O thread, from a slow volume at times."""
+"""Seconds that a worker process may take until its first `alive` event. Its imports may be slow to load from a network volume."""
 _REGISTERED = ("joining", "constructing", "ready", "updating", "serving")
 
 
 def kind_of(process: "ProcessPlan") -> str:
-    """Return runner, channel or worker."""
+    """Return "runner", "channel" or "worker"."""
     return process.group if process.group in ("runner", "channel") else "worker"
 
 
 class Probes:
-    """The pages of the health server, over the supervisor's children by process name."""
+    """The health pages of one pod. Each method returns an HTTP status code and a text."""
 
     def __init__(
         self,
@@ -34,12 +34,18 @@ class Probes:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Read the tables of the supervisor, which it keeps up to date.
+
+        `children` holds the latest child and `restarts` the number of restarts of each process, both by process name. `clock` returns
+        seconds.
+        """
         self._pod, self._plans, self._children, self._restarts, self._clock = pod, plans, children, restarts, clock
 
     def healthz(self) -> tuple[int, str]:
-        """Return 503 naming the children whose I/O thread has been silent for SILENCE seconds; a declared wait is healthy.
+        """Return 503 with the names of worker processes that have sent no `alive` event for SILENCE seconds, else 200.
 
-        Runner and channel server give no signs; the workers notice their end.
+        The events come from the control loop of a process, so a worker that is busy or waits is still healthy. Runner and channel server
+        send no such events; if they hang, the workers notice.
         """
         now = self._clock()
         silent = []
@@ -53,7 +59,10 @@ class Probes:
         return (503, f"no sign of life from {', '.join(silent)}\n") if silent else (200, "ok\n")
 
     def readyz(self) -> tuple[int, str]:
-        """Return 200 when all children run and are registered with the hub (rollouts: serving)."""
+        """Return 200 when all processes run and all workers are registered with the hub, else 503 with those that are missing.
+
+        Rollout workers must also serve the policy.
+        """
         wanted = ("serving",) if self._pod.role == "rollout" else _REGISTERED
         waiting = []
         for process in self._plans:
@@ -65,7 +74,7 @@ class Probes:
         return (503, "waiting for " + ", ".join(waiting) + "\n") if waiting else (200, "ready\n")
 
     def metrics(self) -> tuple[int, str]:
-        """Return the children's state in the Prometheus text format."""
+        """Return the state, the restarts and the resident memory of each process in the Prometheus text format."""
         rows: dict[str, list[str]] = {"up": [], "restarts_total": [], "resident_memory_bytes": []}
         for name, child in self._children.items():
             label = f'{{process="{name}",pod="{self._pod.name}"}}'

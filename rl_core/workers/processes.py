@@ -1,6 +1,6 @@
-"""System calls that keep a tree of processes together: adoption of orphans, death with the parent, process groups, marks in the environment.
+"""System calls for trees of processes: adoption of orphans, death with the parent, process groups, and search by environment.
 
-Linux only. Used by the supervisor and the local launcher; no state of its own.
+Linux only. Used by the supervisor and the local launcher; the module has no state of its own.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 KILL_SECONDS = 5.0
-"""Seconds for which marked processes are looked for and killed. One that is alive after that hangs in the kernel."""
+"""Seconds for which `kill_with_environment` waits. A process that still exists then hangs in the kernel."""
 _LOOK_PAUSE = 0.005
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -21,12 +21,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Make this process the new parent of its orphaned descendants (PR_SET_CHILD_SUBREAPER), so that it can end them."""
+    """Make this process the parent of its orphaned descendants (PR_SET_CHILD_SUBREAPER), so that it can end them. False undoes it."""
     _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel SIGKILL this process when the thread that started it ends; ends at once if `parent` is already gone."""
+    """Have the kernel kill this process with SIGKILL when the thread that started it ends.
+
+    `parent` is the expected pid of the parent; if it has already ended, this process ends now. None skips the check.
+    """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -39,7 +42,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def children() -> set[int]:
-    """Return the pids of this process's children, adopted ones and zombies included."""
+    """Return the pids of the children of this process, including adopted processes and zombies."""
     pids: set[int] = set()
     try:
         for listing in Path("/proc/self/task").glob("*/children"):
@@ -50,7 +53,7 @@ def children() -> set[int]:
 
 
 def kill_group(pid: int, signum: int) -> bool:
-    """Send `signum` to the process group led by `pid`; False when no process of it is left."""
+    """Send signal `signum` to the process group that `pid` leads. Returns False when it has no process left."""
     try:
         os.killpg(pid, signum)
     except (ProcessLookupError, PermissionError):
@@ -59,7 +62,7 @@ def kill_group(pid: int, signum: int) -> bool:
 
 
 def kill(pid: int, signum: int) -> bool:
-    """Send `signum` to one process; False when it is gone."""
+    """Send signal `signum` to one process. Returns False when it has ended."""
     try:
         os.kill(pid, signum)
     except (ProcessLookupError, PermissionError):
@@ -68,7 +71,10 @@ def kill(pid: int, signum: int) -> bool:
 
 
 def reap(pid: int) -> int | None:
-    """Reap an ended child and return its exit code (128 + n after signal n); None while it runs, or when it is no child of this process."""
+    """Reap an ended child and return its exit code, or 128 + n after signal n.
+
+    None when it still runs or is no child of this process.
+    """
     try:
         ended, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
@@ -80,12 +86,12 @@ def reap(pid: int) -> int | None:
 
 
 def is_signalled(code: int) -> bool:
-    """Return whether exit code `code` is 128 + n of a signal n."""
+    """Return whether exit code `code` says that a signal ended the process, that is 128 + n."""
     return 128 < code < 128 + signal.NSIG
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, its number where it has none (most real-time signals)."""
+    """Return the name of a signal, or its number as text when it has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -93,19 +99,19 @@ def signal_name(number: int) -> str:
 
 
 def memory_bytes(pid: int) -> int:
-    """Return the resident memory of a process, 0 when it is gone."""
+    """Return the resident memory of a process in bytes, 0 when it has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):
         return 0
 
 
-def marked(*marks: str) -> Iterator[int]:
-    """Yield the pids of all processes whose environment holds all `marks` (`NAME=value`), whoever their parent is; not ourselves.
+def with_environment(*settings: str) -> Iterator[int]:
+    """Yield the pids of all other processes whose environment contains all `settings`, texts of the form `NAME=value`.
 
-    An environment is inherited, so this finds descendants that left every group and session.
+    Children inherit the environment, so this also finds descendants that have left every process group and session.
     """
-    wanted = [b"\0" + mark.encode() + b"\0" for mark in marks]
+    wanted = [b"\0" + mark.encode() + b"\0" for mark in settings]
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -117,19 +123,19 @@ def marked(*marks: str) -> Iterator[int]:
             yield int(entry.name)
 
 
-def kill_marked(*marks: str, seconds: float = KILL_SECONDS) -> None:
-    """SIGKILL all processes whose environment holds all `marks`, and wait until they are gone, at most `seconds`. Blocks.
+def kill_with_environment(*settings: str, seconds: float = KILL_SECONDS) -> None:
+    """Kill all processes whose environment contains all `settings`, and wait until they have ended, at most `seconds`. Blocks.
 
-    Looks until two looks in a row find none: a program that is just being started shows no environment for a moment.
+    Two searches in a row must find none, because a program that is just being started shows no environment for a moment.
     """
     deadline = time.monotonic() + seconds
     clean = 0
     while clean < 2:
-        pids = list(marked(*marks))
+        pids = list(with_environment(*settings))
         for pid in pids:
             kill(pid, signal.SIGKILL)
         clean = 0 if pids else clean + 1
         if time.monotonic() >= deadline:
-            logger.warning("processes %s with %s are killed and still there", pids, ", ".join(marks))
+            logger.warning("processes %s with %s are killed and still there", pids, ", ".join(settings))
             return
         time.sleep(_LOOK_PAUSE)

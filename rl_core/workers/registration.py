@@ -1,9 +1,9 @@
-"""How a worker process becomes a member and stays one: it says hello until the hub accepts it, then sends heartbeats.
+"""Registers a worker process with the hub and sends its heartbeats.
 
     register -(accepted)-> keep_in_touch -(the hub is silent for `lost` s, or does not know us)-> returns; the host starts over
     register -(refused for good)-> Ended          keep_in_touch -(a newer process has our name)-> Ended
 
-Runs on the host's control loop, beside which user code runs in other threads: a busy worker keeps its heartbeat.
+Both coroutines run on the control loop of the worker process. User code runs in other threads, so a busy worker still sends heartbeats.
 """
 
 import asyncio
@@ -42,21 +42,21 @@ HELLO_TRY = 5.0
 HELLO_DEADLINE = 600.0
 """Seconds within which a hub must accept a member of a gang in a local run."""
 RETRY_PAUSE = 0.2
-"""Seconds between two attempts to reach the hub: a hub that is not there may refuse connections at once."""
+"""Seconds between two attempts to reach the hub, because a hub that does not run refuses connections without delay."""
 SUCCESSOR_PAUSE = 1.0
 """Seconds between two hellos to a hub of an older epoch, whose successor is about to take its address."""
 RECONNECT = 3.0
-"""Seconds of silence of the hub after which its name is resolved and connected to again: its successor may have another address."""
+"""Seconds of silence of the hub after which its host name is resolved again. A restarted runner may have another IP address."""
 FIRST_HEARTBEAT = 2.0
 """Seconds between heartbeats until the hub says otherwise."""
 DEFAULT_LOST = 15.0
-"""Seconds of silence after which a hub that has no job is taken for gone."""
+"""Seconds of silence after which the hub counts as lost, in a process that has not received a job."""
 _STILL_WAITING = 10.0
 """Seconds between two log lines about a hub that does not answer."""
 
 
 class Ended(Exception):
-    """The process must end with `code`."""
+    """Raised when this process must end. `code` is its exit code."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -64,7 +64,7 @@ class Ended(Exception):
 
 
 class Registration:
-    """Registers the process of `context` with the hub, as often as its host starts over."""
+    """Registers the process of `context` with the hub. It can register again after the hub was lost."""
 
     def __init__(
         self,
@@ -73,11 +73,14 @@ class Registration:
         connect: Callable[[], RpcClient],
         start_over: Callable[[int], Awaitable[None]],
     ) -> None:
-        """`connect` returns a new client of the hub; `start_over(epoch)` drops all that belongs to older epochs."""
+        """Prepare to register the process of `context`.
+
+        `connect` returns a new RPC client of the hub. `start_over(epoch)` drops everything that belongs to older epochs.
+        """
         kind = BUILT_IN.get(context.identity.group)
         self.elastic = kind is not None and kind.elastic
         self.accepted = threading.Event()
-        """Set once a hello was accepted and its answer is applied. The runner may call this process a moment earlier."""
+        """Set once the hub has accepted a hello and its answer is applied. The runner may already call this process shortly before."""
         self._context = context
         self._identity = context.identity
         self._connect = connect
@@ -90,25 +93,25 @@ class Registration:
     # --- hello -----------------------------------------------------------------------------------------------------
 
     async def register(self) -> None:
-        """Say hello until the hub accepts. Raises Ended when it never will."""
+        """Send `hello` to the hub until it is accepted. Raises Ended when the hub refuses this process for good."""
         self._loop = asyncio.get_running_loop()
         self._count += 1
         began, warned = time.monotonic(), 0.0
-        self.beat()
+        self.report_alive()
         while True:
             waited = time.monotonic() - began
             self._check_hello_deadline(waited)
             if waited - warned >= _STILL_WAITING:
                 warned = waited
                 logger.warning("the hub %s has not accepted a hello for %.0f s", self._identity.hub, waited)
-                self.beat()
+                self.report_alive()
             if await self._say_hello():
                 return
 
     async def _say_hello(self) -> bool:
         """Return whether the hub accepted. Raises Ended when it never will."""
         hub = self._connect()
-        self._context.use_hub(hub)
+        self._context.replace_hub(hub)
         try:
             answer: HelloAccepted | HelloRefused = await hub.call(
                 "hello", self._report(), timeout=HELLO_TRY, idempotent=True
@@ -184,14 +187,17 @@ class Registration:
     # --- heartbeats ------------------------------------------------------------------------------------------------
 
     async def keep_in_touch(self) -> None:
-        """Send heartbeats; return when the hub is silent for `lost` seconds or has forgotten us. Raises Ended when fenced."""
+        """Send heartbeats until the hub is silent for `deadlines.lost` seconds or no longer knows this process.
+
+        Returns then, and the caller registers again. Raises Ended when a newer process has taken over the name of this one.
+        """
         last_heard = time.monotonic()
         while (silence := time.monotonic() - last_heard) < self._lost_seconds:
             if silence > RECONNECT:
-                self._context.try_hub(self._connect())
+                self._context.reconnect_hub(self._connect())
             # Cleared before the report is made: what changes while it is under way is reported by the next one, at once.
             self._report_now.clear()
-            self.beat()
+            self.report_alive()
             try:
                 answer = await self.send_heartbeat()
             except EpochFenced as error:
@@ -211,7 +217,7 @@ class Registration:
         logger.warning("the hub has been silent for %.0f s", self._lost_seconds)
 
     async def send_heartbeat(self) -> HeartbeatAnswer:
-        """Send one heartbeat. On any loop."""
+        """Send one heartbeat to the hub and return its answer. May be called on any event loop."""
         timeout = max(self._heartbeat_seconds, 1.0)
         beat = self._context.heartbeat()
         answer: HeartbeatAnswer = await self._context.hub_client().call(
@@ -220,17 +226,17 @@ class Registration:
         return answer
 
     def report_soon(self) -> None:
-        """Have the next heartbeat sent at once. From any thread."""
+        """Send the next heartbeat at once. May be called from any thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._report_now.set)
 
-    def beat(self) -> None:
-        """Report to the supervisor that this process is alive."""
+    def report_alive(self) -> None:
+        """Report to the supervisor of the pod that this process is alive, with its state and policy version."""
         events.report("alive", state=self._context.state.value, version=self._context.policy_version)
 
     @property
     def id(self) -> MemberId:
-        """This process as the hub knows it."""
+        """Name and incarnation of this process, by which the hub knows it."""
         return MemberId(name=self._identity.name, incarnation=self._identity.incarnation)
 
     @property

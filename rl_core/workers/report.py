@@ -1,4 +1,7 @@
-"""Reports the end of a supervisor's child to the hub. Imported only when a child ends, so that supervisors use little memory."""
+"""Reports to the hub that a supervisor's child process has ended.
+
+The supervisor imports this module only shortly after its start, so that it needs little memory.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -16,9 +19,9 @@ TIMEOUT = 3.0
 
 
 def report_child_ended(environ: Mapping[str, str], restarts: int, code: int) -> None:
-    """Report to the hub that the process described by `environ`, in its `restarts`-th restart, ended with `code`.
+    """Report to the hub that the process described by `environ` ended with exit code `code` after `restarts` restarts.
 
-    A hub that does not answer in time learns of the end by the missing heartbeats.
+    If the hub does not answer within 3 seconds, a warning is logged. The hub then learns of the end from the missing heartbeats.
     """
     child = Identity.from_env(environ)
     if not child.hub:

@@ -1,7 +1,7 @@
-"""The result of one method call on several ranks: waits for all of them, raises failures early, names the ranks that are missing.
+"""The result of one method call on several ranks. It waits for all of them, raises failures early, and names the ranks that are missing.
 
-It depends on the `Call` protocol only; the group makes calls from RPC futures. Waits do not poll: a future that is set at the next change
-wakes threads and coroutines alike.
+It depends only on the `RankCall` protocol; the group creates such calls from RPC futures. Waits do not poll: every change completes a
+future, which wakes threads and coroutines alike.
 """
 
 import asyncio
@@ -27,38 +27,49 @@ _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
 
 
 class CallCancelled(RLJobError, concurrent.futures.CancelledError):
-    """The caller cancelled the call."""
+    """Raised to waiters when the caller has cancelled the group call."""
 
 
 class WorkerErrors(ExceptionGroup[Exception], RLJobError):
-    """Several ranks failed; each error is as it would be alone."""
+    """Several ranks failed. Its exceptions are the errors of the single ranks."""
 
 
-class Call(Protocol):
-    """The call to one rank. Implemented over an RPC future by `cluster.PendingCall`, and by tests."""
+class RankCall(Protocol):
+    """The call to one rank. Implemented by `cluster.PendingCall` and by tests."""
 
     future: "concurrent.futures.Future[MethodResult]"
 
     def describe(self) -> str:
-        """Return the member and what it last reported, for an error that lists it as missing."""
+        """Return one line about the member and its last report, for errors that list it as missing."""
 
     def cancel(self) -> None:
-        """Give up; the handler is cancelled where it can be."""
+        """Cancel the call, and its handler if the handler can be cancelled."""
 
 
 class WorkerGroupFuncResult:
-    """A running group call; `wait` and `async_wait` give the values in rank order and may be called again."""
+    """A group call that is under way, with one result per rank.
+
+    `wait` and `async_wait` return the values in the order of ranks and may be called several times. Awaiting the object is the same as
+    `async_wait()`.
+    """
 
     def __init__(
         self,
         group: str,
         method: str,
-        calls: Mapping[int, Call],
+        calls: Mapping[int, RankCall],
         *,
         default_timeout: float = 3600.0,
         settle: float = SETTLE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Follow `calls`, which are under way, by rank.
+
+        - `group`, `method`: names for messages.
+        - `default_timeout`: seconds from now after which `wait()` without a timeout fails.
+        - `settle`: seconds that the other ranks have to end after the first failure.
+        - `clock`: returns seconds.
+        """
         self.group = group
         self.method = method
         self._calls = dict(sorted(calls.items()))
@@ -80,7 +91,7 @@ class WorkerGroupFuncResult:
 
     @property
     def ranks(self) -> list[int]:
-        """Return the ranks called."""
+        """The ranks that were called, in order."""
         return list(self._calls)
 
     def done(self) -> bool:
@@ -88,7 +99,7 @@ class WorkerGroupFuncResult:
         return self._cancelled or not self._missing()
 
     def cancel(self) -> None:
-        """Give up on all ranks that have not ended; waiters get CallCancelled."""
+        """Cancel the call on all ranks that have not ended. Waiters get CallCancelled."""
         if self.done():
             return
         self._cancelled = True
@@ -97,10 +108,13 @@ class WorkerGroupFuncResult:
         self._announce_change()
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """Return the values in rank order. `timeout` None = until `deadlines.groupMethod` after the call began.
+        """Wait for all ranks and return their values in the order of ranks.
 
-        Raises the failure of a rank (several: an ExceptionGroup) once all ranks ended or 5 s after the first one failed,
-        DeadlineExceeded naming the missing ranks, CallCancelled; RuntimeError on an event-loop thread.
+        `timeout` is in seconds from now; None waits until `default_timeout` seconds after the call began.
+
+        When a rank fails, its error is raised as soon as all ranks have ended, but at most `settle` seconds (5) after the failure; several
+        errors are raised as one WorkerErrors. Raises DeadlineExceeded naming the missing ranks, CallCancelled, and RuntimeError on the
+        thread of an event loop.
         """
         refuse_on_event_loop(f"wait() of {self.group}.{self.method}")
         wait = self._deadline_wait(timeout)
@@ -109,9 +123,10 @@ class WorkerGroupFuncResult:
         return self._outcome(wait)
 
     def wait_done(self, seconds: float) -> bool:
-        """Wait at most `seconds`; return whether the call is over, so that `wait` returns or raises at once.
+        """Wait at most `seconds`; return whether `wait` would now return or raise at once.
 
-        It is over when every rank has ended, when it was cancelled, and some seconds after a rank has failed.
+        That is the case when every rank has ended, when the call was cancelled, or when a rank failed at least `settle` seconds ago. Raises
+        RuntimeError on the thread of an event loop.
         """
         refuse_on_event_loop(f"wait_done() of {self.group}.{self.method}")
         for change, pause in self._changes(self._deadline_wait(seconds)):
@@ -119,21 +134,25 @@ class WorkerGroupFuncResult:
         return self.done() or (self._failed_at is not None and self._clock() >= self._failed_at + self._settle)
 
     async def async_wait(self, timeout: float | None = None) -> list[Any]:
-        """Return the values in rank order, as `wait`; cancelling the task leaves the call running."""
+        """Return the values as `wait` does. Cancelling the waiting task does not cancel the call."""
         wait = self._deadline_wait(timeout)
         for change, pause in self._changes(wait):
             await asyncio.wait([asyncio.wrap_future(change)], timeout=pause)
         return self._outcome(wait)
 
     def consume_duration(self, reduction: Reduction = "max") -> float:
-        """Return the seconds the method took, reduced over ranks; 0.0 when they were consumed before. Waits for the end."""
+        """Wait for the end and return the seconds that the method took, reduced over ranks.
+
+        Durations can be read once; afterwards `consume_duration` and `consume_durations` give 0.0, so that no time is counted twice.
+        """
         durations: dict[str, float] = self.consume_durations(reduction=reduction)
         return durations.get(self.method, 0.0)
 
     def consume_durations(self, return_per_rank: bool = False, *, reduction: Reduction = "max") -> Any:
-        """Return seconds by timer tag, the method's own under its name, reduced over ranks; with `return_per_rank` also [rank] of maps.
+        """Wait for the end and return the seconds by timer tag, reduced over ranks. The method's own time has its name as tag.
 
-        Consumed once, then 0.0. Waits for the end.
+        With `return_per_rank` the result is a pair: this dictionary, and a list with the dictionary of each rank. Durations can be read
+        once; afterwards all are 0.0. Raises ValueError for an unknown `reduction`.
         """
         if reduction not in _REDUCTIONS:
             raise ValueError(f"reduction must be one of {sorted(_REDUCTIONS)}, got {reduction!r}")
@@ -179,7 +198,7 @@ class WorkerGroupFuncResult:
             change, self._next_change = self._next_change, concurrent.futures.Future()
         change.set_result(None)
 
-    def _missing(self) -> list[Call]:
+    def _missing(self) -> list[RankCall]:
         return [call for call in self._calls.values() if not call.future.done()]
 
     def _names(self) -> str:

@@ -1,7 +1,7 @@
 """The parent process of a pod: starts its processes, restarts those that may be restarted, ends all of them, and records why.
 
-Run by `python -m rl_core.launch.pod` in a container and on one machine alike. Invariant: when `run` returns, or the
-supervisor or its launcher is killed, no process of the pod is left.
+`python -m rl_core.launch.pod` runs it in a container and on one machine alike. Invariant: when `run` returns, or when the supervisor or its
+launcher is killed, no process of the pod is left.
 
     child ends: 0 -> done | restartable and budget left -> started again, incarnation + 1 | else -> the pod ends with its code
     SIGTERM: runner first (it saves), then the others, SIGKILL before the grace ends; a second SIGTERM kills at once
@@ -38,14 +38,24 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_GRACE = 120.0
 GANG_GRACE = 2.0
-"""Seconds the rest of a pod has to end after one of its processes failed; none after the runner, without which nothing is saved."""
+"""Seconds that the other processes of a pod have to end after one has failed. They have none after the runner, since nothing is saved
+without it.
+"""
 _TICK = 1.0
 _WARM_UP = 5.0
-"""Seconds after the start at which the way to the hub is loaded, so that a child's end is reported within milliseconds."""
+"""Seconds after the start at which the module for reports to the hub is imported, so that the end of a child is later reported without
+delay.
+"""
 
 
 class ExitCode(IntEnum):
-    """Documented ends of a process; a signalled child gives 128 + n."""
+    """Exit codes of a process and of a pod. A process that a signal n ended has the code 128 + n.
+
+    - DONE: the process has finished its work.
+    - CONFIG: the job's configuration is wrong; a restart would fail again.
+    - INFRASTRUCTURE: any other failure, which a restart may cure.
+    - DATA: the job's data is wrong; a restart would fail again.
+    """
 
     DONE = 0
     CONFIG = 2
@@ -54,13 +64,13 @@ class ExitCode(IntEnum):
 
     @classmethod
     def of(cls, code: int) -> int:
-        """Return the documented code for a child's: anything undocumented is an infrastructure failure."""
+        """Return `code` if it is one of these codes or that of a signal, else INFRASTRUCTURE."""
         known = code in (cls.DONE, cls.CONFIG, cls.DATA) or processes.is_signalled(code)
         return code if known else cls.INFRASTRUCTURE
 
 
 class Supervisor:
-    """Runs the processes of one PodPlan (of one of its containers when `container` is given)."""
+    """Runs the processes of one pod, or of one of its containers."""
 
     def __init__(
         self,
@@ -73,10 +83,15 @@ class Supervisor:
         health_port: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare; nothing starts before `run`.
+        """Prepare to run `pod_plan`; nothing starts before `run`.
 
-        `grace` (seconds from SIGTERM to the end; None: RLJOB_GRACE_SECONDS, else 120) and `health_port` (None:
-        RLJOB_HEALTH_PORT, else as planned; 0 = a free one) come from the environment in a pod.
+        - `container`: name of the container whose processes are run; None runs those of all containers.
+        - `environ`: environment for the processes; None takes that of this process.
+        - `grace`: seconds from SIGTERM to the end of the pod; None takes RLJOB_GRACE_SECONDS, else 120.
+        - `host`: address of the health server; None takes RLJOB_HEALTH_HOST, else all interfaces.
+        - `health_port`: its port, 0 for a free one; None takes RLJOB_HEALTH_PORT, else the planned port.
+
+        Raises ConfigError when there is no process to run.
         """
         self.plan = pod_plan
         self._environ = dict(os.environ if environ is None else environ)
@@ -91,34 +106,34 @@ class Supervisor:
         self._host = self._environ.get("RLJOB_HEALTH_HOST", "0.0.0.0") if host is None else host
         self._clock = clock
         self._foreign = processes.children()
-        """Children of this process that are not ours to end."""
+        """Children that this process had before. The supervisor leaves them alone."""
         self._children: dict[str, Child] = {}
         self._restarts: dict[str, int] = {}
         self.probes = Probes(pod_plan, self._processes, self._children, self._restarts, clock=clock)
         self._budgets = {process.name: RestartBudget(clock=clock) for process in self._processes}
         self._plans = {process.name: process for process in self._processes}
         self._code: int | None = None
-        """Exit code once decided; the rest of the pod is being ended then."""
+        """Exit code of the pod. None until it is decided; afterwards the remaining processes are being ended."""
         self.reason = ""
         """Why the pod ended."""
         self._decider = ""
-        """Name of the process that ended it; empty when none did."""
+        """Name of the process whose end ended the pod. Empty if there is none."""
         self._tail = ""
-        """Its last lines."""
+        """Last output lines of that process."""
         self._launcher: socket.socket | None = None
         self._signals = 0
         self._asked_to_end: set[int] = set()
-        """Pids that got SIGTERM."""
+        """Pids to which SIGTERM was sent."""
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self) -> int:
-        """Run the pod to its end and return its exit code (ExitCode, or 128 + n of a signalled child)."""
+        """Run the pod until it ends and return its exit code: an ExitCode, or 128 + n when signal n ended a process."""
         return asyncio.run(self._main())
 
     def stop(self) -> None:
-        """Ask the pod to end, as SIGTERM does; the second call kills. From any thread."""
+        """Ask the pod to end, as SIGTERM does. The second call kills all processes. May be called from any thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._on_signal)
 
@@ -134,7 +149,7 @@ class Supervisor:
         try:
             await health.start(self._host, self._port)
             events.report("health", port=health.port)
-            await asyncio.to_thread(self._audit_devices)
+            await asyncio.to_thread(self._check_devices)
             for process in self._processes:
                 self._start(process)
             warm_up = self._loop.create_task(self._warm_up())
@@ -151,11 +166,11 @@ class Supervisor:
         self._write_termination(code)
         return int(code)
 
-    def _audit_devices(self) -> None:
+    def _check_devices(self) -> None:
         """Refuse to start anything with fewer accelerators than were asked for. Raises ConfigError."""
         visible = [process.visible_devices for process in self._processes]
         if any(visible):
-            devices.audit(visible, exclusive="RLJOB_POD_IP" in self._environ)
+            devices.check_visible_devices(visible, exclusive="RLJOB_POD_IP" in self._environ)
 
     async def _until_ended(self) -> None:
         while any(child.running for child in self._children.values()) or self._tasks:

@@ -1,7 +1,8 @@
-"""The termination message of a container, which the kubelet keeps when the container is gone.
+"""The termination message of a container, which the kubelet keeps after the container has ended.
 
-It is one JSON object `{reason, process, code, tail, summary}` of at most 4096 bytes. With it the operator needs no right to read logs, and
-learns the last status of a runner that ended between two polls.
+It is one JSON object of at most 4096 bytes with the fields `reason`, `process`, `code`, `tail` (last log lines) and `summary` (last status
+of the runner). The operator reads it from the pod's status. It therefore needs no permission to read logs, and it learns the last status of
+a runner that ended between two polls.
 """
 
 import contextlib
@@ -40,7 +41,10 @@ FAILURE_LIMIT = 512
 def write(
     path: Path, *, reason: str, code: int, process: str = "", tail: str = "", summary: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the termination message to `path` if the kubelet has made a file there; otherwise write nothing."""
+    """Write the termination message to `path`, if the kubelet has created this file.
+
+    Outside a container there is no such file, and nothing is written. The arguments are those of `encode`. A failure to write is logged.
+    """
     if not path.exists():
         return
     try:
@@ -52,7 +56,11 @@ def write(
 def encode(
     *, reason: str, code: int, process: str = "", tail: str = "", summary: Mapping[str, Any] | None = None
 ) -> bytes:
-    """Return the message: the newest log lines that fit beside the rest."""
+    """Return the termination message as JSON, shortened to LIMIT bytes.
+
+    `reason` says why the pod ended, `process` names the process that caused it, `code` is its exit code, `tail` holds its last log lines
+    and `summary` the runner's status (None: unknown). Of `tail` the newest characters that fit are kept.
+    """
     fixed = {
         "reason": _beginning(reason, REASON_LIMIT),
         "process": process,
@@ -64,7 +72,10 @@ def encode(
 
 
 def read_summary(folder: Path, *, epoch: int) -> dict[str, Any] | None:
-    """Return the runner's last status of `epoch` in its output folder; None when it left none, as after a crash."""
+    """Return the last status that the runner of `epoch` wrote to `folder`.
+
+    None when there is no such status, for example after a crash before the first step.
+    """
     with contextlib.suppress(OSError, ValueError):
         status = json.loads((folder / "status.json").read_bytes())
         if isinstance(status, dict) and status.get("epoch") == epoch:
@@ -73,9 +84,9 @@ def read_summary(folder: Path, *, epoch: int) -> dict[str, Any] | None:
 
 
 def shorten(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a runner's status that the operator reads, in at most SUMMARY_LIMIT bytes.
+    """Return those fields of a runner's status that the operator reads, in at most SUMMARY_LIMIT bytes of JSON.
 
-    Metrics are left out first, then the longest field. What is no number in JSON (NaN) becomes null.
+    When they are too long, metrics are left out first, then the longest field. NaN and infinity become null.
     """
     kept_fields = {field: _plain(status[field]) for field in SUMMARY_FIELDS if field in status}
     if isinstance(kept_fields.get("failure"), Mapping):

@@ -14,9 +14,10 @@ R = TypeVar("R")
 
 
 class Timers:
-    """Sums of seconds by tag. Any thread."""
+    """Sums of seconds by tag. All methods may be called from any thread."""
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Start with no sums. `clock` returns seconds."""
         self.clock = clock
         self._seconds: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -28,7 +29,7 @@ class Timers:
             self._seconds[tag] = self._seconds.get(tag, 0.0) + seconds
 
     def pop(self) -> dict[str, float]:
-        """Return the sums and reset them."""
+        """Return the sums of seconds by tag, and reset them."""
         with self._lock:
             taken, self._seconds = self._seconds, {}
         return taken
@@ -47,6 +48,11 @@ class worker_timer:  # noqa: N801 - used as a function
     """
 
     def __init__(self, tag: str | None = None, *, timers: Timers = PROCESS) -> None:
+        """Measure under `tag`.
+
+        `tag` None uses the name of the decorated function, or of the function that contains the `with` block. `timers` receives the
+        seconds.
+        """
         self._tag = tag
         self._timers = timers
         self._began: list[float] = []

@@ -1,7 +1,12 @@
-"""The base class of every worker: its identity, the other members, reports to the runner. Actors, rollouts and envs derive from it.
+"""The base class of every worker, from which actors, rollouts and environment workers derive.
 
-The generic host (`python -m rl_core.workers.host`) constructs the subclass and serves its public methods. Sync methods run in one thread,
-one at a time. Async methods run on the worker's event loop, where nothing may block.
+It gives a worker its identity, the other members of the job, and ways to report to the runner. The generic worker process (`python -m
+rl_core.workers.host`) constructs the subclass and serves its public methods. Sync methods run in one thread, one at a time. Async methods
+run on the worker's event loop, where nothing may block.
+
+The epoch of a job counts how often its gang (the runner, the channel server and the actors) was started again, from 0. Every message
+carries the epoch of its sender. Messages of an older epoch are refused with EpochFenced, so that a process that belongs to the gang before
+the restart cannot change anything.
 """
 
 import logging
@@ -28,10 +33,14 @@ __all__ = ["Worker", "worker_timer"]
 
 
 class Worker:
-    """The code of one worker process. Its properties and helpers can be used in the `__init__` of a subclass, without `super().__init__()`.
+    """The code of one worker process.
 
-    Hooks a subclass may define: `on_new_epoch(epoch)` (drop work, leases and buffers of the old epoch), `drain()` (finish
-    or return work before the end), `close()`; each sync or async.
+    Its properties and helpers can be used in the `__init__` of a subclass, also without `super().__init__()`. A subclass may define these
+    hooks, sync or async:
+
+    - `on_new_epoch(epoch)` drops the work, leases and buffers of the old epoch.
+    - `drain()` finishes the work in progress or returns it, before the process ends.
+    - `close()` releases what the object holds.
     """
 
     peer_methods: ClassVar[Mapping[str, frozenset[str]]] = {}
@@ -45,8 +54,8 @@ class Worker:
         return worker
 
     @classmethod
-    def hosted(cls, context: WorkerContext, /, *args: Any, **kwargs: Any) -> Self:
-        """Return the object of `cls(*args, **kwargs)` that lives in `context` from its `__init__` on."""
+    def create_in_context(cls, context: WorkerContext, /, *args: Any, **kwargs: Any) -> Self:
+        """Construct `cls(*args, **kwargs)` as part of the process of `context`, which `__init__` can already use."""
         worker = cls.__new__(cls, *args, **kwargs)
         worker._context = context
         cls.__init__(worker, *args, **kwargs)
@@ -54,7 +63,10 @@ class Worker:
 
     @classmethod
     def remote_methods(cls) -> set[str]:
-        """Return the names of the public methods that subclasses of Worker down to `cls` define: groups and peers may call them."""
+        """Return the names of the public methods that `cls` and its bases below Worker define.
+
+        The runner may call all of them. Members of other groups may call those in `peer_methods`.
+        """
         defined = [vars(kind) for kind in cls.__mro__ if kind not in (Worker, object)]
         return {name for names in defined for name, value in names.items() if name[0] != "_" and _is_method(value)}
 
@@ -62,43 +74,43 @@ class Worker:
 
     @property
     def identity(self) -> Identity:
-        """Identity of this process as started; `epoch` is the present epoch."""
+        """Identity of this process as of its start. Its `epoch` may be out of date; use the property `epoch`."""
         return self._context.identity
 
     @property
     def rank(self) -> int:
-        """Rank in the group."""
+        """Rank of this process in its group, from 0."""
         return self.identity.rank
 
     @property
     def world_size(self) -> int:
-        """Planned size of the group. An elastic group may have more or fewer members at a time."""
+        """Planned number of processes of the group. An elastic group may have more or fewer members at a time."""
         return self.identity.world_size
 
     @property
     def group_name(self) -> str:
-        """Name of the group."""
+        """Name of the group, for example `actor` or `rollout`."""
         return self.identity.group
 
     @property
     def epoch(self) -> int:
-        """Present epoch of the job."""
+        """Present epoch of the job: how often its gang was restarted. See the module."""
         return self._context.epoch
 
     @property
     def device(self) -> str:
-        """`cuda:N`, N among the devices this process sees, or `cpu`."""
+        """Torch device of this process: `cuda:N`, where N counts the devices that the process sees, or `cpu`."""
         place = self._context.placement
         return f"cuda:{place.device_index}" if place.visible_accelerators else "cpu"
 
     @property
     def worker_address(self) -> WorkerAddress:
-        """Place in the tree of groups."""
+        """Name of this process in messages and logs: group name and rank."""
         return WorkerAddress(self.group_name, (self.rank,))
 
     @property
     def worker_info(self) -> WorkerInfo:
-        """What the other processes know of this process."""
+        """Description of this process for others: rank, accelerators, and the host and port of its RPC server."""
         host, port = split_address(self._context.address) if self._context.address else ("127.0.0.1", 0)
         place = self._context.placement
         return WorkerInfo(
@@ -117,67 +129,78 @@ class Worker:
 
     @property
     def address(self) -> str:
-        """Address of this process's RPC server, `tcp://host:port`."""
+        """Address of this process's RPC server, `tcp://host:port`. Empty for a worker outside a job."""
         return self._context.address
 
     @property
     def job(self) -> "RLJob | None":
-        """The job; None outside one."""
+        """The job that the runner sent at registration. None for a worker outside a job."""
         return self._context.job
 
     @property
     def files(self) -> dict[str, bytes]:
-        """Files the runner handed out at hello by name: model configuration and tokenizer."""
+        """Model configuration and tokenizer files by name, as the runner sent them at registration."""
         return self._context.files
 
     @property
     def keys(self) -> "KeyRing | None":
-        """Keys of this group; None in a job without keys, which runs on loopback only."""
+        """CURVE keys of this group. None in a job without keys, which uses the loopback interface only."""
         return self._context.keys
 
     # --- others ----------------------------------------------------------------------------------------------------
 
     def members(self, group: str | None = None) -> list[MemberView]:
-        """Return the living members of `group` (None: of all groups that this worker may call) as of the last heartbeat.
+        """Return the members of `group` that are neither lost nor drained, as of the last heartbeat.
 
-        A heartbeat is sent every `deadlines.heartbeat` seconds.
+        `group` None returns the members of all groups that this worker may call. A heartbeat is sent every `deadlines.heartbeat` seconds.
         """
         return self._context.members(group)
 
     @property
     def num_serving(self) -> int:
-        """Members of this worker's own group that serve the policy, as of the last heartbeat."""
+        """Number of members of this worker's own group in the state `serving`, as of the last heartbeat."""
         return self._context.num_serving
 
     async def view_changed(self) -> None:
-        """Wait until a member that this worker may call joins, begins or stops to take calls, or is gone.
+        """Wait until the result of `members` changes.
 
-        The wait has no bound of its own: the caller sets the deadline.
+        This is the case when a member that this worker may call joins, becomes able or unable to take calls, or is gone. The wait has no
+        timeout; the caller sets one.
         """
         await self._context.view_changed()
 
     async def hub_call(self, method: str, /, *args: Any, timeout: float | None = None) -> Any:
-        """Call a method of the runner's hub. `timeout` None = `deadlines.rpc`."""
+        """Call a method of the runner's hub and return its result.
+
+        `timeout` is in seconds; None means `deadlines.rpc`. Raises InfrastructureError outside a job, DeadlineExceeded after the timeout,
+        and the errors of the method.
+        """
         return await self._context.hub_client().call(method, *args, timeout=timeout or self._rpc_deadline)
 
     def peer(self, address: str, service: str | None = None) -> RpcClient:
-        """Return the cached RPC client of the process at `address`. `service` (its group) is needed for a process that `members` does not list."""
+        """Return the RPC client of the process at `address`. Clients are cached by address.
+
+        `service` is the group of that process. It may be None if `members` lists the process.
+        """
         return self._context.peer(address, service)
 
     def connect_channel(self, name: str, timeout: float | None = None) -> "Channel":
-        """Return the channel `name`, which the runner created."""
+        """Return the channel `name`, which the runner has created or will create.
+
+        `timeout` is the number of seconds to wait for it; None uses the default of `Channel.connect`.
+        """
         from rl_core.channel import Channel
 
         return Channel.connect(name, worker=self, timeout=timeout)
 
     def create_channel(self, name: str, **options: Any) -> "Channel":
-        """Create the channel `name`; options as of Channel.create."""
+        """Create the channel `name` and return it. `options` are those of `Channel.create`."""
         from rl_core.channel import Channel
 
         return Channel.create(name, **options)
 
     def acquire_free_port(self) -> int:
-        """Return a TCP port that is free at the time of the call; it is not reserved."""
+        """Return a TCP port that is free at the moment. It is not reserved, so another process may take it first."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return int(probe.getsockname()[1])
@@ -185,59 +208,70 @@ class Worker:
     # --- reporting -------------------------------------------------------------------------------------------------
 
     def record_progress(self, kind: str, n: float = 1) -> None:
-        """Add to a progress counter (tokens, records, micro-steps, buckets, env steps). A run whose counters all stand still is stalled."""
+        """Add `n` to the progress counter `kind`, for example tokens, records, micro-batches or environment steps.
+
+        The runner declares a run stalled when no counter of any worker has moved for some time.
+        """
         self._context.record_progress(kind, n)
 
     def record_metric(self, name: str, value: float) -> None:
-        """Set a gauge that is sent to the runner with each heartbeat."""
+        """Set the gauge `name`. Each heartbeat sends its latest value to the runner."""
         self._context.record_metric(name, value)
 
     def report_metrics(self, read: Callable[[], Mapping[str, float]]) -> None:
-        """Send the gauges that `read` returns with each heartbeat. `read` is called on any thread and must return quickly."""
+        """Register the function `read`, whose gauges are sent to the runner with each heartbeat.
+
+        `read` is called on any thread and must return quickly. It replaces a function that was registered before.
+        """
         self._context.report_metrics(read)
 
     def waiting(self, what: str, on: str, cause: WaitCause | None = None) -> AbstractContextManager[None]:
-        """Declare, while the block runs, that this worker waits for `what` on `on` (member, group or channel).
+        """Declare that this worker waits for `what` on `on` while the `with` block runs.
 
-        `cause` becomes the reason of a stall at which the wait ends; None: the reason names the group that is waited for.
+        `on` names a member, a group or a channel. When a run stalls, the runner follows these declarations from one member to the next and
+        blames the last. `cause` is the failure reason that it then reports; with None the reason names the group `on`.
         """
         return self._context.waiting(what, on, cause)
 
     def set_state(self, state: str) -> None:
-        """Report a state to the hub at once: ready, updating, serving, draining."""
+        """Report a state to the hub at once. `state` is one of ready, updating, serving, draining."""
         self._context.set_state(state)
 
     def set_policy_version(self, version: int | None, digest: str | None = None, proof: str = "") -> None:
-        """Report to the hub at once which weights this worker holds, and by what that is proven; None = none."""
+        """Report to the hub at once which policy weights this worker holds.
+
+        `version` None means that it holds none. `digest` is the content digest of the weights, and `proof` says how they were verified
+        after loading.
+        """
         self._context.set_policy_version(version, digest, proof)
 
     @staticmethod
     def timer(tag: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorate a method: its seconds are summed under `tag` (None: its name)."""
+        """Decorate a method so that its seconds are added to the timer `tag`. None uses the name of the method."""
         return worker_timer(tag)
 
     def worker_timer(self, tag: str | None = None) -> worker_timer:
-        """Sum the seconds of a `with` block under `tag`."""
+        """Return a context manager that adds the seconds of its block to the timer `tag`. None uses the caller's name."""
         return worker_timer(tag or sys._getframe(1).f_code.co_name)
 
     def pop_execution_times(self) -> dict[str, float]:
-        """Return the summed seconds by tag and start again."""
+        """Return the seconds by timer tag since the last call, and reset the timers."""
         return PROCESS.pop()
 
     def log_debug(self, message: str, *args: Any) -> None:
-        """Log with the subclass's module as source."""
+        """Log `message % args` at level DEBUG with the logger of the subclass's module."""
         self._logger.debug(message, *args)
 
     def log_info(self, message: str, *args: Any) -> None:
-        """Log with the subclass's module as source."""
+        """Log `message % args` at level INFO with the logger of the subclass's module."""
         self._logger.info(message, *args)
 
     def log_warning(self, message: str, *args: Any) -> None:
-        """Log with the subclass's module as source."""
+        """Log `message % args` at level WARNING with the logger of the subclass's module."""
         self._logger.warning(message, *args)
 
     def log_error(self, message: str, *args: Any) -> None:
-        """Log with the subclass's module as source."""
+        """Log `message % args` at level ERROR with the logger of the subclass's module."""
         self._logger.error(message, *args)
 
     @property
@@ -252,7 +286,10 @@ class Worker:
 
     @classmethod
     def create_group(cls, *args: Any, **kwargs: Any) -> WorkerGroup:
-        """Return a group of this class, to be constructed with the arguments in each process of a role by `launch`."""
+        """Return a group of this class for the runner to use.
+
+        `WorkerGroup.launch` constructs the class with these arguments in each process of a group.
+        """
         return WorkerGroup(cls, args, kwargs)
 
 

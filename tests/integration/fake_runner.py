@@ -38,11 +38,11 @@ def main():
         with history.open("a") as file:
             file.write(json.dumps({"time": time.time(), "epoch": identity.epoch, **what}) + "\n")
 
-    hub.listen(
+    hub.add_listeners(
         joined=lambda m: note(event="joined", name=m.name, incarnation=m.incarnation, pid=m.pid),
         lost=lambda m, reason: note(event="lost", name=m.name, incarnation=m.incarnation, reason=reason),
     )
-    hub.listen(joined=lambda m: rollout.construct(m) if m.role == "rollout" else None)
+    hub.add_listeners(joined=lambda m: rollout.construct(m) if m.role == "rollout" else None)
     state = {"step": 0, "stop": False}
 
     def finish(_):

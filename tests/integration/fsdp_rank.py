@@ -36,7 +36,7 @@ class Rank:
         self.seen: dict = {"metrics": [], "scores": []}
         context = WorkerContext(replace(stand_alone_identity(), rank=rank, world_size=world_size))
         module, _, name = TRAINERS[spec["actor"].get("backend", "fsdp2")].partition(":")
-        self.actor = getattr(importlib.import_module(module), name).hosted(context, spec)
+        self.actor = getattr(importlib.import_module(module), name).create_in_context(context, spec)
         self.actor.init_worker()
 
     def train(self, step: int) -> None:

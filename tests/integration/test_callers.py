@@ -30,7 +30,7 @@ class Job:
             identity=identity("runner"), keys=KeyRing(folder, "runner"), bind=f"tcp://127.0.0.1:{free_ports().hub}"
         )
         self.hub.add_handlers({"admit": lambda entries: [True for _ in entries]}, role="actor")
-        self.hub.listen(joined=lambda member: self.joined.set())
+        self.hub.add_listeners(joined=lambda member: self.joined.set())
         self.cluster = Cluster(self.hub, sizes={"env": 1})
         self.group = WorkerGroup.of("tests.integration.worker_samples:Guarded").launch(self.cluster, name="env")
         self.hub.start()

@@ -65,7 +65,7 @@ class Run:
         )
 
     def left(self):
-        return list(processes.marked(f"RLJOB_OUTPUT={self.folder}"))
+        return list(processes.with_environment(f"RLJOB_OUTPUT={self.folder}"))
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ class Place:
         keys = KeyRing(self.keys, "runner")
         bind = f"tcp://{address}:{self.port}"
         self.hub = Hub(identity=self.identity("runner", epoch), job=JOB, keys=keys, bind=bind)
-        self.hub.listen(joined=lambda member: joined.set())
+        self.hub.add_listeners(joined=lambda member: joined.set())
         self.hub.start()
         self.name_file.write_text(address)
         return joined

@@ -77,7 +77,7 @@ class Pod:
 
     def wait(self):
         code = self.process.wait(60)
-        left = list(processes.marked(self.mark))
+        left = list(processes.with_environment(self.mark))
         assert left == [], f"processes left: {left}\n{self.log.read_text()}"
         return code
 
@@ -86,7 +86,7 @@ class Pod:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        for pid in processes.marked(self.mark):
+        for pid in processes.with_environment(self.mark):
             processes.kill(pid, signal.SIGKILL)
 
 

@@ -49,7 +49,7 @@ class Job:
             suspect_seconds=suspect_seconds,
             lost_seconds=lost_seconds,
         )
-        self.hub.listen(
+        self.hub.add_listeners(
             joined=lambda member: self.note("joined", member, ""), lost=lambda *change: self.note("lost", *change)
         )
         self.hub.add_handlers({"echo": lambda value: value}, role="actor")
@@ -292,7 +292,7 @@ def test_an_extension_that_takes_its_time_to_be_imported_keeps_no_heartbeat_from
     job.open_hub(0, job=job_with_extensions("slow_extension"))
     job.start("rollout", 0, code=tmp_path)
     group = WorkerGroup.of(SAMPLE).launch(job.cluster, name="rollout")
-    job.hub.listen(joined=group.construct)
+    job.hub.add_listeners(joined=group.construct)
     job.hub.start()
     job.wait_for("joined", "rollout:0")
     heard = job.wait_state("rollout:0", "constructing")
@@ -308,7 +308,7 @@ def test_a_silent_worker_is_suspect_and_then_lost_and_its_call_fails_and_it_retu
     job.open_hub(0, suspect_seconds=2, lost_seconds=5)
     process = job.start("rollout", 0)
     group = WorkerGroup.of(SAMPLE).launch(job.cluster, name="rollout")
-    job.hub.listen(joined=group.construct)
+    job.hub.add_listeners(joined=group.construct)
     job.hub.start()
     job.wait_state("rollout:0", "ready")
     pending = group.nap(600)
@@ -368,7 +368,7 @@ def test_an_old_incarnation_that_lives_on_is_fenced_and_ends_with_3(job):
 def test_a_rollout_survives_the_runner_keeps_its_object_and_joins_the_next_epoch_while_the_actor_ends(job):
     rollout, actor = job.start("rollout", 0), job.start("actor", 0)
     group = WorkerGroup.of(SAMPLE, 5)
-    job.hub.listen(joined=lambda member: member.role == "rollout" and group.construct(member))
+    job.hub.add_listeners(joined=lambda member: member.role == "rollout" and group.construct(member))
     group.launch(job.cluster, name="rollout")
     job.hub.start()
     job.wait_state("rollout:0", "ready")
@@ -379,7 +379,7 @@ def test_a_rollout_survives_the_runner_keeps_its_object_and_joins_the_next_epoch
 
     wait_until(lambda: is_free(job.port))
     job.open_hub(epoch=1)
-    job.hub.listen(joined=lambda member: member.role == "rollout" and group.construct(member))
+    job.hub.add_listeners(joined=lambda member: member.role == "rollout" and group.construct(member))
     group.launch(job.cluster, name="rollout")
     job.hub.start()
     job.wait_state("rollout:0", "ready")

@@ -35,7 +35,7 @@ class Cluster:
     def __init__(self, there=None, *, failures=0, error=None):
         self.there, self.failures, self.error = there or member(), failures, error or InfrastructureError("no route")
         self.calls, self.given_up, self.told = [], [], []
-        self.hub = SimpleNamespace(get=lambda name: self.there, give_up=lambda *args: self.given_up.append(args))
+        self.hub = SimpleNamespace(get=lambda name: self.there, declare_lost=lambda *args: self.given_up.append(args))
         self.constructed = 0
         self.group = SimpleNamespace(construct=self.construct, execute_on=lambda *ranks: self)
 
@@ -197,7 +197,7 @@ def test_a_wait_in_a_cluster_has_no_bound_and_ends_at_its_point():
 @pytest.mark.parametrize("await_group", ["await_gang", "await_weightless"])
 def test_a_local_wait_for_processes_ends_with_a_stop(await_group):
     run = Run(Cluster(member(state=MemberState.JOINING)))
-    run.cluster.wait_ready = lambda groups, seconds, *, at: at()
+    run.cluster.wait_ready = lambda groups, seconds, *, on_poll: on_poll()
 
     def stop():
         raise Stopped("the user asked for it")

@@ -107,7 +107,7 @@ class Job:
         cluster = SimpleNamespace(
             hub=hub,
             members=lambda role=None, **also: [ROLLOUT] if role in (None, "rollout") else [],
-            wait_ready=lambda roles, seconds, *, at: None,
+            wait_ready=lambda roles, seconds, *, on_poll: None,
             call=lambda name, method, *args, timeout: ReceiverAck(version=self.state.progress.version, digest="d"),
         )
         prompts = [{"idx": 10 * number} for number in range(8)]

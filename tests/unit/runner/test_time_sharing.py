@@ -30,7 +30,7 @@ class Job:
         self.there, self.log, self.errors, self.given_up = list(members) or [rollout(0)], [], {}, []
         pairs = pairs or len(self.there)
         self.hub = SimpleNamespace(
-            clock=lambda: 100.0, give_up=lambda member, reason: self.given_up.append((member.name, reason))
+            clock=lambda: 100.0, declare_lost=lambda member, reason: self.given_up.append((member.name, reason))
         )
         self.spec = RLJobSpec.model_validate(
             {

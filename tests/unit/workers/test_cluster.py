@@ -44,7 +44,7 @@ def identity():
 def job():
     members = {f"env:{rank}": member(rank) for rank in range(8)}
     hub = SimpleNamespace(
-        job=None, keys=None, identity=identity(), clock=lambda: 0.0, get=members.get, watch=lambda _: None
+        job=None, keys=None, identity=identity(), clock=lambda: 0.0, get=members.get, add_watcher=lambda _: None
     )
     made = Cluster(hub, sizes={"env": 8})
     yield SimpleNamespace(members=members, cluster=made)
@@ -79,7 +79,7 @@ def test_eight_constructions_that_fail_do_not_hold_up_the_io_thread(job, monkeyp
 def test_a_stop_ends_the_wait_for_processes_at_its_next_look(job):
     now, looks = [0.0], []
     hub = job.cluster.hub
-    hub.version, hub.clock = 0, lambda: now[0]
+    hub.revision, hub.clock = 0, lambda: now[0]
 
     def wait_changed(version, seconds):
         now[0] += seconds
@@ -91,7 +91,7 @@ def test_a_stop_ends_the_wait_for_processes_at_its_next_look(job):
 
     hub.wait_changed = wait_changed
     with pytest.raises(Stopped):
-        job.cluster.wait_ready(["env"], 600.0, at=stop_at_3)
+        job.cluster.wait_ready(["env"], 600.0, on_poll=stop_at_3)
     assert looks == [0.0, 1.0, 2.0, 3.0]
 
 

@@ -115,12 +115,12 @@ def test_a_worker_knows_its_planned_place_and_its_device_as_torch_counts():
         visible_accelerators=["4", "5"], local_accelerator_rank=4, local_hardware_ranks=[4, 5], node_group_label="cluster",
         isolate_accelerator=True,
     )  # fmt: skip
-    worker = worker_classes.Plain.hosted(WorkerContext(placement=placed, device_uuids=("GPU-a", "GPU-b")))
+    worker = worker_classes.Plain.create_in_context(WorkerContext(placement=placed, device_uuids=("GPU-a", "GPU-b")))
     info = worker.worker_info
     assert (info.cluster_node_rank, info.accelerator_type, info.accelerator_rank) == (3, "H200", 4)
     assert info.available_accelerators == ("4", "5") == info.hardware_infos and info.device_uuids == ("GPU-a", "GPU-b")
     assert worker.device == "cuda:0"
-    shared = worker_classes.Plain.hosted(WorkerContext(placement=replace(placed, isolate_accelerator=False)))
+    shared = worker_classes.Plain.create_in_context(WorkerContext(placement=replace(placed, isolate_accelerator=False)))
     assert shared.device == "cuda:4"
 
 

@@ -58,9 +58,11 @@ def test_listeners_hear_each_change_in_the_order_they_were_added_and_one_that_fa
         heard.put(("broken", one.name))
         raise ValueError("a bug")
 
-    hub.listen(joined=broken)
-    hub.listen(joined=lambda one: heard.put(("joined", one.name)), lost=lambda one, why: heard.put((one.name, why)))
-    hub.listen(lost=lambda one, why: heard.put(("last", one.name)))
+    hub.add_listeners(joined=broken)
+    hub.add_listeners(
+        joined=lambda one: heard.put(("joined", one.name)), lost=lambda one, why: heard.put((one.name, why))
+    )
+    hub.add_listeners(lost=lambda one, why: heard.put(("last", one.name)))
     hub.start()
     client = member()
     client.call_sync("hello", hello(), timeout=30)
@@ -77,7 +79,7 @@ def test_listeners_hear_each_change_in_the_order_they_were_added_and_one_that_fa
 def test_a_listener_that_comes_after_the_start_is_refused_because_it_would_miss_members(hub):
     hub.start()
     with pytest.raises(RuntimeError, match=r"before hub\.start"):
-        hub.listen(joined=print)
+        hub.add_listeners(joined=print)
 
 
 def test_a_loss_is_heard_before_the_join_that_follows_it_whoever_finds_the_one_and_the_other(hub, member):
@@ -89,12 +91,12 @@ def test_a_loss_is_heard_before_the_join_that_follows_it_whoever_finds_the_one_a
             found.set()
             assert go_on.wait(30)
 
-    hub.watch(hold)
-    hub.listen(joined=lambda one: heard.put(one.incarnation), lost=lambda one, why: heard.put("lost"))
+    hub.add_watcher(hold)
+    hub.add_listeners(joined=lambda one: heard.put(one.incarnation), lost=lambda one, why: heard.put("lost"))
     hub.start()
     client = member()
     client.call_sync("hello", hello(), timeout=30)
-    runner = threading.Thread(target=hub.give_up, args=(hub.get("env:0"), "it could not join"))
+    runner = threading.Thread(target=hub.declare_lost, args=(hub.get("env:0"), "it could not join"))
     runner.start()
     assert found.wait(30)
     joining = client.call_future("hello", hello(incarnation=(0, 1)), timeout=30)
@@ -146,8 +148,8 @@ def test_an_error_of_one_look_for_silent_members_does_not_end_the_looks(hub, mon
 
 def test_a_watcher_that_fails_hides_the_change_from_no_listener(hub, member, caplog):
     heard = queue.SimpleQueue()
-    hub.watch(lambda change: 1 / 0)
-    hub.listen(joined=lambda one: heard.put(one.name))
+    hub.add_watcher(lambda change: 1 / 0)
+    hub.add_listeners(joined=lambda one: heard.put(one.name))
     hub.start()
     member().call_sync("hello", hello(), timeout=30)
     assert heard.get(timeout=30) == "env:0"

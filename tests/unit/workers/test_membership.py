@@ -126,7 +126,7 @@ def test_a_hello_said_again_as_its_answer_was_late_changes_nothing(table, clock)
 def test_a_process_that_started_over_counts_as_lost_and_joined(table, gone):
     table.hello(hello(registration=1))
     if gone:
-        table.give_up(process(0), "it could not join")
+        table.declare_lost(process(0), "it could not join")
     assert table.hello(hello(registration=1 if gone else 2)) is None
     assert [c.kind for c in table.take_changes()] == ["joined", "lost", "joined"]
 
@@ -134,7 +134,7 @@ def test_a_process_that_started_over_counts_as_lost_and_joined(table, gone):
 def test_the_lost_and_the_drained_are_listed_for_those_who_ask(table):
     table.hello(hello(0))
     table.hello(hello(1, pid=11))
-    table.give_up(process(0), "it could not join")
+    table.declare_lost(process(0), "it could not join")
     table.goodbye(process(1))
     assert table.members() == []
     assert [m.name for m in table.members(drained=True)] == ["rollout:1"]
@@ -220,11 +220,11 @@ def test_a_view_version_that_this_hub_never_gave_out_is_answered_with_the_whole_
 def test_a_weight_sync_moves_the_hubs_version_and_nobodys_view(table):
     table.hello(hello(0))
     table.heartbeat(process(0), beat("ready"))
-    version, seen = table.version, table.view().version
+    version, seen = table.revision, table.view().version
     for state, weights in (("updating", None), ("updating", 7), ("serving", 7)):
         answer = table.heartbeat(process(0), beat(state, policy_version=weights, view_version=seen))
         assert answer.view is None
-    assert table.version == version + 3 and table.get("rollout:0").policy_version == 7
+    assert table.revision == version + 3 and table.get("rollout:0").policy_version == 7
 
 
 def test_a_group_sees_the_groups_that_it_may_call_and_the_number_of_its_own_members_that_serve(clock):
@@ -237,16 +237,16 @@ def test_a_group_sees_the_groups_that_it_may_call_and_the_number_of_its_own_memb
     answer = table.heartbeat(process(0), beat("serving"))
     assert [m.name for m in answer.view.members] == ["env:0", "env:1"] and answer.num_serving == 2
     assert table.heartbeat(MemberId(name="env:0", incarnation=(0, 0)), beat("ready")).view is None
-    table.give_up(process(1), "it could not join")
+    table.declare_lost(process(1), "it could not join")
     answer = table.heartbeat(process(0), beat("serving", view_version=answer.view.version))
     assert [m.state for m in answer.view.members] == ["ready"] and answer.num_serving == 1
 
 
 def test_progress_alone_does_not_move_the_view(table):
     table.hello(hello(0))
-    version, seen = table.version, table.view().version
+    version, seen = table.revision, table.view().version
     table.heartbeat(process(0), beat(progress={"tokens": 5}))
-    assert (table.version, table.view().version) == (version, seen)
+    assert (table.revision, table.view().version) == (version, seen)
     assert table.get("rollout:0").progress == {"tokens": 5}
 
 

@@ -13,7 +13,7 @@ from rl_core.workers.result import CallCancelled, WorkerGroupFuncResult
 
 
 class FakeCall:
-    """Implements `result.Call`; tests end it."""
+    """Implements `result.RankCall`; tests end it."""
 
     def __init__(self, rank):
         self.rank = rank

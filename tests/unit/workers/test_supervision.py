@@ -155,9 +155,9 @@ def test_marked_finds_descendants_in_sessions_of_their_own_by_all_marks():
     )
     stray = int(parent.stdout.readline())
     try:
-        assert sorted(processes.marked(marker)) == sorted([parent.pid, stray])
-        assert sorted(processes.marked(marker, "OTHER=1")) == sorted([parent.pid, stray])
-        assert list(processes.marked(marker, "OTHER=2")) == []
+        assert sorted(processes.with_environment(marker)) == sorted([parent.pid, stray])
+        assert sorted(processes.with_environment(marker, "OTHER=1")) == sorted([parent.pid, stray])
+        assert list(processes.with_environment(marker, "OTHER=2")) == []
         assert parent.pid in processes.children()
     finally:
         os.kill(stray, 9)
