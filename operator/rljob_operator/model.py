@@ -1,8 +1,10 @@
-"""What the operator sees and what it decides: the values between the cache, the pure `reconcile` and `apply`.
+"""The data types of a reconcile: what the operator observes (`Observed`), and what it decides to do (`Plan`).
 
-Children are read into small frozen views, so that rules are written over facts and not over nested API dictionaries. A Plan's
-effects are carried out in the order of its fields: intent (status) is written before anything is deleted or created.
-A plan that deletes, raises the epoch or ends the job is made a second time over fresh reads before it is carried out.
+The cache produces them from API objects, the pure functions of `reconcile` compute a plan, and `apply` carries it out in the order of its
+fields: the status is written before anything is deleted or created. A plan that deletes objects, raises the epoch or ends the job is
+computed again from fresh reads before it is carried out.
+
+The epoch is the number of gang restarts of a job, used for fencing; see `reconcile/lifecycle.py`.
 """
 
 from __future__ import annotations
@@ -14,19 +16,19 @@ from typing import Any, Literal
 from rl_core.api.defaults import Defaults
 
 Object = Mapping[str, Any]
-"""A Kubernetes object as the API server speaks it: JSON, camelCase."""
+"""A Kubernetes object as decoded JSON, with camelCase keys."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorConfig:
-    """What the administrator set (chart values); the same for all jobs."""
+    """The administrator's settings (chart values), which are the same for all jobs."""
 
     namespace: str = "rljob-system"
-    """Where the operator runs; its master key and Lease live here, so no job of this namespace is served."""
+    """Namespace of the operator, its master key and its Lease. Jobs in this namespace are not served."""
     images: Mapping[str, str] = field(default_factory=dict)
     """Image of a role (actor, rollout, env) where the job names none."""
     image_pull_policy: str | None = None
-    """Pull policy where the job names none; None = the cluster's default."""
+    """Pull policy where the job names none; None means the default of the cluster."""
     metrics_namespace_labels: Mapping[str, str] = field(default_factory=lambda: {"rljob.dev/metrics": "true"})
     """Label of namespaces whose pods may scrape the job's metrics port."""
     dns_namespace_labels: Mapping[str, str] = field(
@@ -36,11 +38,11 @@ class OperatorConfig:
     dns_pod_labels: Mapping[str, str] = field(default_factory=lambda: {"k8s-app": "kube-dns"})
     """Label of the pods of the cluster's DNS."""
     dns_cidrs: tuple[str, ...] = ("169.254.20.10/32",)
-    """Addresses of DNS that is no pod: where a cluster with a DNS cache per node answers."""
+    """Address blocks of DNS servers that are not pods, such as a DNS cache on each node."""
     key_id: str = ""
     """Id of the master key of new jobs (runtime.master_key)."""
     gang_api: str | None = None
-    """`group/version` of the API that schedules pods together (manifests.gang); None = the cluster serves none, or not to us."""
+    """`group/version` of the gang scheduling API (manifests.gang); None if the cluster has none, or the operator may not use it."""
     version: str = "0.1.0"
     """Operator version, a label of all objects."""
 
@@ -54,16 +56,16 @@ class ContainerEnd:
     init: bool = False
     """Whether it is an init container."""
     reason: str
-    """As the kubelet says: Completed, Error, OOMKilled, ..."""
+    """Reason from the kubelet: Completed, Error, OOMKilled, ..."""
     message: str
-    """Termination message: the supervisor's JSON, else the container's last log lines."""
+    """Termination message: JSON of the supervisor, or the last log lines of the container."""
     finished: float | None = None
-    """When it ended by its node's clock, seconds since 1970; None when nobody saw it."""
+    """Time of the end by the clock of its node, seconds since 1970; None if it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PodView:
-    """One pod with our labels."""
+    """One pod with the operator's labels."""
 
     name: str
     uid: str
@@ -88,18 +90,18 @@ class PodView:
     message: str = ""
     scheduled: bool = False
     unschedulable: str = ""
-    """The scheduler's words while the pod is not bound."""
+    """Message of the scheduler while the pod is not bound to a node; empty otherwise."""
     acknowledged: bool = False
     """Whether a kubelet has seen it (status.startTime)."""
     ready: bool = False
     node_lost: bool = False
-    """Whether its node seems gone: Ready was set to false by the node controller, or no kubelet has seen that it is deleted."""
+    """Whether its node is probably dead: the node controller set Ready to False, or no kubelet has reacted to the deletion."""
     conditions: tuple[str, ...] = ()
     """Types of the conditions that are true."""
     disrupted: str = ""
     """Reason of the condition DisruptionTarget=True."""
     preparing: str = ""
-    """The init container that runs."""
+    """Name of the running init container; empty without one."""
     waiting: str = ""
     """First waiting container's reason and message, e.g. `ImagePullBackOff: ...`; without PodInitializing and ContainerCreating."""
     ended: tuple[ContainerEnd, ...] = ()
@@ -113,59 +115,63 @@ class Progress:
     status: Object
     """The status that the runner serves at `/status`."""
     at: float
-    """When it was received, seconds since 1970."""
+    """Time at which it was received, seconds since 1970."""
     pod_uid: str
-    """The actor-0 pod that gave it."""
+    """uid of the actor-0 pod that sent it."""
     error: str = ""
-    """Why the newest poll failed; empty when it did not."""
+    """Error of the newest poll; empty if it succeeded."""
     failing_since: float | None = None
     """Since when polls fail, seconds since 1970; None while they succeed."""
     failures: int = 0
-    """Polls in a row that failed."""
+    """Number of consecutive failed polls."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
-    """All that one reconcile looks at besides the job."""
+    """The input of one reconcile besides the job."""
 
     pods: tuple[PodView, ...] = ()
-    """Pods with our label `rljob.dev/job` of this name, whoever owns them."""
+    """Pods with the label `rljob.dev/job` of this name, whoever owns them."""
     objects: tuple[Object, ...] = ()
     """Services, ConfigMaps, NetworkPolicies, PodDisruptionBudgets, ResourceClaims (templates), gang objects with our labels of this job name."""
     name_conflicts: tuple[str, ...] = ()
-    """`kind/name` of objects that hold a name we need and do not carry our labels (found when a create met 409)."""
+    """`kind/name` of objects that have a name the job needs and lack the operator's labels; found when a create failed with 409."""
     refusals: Mapping[str, str] = field(default_factory=dict)
-    """Creates and applies that were refused and have not succeeded since: `kind/name` -> the API server's words (quota, admission,
-    missing account, a field that cannot change). A plan names them again each time; apply paces the tries."""
+    """Creates and applies that were refused and have not succeeded since: `kind/name` -> message of the API server (quota, admission,
+    missing account, a field that cannot change). Every plan contains them again; `apply` delays the attempts.
+    """
     claims: Mapping[str, Object] = field(default_factory=dict)
-    """The PersistentVolumeClaims of all roles' volumes, by name; absent = not found."""
+    """The PersistentVolumeClaims of all roles' volumes, by name; those that do not exist are left out."""
     defaults: Defaults | None = None
-    """Those the job was accepted under; None = it was not yet, or they are lost."""
+    """The schema defaults that the job was accepted with; None before that, or if they are lost."""
     progress: Progress | None = None
     refused_change: tuple[int, str] | None = None
-    """(generation, the runner's words) of the newest changed spec that the runner refused; None when it refused none."""
+    """(generation, message of the runner) of the newest changed spec that the runner refused; None when it refused none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deletion:
-    """One object to delete; always with a uid precondition."""
+    """One object to delete. The deletion always has a uid precondition."""
 
     kind: Literal["Pod", "RLJob", "ResourceClaimTemplate"]
     name: str
     uid: str
     grace_seconds: int | None = None
-    """None = the pod's own; 0 = force, for pods on dead nodes."""
+    """Grace period in seconds. None means that of the pod; 0 forces the deletion, for pods on dead nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControlCall:
-    """One call of the runner's control port; sent to `ip` at most once per reconcile, its failure is no failure of the reconcile."""
+    """One call to the control port of the runner at `ip`.
+
+    A failed call does not make the reconcile fail; it is sent again by a later one.
+    """
 
     method: Literal["PUT /control", "POST /checkpoint", "POST /drain", "POST /finish"]
     body: Any
     ip: str
     epoch: int
-    """Of the gang it is meant for: a runner of another refuses it."""
+    """Epoch of the gang that it is for; a runner of another epoch refuses it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,32 +185,32 @@ class JobEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """Another number of rollouts for the job's spec, by the scale subresource."""
+    """A change of the number of rollouts in the job's spec, through the scale subresource."""
 
     replicas: int
     generation: int
-    """Of the spec that it was decided on: a newer one is the user's word, and wins."""
+    """Generation of the spec that the decision was made on. Nothing is written if the user has changed the spec since."""
     event: JobEvent
-    """Told once it is written."""
+    """Event that is recorded when the change is written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What to do now, in this order."""
+    """The effects of one reconcile, in the order of the fields: status, deletions, supporting objects, Secret, pods, calls, scale."""
 
     status: Object | None = None
-    """The whole new status; None = as it is."""
+    """The whole new status; None means that it is unchanged."""
     progress_only: bool = False
-    """Whether the status differs in step, reward and the like only, so that its write may wait for the progress interval."""
+    """Whether the status differs only in progress such as step and reward, so that the write may be delayed to the progress interval."""
     delete: tuple[Deletion, ...] = ()
     ensure: tuple[Object, ...] = ()
-    """Objects for server-side apply, already without those whose manifest hash is right."""
+    """Supporting objects for server-side apply, without those whose manifest hash is unchanged."""
     ensure_secret: bool = False
-    """Whether the job's Secret must be asserted (derived from the master key, created when absent)."""
+    """Whether the job's Secret must exist; it is derived from the master key and created if absent."""
     create: tuple[Object, ...] = ()
-    """Pods."""
+    """Pods to create."""
     calls: tuple[ControlCall, ...] = ()
     events: tuple[JobEvent, ...] = ()
     scale: Scale | None = None
     requeue_after: float | None = None
-    """Seconds until the job must be looked at again though nothing changes; 0 = at once, None = when something does."""
+    """Seconds until the next reconcile even if nothing changes. 0 means at once, None means only after a change."""

@@ -17,7 +17,7 @@ Context = Annotated[str | None, typer.Option(help="Context of the kubeconfig.", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Here:
-    """Where a command looks: connection.Place."""
+    """Where a command looks: connection.ClusterPlace."""
 
     namespace: str | None
     context: str | None

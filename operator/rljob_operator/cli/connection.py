@@ -23,7 +23,7 @@ APPLY = "application/apply-patch+yaml"
 Json = dict[str, Any]
 
 
-class Place(Protocol):
+class ClusterPlace(Protocol):
     """Where a job is looked for; rl_core.cli.targets.Place is one."""
 
     @property
@@ -43,7 +43,7 @@ class Connection:
         self._api = api
 
     @classmethod
-    def open(cls, place: Place) -> Connection:
+    def open(cls, place: ClusterPlace) -> Connection:
         """Connect by KUBECONFIG or ~/.kube/config, in a pod by its service account. Raises ConfigError when there is neither."""
         from kubernetes import config
         from kubernetes.client import ApiClient, Configuration

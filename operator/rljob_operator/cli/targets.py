@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rljob_operator.cli import jobs, logs
-from rljob_operator.cli.connection import Connection, Json, Place
+from rljob_operator.cli.connection import ClusterPlace, Connection, Json
 
 
 class Targets:
     """Jobs of a cluster."""
 
-    def job(self, name: str, place: Place) -> Json:
+    def job(self, name: str, place: ClusterPlace) -> Json:
         """Return the job as the API server holds it."""
         return jobs.read(Connection.open(place), name)
 
-    def watch(self, name: str, place: Place) -> Callable[[], Json]:
+    def watch(self, name: str, place: ClusterPlace) -> Callable[[], Json]:
         """Return a function that reads the job anew over one connection."""
         connection = Connection.open(place)
         return lambda: jobs.read(connection, name)
@@ -23,7 +23,7 @@ class Targets:
     def logs(
         self,
         name: str,
-        place: Place,
+        place: ClusterPlace,
         *,
         role: str | None,
         index: int | None,
@@ -34,7 +34,7 @@ class Targets:
         """Write the logs of the job's pods that match."""
         logs.show(Connection.open(place), name, role=role, index=index, attempt=attempt, follow=follow, write=write)
 
-    def scale(self, name: str, place: Place, *, replicas: int | None, envs: int | None) -> str:
+    def scale(self, name: str, place: ClusterPlace, *, replicas: int | None, envs: int | None) -> str:
         """Set the number of rollouts or envs; return the job's namespace."""
         connection = Connection.open(place)
         jobs.scale(connection, name, replicas=replicas, envs=envs)

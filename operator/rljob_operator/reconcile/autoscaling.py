@@ -10,14 +10,14 @@ from rl_core.plan import autoscale
 from rljob_operator.model import JobEvent, Scale
 from rljob_operator.reconcile.job_view import JobView
 from rljob_operator.reconcile.lifecycle import Decision, Stage
-from rljob_operator.reconcile.scaling import PodMoves, answering
+from rljob_operator.reconcile.scaling import PodMoves, fresh_report
 
 EVENT = "Autoscaled"
 
 
 def wanted(view: JobView, decision: Decision, moves: PodMoves) -> Scale | None:
     """Return the number of rollouts to write into the spec; None = it stays as it is."""
-    report = answering(view)
+    report = fresh_report(view)
     if decision.stage is not Stage.RUN or report is None or not report.begun or moves.draining:
         return None
     if report.applied_generation is None or report.applied_generation < view.generation:

@@ -1,4 +1,4 @@
-"""Which pods go when a job is suspended or has ended (deletionPolicy, ttlSecondsAfterFinished)."""
+"""The deletion of pods when a job is suspended or has ended (deletionPolicy, ttlSecondsAfterFinished)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rljob_operator.reconcile import deadlines
 from rljob_operator.reconcile.job_view import JobView, has_ended, is_active
 from rljob_operator.reconcile.lifecycle import seconds_to_save
 from rljob_operator.reconcile.record import Record
-from rljob_operator.reconcile.scaling import PodMoves, removal, stuck
+from rljob_operator.reconcile.scaling import PodMoves, forced_deletion, removal
 
 STOP_SECONDS = 120.0
 """Seconds after the end of the job until actor pods that still run are deleted."""
@@ -16,7 +16,7 @@ ASK_AGAIN = 5.0
 
 
 def suspend(view: JobView, record: Record) -> PodMoves:
-    """Let the runner save, then delete all pods."""
+    """Return the calls and deletions of a suspension: the runner saves a checkpoint, then all pods are deleted."""
     left = seconds_to_save(view, record)
     if left <= 0:
         return _delete(view, list(view.pods.values()))
@@ -25,7 +25,10 @@ def suspend(view: JobView, record: Record) -> PodMoves:
 
 
 def ended(view: JobView) -> PodMoves:
-    """Keep what the deletion policy keeps; stop what still runs; delete the job when its time is up."""
+    """Return the deletions for an ended job.
+
+    These are running pods, pods that deletionPolicy does not keep, and the job itself after its TTL.
+    """
     spec, meta = view.spec, view.job.metadata
     ttl = deadlines.until_deleted(view.record, spec.ttl_seconds_after_finished, view.now)
     if ttl == 0.0:
@@ -48,14 +51,14 @@ def ended(view: JobView) -> PodMoves:
 
 
 def whole_job(name: str, uid: str) -> Deletion:
-    """Return the deletion of a job; all that is the job's goes with it."""
+    """Return the deletion of a job; the garbage collector deletes everything that the job owns."""
     return Deletion(kind="RLJob", name=name, uid=uid)
 
 
 def _delete(view: JobView, pods: list[PodView]) -> PodMoves:
     delete, again = [], []
     for pod in sorted(pods, key=lambda pod: pod.name):
-        forced, wait = stuck(pod, view.now)
+        forced, wait = forced_deletion(pod, view.now)
         if not pod.deleting:
             delete.append(removal(pod))
         elif forced is not None:

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping
 
 from rl_core.plan.failure_rules import SHORTAGE
 from rl_core.plan.groups import ROLLOUT
-from rljob_operator.reconcile import pod_lists, storage
+from rljob_operator.reconcile import obstacles, pod_lists
 from rljob_operator.reconcile.conditions import TYPES, Fact
 from rljob_operator.reconcile.failures import Act, stall_description
 from rljob_operator.reconcile.job_view import JobView, is_active
 from rljob_operator.reconcile.lifecycle import Decision, Stage
-from rljob_operator.reconcile.storage import Obstacle
+from rljob_operator.reconcile.obstacles import Obstacle
 
 UNREACHABLE_SECONDS, UNREACHABLE_POLLS = 15.0, 2
 """A runner is unreachable when polls have failed for this many seconds and at least this often. A single poll may fail on a busy machine."""
@@ -42,7 +42,7 @@ def phase_of(view: JobView, decision: Decision) -> str:
     if decision.record.begun:
         return "Running"
     bound = sum(1 for pod in view.pods_of(*view.gangs) if pod.scheduled and is_active(pod))
-    if bound >= view.desired(*view.gangs):
+    if bound >= view.num_wanted(*view.gangs):
         return "Starting"
     return "Restarting" if before == "Restarting" else "Pending"
 
@@ -77,8 +77,8 @@ def facts(view: JobView, decision: Decision, obstacle: Obstacle | None) -> dict[
     }
 
 
-def refused(problem: str, known: Iterable[str]) -> dict[str, Fact]:
-    """Return the conditions of a job with an invalid spec, without the conditions in `known`."""
+def invalid_spec_facts(problem: str, known: Iterable[str]) -> dict[str, Fact]:
+    """Return the conditions of a job with an invalid spec; those whose types are in `known` exist already and are left out."""
     first = _all("NotAccepted", "NotRunning") | {
         "Suspended": Fact(status="False", reason="NotSuspended"),
         "Complete": Fact(status="False", reason="NotFinished"),
@@ -88,8 +88,8 @@ def refused(problem: str, known: Iterable[str]) -> dict[str, Fact]:
     return {kind: first[kind] for kind in TYPES if kind in first and kind not in known} | {"Accepted": accepted}
 
 
-def explains(facts: Mapping[str, Fact]) -> str:
-    """Return the reason that explains the phase, for the column REASON of `kubectl get`."""
+def phase_reason(facts: Mapping[str, Fact]) -> str:
+    """Return the reason of the condition that explains the phase, for the column REASON of `kubectl get`."""
     for kind, status in (
         ("Failed", "True"),
         ("Complete", "True"),
@@ -106,7 +106,7 @@ def explains(facts: Mapping[str, Fact]) -> str:
 
 
 def _all(reason: str, degraded: str) -> dict[str, Fact]:
-    """Return facts for a job without a running gang."""
+    """Return the facts of a job without a running gang; `reason` is theirs, `degraded` the reason of Degraded."""
     not_ready = "NotReady" if reason == "NotAccepted" else reason
     return {
         "Scheduled": Fact(status="False", reason=reason),
@@ -120,7 +120,9 @@ def _all(reason: str, degraded: str) -> dict[str, Fact]:
 def _accepted(view: JobView, obstacle: Obstacle | None) -> Fact:
     if obstacle is not None:
         return Fact(status="False", reason=obstacle.reason, message=obstacle.message)
-    return Fact(status="True", reason="SpecAccepted", message="" if storage.checkpoints_last(view) else NOT_DURABLE)
+    return Fact(
+        status="True", reason="SpecAccepted", message="" if obstacles.checkpoints_persist(view) else NOT_DURABLE
+    )
 
 
 def _suspended(view: JobView, decision: Decision) -> Fact:
@@ -194,7 +196,7 @@ def _scheduled(view: JobView, decision: Decision, obstacle: Obstacle | None) -> 
 
 def _ready(view: JobView, decision: Decision, obstacle: Obstacle | None, scheduled: Fact) -> Fact:
     gang, report = [pod for pod in view.pods_of(*view.gangs) if is_active(pod)], view.report
-    complete = len(gang) >= view.desired(*view.gangs)
+    complete = len(gang) >= view.num_wanted(*view.gangs)
     if complete and decision.record.begun:  # the loop begins when all ranks are there; without one the gang restarts
         return Fact(status="True", reason="RanksReady")
     _, reason, message = view.record.condition("Ready")
@@ -317,14 +319,14 @@ def _refused_change(view: JobView) -> Fact | None:
 
 
 def _degraded(view: JobView, decision: Decision) -> Fact:
-    gang = set(view.wanted(*view.gangs))
+    gang = set(view.wanted_pod_names(*view.gangs))
     absent = [name for name in pod_lists.absent_pods(view) if name not in gang]
     held = pod_lists.backing_off(view, decision.record, absent)
     if held:
         return _backing_off("True", held)
     if phase_of(view, decision) != "Running":
         return Fact(status="False", reason="NotRunning")
-    short = {group: (view.desired(group), pod_lists.ready_pods(view, group)) for group in view.elastic}
+    short = {group: (view.num_wanted(group), pod_lists.ready_pods(view, group)) for group in view.elastic}
     if all(ready >= desired for desired, ready in short.values()):
         refused = _refused_change(view)
         return refused if refused is not None else Fact(status="False", reason="AllRolesReady")
@@ -333,7 +335,7 @@ def _degraded(view: JobView, decision: Decision) -> Fact:
     )
     for group, (desired, ready) in short.items():
         minimum = view.groups[group].min_replicas
-        if ready < min(minimum - view.indices(group).start, desired):
+        if ready < min(minimum - view.wanted_indices(group).start, desired):
             return Fact(
                 status="True",
                 reason="BelowMinimum",

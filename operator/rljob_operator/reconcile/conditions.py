@@ -116,7 +116,7 @@ REASONS: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fact:
-    """What a condition says now."""
+    """The new status, reason and message of a condition."""
 
     status: str
     """True, False or Unknown."""
@@ -127,7 +127,7 @@ class Fact:
 def merge(
     before: Mapping[str, Object], facts: Mapping[str, Fact], *, now: float, generation: int
 ) -> list[dict[str, Any]]:
-    """Return the list of conditions: lastTransitionTime moves with `status` only."""
+    """Return the list of conditions with new facts. lastTransitionTime changes only with `status`. `now` is in seconds since 1970."""
     merged = []
     for kind in TYPES:
         fact, old = facts[kind], before.get(kind, {})

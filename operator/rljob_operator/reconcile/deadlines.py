@@ -1,4 +1,4 @@
-"""Times at which something is due though nothing happens: the job's deadlines, its TTL, and when to look again."""
+"""The deadlines and the TTL of a job, and the times at which it must be reconciled because of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rljob_operator.reconcile.record import Record
 
 
 def runtime_seconds(record: Record, now: float) -> int:
-    """Return the seconds the job has run, suspended time left out."""
+    """Return the seconds that the job has run, without suspended time."""
     if record.start_time is None:
         return 0
     end = record.completion_time if record.completion_time is not None else now
@@ -15,7 +15,7 @@ def runtime_seconds(record: Record, now: float) -> int:
 
 
 def overdue(view: JobView) -> str:
-    """Return which deadline has passed, in words; empty when none has."""
+    """Return a message about the deadline that has passed; empty when none has."""
     record, spec = view.record, view.spec
     if record.start_time is None:
         return ""
@@ -44,7 +44,7 @@ def until_deleted(record: Record, ttl: int | None, now: float) -> float | None:
 
 
 def _has_begun(view: JobView) -> bool:
-    """Return whether the first step was ever finished."""
+    """Return whether the job has ever finished a step."""
     if view.record.first_step_time is not None:
         return True
     report = view.report

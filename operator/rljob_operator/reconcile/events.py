@@ -1,4 +1,4 @@
-"""Events: what `kubectl describe` shows of a job's life. Made of the step from the old status to the new, so each is written once."""
+"""Kubernetes events of a job. They are derived from the difference between the old and the new status, so each is written once."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _EVENT_STATUS = {
 def of_transition(
     record: Record, decision: Decision, facts: Mapping[str, Fact], status: Object | None
 ) -> tuple[JobEvent, ...]:
-    """Return the events of a step; none when the status stays as it is."""
+    """Return the events of the transition from `record` to the new `status`; none when the status is unchanged (None)."""
     if status is None or decision.stage is Stage.ENDED:
         return ()
     return (
@@ -74,7 +74,7 @@ def of_transition(
 
 
 def of_refused_spec(problem: str) -> tuple[JobEvent, ...]:
-    """Return the event about a spec that is not understood."""
+    """Return the event about an invalid spec."""
     return (_warning("InvalidSpec", problem),)
 
 

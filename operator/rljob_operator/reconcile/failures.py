@@ -26,7 +26,10 @@ DONE_PAUSE = 15.0
 
 
 class Act(IntEnum):
-    """The action for a finding, in increasing order of severity."""
+    """The action for a finding, in increasing order of severity.
+
+    NOTHING, REPLACE_PODS, RESTART_ROLE, RESTART_JOB (a new epoch), ROLL_BACK, PAUSE, FAIL (the job).
+    """
 
     NOTHING = 0
     REPLACE_PODS = 1
@@ -40,7 +43,7 @@ class Act(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A detected failure and its action."""
+    """A detected failure and the action for it."""
 
     act: Act
     reason: str
@@ -53,8 +56,8 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """All findings, and the record that has each ended pod counted."""
+class FailureFindings:
+    """All failures since the previous reconcile, and the record in which each ended pod is counted."""
 
     record: Record
     findings: tuple[Finding, ...] = ()
@@ -65,8 +68,8 @@ class Verdict:
         return max(self.findings, key=lambda finding: finding.act, default=None)
 
 
-def judge(view: JobView) -> Verdict:
-    """Return the failures since the previous reconcile."""
+def judge(view: JobView) -> FailureFindings:
+    """Return the failures of pods, stalls and metrics since the previous reconcile, with their actions."""
     record, findings = replenish(view, view.record), []
     for pod in _newly_ended(view):
         finding, record = _judge_pod(view, pod, record)
@@ -75,7 +78,7 @@ def judge(view: JobView) -> Verdict:
     record = _count_vanished(view, record)
     record, stalled = _judge_stall(view, record)
     findings += stalled + _judge_numbers(view)
-    return Verdict(record=record, findings=tuple(f for f in findings if f.act is not Act.NOTHING))
+    return FailureFindings(record=record, findings=tuple(f for f in findings if f.act is not Act.NOTHING))
 
 
 def completed(view: JobView) -> bool:
@@ -116,7 +119,7 @@ def _newly_ended(view: JobView) -> list[PodView]:
         for pod in view.pods_of(group):
             judged = (e := record.pod_failures.get(pod.name)) is not None and e.uid == pod.uid
             ours = not view.is_gang(group) and (
-                pod.index not in view.indices(group)
+                pod.index not in view.wanted_indices(group)
                 or pod.name in record.draining
                 or (mark is not None and pod.created <= mark)
             )
@@ -196,10 +199,10 @@ def _vanished_gangs(view: JobView) -> Iterator[Finding]:
     """Yield a finding for each gang with pods that were deleted before the operator observed their end."""
     for group in view.gangs if view.epoch == view.record.epoch else ():
         there, before = view.pods_of(group), view.record.role(group).active
-        if len(there) >= min(before, view.desired(group)):
+        if len(there) >= min(before, view.num_wanted(group)):
             continue
         present = {pod.name for pod in there}
-        missing = ", ".join(name for name in view.wanted(group) if name not in present)
+        missing = ", ".join(name for name in view.wanted_pod_names(group) if name not in present)
         text = f"{group} pods do not exist any more: {missing}"
         yield Finding(act=Act.RESTART_JOB, reason="PodDeleted", message=text, counted=False)
 
@@ -210,7 +213,7 @@ def _count_vanished(view: JobView, record: Record) -> Record:
         known = record.role(group)
         counted = known.restarts - view.record.role(group).restarts
         inside = len(view.hosts(group)) - len(view.pods_of(group))
-        lost = min(known.active - inside, view.desired(group)) - len(view.pods_of(group))
+        lost = min(known.active - inside, view.num_wanted(group)) - len(view.pods_of(group))
         if lost > 0 and not counted:
             record = replace(record, roles={**record.roles, group: replace(known, restarts=known.restarts + 1)})
     return record
@@ -229,7 +232,7 @@ def _judge_stall(view: JobView, record: Record) -> tuple[Record, list[Finding]]:
     if wanted == "Ignore" or not rules.stall_is_due(silent, at=report.at, acted_at=acted_at):
         return record, []
     act = {"RestartRole": Act.RESTART_ROLE, "Pause": Act.PAUSE, "FailJob": Act.FAIL}.get(wanted, Act.RESTART_JOB)
-    if act is Act.RESTART_ROLE and not view.wanted(role):
+    if act is Act.RESTART_ROLE and not view.wanted_pod_names(role):
         act = Act.RESTART_JOB  # the processes of the role run in the pods of the actor
     message = f"no progress within the timeout of failurePolicy.stall: {stall_description(report.stall)}"
     finding = Finding(act=act, reason="Stalled", message=message, role=role)

@@ -19,7 +19,7 @@ from rljob_operator.reconcile.report import Report, whole_number
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobView:
-    """The inputs of a decision."""
+    """Everything that a decision depends on: spec, recorded status, observed objects and time. The time is in seconds since 1970."""
 
     raw: Object
     """The RLJob object as read from the API server."""
@@ -81,12 +81,12 @@ class JobView:
 
     @property
     def gangs(self) -> tuple[str, ...]:
-        """Names of the groups whose members restart together."""
+        """Names of the worker groups whose members restart together."""
         return tuple(name for name, group in self.groups.items() if not group.elastic)
 
     @property
     def elastic(self) -> tuple[str, ...]:
-        """Names of the groups whose members are replaced one by one."""
+        """Names of the worker groups whose members are replaced one by one."""
         return tuple(name for name, group in self.groups.items() if group.elastic)
 
     def is_gang(self, group: str) -> bool:
@@ -94,24 +94,27 @@ class JobView:
         return group in self.groups and not self.groups[group].elastic
 
     def hosts(self, group: str) -> tuple[PodView, ...]:
-        """Return the pods that run processes of `group`, by index: those of the control group that have some inside, then its own."""
-        inside = self.indices(group).start
+        """Return the pods that run processes of a worker group, by index.
+
+        For colocated rollouts these are first the actor's pods that contain some of them, then the group's own pods.
+        """
+        inside = self.wanted_indices(group).start
         return (*self.by_group[CONTROL_GROUP][:inside], *self.by_group[group])
 
-    def indices(self, group: str) -> range:
-        """Return the indices of the pods of a group that are wanted while the job runs."""
+    def wanted_indices(self, group: str) -> range:
+        """Return the indices of the pods that a worker group should have while the job runs."""
         return own_pods(self.spec, group, self.groups)
 
-    def desired(self, *groups: str) -> int:
-        """Return how many pods of some groups are wanted while the job runs."""
+    def num_wanted(self, *groups: str) -> int:
+        """Return the number of pods that these worker groups should have while the job runs."""
         return sum(len(self.names[group]) for group in groups)
 
-    def wanted(self, *groups: str) -> tuple[str, ...]:
-        """Return the names of the pods of some groups that are wanted while the job runs, by group and index."""
+    def wanted_pod_names(self, *groups: str) -> tuple[str, ...]:
+        """Return the names of the pods that these worker groups should have while the job runs, by group and index."""
         return tuple(name for group in groups for name in self.names[group])
 
     def pods_of(self, *groups: str) -> tuple[PodView, ...]:
-        """Return the pods of some groups by group and index; for a gang, only those of the current epoch."""
+        """Return the existing pods of these worker groups, by group and index; for a gang, only those of the current epoch."""
         return tuple(pod for group in groups for pod in self.by_group[group])
 
 
@@ -125,7 +128,7 @@ def build(
     config: OperatorConfig,
     groups: Mapping[str, Group] | None = None,
 ) -> JobView:
-    """Return the view of a job at time `now`, seconds since 1970. `groups` None: those that the spec describes."""
+    """Return the view of a job at time `now`, in seconds since 1970. `groups` None means the worker groups that the spec describes."""
     groups = groups_of(job.spec) if groups is None else groups
     uid = job.metadata.uid
     record = records.read(raw.get("status"))

@@ -1,10 +1,13 @@
-"""Where a job is in its life and what comes next: the decisions, in the order in which they win.
+"""Decides the next stage of a job's life. The conditions are checked in this order; the first one that holds decides:
 
     ended -> stays ended | actor-0 done -> Succeeded | suspended or paused -> checkpoint, then no pods
     resumed -> new epoch | deadline, failure -> Failed, new epoch, or pods replaced | else -> run
 
-A decision that raises the epoch or ends the job is an intent: it is written alone, and the next reconcile acts on what is written. So
-an operator that dies in between, at any point, finds in the status what it was about to do.
+The epoch is the number of gang restarts of a job, counted from 1. It is a fencing token: pods, calls and reports of an older epoch are
+ignored.
+
+A decision that raises the epoch or ends the job is only written to the status; the next reconcile acts on what is written. An operator that
+crashes in between therefore finds in the status what has to be done.
 """
 
 from __future__ import annotations
@@ -24,42 +27,42 @@ Outcome = Literal["Succeeded", "Failed"]
 
 
 class Stage(Enum):
-    """What a reconcile does."""
+    """What a reconcile does for the job: RUN, RESTART, SUSPENDING, SUSPENDED, END or ENDED."""
 
     RUN = "run"
-    """Keep the wanted pods there."""
+    """Create missing pods and remove surplus ones."""
     RESTART = "restart"
-    """Write a new epoch, nothing else."""
+    """Write the new epoch to the status, nothing else."""
     SUSPENDING = "suspending"
     """Let the runner save, then delete all pods."""
     SUSPENDED = "suspended"
-    """No pods."""
+    """Keep the job without pods."""
     END = "end"
-    """Write the end, nothing else."""
+    """Write the result to the status, nothing else."""
     ENDED = "ended"
-    """Clean up as deletionPolicy and TTL say."""
+    """Delete pods and the job as deletionPolicy and ttlSecondsAfterFinished say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """A decision."""
+    """The stage of one reconcile, the record to write, and the reasons."""
 
     stage: Stage
     record: Record
-    """What is to be remembered from now on."""
+    """The counters and timestamps to write to the status."""
     reason: str = ""
-    """Why, for the condition that tells of it; empty when nothing new happened."""
+    """Reason of the condition that reports the decision; empty when nothing changed."""
     message: str = ""
     outcome: Outcome | None = None
-    """For END."""
+    """Result of the job, for END; None otherwise."""
     roll_back: bool = False
-    """For RESTART: the runner must not save."""
+    """For RESTART: whether the runner must not save a checkpoint before it ends."""
     findings: tuple[Finding, ...] = ()
-    """What went wrong, for events and for Degraded."""
+    """Detected failures, for events and for the condition Degraded."""
 
 
 def decide(view: JobView) -> Decision:
-    """Return what comes next."""
+    """Return the decision for the job as it is now."""
     record = view.record
     if record.terminal:
         return Decision(stage=Stage.ENDED, record=record)
@@ -88,7 +91,7 @@ def decide(view: JobView) -> Decision:
 
 
 def _act_on(view: JobView, decision: Decision, finding: Finding) -> Decision:
-    """Return the decision after the gravest finding."""
+    """Return the decision for the most severe finding."""
     record = decision.record
     if finding.act is Act.FAIL:
         return replace(_end(view, record, "Failed", finding.reason, finding.message), findings=decision.findings)
@@ -137,9 +140,10 @@ def _next_epoch(view: JobView, record: Record) -> Record:
 
 
 def _mark_role(view: JobView, record: Record, role: str) -> Record:
-    """Return the record that asks for all present pods of a role to be replaced.
+    """Return the record that requests the replacement of all present pods of a role.
 
-    The mark is a creation time, by the API server's clock: by ours, should it run fast, the replacements would be older than it too.
+    Pods created at or before `restart_time` are replaced. It is the newest creation time of these pods, by the clock of the API server. The
+    operator's clock might be fast, so that the replacements would be replaced as well.
     """
     pods = view.pods_of(role)
     known = record.role(role)
@@ -154,7 +158,7 @@ def _mark_role(view: JobView, record: Record, role: str) -> Record:
 
 
 def _suspend(view: JobView, record: Record, suspension: Suspension) -> Decision:
-    """Save, then delete: until actor-0 has ended, or its time is up, the others stay too."""
+    """Return the decision to suspend: SUSPENDING while there are pods, which are deleted once actor-0 has saved, then SUSPENDED."""
     record = replace(record, epoch=view.epoch, draining={})
     first, report = view.first_actor, view.report
     if suspension.rule and first is not None and has_ended(first) and report is not None:
@@ -166,7 +170,7 @@ def _suspend(view: JobView, record: Record, suspension: Suspension) -> Decision:
 
 
 def seconds_to_save(view: JobView, record: Record) -> float:
-    """Return how long the runner of a job that is suspended may still take to save; 0 = its pods go now."""
+    """Return the seconds that the runner of a job being suspended still has to save a checkpoint; 0 means that its pods are deleted now."""
     first, suspension = view.first_actor, record.suspension
     if suspension is None or first is None or has_ended(first) or not first.ip or not _has_work(view, record):
         return 0.0
@@ -174,12 +178,12 @@ def seconds_to_save(view: JobView, record: Record) -> float:
 
 
 def _has_work(view: JobView, record: Record) -> bool:
-    """Return whether the runner may have finished a step since it began: only then is there something to save."""
+    """Return whether the runner may have finished a step in this epoch; otherwise there is nothing to save."""
     return record.begun and (record.first_step_time is not None or view.step > 0)
 
 
 def _without_pods(record: Record) -> Record:
-    """Nothing of what ended before a suspension matters after it, but the attempts and the acts on stalls."""
+    """Return the record of a job without pods: active pods and requested restarts are reset; attempts and stall actions are kept."""
     roles = {name: replace(role, active=0, restart_time=None) for name, role in record.roles.items()}
     return replace(record, roles=roles)
 

@@ -1,4 +1,4 @@
-"""Which of the wanted pods are there, serve, wait or are refused; and how messages name them."""
+"""Lists of the pods that a job should have, by their state (existing, ready, in back-off, refused), and text about them for messages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ NAMED = 5
 
 
 def wanted_pods(view: JobView) -> list[PodView]:
-    """Return the wanted pods that are there to stay, by group and index; for a gang, only those of the current epoch."""
-    return [pod for pod in view.pods_of(*view.groups) if pod.index in view.indices(pod.role) and is_active(pod)]
+    """Return the wanted pods that exist and are neither ended nor being deleted, by group and index; for a gang, of the current epoch."""
+    return [pod for pod in view.pods_of(*view.groups) if pod.index in view.wanted_indices(pod.role) and is_active(pod)]
 
 
 def absent_pods(view: JobView) -> list[str]:
-    """Return the names of the other wanted pods."""
+    """Return the names of the wanted pods that are not in `wanted_pods`."""
     present = {pod.name for pod in wanted_pods(view)}
-    return [name for name in view.wanted(*view.groups) if name not in present]
+    return [name for name in view.wanted_pod_names(*view.groups) if name not in present]
 
 
 def ready_pods(view: JobView, group: str) -> int:
@@ -31,7 +31,7 @@ def ready_pods(view: JobView, group: str) -> int:
 
 def backing_off(view: JobView, record: Record, absent: Iterable[str]) -> list[str]:
     """Return those of the `absent` pods whose back-off is not over."""
-    gang = set(view.wanted(*view.gangs))
+    gang = set(view.wanted_pod_names(*view.gangs))
     return [
         name
         for name in absent
@@ -40,14 +40,14 @@ def backing_off(view: JobView, record: Record, absent: Iterable[str]) -> list[st
 
 
 def refusals(view: JobView, absent: Iterable[str]) -> str:
-    """Return the API server's words about absent pods and support objects it refused; empty when it refused none."""
+    """Return the API server's messages about refused pods and supporting objects; empty when it refused none."""
     pods = {f"Pod/{name}" for name in absent}
     refused = view.observed.refusals.items()
     return grouped((message, label) for label, message in refused if not label.startswith("Pod/") or label in pods)
 
 
 def grouped(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return `names: words` of (words, name) pairs, once for each distinct text; a long list is cut."""
+    """Return "name, name: message; ..." for (message, name) pairs, each message once; a long list is cut."""
     by_words: dict[str, list[str]] = {}
     for words, name in pairs:
         by_words.setdefault(words, []).append(name)

@@ -1,4 +1,4 @@
-"""From API objects to the views that rules are written over. Total: whatever a field holds, a view comes out.
+"""Converts API objects to the typed views that decisions use. Never raises: invalid fields are treated as absent.
 
 Called by the cache, once per object version.
 """
@@ -71,7 +71,7 @@ def observe(
     progress: Progress | None = None,
     refused_change: tuple[int, str] | None = None,
 ) -> Observed:
-    """Return what one reconcile looks at, from API objects."""
+    """Return the input of one reconcile, from API objects."""
     return Observed(
         pods=tuple(pod_view(pod) for pod in pods),
         objects=tuple(objects),
@@ -86,9 +86,10 @@ def observe(
 def _node_lost(
     meta: Mapping[str, Any], status: Mapping[str, Any], ready: Mapping[str, Any], disrupted: Mapping[str, Any]
 ) -> bool:
-    """Return whether the node controller speaks for the node, or its kubelet has not seen the deletion.
+    """Return whether the node of a pod is probably dead.
 
-    The first alone is not enough: a pod that was not ready when its node died keeps the kubelet's last word.
+    That is so if the node controller has set the pod's condition Ready to False, or if the kubelet has not reacted to its deletion in time.
+    The first sign alone is not enough: a pod that was not ready when its node died keeps the last condition of the kubelet.
     """
     if ready.get("status") in ("False", "Unknown") and str(ready.get("reason") or "") not in KUBELET_REASONS:
         return True
@@ -100,7 +101,7 @@ def _node_lost(
 
 
 def _deleted_alive(meta: Mapping[str, Any], ended: Iterable[ContainerEnd]) -> bool:
-    """Return whether the deletion came first: the containers that have ended did so because of it."""
+    """Return whether the pod was deleted while its containers ran, so that they ended because of the deletion."""
     deadline = to_seconds(meta.get("deletionTimestamp"))
     if deadline is None:
         return False
@@ -116,7 +117,7 @@ def _owner(meta: Mapping[str, Any]) -> str:
 
 
 def _preparing(status: Mapping[str, Any], sidecars: Set[str]) -> str:
-    """Return the init container that runs; a sidecar does so as long as the pod, and is none."""
+    """Return the name of the running init container, empty without one. Sidecars are left out, because they run as long as the pod."""
     running = (c for c in _maps(status.get("initContainerStatuses")) if "running" in _map(c.get("state")))
     names = (str(container.get("name", "")) for container in running)
     return next((name for name in names if name not in sidecars), "")
@@ -133,7 +134,7 @@ def _waiting(status: Mapping[str, Any]) -> str:
 
 
 def _ends(status: Mapping[str, Any], sidecars: Set[str]) -> Iterator[ContainerEnd]:
-    """Yield ended containers; an init container that succeeded is no end, nor a sidecar, which the kubelet restarts or has stopped."""
+    """Yield the ended containers, without init containers that succeeded and without sidecars."""
     for init, key in ((True, "initContainerStatuses"), (False, "containerStatuses")):
         for container in _maps(status.get(key)):
             ended = _map(container.get("state")).get("terminated")

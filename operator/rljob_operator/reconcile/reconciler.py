@@ -25,18 +25,18 @@ from rljob_operator.reconcile import (
     events,
     job_view,
     lifecycle,
+    obstacles,
     parsing,
     scaling,
-    storage,
 )
 from rljob_operator.reconcile import record as records
 from rljob_operator.reconcile import status as statuses
 from rljob_operator.reconcile.conditions import Fact
 from rljob_operator.reconcile.job_view import JobView, is_active
 from rljob_operator.reconcile.lifecycle import Decision, Stage
+from rljob_operator.reconcile.obstacles import Obstacle
 from rljob_operator.reconcile.parsing import ParsedJob
 from rljob_operator.reconcile.scaling import PodMoves
-from rljob_operator.reconcile.storage import Obstacle
 
 Groups = Callable[[RLJobSpec], Mapping[str, Group]]
 """Returns the groups of a job by name."""
@@ -74,7 +74,7 @@ def reconcile(
 
 def _plan(view: JobView, known: ParsedJob) -> Plan:
     decision = lifecycle.decide(view)
-    obstacle = storage.obstacle(view) if decision.stage is not Stage.ENDED else None
+    obstacle = obstacles.obstacle(view) if decision.stage is not Stage.ENDED else None
     moves = _moves(view, decision, obstacle)
     facts: Mapping[str, Fact] = (
         condition_facts.facts(view, decision, obstacle) if decision.stage is not Stage.ENDED else {}
@@ -186,7 +186,7 @@ def _refuse(job: Object, problem: str, now: float) -> Plan:
         gone = (cleanup.whole_job(str(meta.get("name", "")), str(meta.get("uid", ""))),) if ttl == 0.0 else ()
         return Plan(delete=gone, requeue_after=ttl or None)
     generation = meta.get("generation")
-    facts = condition_facts.refused(problem, record.conditions)
+    facts = condition_facts.invalid_spec_facts(problem, record.conditions)
     status = statuses.refuse(job, record, facts, now=now, generation=generation if isinstance(generation, int) else 0)
     new = record.condition("Accepted")[1:] != ("InvalidSpec", problem)
     return Plan(status=status, events=events.of_refused_spec(problem) if new else ())

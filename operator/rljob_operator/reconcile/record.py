@@ -112,7 +112,7 @@ class Record:
 
     @property
     def begun(self) -> bool:
-        """Return whether the loop of the remembered epoch has begun."""
+        """Whether the runner's training loop has begun in the recorded epoch."""
         return 0 < self.epoch == self.begun_epoch
 
 
@@ -141,7 +141,7 @@ def read(status: Any) -> Record:
 
 
 def pod_failures_status(failures: Mapping[str, PodFailures]) -> list[dict[str, Any]]:
-    """Return `status.ends`, by name."""
+    """Return `status.ends`, sorted by name."""
     return [
         {
             "name": name,
@@ -154,7 +154,7 @@ def pod_failures_status(failures: Mapping[str, PodFailures]) -> list[dict[str, A
 
 
 def draining_status(draining: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Return `status.draining`, by pod."""
+    """Return `status.draining`, sorted by pod."""
     return [{"pod": pod, "since": to_text(since)} for pod, since in sorted(draining.items())]
 
 

@@ -34,7 +34,7 @@ class Report:
 
     @property
     def begun(self) -> bool:
-        """Return whether the loop runs: steps and versions are those of the run."""
+        """Whether the training loop runs. Before that, step and version of the status are not those of the resumed run."""
         return self.phase not in NOT_BEGUN
 
     def count(self, name: str) -> int | None:
@@ -51,7 +51,7 @@ class Report:
         return value if isinstance(value, Mapping) else {}
 
     def state_of(self, pod: str) -> str | None:
-        """Return the state of the pod's processes, `drained` when all are; None when the runner knows none."""
+        """Return the state of the pod's processes, `drained` only when all of them are; None when the runner does not know the pod."""
         states = [str(m.get("state")) for m in self.members if m.get("pod") == pod]
         return next((state for state in states if state != "drained"), states[0]) if states else None
 

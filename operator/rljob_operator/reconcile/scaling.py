@@ -44,7 +44,7 @@ def run(view: JobView, record: Record, *, may_create: bool) -> PodMoves:
     delete = {deletion.name: deletion for deletion in (*_teardown(view), *_used_up(view, record), *moves.delete)}
     again = list(moves.again)
     for pod in view.pods.values():
-        forced, wait = stuck(pod, view.now)
+        forced, wait = forced_deletion(pod, view.now)
         if forced is not None:
             delete[pod.name] = forced
         again += [] if wait is None else [wait]
@@ -54,8 +54,11 @@ def run(view: JobView, record: Record, *, may_create: bool) -> PodMoves:
     )
 
 
-def stuck(pod: PodView, now: float) -> tuple[Deletion | None, float | None]:
-    """Return the forced deletion of a pod on a dead node, and the seconds until it is due; at most one of them is not None."""
+def forced_deletion(pod: PodView, now: float) -> tuple[Deletion | None, float | None]:
+    """Return the forced deletion of a pod on a dead node, or the seconds until it is due.
+
+    Both are None for a pod that needs none; at most one of them is set.
+    """
     unseen = not pod.acknowledged and bool(pod.node)
     if not pod.deleting or pod.deletion_deadline is None or not (pod.node_lost or unseen):
         return None, None
@@ -95,7 +98,7 @@ def _missing(view: JobView, record: Record) -> tuple[list[tuple[str, int]], list
     """Return the missing pods whose back-off is over, and the seconds until the back-off of the others is over."""
     create, waits = [], []
     for group in view.groups:
-        for index, name in zip(view.indices(group), view.wanted(group), strict=True):
+        for index, name in zip(view.wanted_indices(group), view.wanted_pod_names(group), strict=True):
             if name in view.pods:
                 continue
             ends = record.pod_failures.get(GANG if view.is_gang(group) else name) or PodFailures()
@@ -115,7 +118,7 @@ def _drain(view: JobView, record: Record) -> PodMoves:
     """
     leaving = [pod for pod in view.pods_of(*view.elastic) if _leaves(view, record, pod)]
     leaving.sort(key=lambda pod: (pod.role, pod.index), reverse=True)
-    report, first = answering(view), view.first_actor
+    report, first = fresh_report(view), view.first_actor
     timeout = view.spec.runtime.drain_seconds + DRAIN_MARGIN
     draining = {pod.name: record.draining.get(pod.name, view.now) for pod in leaving}
     delete, waiting, again = [], [], []
@@ -138,10 +141,10 @@ def _drain(view: JobView, record: Record) -> PodMoves:
 
 
 def _leaves(view: JobView, record: Record, pod: PodView) -> bool:
-    return pod.index not in view.indices(pod.role) or pod.name in record.draining
+    return pod.index not in view.wanted_indices(pod.role) or pod.name in record.draining
 
 
-def answering(view: JobView) -> Report | None:
+def fresh_report(view: JobView) -> Report | None:
     """Return the status of the runner if the newest poll succeeded; None otherwise."""
     progress, first = view.observed.progress, view.first_actor
     if progress is None or progress.error or first is None or not first.ip or not is_active(first):

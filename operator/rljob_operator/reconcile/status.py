@@ -108,7 +108,7 @@ def build(
     after["columns"] = {
         "step": f"{after.get('step') or 0}/{after['totalSteps']}",
         **_role_columns(after["roles"]),
-        "reason": condition_facts.explains(facts),
+        "reason": condition_facts.phase_reason(facts),
     }
     after = {key: value for key, value in after.items() if value is not None}
     if after == before:
@@ -285,7 +285,7 @@ def _role(view: JobView, record: Record, group: str) -> dict[str, Any]:
     pods = [p for p in view.hosts(group) if is_active(p) and (not view.is_gang(p.role) or p.epoch == record.epoch)]
     status: dict[str, Any] = {
         "name": group,
-        "desired": view.indices(group).stop,
+        "desired": view.wanted_indices(group).stop,
         "ready": sum(1 for pod in pods if pod.ready),
         "active": len(pods),
         "failed": known.failed,

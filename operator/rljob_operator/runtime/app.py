@@ -34,7 +34,7 @@ from rljob_operator.runtime.health import Health
 from rljob_operator.runtime.leader import Leadership
 from rljob_operator.runtime.master_key import KeyRing
 from rljob_operator.runtime.metrics import Metrics
-from rljob_operator.runtime.progress import Poller, RunnerClient, Target, is_runner
+from rljob_operator.runtime.progress import Poller, RunnerClient, RunnerTarget, is_runner
 from rljob_operator.runtime.queue import WorkQueue
 from rljob_operator.runtime.relist import Relister
 from rljob_operator.runtime.settings import Settings
@@ -230,7 +230,7 @@ class Operator:
             progress_seconds=settings.progress_seconds,
         )
 
-    def _runners(self) -> Iterator[Target]:
+    def _runners(self) -> Iterator[RunnerTarget]:
         """Yield the runners to be asked: of jobs that have not ended."""
         for key in self.cache.jobs():
             job = self.cache.job(key)
@@ -238,7 +238,7 @@ class Operator:
                 continue
             first = self.cache.entry(kinds.POD, key, naming.runner_pod(key.name))
             if first is not None and is_runner(first.value, job_uid=job["metadata"]["uid"]):
-                yield Target(
+                yield RunnerTarget(
                     key=key,
                     job_uid=first.value.job_uid,
                     pod_uid=first.uid,

@@ -131,7 +131,7 @@ def _words(error: Exception) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
+class RunnerTarget:
     """A runner to be asked."""
 
     key: JobKey
@@ -155,7 +155,7 @@ class Poller:
         self,
         *,
         client: RunnerClient,
-        targets: Callable[[], Iterable[Target]],
+        targets: Callable[[], Iterable[RunnerTarget]],
         known: Callable[[JobKey], Progress | None],
         report: Callable[[JobKey, str, Progress], None],
         enqueue: Callable[[JobKey], None],
@@ -183,7 +183,7 @@ class Poller:
                     group.create_task(self._ask(target), name=f"poll {target.key}")
                 await asyncio.sleep(TICK)
 
-    def _due_targets(self) -> list[Target]:
+    def _due_targets(self) -> list[RunnerTarget]:
         """Return the runners whose time has come; a new pod is asked at once, the others spread over the interval."""
         targets = list(self._targets())
         now = self._clock()
@@ -202,12 +202,12 @@ class Poller:
             ready.append(target)
         return ready
 
-    def _failed_once(self, target: Target) -> bool:
+    def _failed_once(self, target: RunnerTarget) -> bool:
         """Return whether the newest poll alone failed: the next comes soon, so that one lost call is not taken for a silence."""
         known = self._known(target.key)
         return known is not None and known.failures == 1
 
-    async def _ask(self, target: Target) -> None:
+    async def _ask(self, target: RunnerTarget) -> None:
         before = self._known(target.key)
         if before is not None and before.pod_uid != target.pod_uid:
             before = None
@@ -229,7 +229,7 @@ class Poller:
         if before is None or after.status != before.status or after.error != before.error or after.error:
             self._enqueue(target.key)
 
-    def _failed(self, target: Target, before: Progress | None, words: str) -> Progress:
+    def _failed(self, target: RunnerTarget, before: Progress | None, words: str) -> Progress:
         now = self._clock()
         if before is None:
             return Progress(status={}, at=now, pod_uid=target.pod_uid, error=words, failing_since=now, failures=1)

@@ -16,7 +16,7 @@ from rl_core.api.status import Condition
 from rljob_operator.reconcile.conditions import REASONS, TYPES, Fact, merge
 from rljob_operator.reconcile.events import EVENTS
 
-PURE = ("condition_facts", "storage", "failures", "lifecycle", "events", "status", "reconciler")
+PURE = ("condition_facts", "obstacles", "failures", "lifecycle", "events", "status", "reconciler")
 
 
 def literals() -> Iterator[str]:

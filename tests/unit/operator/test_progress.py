@@ -20,7 +20,7 @@ from rljob_operator.runtime.progress import (
     Poller,
     RunnerClient,
     RunnerError,
-    Target,
+    RunnerTarget,
     is_runner,
 )
 
@@ -240,7 +240,7 @@ async def test_whatever_a_runner_answers_the_poller_goes_on(tenant, monkeypatch,
                 answered.set()
 
         targets = [
-            Target(key=JobKey("n", str(p)), job_uid=str(p), pod_uid=str(p), ip="127.0.0.1", epoch=1)
+            RunnerTarget(key=JobKey("n", str(p)), job_uid=str(p), pod_uid=str(p), ip="127.0.0.1", epoch=1)
             for p in (bad, good)
         ]
         poller = Poller(
@@ -319,7 +319,9 @@ class FakeRunners:
 class Bench:
     def __init__(self, *ips, interval=5.0):
         self.runners, self.known, self.enqueued = FakeRunners(), {}, []
-        self.targets = [Target(key=JobKey("ns", ip), job_uid=ip, pod_uid=f"pod-{ip}", ip=ip, epoch=1) for ip in ips]
+        self.targets = [
+            RunnerTarget(key=JobKey("ns", ip), job_uid=ip, pod_uid=f"pod-{ip}", ip=ip, epoch=1) for ip in ips
+        ]
         self.poller = Poller(
             client=self.runners,
             targets=lambda: self.targets,
@@ -396,7 +398,7 @@ def test_a_new_pod_is_asked_at_once(fake_time):
         bench = Bench("a", interval=50.0)
         task = asyncio.create_task(bench.run(40))
         await asyncio.sleep(5)
-        bench.targets = [Target(key=bench.targets[0].key, job_uid="a", pod_uid="another", ip="a2", epoch=1)]
+        bench.targets = [RunnerTarget(key=bench.targets[0].key, job_uid="a", pod_uid="another", ip="a2", epoch=1)]
         await task
         assert bench.polls("a2") == 1
 

@@ -1,6 +1,6 @@
-"""What stands in the way of pods before they are made: the operator's own namespace, names taken, claims missing or not shared.
+"""Obstacles to the creation of a job's pods: the operator's own namespace, names that are taken, missing or unshareable volume claims.
 
-Also whether checkpoints outlive the pods.
+Also decides whether checkpoints outlive the pods.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ SHARED_READING = {"ReadWriteMany", "ReadOnlyMany"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Obstacle:
-    """Why the job is not accepted for now."""
+    """Why the pods of a job cannot be created at present."""
 
     reason: str
     message: str
 
 
 def obstacle(view: JobView) -> Obstacle | None:
-    """Return the first obstacle; None when pods may be made."""
+    """Return the first obstacle; None when the pods can be created."""
     if view.job.metadata.namespace == view.config.namespace:
         return Obstacle(
             reason="NamespaceNotServed",
@@ -39,7 +39,7 @@ def obstacle(view: JobView) -> Obstacle | None:
                 f"got {view.config.namespace}; create the job in another namespace"
             ),
         )
-    wanted = set(view.wanted(*view.groups))
+    wanted = set(view.wanted_pod_names(*view.groups))
     name_conflicts = {*view.observed.name_conflicts, *(f"Pod/{name}" for name in view.unowned_pods if name in wanted)}
     if name_conflicts:
         names = ", ".join(sorted(name_conflicts))
@@ -74,7 +74,7 @@ def obstacle(view: JobView) -> Obstacle | None:
     return None
 
 
-def checkpoints_last(view: JobView) -> bool:
+def checkpoints_persist(view: JobView) -> bool:
     """Return whether checkpoints are kept on a volume that outlives the actor's pods."""
     path, actor = view.spec.checkpoint.path, view.spec.actor
     claimed = {volume.name for volume in actor.volumes if volume.persistent_volume_claim is not None}
@@ -87,7 +87,10 @@ def checkpoints_last(view: JobView) -> bool:
 
 
 def _source_away(view: JobView) -> Obstacle | None:
-    """Return the obstacle of a checkpoint to begin from that no volume of the actor holds; links are the runner's to look at."""
+    """Return the obstacle for a checkpoint.resumeFrom path that is on no volume of the actor.
+
+    Links are resolved and checked by the runner.
+    """
     checkpoint = view.spec.checkpoint
     wanted = checkpoint.resume_from
     if wanted is None:
@@ -117,7 +120,7 @@ def _claims(spec: RoleSpec) -> Iterator[tuple[str, bool]]:
 def _unshared(view: JobView, group: Group, name: str, claim: Object, *, read_only: bool) -> Obstacle | None:
     spec = claim.get("spec")
     modes = spec.get("accessModes") if isinstance(spec, Mapping) else None
-    pods = view.indices(group.name).stop
+    pods = view.wanted_indices(group.name).stop
     if pods < 2 or not isinstance(modes, list) or not modes:
         return None
     held = "ReadWriteOncePod" not in modes and _on_one_node(group.spec)
