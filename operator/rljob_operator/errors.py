@@ -1,15 +1,15 @@
-"""What an API server's refusal means, as exception classes; `error_of` reads an answer into one."""
+"""Exceptions for refusals of the API server, by their meaning; `error_of` converts an answer to one of them."""
 
 from __future__ import annotations
 
 import json
 
 LONGEST_MESSAGE = 1000
-"""Characters kept of the API server's words, which can list every field of an object."""
+"""Characters that are kept of a message of the API server, which can list every field of an object."""
 
 
 class ApiError(Exception):
-    """The API server refused, or did not answer; `message` holds its own words."""
+    """The API server refused a call or did not answer; `message` is its message."""
 
     def __init__(self, message: str, *, reason: str = "", retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -25,15 +25,15 @@ class NotFound(ApiError):
 
 
 class Conflict(ApiError):
-    """409 other than AlreadyExists: the object moved, or the name has another uid."""
+    """409 other than AlreadyExists: the object has changed, or the name belongs to another uid."""
 
 
 class AlreadyExists(ApiError):
-    """409 at a create: the name is taken."""
+    """409 for a create: the name is in use."""
 
 
 class Forbidden(ApiError):
-    """403: no right, a quota, an admission rule, or the namespace is being deleted."""
+    """403: a missing permission, a quota, an admission rule, or the namespace is being deleted."""
 
 
 class Invalid(ApiError):
@@ -41,11 +41,11 @@ class Invalid(ApiError):
 
 
 class Expired(ApiError):
-    """410: the list's or watch's snapshot is gone."""
+    """410: the snapshot of a list or watch has expired."""
 
 
 class TooManyRequests(ApiError):
-    """429: later."""
+    """429: too many requests; try again later."""
 
 
 class Unavailable(ApiError):
@@ -64,7 +64,7 @@ _BY_STATUS: dict[int, type[ApiError]] = {
 
 
 def error_of(status: int, text: bytes, *, retry_after: str | None) -> ApiError:
-    """Return the exception for an answer of 400 or above; 401 passes, as tokens are renewed on disk."""
+    """Return the exception for an answer of 400 or above. A 401 counts as transient, because tokens are renewed on disk."""
     message, reason, asked = _status_of(text)
     if retry_after is not None and retry_after.isdigit():
         asked = float(retry_after)

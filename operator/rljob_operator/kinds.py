@@ -1,4 +1,4 @@
-"""The kinds of objects the operator touches, and their paths in the API."""
+"""The kinds of objects that the operator uses, and their paths in the API."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ CLAIM_TEMPLATE = Kind(
 )
 
 SUPPORT = (SERVICE, CONFIG_MAP, NETWORK_POLICY, BUDGET, CLAIM_TEMPLATE)
-"""Kinds that a job owns besides its pods and its Secret: watched, and kept by server-side apply."""
+"""Kinds of objects that a job owns besides pods and its Secret. They are watched and updated by server-side apply."""
 
 OWNED = (POD, *SUPPORT)
-"""Kinds that carry our labels and are watched by them."""
+"""Kinds that are watched by the operator's labels."""
 
 WATCHED = (RLJOB, *OWNED)
 
@@ -55,7 +55,7 @@ _BY_KIND = {kind.kind: kind for kind in (*WATCHED, SECRET, CLAIM, EVENT, LEASE)}
 
 
 def by_name(kind: str) -> Kind:
-    """Return the Kind of that name; raises KeyError for one the operator does not touch."""
+    """Return the Kind of this name. Raises KeyError for a kind that the operator does not use."""
     return _BY_KIND[kind]
 
 

@@ -1,8 +1,8 @@
 """Names, labels and annotations of everything that belongs to a job. Pure.
 
-All names are functions of the job's name, of at most 40 characters, so that they fit into 63. The Secret's name carries the uid too:
-its presence is asserted by `create` alone, where 409 must mean that it is this job's and not an earlier one's. So does that of a gang
-of the built-in API (manifests/gang.py).
+Names are functions of the job's name, which has at most 40 characters, so that they fit into 63. The name of the Secret also contains the
+uid: the Secret is only created, never read, so AlreadyExists must mean that it belongs to this job and not to an earlier one of the same
+name. The gang objects of the built-in API also contain the uid (manifests/gang.py).
 """
 
 from __future__ import annotations

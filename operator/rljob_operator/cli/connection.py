@@ -1,4 +1,4 @@
-"""The API server as the user's kubeconfig names it, with refusals turned into errors that say what to do."""
+"""The connection of the command line to the API server of the user's kubeconfig; refusals become errors that say what to do."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS, READ_SECONDS = 5.0, 30.0
 MANAGER = "rljob-cli"
-"""Field manager of what the user's commands write."""
+"""Field manager of the objects that the commands write."""
 MERGE = "application/merge-patch+json"
 APPLY = "application/apply-patch+yaml"
 Json = dict[str, Any]
 
 
 class ClusterPlace(Protocol):
-    """Where a job is looked for; rl_core.cli.targets.Place is one."""
+    """Namespace and context in which a job is searched; implemented by rl_core.cli.targets.Place."""
 
     @property
     def namespace(self) -> str | None:
@@ -36,7 +36,7 @@ class ClusterPlace(Protocol):
 
 
 class Connection:
-    """Calls of one context; objects are plain dictionaries."""
+    """Calls to the API server of one kubeconfig context. Objects are plain dictionaries."""
 
     def __init__(self, api: ApiClient, *, namespace: str) -> None:
         self.namespace = namespace
@@ -73,13 +73,13 @@ class Connection:
         body: Any = None,
         content: str = "application/json",
     ) -> Json:
-        """Send a call and return the decoded answer. Raises ApiError by its meaning, InfrastructureError without an answer."""
+        """Send a call and return the decoded answer. Raises a subclass of ApiError for a refusal, InfrastructureError without an answer."""
         response = self._request(method, path, query=query, body=body, content=content, stream=False)
         found: Json = json.loads(response.data)
         return found
 
     def lines(self, path: str, *, query: Mapping[str, str]) -> Iterator[str]:
-        """Yield the lines of a text answer as they come, without their ends."""
+        """Yield the lines of a text answer as they arrive, without line ends."""
         response = self._request("GET", path, query=query, body=None, content="", stream=True)
         rest = b""
         try:
@@ -102,7 +102,7 @@ class Connection:
         return list(self.call("GET", kind.path(self.namespace), query=query)["items"])
 
     def create(self, kind: Kind, body: Json, *, dry_run: bool = False) -> Json:
-        """Create an object; with `dry_run` only have it checked."""
+        """Create an object; with `dry_run` it is only validated."""
         query = {"fieldManager": MANAGER, "fieldValidation": "Strict"} | ({"dryRun": "All"} if dry_run else {})
         return self.call("POST", kind.path(self.namespace), query=query, body=body)
 

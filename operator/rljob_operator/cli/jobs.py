@@ -1,4 +1,4 @@
-"""One job on the cluster: read, change, and say what is wrong with its name."""
+"""Reads and changes one job on the cluster."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rljob_operator.kinds import RLJOB
 FINAL_PHASES = frozenset({"Succeeded", "Failed"})
 SUGGESTIONS = 3
 UNPAUSE_SECONDS = 60.0
-"""How long the operator may take to see that a paused job is suspended by its user."""
+"""Seconds that the operator may take to replace the pause of a job by the suspension of its user."""
 UNPAUSE_LOOK = 0.5
 
 
 @contextmanager
 def explained(connection: Connection, doing: str, name: str = "") -> Iterator[None]:
-    """Turn refusals of the API server inside the block into ConfigErrors; a job that is not there lists near names."""
+    """Turn refusals of the API server inside the block into ConfigErrors. If the job `name` is not found, the error lists similar names."""
     try:
         yield
     except NotFound as error:
@@ -34,7 +34,7 @@ def explained(connection: Connection, doing: str, name: str = "") -> Iterator[No
 
 
 def read(connection: Connection, name: str) -> Json:
-    """Return the job. Raises ConfigError when there is none of that name."""
+    """Return the job. Raises ConfigError if it does not exist."""
     with explained(connection, f"reading job {name}", name):
         return connection.read(RLJOB, name)
 
@@ -55,13 +55,13 @@ def scale(connection: Connection, name: str, *, replicas: int | None, envs: int 
 
 
 def condition(job: Json, kind: str) -> dict[str, Any]:
-    """Return a condition of the job, empty when it has none yet."""
+    """Return a condition of the job; empty if the job does not have it yet."""
     found = (job.get("status") or {}).get("conditions") or []
     return next((entry for entry in found if entry["type"] == kind), {})
 
 
 def phase(job: Json) -> str:
-    """Return the phase, Pending before the operator has seen the job."""
+    """Return the phase of the job; Pending before the first reconcile."""
     return str((job.get("status") or {}).get("phase") or "Pending")
 
 
@@ -72,7 +72,7 @@ def paused(job: Json) -> bool:
 
 
 def await_unpaused(connection: Connection, name: str) -> None:
-    """Return once the operator has taken the user's suspension in place of the pause. Raises ConfigError when it does not in time."""
+    """Wait until the operator has replaced the pause by the user's suspension. Raises ConfigError after UNPAUSE_SECONDS."""
     until = time.monotonic() + UNPAUSE_SECONDS
     while paused(read(connection, name)):
         if time.monotonic() >= until:

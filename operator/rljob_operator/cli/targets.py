@@ -12,11 +12,11 @@ class Targets:
     """Jobs of a cluster."""
 
     def job(self, name: str, place: ClusterPlace) -> Json:
-        """Return the job as the API server holds it."""
+        """Return the job as stored in the API server."""
         return jobs.read(Connection.open(place), name)
 
     def watch(self, name: str, place: ClusterPlace) -> Callable[[], Json]:
-        """Return a function that reads the job anew over one connection."""
+        """Return a function that reads the job again at each call, over one connection."""
         connection = Connection.open(place)
         return lambda: jobs.read(connection, name)
 

@@ -115,7 +115,7 @@ def _object_schema() -> Schema:
 def _describe_shared_parts_once(fields: Schema) -> None:
     """Remove the descriptions inside fields that a group has in common with the first group.
 
-    Repeated, they would take a tenth of the annotation in which kubectl keeps the definition.
+    Repeated descriptions would use a tenth of the annotation in which kubectl stores the definition.
     """
     first, *others = BUILT_IN
     described = fields[first]["properties"]
@@ -156,7 +156,7 @@ _MODELS = {model.__name__: model for model in _subclasses(Spec)}
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes no anchors, and what lies inside a field of a role on one line: indentation would double the size."""
+    """Writes YAML without anchors, and nested schemas inside a field of a role on one line: indentation would double the size."""
 
     def ignore_aliases(self, data: Any) -> bool:
         """Return that no anchor is wanted."""

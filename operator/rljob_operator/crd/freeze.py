@@ -1,8 +1,12 @@
-"""Transition rules: what of a job must stay as it is while the job is not suspended.
+"""Transition rules: the API server rejects changes of fixed fields while a job is not suspended.
 
-Fixed is every field that a running job would not honour: all of spec but those the runner takes while it runs, those the operator
-alone reads, and the pod fields, which take effect at a pod's next start. The rules look at the suspension of the old object, so that
-an edit takes two writes: suspend, then edit. `env.options` is free-form, which CEL cannot compare: there the runner refuses.
+Fixed are all fields of spec except:
+- fields that the runner applies while it runs,
+- fields that only the operator reads,
+- pod fields, which take effect when a pod is started the next time.
+
+The rules check whether the old object is suspended, so a fixed field is changed by two writes: suspend, then edit. `env.options` is free-
+form and cannot be compared by CEL; the runner rejects a change of it.
 """
 
 from __future__ import annotations
@@ -37,15 +41,15 @@ QUOTED = (
     "env.type",
     "placement.mode",
 )
-"""Fields with a rule of their own, whose message quotes both values; the others are compared block by block, to keep the definition small."""
+"""Fields with a separate rule, whose message contains both values. The others are compared block by block, to keep the definition small."""
 SUSPENDED = "oldSelf.?suspend.orValue(false)"
 WAY_OUT = "while the job is not suspended, got {}; set suspend: true, then edit it"
 
 
 def frozen_fields(model: type[BaseModel] = RLJobSpec, prefix: str = "") -> Iterator[str]:
-    """Yield the path below spec of everything that is fixed.
+    """Yield the paths below spec of all fixed fields.
 
-    The blocks of spec are entered, and so is one with a field that may change; other inner blocks are compared as a whole.
+    A nested block without any mutable field is one path and is compared as a whole.
     """
     for field in model.model_fields.values():
         path = f"{prefix}{field.alias}"
@@ -60,7 +64,7 @@ def frozen_fields(model: type[BaseModel] = RLJobSpec, prefix: str = "") -> Itera
 
 
 def transition_rules() -> list[Schema]:
-    """Return the rules, to be put on `spec`."""
+    """Return the entries of x-kubernetes-validations for `spec`."""
     new, old = (f"(has({root}.managedBy) ? {root}.managedBy : '{MANAGER}')" for root in ("self", "oldSelf"))
     fixed = rule_entry(
         holds=f"{new} == {old}",
@@ -91,7 +95,7 @@ def _placed(group: str) -> Schema:
 
 
 def _synchrony() -> Schema:
-    """Return the rule that a running job does not change between on policy and asynchronous, which are two programs."""
+    """Return the rule that a running job cannot change between on-policy and asynchronous training, which are different programs."""
     path = "algorithm.maxStaleness"
     new, old = (field_or_default(path, RLJobSpec, root=root) for root in ("self", "oldSelf"))
     return rule_entry(
@@ -117,7 +121,7 @@ def _quoted(path: str) -> Schema:
 
 
 def _block(block: str, paths: list[str]) -> Schema:
-    """Return the rule for the other fixed fields of a block; its message names those that may change."""
+    """Return the rule for the other fixed fields of a block; its message names the mutable fields."""
     free = [path.removeprefix(f"{block}.") for path in FREE if path.startswith(f"{block}.")]
     free += ["the pod fields"] if block in BUILT_IN else []
     but = f" but for {', '.join(free)}" if free else ""
@@ -129,7 +133,7 @@ def _block(block: str, paths: list[str]) -> Schema:
 
 
 def _unchanged(path: str) -> str:
-    """Return the expression that a field has the value it had, absent or default alike where it has a printable default."""
+    """Return the CEL expression that a field is unchanged. An absent field equals its default, if that can be written in CEL."""
     field = field_at(path, RLJobSpec)
     if isinstance(field.get_default(call_default_factory=True), bool | int | float):
         return " == ".join(field_or_default(path, RLJobSpec, root=root) for root in ("self", "oldSelf"))

@@ -14,7 +14,7 @@ from rl_core.api.cel import Cel, literal
 
 Schema = dict[str, Any]
 PATH = re.compile(r"\$([a-zA-Z]+(?:\.[a-zA-Z]+(?![a-zA-Z(]))*)")
-"""A field in the notation above; a name with an opening bracket is a method of it."""
+"""A field reference `$path`; a name before an opening bracket is a method call."""
 
 
 def cel_rule(cel: Cel, model: type[BaseModel]) -> Schema:
@@ -28,7 +28,7 @@ def cel_rule(cel: Cel, model: type[BaseModel]) -> Schema:
 
 
 def rule_entry(*, holds: str, refusal: str, values: tuple[str, ...] = (), field: str | None = None) -> Schema:
-    """Return one entry of x-kubernetes-validations; the field path is only there when one is named."""
+    """Return one entry of x-kubernetes-validations; it has a field path only if `field` is given."""
     entry = {"rule": holds}
     if values:
         entry["messageExpression"] = f"{literal(refusal)}.format([{', '.join(values)}])"
@@ -43,10 +43,10 @@ def with_defaults(expression: str, model: type[BaseModel]) -> str:
 
 
 def field_or_default(path: str, model: type[BaseModel], *, root: str = "self") -> str:
-    """Return the expression for a field below `root`, whose default stands in when it or a block above it is absent.
+    """Return the CEL expression for a field below `root`, or its default if the field or a block above it is absent.
 
-    Text and lists are chosen by `has`: the API server knows no bound for what `orValue` returns, and refuses the cost.
-    Raises ValueError when the model has no such field or the field has no default.
+    For text and lists it uses `has`, because the API server cannot bound the cost of `orValue` for them. Raises ValueError if the model has
+    no such field or the field has no default.
     """
     field = field_at(path, model)
     default = field.get_default(call_default_factory=True)
@@ -55,11 +55,14 @@ def field_or_default(path: str, model: type[BaseModel], *, root: str = "self") -
     if isinstance(default, bool | int | float):
         number = float(default) if field.annotation is float else default
         return f"{root}.?{path.replace('.', '.?')}.orValue({literal(number)})"
-    return f"({there(path, root)} ? {root}.{path} : {literal(default)})"
+    return f"({presence_expression(path, root)} ? {root}.{path} : {literal(default)})"
 
 
-def there(path: str, root: str) -> str:
-    """Return the expression that a field and all blocks above it are given; no `&&`, which takes 12 characters in kubectl's annotation."""
+def presence_expression(path: str, root: str) -> str:
+    """Return the CEL expression that a field and all blocks above it are set.
+
+    Without `&&`, which kubectl's annotation escapes to 12 characters.
+    """
     block, *inner = path.split(".")
     return f"{root}.?{'.?'.join((block, *inner))}.hasValue()" if inner else f"has({root}.{block})"
 

@@ -1,8 +1,8 @@
-"""From a pydantic model to a structural schema of Kubernetes: no references, every node typed, every list and map bounded.
+"""Converts a pydantic model to a structural schema of Kubernetes: without references, each node typed, each list and map bounded.
 
-What a structural schema cannot say in words of its own (patterns, names of maps) becomes a CEL rule, so that a refusal names the rule,
-the value and the way out. No default is written but that of the scale subresource's path: the operator that runs a job fills in
-defaults and stores the whole job in its ConfigMap, while the object keeps what its author wrote.
+Patterns and names of maps become CEL rules, because their error messages can name the rule, the value and the remedy. The schema contains
+no defaults except that of the scale subresource's path: the operator fills in defaults and stores the resolved job in its ConfigMap, while
+the object keeps what the user wrote.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Converter:
         )
 
     def _resolved(self, node: Schema) -> Schema:
-        """Return the node with its reference replaced; the words beside a reference win over those of the class."""
+        """Return the node with its reference replaced. A description beside the reference replaces that of the class."""
         if "$ref" not in node:
             return node
         name = node["$ref"].rpartition("/")[2]
@@ -150,7 +150,7 @@ ATOMIC: Schema = {"x-kubernetes-list-type": "atomic"}
 
 
 def _matching(node: Schema, text: str) -> Schema:
-    """Return the CEL rule that stands for a pattern: its refusal has words, a pattern's own has none."""
+    """Return the CEL rule for a pattern; unlike `pattern`, it can have a message."""
     if "pattern" not in node:
         return {}
     return {

@@ -1,8 +1,8 @@
-"""Accelerators: the device plugin's resource, or claims of resource.k8s.io/v1 against a DeviceClass (DRA).
+"""Accelerators of a pod: the resource of a device plugin, or claims of resource.k8s.io/v1 for a DeviceClass (DRA).
 
-An exclusive claim comes from a ResourceClaimTemplate per role and goes with its pod. A template's spec cannot change, so its name
-carries a hash of it: with another deviceClass or number of gpus the role gets another template, for its next pods. Containers of one
-pod share its claim.
+A claim is created from the ResourceClaimTemplate of its role and deleted with its pod. The spec of a template cannot change, so its name
+contains a hash of it: with another deviceClass or number of gpus, the next pods of the role use another template. The containers of one pod
+share its claim.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ NAME = "gpus"
 
 
 def by_device_plugin(spec: RoleSpec, pod: PodPlan) -> bool:
-    """Return whether a container asks for accelerators as a resource of the device plugin.
+    """Return whether a container requests accelerators as a resource of the device plugin.
 
-    Raises ValueError for containers that would share them so: each would get its own.
+    Raises ValueError for containers that are to share accelerators, because the device plugin would give each of them its own.
     """
     asked = bool(spec.gpus) and spec.gpu_allocation == "devicePlugin"
     if asked and pod.claim is not None and pod.claim.shared and len(pod.containers) > 1:

@@ -1,8 +1,9 @@
-"""The ConfigMap with the resolved job, which a starting actor pod reads (all others get the job from the runner), and with the defaults
-it was resolved by, which a later operator reads.
+"""The ConfigMap of a job: the resolved job, and the schema defaults with which it was resolved.
 
-Its manifest hash covers what its author wrote and the version of those defaults, not the words of the document: an operator whose
-schema has a field more, or another default, finds the ConfigMap as it should be and leaves a running job as it was accepted.
+A starting actor pod reads the resolved job; all other pods get it from the runner. A later release of the operator reads the defaults.
+
+The manifest hash covers the fields that the user wrote and the version of the defaults, not the resolved document. An operator whose schema
+has an additional field or another default therefore leaves the ConfigMap of a running job unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ DEFAULTS_KEY = "defaults.json"
 
 
 def build(job: RLJob, *, defaults: Defaults, config: OperatorConfig) -> dict[str, Any]:
-    """Return the ConfigMap of a job that was resolved by `defaults`."""
+    """Return the ConfigMap of a job that was resolved with `defaults`."""
     name, _, uid = meta.identity(job)
     data = {"data": {KEY: meta.canonical(resolved(job, defaults)), DEFAULTS_KEY: defaults.text}}
     return meta.support(
@@ -37,7 +38,7 @@ def build(job: RLJob, *, defaults: Defaults, config: OperatorConfig) -> dict[str
 
 
 def resolved(job: RLJob, defaults: Defaults) -> dict[str, Any]:
-    """Return the job with every default and its identity; without labels and annotations, which change for others' reasons."""
+    """Return the job with all defaults and its identity, without labels and annotations, which may change independently of the job."""
     name, namespace, uid = meta.identity(job)
     identity = {"name": name, "namespace": namespace, "uid": uid}
     whole = document.write(job, defaults.table)

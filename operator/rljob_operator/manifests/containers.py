@@ -23,11 +23,12 @@ USER = 1000
 TERMINATION_LOG = "/dev/termination-log"
 DEFAULT_RESUME = "auto"
 VENDOR = "nvidia.com/"
-"""What names of resources by which a container gets NVIDIA devices begin with."""
+"""Prefix of the names of resources for NVIDIA devices."""
 NO_DEVICES = {"NVIDIA_VISIBLE_DEVICES": "void"}
-"""For containers that ask for none: NVIDIA's runtime gives an unprivileged container the devices that this variable names, and the ENV
-of an image or a ConfigMap behind envFrom may name all of the node's. `env` wins over both. A container that asks for devices must not
-have it here: it would win over what the device plugin says as well."""
+"""Environment of containers that request no device. NVIDIA's runtime gives a container the devices that this variable names, and an
+image or a ConfigMap of envFrom may name all devices of the node; `env` overrides both. A container that requests devices must not have
+it, because it would also override the value of the device plugin.
+"""
 
 
 class ImageMissing(ValueError):
@@ -89,7 +90,7 @@ def init(job: RLJob, group: Group, container: InitContainer, *, config: Operator
 
 
 def security_context(spec: RoleSpec, *, add: Sequence[str] = ()) -> dict[str, Any]:
-    """Return what every container is held to: PodSecurity `restricted`, and a read-only root; `add`: capabilities that it has."""
+    """Return the security context of a container: PodSecurity `restricted`, a read-only root, and the capabilities `add`."""
     return {
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"], **({"add": list(add)} if add else {})},
@@ -119,7 +120,7 @@ def _base(group: Group, name: str, image: str | None, *, config: OperatorConfig)
 
 
 def _user_env(job: RLJob, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the user's variables with a home that can be written and the user's modules on the path."""
+    """Return the user's variables, with a writable HOME and with the user's modules in PYTHONPATH."""
     found = {"HOME": volumes.TMP, **env}
     if job.spec.code is not None:
         found["PYTHONPATH"] = ":".join(filter(None, (volumes.CODE, env.get("PYTHONPATH"))))
@@ -127,13 +128,13 @@ def _user_env(job: RLJob, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _sourced(values: Sequence[EnvValueFrom]) -> list[dict[str, Any]]:
-    """Return the variables whose values stand elsewhere, for a container."""
+    """Return the environment entries of a container whose values come from ConfigMaps, Secrets or fields."""
     found = map(meta.api, values)
     return [{"name": value.pop("name"), "valueFrom": value} for value in found]
 
 
 def _devices(spec: RoleSpec, pod: PodPlan) -> dict[str, str]:
-    """Return the variable that keeps devices away from a role's container, for one that asks for none of NVIDIA's."""
+    """Return the variable that hides NVIDIA devices from a container; empty if the container requests some."""
     plugged = claims.by_device_plugin(spec, pod) and spec.gpu_resource.startswith(VENDOR)
     claimed = bool(claims.references(spec, pod))
     return {} if plugged or claimed or _has_devices(spec.resources) else NO_DEVICES
@@ -190,7 +191,7 @@ def _ports(container: ContainerPlan, health: int) -> dict[str, int]:
 
 
 def _resources(spec: RoleSpec, pod: PodPlan) -> dict[str, Any]:
-    """Return what the container asks for; accelerators as a resource of the device plugin or as claims."""
+    """Return the resource requests of a container, with accelerators as a resource of the device plugin or as claims."""
     found: dict[str, Any] = meta.api(spec.resources)
     if claims.by_device_plugin(spec, pod):
         for field in ("requests", "limits"):

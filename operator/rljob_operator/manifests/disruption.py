@@ -36,7 +36,7 @@ def budgets(job: RLJob, *, config: OperatorConfig, groups: Mapping[str, Group] |
 def _budget(job: RLJob, group: Group, *, config: OperatorConfig) -> dict[str, Any]:
     name, _, uid = meta.identity(job)
     spec = {
-        "minAvailable": group.replicas if avoided(job) else 0,
+        "minAvailable": group.replicas if evictions_blocked(job) else 0,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": {**naming.job_labels(name, uid), naming.LABEL_ROLE: group.name}},
     }
@@ -51,11 +51,11 @@ def _budget(job: RLJob, group: Group, *, config: OperatorConfig) -> dict[str, An
     )
 
 
-def keep_away(job: RLJob, group: Group) -> dict[str, str]:
+def no_scale_down_annotations(job: RLJob, group: Group) -> dict[str, str]:
     """Return the annotations of the pods of a group that keep cluster autoscalers from removing their nodes."""
-    return DO_NOT_DISRUPT if not group.elastic and avoided(job) else {}
+    return DO_NOT_DISRUPT if not group.elastic and evictions_blocked(job) else {}
 
 
-def avoided(job: RLJob) -> bool:
-    """Return whether the pods of gangs are protected from eviction."""
+def evictions_blocked(job: RLJob) -> bool:
+    """Return whether evictions of the pods of gangs are blocked (scheduling.evictions)."""
     return job.spec.scheduling.evictions == "avoid"

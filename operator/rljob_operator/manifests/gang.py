@@ -1,4 +1,4 @@
-"""Pods that are scheduled together or not at all. One interface for every scheduler: objects to apply, and fields of the pods.
+"""Gang scheduling: pods that are scheduled together or not at all. Each supported scheduler needs objects and fields of the pods.
 
     scheduling.k8s.io/v1alpha2     Kubernetes 1.36 (alpha): PodGroup, named by `spec.schedulingGroup.podGroupName`; its spec cannot change
     scheduling.volcano.sh/v1beta1  Volcano: PodGroup, named by an annotation
@@ -53,7 +53,7 @@ class Gang:
 
 
 def manifests(job: RLJob, *, config: OperatorConfig, groups: Mapping[str, Group] | None = None) -> Gang:
-    """Return the gang objects of a job and the fields of its pods; empty where there is no API for it or the job wants none."""
+    """Return the gang objects of a job and the fields of its pods; empty if the cluster has no API for it or the job does not use it."""
     api = config.gang_api
     if api is None or job.spec.scheduling.gang == "none":
         return Gang()
@@ -71,7 +71,7 @@ def manifests(job: RLJob, *, config: OperatorConfig, groups: Mapping[str, Group]
 
 
 def _size(job: RLJob, group: Group, groups: Mapping[str, Group], api: str) -> int:
-    """Return how many pods of a group are to be scheduled together; 0 = each pod is scheduled alone."""
+    """Return how many pods of a group are to be scheduled together; 0 means that each pod is scheduled alone."""
     if not group.elastic:
         return group.replicas
     return 0 if api == BUILT_IN else group.min_replicas - own_pods(job.spec, group.name, groups).start
@@ -80,7 +80,7 @@ def _size(job: RLJob, group: Group, groups: Mapping[str, Group], api: str) -> in
 def _spec(job: RLJob, group: Group, size: int, api: str) -> dict[str, Any]:
     """Return the group's spec, with the pods' priority where groups have one: it decides who makes room for whom.
 
-    The built-in API drops it without a word unless the gate WorkloadAwarePreemption is on; coscheduling goes by the pods' own.
+    The built-in API silently drops it unless the feature gate WorkloadAwarePreemption is on; coscheduling uses the priority of the pods.
     """
     priority = group.spec.priority_class_name
     asked = job.spec.scheduling.queue
@@ -109,8 +109,8 @@ def _times(quantity: str, factor: int) -> str:
 def kueue_group(job: RLJob, group: Group, epoch: str) -> tuple[dict[str, str], dict[str, str]]:
     """Return (labels, annotations) by which Kueue admits a pod of a job with a queue, the pods of a gang all at once.
 
-    Kueue knows no RLJob: it admits pods by its pod integration. A group is one workload to it, and has ended when all of its pods
-    have; so each epoch's gang is another. Rollouts and envs come and go one by one, each a workload of its own.
+    Kueue admits the pods by its pod integration, because it does not know RLJobs. A pod group is one workload for it, which ends when all
+    of its pods have ended, so the gang of each epoch is another pod group. Each rollout and env is a workload of its own.
     """
     queue = job.metadata.labels.get(naming.LABEL_QUEUE)
     if not queue:
@@ -123,7 +123,7 @@ def kueue_group(job: RLJob, group: Group, epoch: str) -> tuple[dict[str, str], d
 
 
 def unavailable(job: RLJob, api: str | None) -> str:
-    """Return why the cluster cannot schedule the job as it demands, in words; empty when it can."""
+    """Return a message about why the cluster cannot schedule the job as it demands; empty if it can."""
     scheduling = job.spec.scheduling
     if scheduling.queue is not None and api != VOLCANO:
         return f"scheduling.queue {scheduling.queue} needs the API {VOLCANO}, got {api or 'none'}; install Volcano, or remove scheduling.queue"

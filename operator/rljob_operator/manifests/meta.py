@@ -1,4 +1,4 @@
-"""Metadata of generated objects, and how schema objects become API objects."""
+"""Metadata of generated objects, and the conversion of schema objects to API objects."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ def labels(job: RLJob | Object, *, component: str, version: str | None = None) -
 
 
 def owner(job: RLJob | Object) -> dict[str, Any]:
-    """Return the owner reference that lets the garbage collector end an object with its job.
+    """Return the owner reference by which the garbage collector deletes an object together with its job.
 
-    blockOwnerDeletion: a job deleted in the foreground is gone when its pods are (the right to `rljobs/finalizers` is for this).
+    With blockOwnerDeletion, a job that is deleted in the foreground disappears only after its pods. This needs the permission to update
+    `rljobs/finalizers`.
     """
     name, _, uid = identity(job)
     return {
@@ -82,9 +83,9 @@ def support(
     config: OperatorConfig,
     hashed: Any = None,
 ) -> dict[str, Any]:
-    """Return an object for server-side apply, with the hash that tells whether it must be sent.
+    """Return an object for server-side apply, with the manifest hash that decides whether it must be sent.
 
-    `hashed`: what the hash is made of; None = the object without the operator's version: an upgrade alone writes nothing.
+    `hashed` is the value to hash. None means the object without the operator's version, so that an upgrade alone writes nothing.
     """
     plain = {"apiVersion": api_version, "kind": kind, "metadata": metadata(job, name, component=component), **body}
     meta = metadata(job, name, component=component, version=config.version)
@@ -103,13 +104,16 @@ def canonical(value: Any) -> str:
 
 
 def api(part: BaseModel) -> dict[str, Any]:
-    """Return a schema object as the API server takes it: camelCase, without what was not given."""
+    """Return a schema object for the API server: camelCase keys, without fields that were not set."""
     found: dict[str, Any] = _trimmed(part.model_dump(mode="json", by_alias=True, exclude_none=True))
     return found
 
 
 def _trimmed(value: Any) -> Any:
-    """Drop empty lists and maps; a map that becomes empty stays, since `{}` has a meaning of its own (a selector of all)."""
+    """Remove empty lists and maps inside maps.
+
+    A map that becomes empty by that stays, because `{}` can have a meaning (a selector of everything).
+    """
     if isinstance(value, dict):
         return {key: _trimmed(item) for key, item in value.items() if item not in ([], {})}
     return [_trimmed(item) for item in value] if isinstance(value, list) else value

@@ -15,7 +15,7 @@ from rljob_operator.manifests.template import template_hash
 from rljob_operator.model import OperatorConfig
 
 DEAD_NODE_SECONDS = 30
-"""How long pods stay on a node that is not ready or unreachable."""
+"""Seconds that pods stay on a node that is not ready or unreachable."""
 DEAD_NODE_TAINTS = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
 
@@ -62,7 +62,7 @@ def _metadata(job: RLJob, plan: PodPlan, group: Group, *, config: OperatorConfig
         naming.LABEL_EPOCH: epoch,
     }
     found["annotations"] = {
-        **disruption.keep_away(job, group),
+        **disruption.no_scale_down_annotations(job, group),
         **group.spec.annotations,
         **counted,
         naming.ANNOTATION_TEMPLATE_HASH: template_hash(job, group, config=config),
@@ -71,7 +71,7 @@ def _metadata(job: RLJob, plan: PodPlan, group: Group, *, config: OperatorConfig
 
 
 def _fixed(job: RLJob, plan: PodPlan) -> dict[str, Any]:
-    """Return the fields nobody chooses. The operator alone replaces pods, so nothing restarts in place."""
+    """Return the fields that are the same for all jobs. Containers are never restarted in place, because the operator replaces pods."""
     return {
         "restartPolicy": "Never",
         "hostname": plan.name,
@@ -110,11 +110,13 @@ def _chosen(job: RLJob, plan: PodPlan, spec: RoleSpec) -> dict[str, Any]:
 
 
 _HOST_NETWORK = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-"""The second: a pod on the node's network would else ask the node's name server, which does not know the job's pods."""
+"""The DNS policy is needed because a pod on the node's network would otherwise use the node's name server, which does not know the job's
+pods.
+"""
 
 
 def _tolerations(spec: RoleSpec) -> list[dict[str, Any]]:
-    """Return the user's tolerations, and ours for dead nodes where the user says nothing about them."""
+    """Return the user's tolerations, and default ones for dead nodes unless the user has set these."""
     given = {toleration.key for toleration in spec.tolerations}
     ours = [
         {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": DEAD_NODE_SECONDS}
@@ -125,14 +127,14 @@ def _tolerations(spec: RoleSpec) -> list[dict[str, Any]]:
 
 
 def _spread(job: RLJob, plan: PodPlan, spec: RoleSpec) -> list[dict[str, Any]]:
-    """Return the spread constraints; one without a selector counts the role's pods."""
+    """Return the topology spread constraints. One without a selector gets that of the role's pods."""
     name, _, uid = meta.identity(job)
     own = {"matchLabels": {**naming.job_labels(name, uid), naming.LABEL_ROLE: plan.role}}
     return [{"labelSelector": own, **meta.api(one)} for one in spec.topology_spread_constraints]
 
 
 def _merged(base: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the maps of `more` merged in, all the way down."""
+    """Return `base` with `more` merged in recursively."""
     found = dict(base)
     for key, value in more.items():
         held = found.get(key)

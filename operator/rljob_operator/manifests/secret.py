@@ -1,4 +1,7 @@
-"""The job's Secret: CURVE keys and control token, a pure function of (master key, job uid), so that it comes back byte-equal."""
+"""The Secret of a job:
+
+CURVE keys and control token. A pure function of (master key, job uid), so a deleted Secret is recreated unchanged.
+"""
 
 from __future__ import annotations
 

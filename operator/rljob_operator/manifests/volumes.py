@@ -1,7 +1,7 @@
-"""Volumes of a pod and where its containers see them.
+"""The volumes of a pod and their mounts in its containers.
 
-Ours begin with `rljob-`. Only the pods of the control group mount the ConfigMap and an output folder. Each pod mounts the secret
-keys of its own processes only.
+The names of the operator's volumes begin with `rljob-`. Only the pods of the control group mount the ConfigMap and an output folder. Each
+pod mounts only the secret keys of its own processes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ TMP = "/tmp"
 SHM_PATH = "/dev/shm"
 CODE = "/etc/rljob/code"
 LOCAL_OUTPUT = "/var/lib/rljob"
-"""Output folder of an actor pod whose job names no checkpoint.path: gone with the pod."""
+"""Output folder of an actor pod if the job has no checkpoint.path. It is deleted with the pod."""
 PRIVATE, PUBLIC = 0o400, 0o444
 """File modes; fsGroup makes them 0440 and 0444."""
 
 
 def output(job: RLJob) -> str:
-    """Return the output folder of actor pods: below checkpoint.path one of this very job, else in the pod."""
+    """Return the output folder of actor pods: a folder of this job (name and uid) below checkpoint.path, or one inside the pod."""
     path = job.spec.checkpoint.path
     if path is None:
         return LOCAL_OUTPUT
@@ -47,7 +47,7 @@ def build(job: RLJob, pod: PodPlan, groups: Mapping[str, Group]) -> list[dict[st
 
 
 def mounts(job: RLJob, group: str, users: Sequence[VolumeMount]) -> list[dict[str, Any]]:
-    """Return the mounts of a supervisor's container. Where the user mounts a volume on /tmp, /dev/shm or the output, ours stays away."""
+    """Return the mounts of a supervisor's container. A user's mount on /tmp, /dev/shm or the output folder replaces the operator's."""
     ours = [_mount(KEYS, CURVE_PATH, read_only=True), _mount(TMP_VOLUME, TMP), _mount(SHM, SHM_PATH), *_code(job)]
     if group == CONTROL_GROUP:
         ours.append({**_mount(CONFIG, CONFIG_PATH, read_only=True), "subPath": CONFIG_KEY})
@@ -57,7 +57,7 @@ def mounts(job: RLJob, group: str, users: Sequence[VolumeMount]) -> list[dict[st
 
 
 def init_mounts(job: RLJob, users: Sequence[VolumeMount]) -> list[dict[str, Any]]:
-    """Return the mounts of an init container: no keys."""
+    """Return the mounts of an init container, without keys."""
     return _merged(users, [_mount(TMP_VOLUME, TMP), *_code(job)])
 
 

@@ -1,10 +1,11 @@
-"""The operator as a whole: builds its parts, starts them in order, ends them in order.
+"""The operator process: builds its parts, starts them in order and stops them in order.
 
     API server --watch--> kopf --> Watches --> Cache --> WorkQueue --> Controller: reconcile -> apply --> API server
          ^--- list --- Relister ------^                     ^
     runners <--- Poller ------------------------------------+
 
-Every replica watches and lists, so a standby is warm; the queue's workers, the poller and the event writer run on the leader alone.
+Every replica watches and lists, so that the cache of a standby is always filled. The queue's workers, the poller and the event writer run
+on the leader only.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ PROJECTIONS = {kinds.POD: pod_views.pod_view} | dict.fromkeys((*kinds.SUPPORT, *
 
 
 class Operator:
-    """One replica."""
+    """One replica of the operator."""
 
     def __init__(
         self,
@@ -75,11 +76,11 @@ class Operator:
         self._stop = asyncio.Event()
 
     def stop(self) -> None:
-        """Have `run` end."""
+        """Request the end of `run`."""
         self._stop.set()
 
     async def run(self) -> None:
-        """Serve until stopped; raises what ended it otherwise (leader.LeaseLost, a part that broke)."""
+        """Serve until `stop` is called. Raises leader.LeaseLost, or the error of a part that failed."""
         settings = self._settings
         self.metrics.watch_queue(self.queue.__len__, lambda: self.queue.delayed)
         self.metrics.watch_cache(self.cache)
@@ -96,7 +97,7 @@ class Operator:
             await self.health.stop()
 
     async def _serve(self, cluster: Cluster, lease: Cluster) -> None:
-        """Run the parts of every replica and, once leading, those of the leader; `lease` is a way to the API server for the Lease alone."""
+        """Run the parts of every replica and, while leading, those of the leader; `lease` is a separate connection for the Lease."""
         settings = self._settings
         self._relister = Relister(
             cluster=cluster,
@@ -128,7 +129,7 @@ class Operator:
             await task
 
     async def _watch(self, relister: Relister) -> None:
-        """Fill the cache by lists, then keep it by kopf's watches and further lists.
+        """Fill the cache by lists, then update it by kopf's watches and further lists.
 
         kopf starts after the first lists, because without scanning it serves only the resources it finds at its start.
         """
@@ -160,7 +161,7 @@ class Operator:
             await _cancel([kopf, started, lists])
 
     async def _fill(self, relister: Relister) -> None:
-        """List everything once, patiently: the API server or our resource may not be there yet."""
+        """List every kind once, retrying until the API server and the RLJob resource are available."""
         while not relister.filled.is_set():
             try:
                 await relister.fill()
@@ -175,7 +176,10 @@ class Operator:
         logger.info("the cache is filled: %s", self.cache.sizes())
 
     async def _lead(self, cluster: Cluster, relister: Relister, leadership: Leadership) -> None:
-        """Wait for full caches and the Lease, then act until it is lost: a replica that cannot list must not hold it."""
+        """Wait for a filled cache and then for the Lease, and run the leader's parts until it is lost.
+
+        A replica that cannot list must not lead.
+        """
         settings = self._settings
         await relister.filled.wait()
         if settings.leader_elect:
@@ -231,7 +235,7 @@ class Operator:
         )
 
     def _runners(self) -> Iterator[RunnerTarget]:
-        """Yield the runners to be asked: of jobs that have not ended."""
+        """Yield the runners to poll: those of jobs that have not ended."""
         for key in self.cache.jobs():
             job = self.cache.job(key)
             if job is None or phase_of(job) in ("Succeeded", "Failed", "Suspended"):
@@ -248,7 +252,7 @@ class Operator:
                 )
 
     async def _resync(self) -> None:
-        """Look at every job once per interval, spread over it."""
+        """Reconcile every job once per resync interval, spread evenly over the interval."""
         interval = self._settings.resync_seconds
         loop = asyncio.get_running_loop()
         due: dict[JobKey, float] = {}
@@ -277,7 +281,7 @@ async def _streams_lists(api: client.ApiClient) -> bool:
 
 
 async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they have ended; what they raise is looked at by whoever awaits them."""
+    """Cancel tasks and wait until they have ended. Their errors are raised where they are awaited."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

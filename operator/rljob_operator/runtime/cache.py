@@ -1,9 +1,9 @@
 """The operator's own view of the cluster: trimmed objects by kind, namespace and job.
 
-Filled from three sides: kopf's events, our own lists, and the answers to our own writes (so we read what we wrote). The newest
-resourceVersion wins, whoever brings it; versions of one cluster are ordered as numbers. An object once known to be gone does not come
-back with its uid. A list drops what it does not name, unless that is younger than the list: kopf emits no DELETED for what vanished
-in a gap of its watch.
+It is filled by kopf's watch events, by the operator's lists, and by the answers to its own writes, so that it reads its own writes. The
+newest resourceVersion is kept, from any source; versions of one cluster are compared as numbers. An object that is known to be deleted is
+not added again with the same uid. A list removes the objects that it does not contain, unless they were added after the list began. That is
+needed because kopf reports no deletion that happened in a gap of its watch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rljob_operator.kinds import OWNED, POD, RLJOB, Kind
 from rljob_operator.naming import LABEL_JOB
 
 GRAVES = 20_000
-"""How many uids of gone objects are remembered."""
+"""Number of uids of deleted objects that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +41,21 @@ class Entry:
     value: Any
     """The trimmed object, or what the kind's projection made of it."""
     since: float
-    """When this version came in, on the cache's clock."""
+    """Time at which this version was added, on the cache's clock in seconds."""
 
 
 Projection = Callable[[Mapping[str, Any]], Any]
 
 
 def job_key(kind: Kind, obj: Mapping[str, Any]) -> JobKey | None:
-    """Return the job an object belongs to, by its label (a job by its name); None for an object of nobody."""
+    """Return the job of an object, by its label, or by its name for a job; None for an object without the label."""
     meta = obj["metadata"]
     name = meta["name"] if kind == RLJOB else (meta.get("labels") or {}).get(LABEL_JOB)
     return JobKey(meta["namespace"], name) if name else None
 
 
 def trim(obj: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the object without what no rule reads and much memory holds (managedFields, last applied configuration)."""
+    """Return the object without large fields that nothing reads: managedFields and the last applied configuration."""
     meta = {key: value for key, value in obj["metadata"].items() if key != "managedFields"}
     if annotations := meta.get("annotations"):
         meta["annotations"] = {
@@ -70,7 +70,7 @@ def head(obj: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Cache:
-    """Jobs and their children; every method is synchronous and returns at once."""
+    """Jobs and the objects that belong to them. All methods are synchronous and do no I/O."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Cache:
         """uid -> job, of the jobs held."""
 
     def put(self, kind: Kind, obj: Mapping[str, Any]) -> JobKey | None:
-        """Take in an object; return its job when that changed what the cache holds, else None."""
+        """Add an object or update it; return its job if the cache has changed, else None."""
         key = job_key(kind, obj)
         meta = obj["metadata"]
         if key is None or meta["uid"] in self._gone:
@@ -107,12 +107,12 @@ class Cache:
         return key if known is None or known.value != value or known.uid != meta["uid"] else None
 
     def drop(self, kind: Kind, obj: Mapping[str, Any]) -> JobKey | None:
-        """Take out an object known to be gone; return its job when the cache held it."""
+        """Remove an object that is known to be deleted; return its job if the cache had it."""
         key = job_key(kind, obj)
         return self.drop_uid(kind, key, obj["metadata"]["name"], obj["metadata"]["uid"]) if key is not None else None
 
     def drop_uid(self, kind: Kind, key: JobKey, name: str, uid: str) -> JobKey | None:
-        """Take out the object of that uid; a successor under the same name stays."""
+        """Remove the object with this uid; another object of the same name stays."""
         self._bury(uid)
         jobs = self._entries.get(kind, {})
         entry = jobs.get(key, {}).get(name)
@@ -167,7 +167,7 @@ class Cache:
         return self._entries.get(kind, {}).get(key, {}).get(name)
 
     def jobs(self) -> Iterator[JobKey]:
-        """Yield the keys of all jobs there are."""
+        """Yield the keys of all jobs."""
         return iter(list(self._entries[RLJOB]))
 
     def sizes(self) -> dict[str, int]:

@@ -1,7 +1,7 @@
-"""Kubernetes events about jobs, as `kubectl describe` shows them: equal ones become one with a count.
+"""Writes Kubernetes events about jobs, which `kubectl describe` shows. Equal events are merged into one with a count.
 
-Recording never holds up a reconcile and never fails it. A job that talks without end is limited to a burst and then one event each few
-minutes; what is left out is counted in the metrics, not silent.
+Recording never blocks a reconcile or makes it fail. Each job may write a burst of events, then one per REFILL_SECONDS. Events that exceed
+this are dropped and counted in the metrics.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 COMPONENT = "rljob-operator"
 REMEMBERED = 4096
-"""Events whose count is kept; older ones begin anew."""
+"""Number of events whose count is kept; the count of older ones starts again at 1."""
 WAITING = 2000
 BURST = 25.0
 REFILL_SECONDS = 60.0
-"""One more event per job and minute once the burst is used up."""
+"""Seconds after which a job may write one more event, once its burst is used up."""
 LONGEST_MESSAGE = 1024
 
 
@@ -48,7 +48,7 @@ class _Budget:
 
 
 class EventRecorder:
-    """Takes notes and writes them in the background."""
+    """Queues events and writes them in the background."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class EventRecorder:
         }
 
     def _allowed(self, uid: str) -> bool:
-        """Take one of the job's tokens; they come back one per REFILL_SECONDS."""
+        """Return whether the job may write an event now, and count it. One event per REFILL_SECONDS is added to its budget."""
         now = self._clock()
         budget = self._budgets.pop(uid, None) or _Budget(BURST, now)
         budget.tokens = min(BURST, budget.tokens + (now - budget.at) / REFILL_SECONDS)

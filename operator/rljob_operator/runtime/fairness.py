@@ -1,4 +1,4 @@
-"""Slots for work in flight, shared fairly between keys."""
+"""A bounded number of slots for concurrent work, shared fairly between keys."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ K = TypeVar("K", bound=Hashable)
 
 
 class FairSlots(Generic[K]):
-    """At most `total` holders at once and `per_key` of one key; freed slots go round the waiting keys in turn.
+    """A semaphore with at most `total` holders, and at most `per_key` for each key. Freed slots are given to the waiting keys in turn.
 
-    So a job of a thousand pods does not make a job of two pods wait for all of its own.
+    The pods of a large job therefore do not delay those of a small one.
     """
 
     def __init__(self, *, total: int, per_key: int) -> None:
@@ -60,7 +60,7 @@ class FairSlots(Generic[K]):
         self._hand_out()
 
     def _hand_out(self) -> None:
-        """Give free slots to waiting keys in turn, passing over keys that hold all they may."""
+        """Give free slots to the waiting keys in turn, except keys that hold `per_key` slots."""
         for key in list(self._waiting):
             if self._free <= 0:
                 return

@@ -1,4 +1,4 @@
-"""What kopf does for us: it runs the watches and hands each event to the cache and the queue. Nothing more.
+"""The use of kopf: it runs the watches and passes each event to the cache and the queue.
 
 Only `on.event` handlers are registered, and all are coroutines. With none of kopf's create, update, delete, field, timer, daemon or
 index handlers the watched objects carry no annotation and no finalizer of kopf's.
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 WATCH_SECONDS = 600
 PAGE = 500
 BURST_SECONDS = 0.1
-"""Changes of children come in bursts (bound, starting, running, times the pods); one look serves those of a tenth of a second."""
+"""Seconds by which the reconcile after a change of a pod is delayed, because such changes come in bursts: one reconcile handles all."""
 
 
 class Watches:
-    """The handlers' side of kopf: one method per event, counted for the metrics."""
+    """Handles the watch events of kopf and counts them for the metrics."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Watches:
         self._listing: set[Kind] = set()
 
     def take(self, kind: Kind, type_: str | None, obj: dict[str, Any]) -> None:
-        """Take one watch event into the cache, and enqueue its job when that changed something."""
+        """Put the object of a watch event into the cache, and enqueue its job if the cache has changed."""
         self._count(kind.plural, anew=type_ is None and kind not in self._listing)
         if type_ is None:
             self._listing.add(kind)
@@ -59,14 +59,14 @@ class Watches:
 
 
 class NoDiffs(kopf.DiffBaseStorage):  # type: ignore[misc]
-    """A store of nothing: kopf computes an object's essence for each event though no handler of ours looks at differences."""
+    """Turns off kopf's diffs. Otherwise kopf would copy each object to compute differences that no handler uses."""
 
     def build(self, *, body: Any, extra_fields: Any = None) -> Any:
         """Return an empty essence, without the deep copy of the object."""
         return {}
 
     def fetch(self, *, body: Any) -> None:
-        """Return that nothing was stored."""
+        """Return None: nothing is stored."""
         return None
 
     def store(self, *, body: Any, patch: Any, essence: Any) -> None:

@@ -1,6 +1,6 @@
-"""The operator's HTTP face: /metrics, /healthz and /readyz.
+"""The operator's HTTP server for /metrics, /healthz and /readyz.
 
-Served from the same event loop that does the work: a loop that hangs answers nothing, and one that lags says so.
+It runs on the event loop that also reconciles: a blocked loop does not answer, and a slow one makes /healthz fail.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from aiohttp import web
 from rljob_operator.runtime.metrics import Metrics
 
 LAG_LIMIT = 10.0
-"""Seconds the loop may be late before /healthz says 503."""
+"""Delay of the event loop, in seconds, above which /healthz answers 503."""
 BEAT = 1.0
 
 
 class Health:
-    """Serves the three paths, and measures how late the loop is."""
+    """Serves the three paths and measures the delay of the event loop."""
 
     def __init__(self, *, metrics: Metrics, ready: Callable[[], str]) -> None:
         self._metrics = metrics
@@ -30,7 +30,7 @@ class Health:
         """The port in use, once started."""
 
     async def start(self, *, host: str, port: int) -> None:
-        """Listen; raises OSError when the port is taken."""
+        """Start to listen. Raises OSError if the port is in use."""
         app = web.Application()
         app.add_routes(
             [

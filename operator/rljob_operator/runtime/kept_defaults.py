@@ -1,7 +1,7 @@
 """The defaults of jobs that another version of the operator accepted, read from their ConfigMaps when they are needed first.
 
-Jobs accepted under one schema share one table, so an upgrade costs one read for all of them. A table is believed only when its digest
-is the version that the job's status names: a namespace's users may edit ConfigMaps, nobody but the operator writes a status.
+Jobs that were accepted with the same schema share one table, so an upgrade costs one read for all of them. A table is used only if its
+digest equals the version in the job's status: users of a namespace may edit ConfigMaps, but only the operator writes the status.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class KeptDefaults:
         self._known: dict[str, Defaults] = {present.version: present}
 
     async def of(self, key: JobKey, job: Object) -> Defaults | None:
-        """Return the defaults the job was accepted under; None for a job that is not accepted yet, or whose ConfigMap lost them."""
+        """Return the defaults that the job was accepted with; None if it is not accepted yet, or its ConfigMap has no valid table."""
         version = str((job.get("status") or {}).get("schemaVersion") or "")
         if version and version not in self._known:
             text = await self._read(key)

@@ -1,8 +1,8 @@
-"""Which replica acts: a `coordination.k8s.io` Lease, held by one and watched by the others.
+"""Leader election by a `coordination.k8s.io` Lease, which one replica holds and the others watch.
 
-Only this process's own clock is trusted: a standby counts from when it saw the Lease change last, whatever time stands in it. The holder
-gives up when it could not renew for two thirds of the duration, while the others wait for all of it; so there is a third of it between
-the two in which nobody acts.
+Only the clock of this process is used: a standby measures the time since it last saw the Lease change, and ignores the times written in it.
+The holder stops acting when it could not renew the Lease for two thirds of its duration; the others wait for the whole duration. In the
+third between the two, no replica acts.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ NAME = "rljob-operator"
 
 
 class LeaseLost(RuntimeError):
-    """This replica was the leader and is not any more: it must end, since another may act."""
+    """This replica is no longer the leader. It must end, because another one may act."""
 
 
 class Leadership:
-    """One replica's claim on the Lease."""
+    """Acquires, renews and releases the Lease for one replica."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Leadership:
         """Loop time before the request that wrote it was sent: the others count from when it lands, which its answer may be long after."""
 
     async def acquire(self) -> None:
-        """Return once this replica holds the Lease, with time left to act on it."""
+        """Return when this replica holds the Lease with enough time left to act."""
         loop = asyncio.get_running_loop()
         while True:
             self._held_since = loop.time()
@@ -69,7 +69,7 @@ class Leadership:
         self._on_change(True)
 
     async def keep(self) -> None:
-        """Renew until cancelled; raises LeaseLost when another holds it or renewal failed for too long."""
+        """Renew the Lease until cancelled. Raises LeaseLost if another replica holds it or renewals have failed for too long."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(max(self._held_since + self._duration / 3 - loop.time(), 0.0))
@@ -82,7 +82,7 @@ class Leadership:
                 raise LeaseLost(f"Lease {self._name} could not be renewed for {silence:.1f} s") from error
 
     async def release(self) -> None:
-        """Give the Lease back so that a standby need not wait for its end; failures are left to that wait."""
+        """Release the Lease, so that a standby need not wait until it expires. A failure is ignored; the Lease then expires."""
         held, self._held = self._held, None
         if held is None:
             return
@@ -107,7 +107,7 @@ class Leadership:
             logger.info("the Lease could not be given back: %s", error)
 
     async def _renew_until_done(self) -> float:
-        """Renew, again while the API server does not answer; return the loop time at which the renewal was begun."""
+        """Renew the Lease, retrying while the API server does not answer; return the loop time, in seconds, at which the renewal began."""
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()

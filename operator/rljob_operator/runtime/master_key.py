@@ -1,8 +1,11 @@
-"""The operator's one secret: 32 random bytes from which every job's keys are derived, and those that were it before.
+"""The master keys of the operator: 32 random bytes from which the keys of every job are derived, and earlier keys.
 
-Read, or made when absent; two replicas that start at once agree, since the second to create meets 409 and reads. Never made anew while
-jobs have keys: their Secrets cannot be changed, so with another master no runner would take the operator's word for the job's life.
-A job keeps the key that it was accepted under (`status.keyId`): a key can be changed while jobs run, as long as the Secret has both.
+The Secret is read at start, and created if it is absent. Two replicas that start at the same time agree, because the second create fails
+with 409 and the Secret is read instead. A lost key is never replaced while jobs have keys: the Secrets of the jobs cannot be changed, so no
+runner would accept a call that is signed with another key.
+
+A job keeps the key that it was accepted with (`status.keyId`). The key for new jobs can be changed while jobs run, as long as the Secret
+has both keys.
 """
 
 from __future__ import annotations
@@ -22,21 +25,21 @@ from rljob_operator.runtime.cluster import Cluster
 
 NAME = "rljob-operator-master-key"
 FIELD = "master"
-"""Entry of the key of new jobs; every other entry is an earlier key, whatever its name."""
+"""Name of the Secret's entry with the key for new jobs. Every other entry is an earlier key."""
 BYTES = 32
 ENDED = ("Succeeded", "Failed")
 
 
 class MasterKeyError(RuntimeError):
-    """The Secret is there and holds no key of ours, or it is gone and jobs have keys made from it."""
+    """The Secret contains no valid key, or it is missing although jobs have keys derived from it."""
 
 
 class UnknownKey(ApiError):
-    """A job's keys were made from a master key that the Secret does not hold."""
+    """The keys of a job were derived from a master key that is not in the Secret."""
 
 
 class KeyRing:
-    """The master keys there are, by id."""
+    """The master keys by id."""
 
     def __init__(self, newest: bytes, earlier: Iterable[bytes] = ()) -> None:
         self.newest = key_id(newest)
@@ -44,7 +47,7 @@ class KeyRing:
         self._keys = {key_id(key): key for key in (*earlier, newest)}
 
     def of(self, job: Object | None) -> bytes:
-        """Return the master key of a job; one that has none yet, or is not known, gets the newest. Raises UnknownKey."""
+        """Return the master key of a job; the key for new jobs if the job has none yet or is None. Raises UnknownKey."""
         status = job.get("status") if job is not None else None
         wanted = status.get("keyId") if isinstance(status, Mapping) else None
         found = self._keys.get(wanted or self.newest)
@@ -57,14 +60,15 @@ class KeyRing:
 
 
 def key_id(key: bytes) -> str:
-    """Return the id of a master key, 8 hexadecimal digits that tell nothing of it."""
+    """Return the id of a master key, 8 hexadecimal digits that do not reveal the key."""
     return hashlib.sha256(key).hexdigest()[:8]
 
 
 async def obtain(cluster: Cluster, *, namespace: str, jobs: Iterable[Object] = ()) -> KeyRing:
-    """Return the master keys, the first one made on first use; `jobs`: all that are served.
+    """Return the master keys from the Secret, which is created if it is absent and no job has keys.
 
-    Raises MasterKeyError when an entry of the Secret is not 32 bytes, or when there is no Secret and a job has keys already.
+    `jobs` are all jobs that are served. Raises MasterKeyError if an entry of the Secret is not 32 bytes long, or if there is no Secret and
+    a job has keys already.
     """
     try:
         secret = await cluster.read(kinds.SECRET, namespace, NAME)
@@ -85,7 +89,7 @@ async def obtain(cluster: Cluster, *, namespace: str, jobs: Iterable[Object] = (
 
 
 def _has_keys(job: Object) -> bool:
-    """Whether a job of ours that has not ended was started: its Secret has been made then."""
+    """Return whether a job was started and has not ended; its Secret exists then."""
     status, manager = job.get("status"), (job.get("spec") or {}).get("managedBy")
     if manager not in (None, MANAGER):
         return False

@@ -5,12 +5,12 @@
 | rljob_operator_queue_depth | gauge | jobs waiting for a worker |
 | rljob_operator_queue_delayed | gauge | jobs waiting for a time |
 | rljob_operator_queue_adds_total | counter | jobs put into the queue |
-| rljob_operator_queue_retries_total | counter | looks that failed and are repeated |
-| rljob_operator_queue_latency_seconds | histogram | from put to taken |
-| rljob_operator_reconcile_total{result} | counter | looks at a job, success or error |
-| rljob_operator_reconcile_seconds | histogram | how long one took |
+| rljob_operator_queue_retries_total | counter | reconciles that failed and are repeated |
+| rljob_operator_queue_latency_seconds | histogram | time from adding a job to the queue until a worker takes it |
+| rljob_operator_reconcile_total{result} | counter | reconciles of a job, by result: success or error |
+| rljob_operator_reconcile_seconds | histogram | duration of one reconcile |
 | rljob_operator_api_requests_total{verb,resource,code} | counter | requests to the API server |
-| rljob_operator_api_request_seconds{verb} | histogram | how long they took |
+| rljob_operator_api_request_seconds{verb} | histogram | duration of the requests |
 | rljob_operator_watch_restarts_total{resource} | counter | watches that began anew with a list |
 | rljob_operator_watch_events_total{resource} | counter | watch events |
 | rljob_operator_cache_objects{resource} | gauge | objects held |
@@ -29,8 +29,8 @@
 | rljob_actor_starved_ratio{namespace,name} | gauge | the same, the trainer waited for groups |
 | rljob_rollout_starved_seconds{namespace,name} | gauge | seconds of the last step that a rollout had no group, mean |
 | rljob_actor_starved_seconds{namespace,name} | gauge | seconds of the last step that the trainer waited for groups |
-| rljob_rollout_queue_depth{namespace,name} | gauge | groups that may be given out and that no rollout takes, mean of the last step |
-| rljob_actor_queue_depth{namespace,name} | gauge | finished groups that wait for the trainer, mean of the last step |
+| rljob_rollout_queue_depth{namespace,name} | gauge | groups that could be leased and are not, mean of the last step |
+| rljob_actor_queue_depth{namespace,name} | gauge | finished groups that are deferred, mean of the last step |
 | rljob_rollout_tokens_per_second{namespace,name} | gauge | tokens that the engines of all rollouts generate |
 | rljob_rollout_running{namespace,name} | gauge | rows that generate, in all engines |
 | rljob_rollout_waiting{namespace,name} | gauge | rows that wait for a place in an engine |
@@ -40,8 +40,8 @@
 | rljob_mismatch_kl{namespace,name} | gauge | KL between engine and trainer on the same tokens, of the last step that measured it |
 | rljob_mismatch_max_ratio{namespace,name} | gauge | largest ratio of their probabilities of a token |
 
-Those about waiting, generation and mismatch are there while the job runs. Job metrics carry the job's name, so their number is that of
-the jobs that exist; they are computed when asked for.
+Metrics about waiting, generation and mismatch exist only while the job runs. Metrics of jobs have the job's name as a label; they are
+computed at each scrape.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ SLOW = (1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
 
 class Metrics:
-    """Counts for the queue, the API client, the watches and the leadership; `QueueObserver` and `cluster.Observer` are its faces."""
+    """Counts events of the queue, the API client, the watches and the leadership. Implements `QueueObserver` and `cluster.Observer`."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -134,16 +134,16 @@ class Metrics:
         self._events_dropped.inc()
 
     def led(self, leading: bool) -> None:
-        """Note whether this replica holds the Lease."""
+        """Record whether this replica holds the Lease."""
         self._leader.set(1.0 if leading else 0.0)
 
     def watch_queue(self, depth: Callable[[], int], delayed: Callable[[], int]) -> None:
-        """Show the queue's lengths when asked."""
+        """Report the lengths of the queue at each scrape."""
         Gauge(PREFIX + "queue_depth", "Jobs waiting for a worker", registry=self.registry).set_function(depth)
         Gauge(PREFIX + "queue_delayed", "Jobs waiting for a time", registry=self.registry).set_function(delayed)
 
     def watch_cache(self, cache: Cache) -> None:
-        """Show the cache's sizes and what the jobs' statuses say."""
+        """Report the sizes of the cache and the figures in the jobs' statuses at each scrape."""
         self.registry.register(JobCollector(cache, self.time_to_ready))
 
     def text(self) -> bytes:
@@ -231,7 +231,7 @@ class JobCollector(Collector):
 
 
 def _numbers(metrics: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
-    """Yield `status.metrics` as numbers; whatever wrote the status, one odd entry must not end the scrape."""
+    """Yield the numeric entries of `status.metrics`. Invalid entries are left out, so that they do not make the scrape fail."""
     for metric in metrics:
         with suppress(KeyError, TypeError, ValueError):
             yield str(metric["name"]), float(metric["value"])

@@ -1,10 +1,9 @@
-"""The operator's line to the runners: it asks each for `/status` now and then, and passes control calls on.
+"""Polls the `/status` of every runner, and sends control calls to runners.
 
-The runner is addressed by its pod's IP; calls and answers are signed with the job's derived token (plan/signatures.py).
-With many jobs the interval grows, so that the
-polling of a thousand jobs costs no more than that of a hundred; jobs whose pods wait for the runner's word (they start, drain or
-suspend) are asked at a rate of their own. A short deadline and few calls at once keep one dead node from holding up the rest, and
-whatever a runner answers, which may be a tenant's program, is that job's failure alone.
+A runner is addressed by the IP of its pod; calls and answers are signed with the job's token (plan/signatures.py). With many jobs the poll
+interval grows, so that polling a thousand jobs costs no more than polling a hundred. Jobs whose pods start, drain or suspend wait for the
+runner's answer and have a separate rate. Deadlines are short and few calls are made at the same time, so that a dead node does not delay
+other jobs. A runner may be a program of a user: an invalid answer affects its own job only.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ CONTROL_PORT = 7702
 DEADLINE = aiohttp.ClientTimeout(total=3.0, sock_connect=2.0)
 IN_FLIGHT = 32
 JOBS_PER_SECOND = 20.0
-"""Polls per second of all jobs together, at most; the same again for those that are waited for."""
+"""Most polls per second of all jobs together. Jobs that wait for an answer of their runner have a second budget of the same size."""
 LARGEST = 1 << 20
-"""Bytes of an answer that are read; a runner's status is a few KiB."""
+"""Largest answer that is read, in bytes; the status of a runner has a few KiB."""
 REFUSED = (400, 409, 413, 422)
-"""HTTP codes that are about the call; the others are about the token, the path or the state of the runner."""
+"""HTTP codes with which a runner refuses the content of a call. Others concern the token, the path or the state of the runner."""
 LONGEST_WORDS = 1000
-"""Bytes kept of a runner's words about a failure."""
+"""Bytes that are kept of the message of a runner."""
 TICK = 0.5
 
 
 class RunnerError(Exception):
-    """The runner did not answer, or not with what it should."""
+    """The runner did not answer, or its answer is invalid."""
 
 
 class RunnerRefused(RunnerError):
-    """The runner understood the call and refused it: the same call is refused again."""
+    """The runner refused the content of the call; it would refuse the same call again."""
 
 
 class RunnerClient:
-    """HTTP calls to runners, as the job's own token allows."""
+    """Signed HTTP calls to runners."""
 
     def __init__(
         self, *, master: Callable[[str], bytes], session: aiohttp.ClientSession, port: int = CONTROL_PORT
@@ -62,16 +61,16 @@ class RunnerClient:
         self._port = port
 
     async def status(self, job_uid: str, ip: str, *, epoch: int) -> Mapping[str, Any]:
-        """Return the `/status` of the runner of that epoch; raises RunnerError."""
+        """Return `/status` of the runner of this epoch. Raises RunnerError."""
         answer, _ = await self._request(self._peer(job_uid, epoch), "GET", ip, "/status", b"")
         if not isinstance(answer, dict):
             raise RunnerError(f"/status must be a JSON object, got {type(answer).__name__}")
         return answer
 
     async def call(self, job_uid: str, call: ControlCall) -> str:
-        """Send a control call and return the words of a runner that refused it; empty when it took it.
+        """Send a control call and return the message of a runner that refuses it; empty if it accepts it.
 
-        Empty also when it did not answer: that is logged, and the call is made again while it is needed.
+        Also empty if the runner does not answer: that is logged, and later reconciles send the call again while it is needed.
         """
         method, _, path = call.method.partition(" ")
         body = json.dumps(call.body).encode()
@@ -85,7 +84,7 @@ class RunnerClient:
         return ""
 
     def _peer(self, job_uid: str, epoch: int) -> Peer:
-        """Return whom to sign for. Raises RunnerError when the job's master key is not known."""
+        """Return the token, uid and epoch to sign with. Raises RunnerError if the job's master key is not known."""
         try:
             return Peer(token=keys.control_token(self._master(job_uid), job_uid), uid=job_uid, epoch=epoch)
         except UnknownKey as error:
@@ -132,7 +131,7 @@ def _words(error: Exception) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerTarget:
-    """A runner to be asked."""
+    """A runner to poll."""
 
     key: JobKey
     job_uid: str
@@ -140,16 +139,16 @@ class RunnerTarget:
     ip: str
     epoch: int
     awaited: bool = False
-    """Whether pods wait for what the runner says: it is then asked as often as with few jobs."""
+    """Whether pods wait for the runner's answer; it is then polled at the shortest interval, however many jobs there are."""
 
 
 def is_runner(pod: PodView, *, job_uid: str) -> bool:
-    """Whether the runner of the job can be asked in this actor-0: it is ours, runs and has an address."""
+    """Return whether this pod runs a runner of the job that can be polled: the job owns it, it runs, and it has an address."""
     return pod.job_uid == job_uid and pod.phase == "Running" and bool(pod.ip) and not pod.ended
 
 
 class Poller:
-    """Asks every runner in turn and reports what changed."""
+    """Polls every runner in turn and reports changed answers."""
 
     def __init__(
         self,
@@ -184,7 +183,7 @@ class Poller:
                 await asyncio.sleep(TICK)
 
     def _due_targets(self) -> list[RunnerTarget]:
-        """Return the runners whose time has come; a new pod is asked at once, the others spread over the interval."""
+        """Return the runners whose poll is due. A new pod is polled at once; the others are spread over the interval."""
         targets = list(self._targets())
         now = self._clock()
         awaited = sum(target.awaited for target in targets)
@@ -203,7 +202,7 @@ class Poller:
         return ready
 
     def _failed_once(self, target: RunnerTarget) -> bool:
-        """Return whether the newest poll alone failed: the next comes soon, so that one lost call is not taken for a silence."""
+        """Return whether only the newest poll has failed. The next poll then follows soon, because a single call may have been lost."""
         known = self._known(target.key)
         return known is not None and known.failures == 1
 

@@ -1,7 +1,7 @@
-"""Our own lists of every watched kind: at start, every few minutes, and soon after kopf's watches began anew.
+"""Lists every watched kind: at start, at an interval of minutes, and shortly after a watch of kopf has restarted.
 
-kopf hides when its watch had a gap, and reports no deletion from inside one; the events of type None that follow such a gap are the only
-sign. So each kind is listed by us too, page by page, and what a list does not name is dropped from the cache.
+kopf does not report that its watch had a gap, nor deletions during the gap; the only sign are the events of type None that follow. Each
+kind is therefore also listed here, page by page, and objects that a list does not contain are removed from the cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rljob_operator.runtime.cluster import Cluster
 logger = logging.getLogger(__name__)
 
 QUIET_SECONDS = 2.0
-"""A gap's events come in a burst; the list follows when it has been quiet for this long."""
+"""Seconds without events of type None after which a suspected kind is listed. They arrive in a burst."""
 ATTEMPTS = 3
 FAILED_PAUSE = 5.0
 
@@ -56,12 +56,12 @@ class Relister:
         """The kinds in use, as the first lists found them served."""
 
     def suspect(self, kind: Kind) -> None:
-        """Note that the kind's watch began anew: what vanished meanwhile is still in the cache."""
+        """Record that the watch of a kind has restarted, so that deleted objects may still be in the cache."""
         self._suspected[kind] = asyncio.get_running_loop().time()
         self._wake.set()
 
     async def fill(self) -> None:
-        """List every kind once; raises NotFound when ours is not served, ApiError when the API server does not answer."""
+        """List every kind once. Raises NotFound if the RLJob resource is not served, ApiError if the API server does not answer."""
         served = [kind for kind in self._kinds if await self.list(kind)]
         for kind in self._alternatives:
             if await self.list(kind):
@@ -71,7 +71,7 @@ class Relister:
         self.filled.set()
 
     async def run(self) -> None:
-        """List suspected kinds when they are quiet, and every kind once per interval, until cancelled."""
+        """List suspected kinds after their burst of events, and every kind once per interval, until cancelled."""
         loop = asyncio.get_running_loop()
         due = {kind: loop.time() + self._interval * random.uniform(0.5, 1.0) for kind in self._kinds}
         while True:
@@ -85,9 +85,10 @@ class Relister:
                 due[kind] = loop.time() + (self._interval if await self._try(kind) else FAILED_PAUSE)
 
     async def list(self, kind: Kind) -> bool:
-        """List one kind in every namespace watched, and drop what is gone; return False when the operator has to do without the kind.
+        """List one kind in every watched namespace and remove deleted objects from the cache; return False if the kind is not available.
 
-        A namespace where it may not be listed, as it was deleted with our rights in it, is left out while another can be listed.
+        A namespace in which listing is forbidden, for example because it was deleted together with the operator's rights, is left out as
+        long as another one can be listed.
         """
         refused: dict[str | None, Forbidden | NotFound] = {}
         for namespace in self._namespaces:

@@ -50,12 +50,12 @@ T = TypeVar("T")
 
 
 class SettingError(ValueError):
-    """A variable of the environment that breaks its rule."""
+    """An environment variable has an invalid value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What the process needs besides the job-independent `OperatorConfig`; times in seconds."""
+    """The settings of the process besides `OperatorConfig`. Times are in seconds."""
 
     config: OperatorConfig = field(default_factory=OperatorConfig)
     watch_namespaces: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class Settings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Settings:
-        """Read the table above; raises SettingError naming the variable, its rule and the value got."""
+        """Read the variables of the table above. Raises SettingError with the variable, its rule and its value."""
         reader = _Reader(env)
         config = _config(reader)
         return cls(
@@ -102,7 +102,10 @@ class Settings:
 
 
 def _served(reader: _Reader, own: str) -> tuple[str, ...]:
-    """Return the namespaces to serve; raises SettingError for the operator's own, whose master key no pod of a job may reach."""
+    """Return the namespaces to serve.
+
+    Raises SettingError for the operator's own one: pods of jobs must not be able to read its master key.
+    """
     found = reader.names("WATCH_NAMESPACES")
     if own in found:
         raise SettingError(
@@ -141,7 +144,7 @@ def _cidrs(reader: _Reader, default: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class _Reader:
-    """Typed looks at one environment; an empty value counts as absent."""
+    """Reads typed values from environment variables. An empty value counts as absent."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = env
