@@ -155,7 +155,7 @@ def megatron_loop(folder: Path, rows: Sequence[Row]) -> Step:
     from rl_core.actors.megatron.model import transformer_config
 
     config = Qwen2Config.from_pretrained(folder)
-    with cpu.on_cpu():
+    with cpu.cpu_as_cuda():
         settings = transformer_config(config, architecture="Qwen2ForCausalLM", dtype=torch.float32, **cpu.SETTINGS)
         model = library.GPTModel(
             config=settings,
@@ -185,7 +185,7 @@ def megatron_loop(folder: Path, rows: Sequence[Row]) -> Step:
         return losses, lambda output: (batch.loss(-output.float()), {})
 
     def step() -> None:
-        with cpu.on_cpu():
+        with cpu.cpu_as_cuda():
             run(
                 forward_step_func=forward,
                 data_iterator=None,

@@ -1,1 +1,1 @@
-"""The trainers: one room per backend under one step order."""
+"""The trainer workers: the steps that all backends share, and a subpackage for each backend (`fsdp`, `megatron`)."""

@@ -1,10 +1,11 @@
 """Attention over packed rows: each token attends only to earlier tokens of its own row.
 
-Registered with transformers under `PACKED`, so any of its decoder models runs packed rows; the layout travels as the
-keyword `packed`. On an accelerator in half precision it is one varlen flash call. Elsewhere rows of similar length are
-taken together as a dense causal batch: right padding is never seen by real tokens, and equal lengths are a view, no copy.
+It is registered with transformers under the name `PACKED`, so that any of its decoder models can run packed rows. The layout is passed as
+the keyword `packed`. On an accelerator in half precision it is one call of variable-length flash attention. Elsewhere, consecutive rows of
+similar length are computed together as a dense causal batch; padding on the right is never seen by real tokens, and rows of equal length
+need no copy.
 
-Legend: L packed tokens, R rows of a run, W width of a run, A heads, D head size.
+Legend: L packed tokens, R rows of a dense batch, W its width, A heads, D head size.
 """
 
 import functools
@@ -19,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 PACKED = "rljob_packed"
 PADDING_LIMIT = 1.25
-"""A run of rows ends when its dense width would exceed this many times its tokens."""
+"""A dense batch is closed when its size [R, W] would exceed this many times its number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +44,15 @@ class PackedLayout:
     """
 
     def __init__(self, cu_seqlens: Tensor, lengths: Sequence[int]) -> None:
-        """`cu_seqlens` int32 [rows + 1] on the model's device, `lengths` the rows' packed lengths."""
+        """Describe rows of `lengths` tokens. `cu_seqlens` is int32 [rows + 1], their cumulative lengths, on the model's device."""
         self.cu_seqlens = cu_seqlens
         self.lengths = tuple(int(length) for length in lengths)
         self.max_length = max(self.lengths, default=0)
         self._runs: tuple[_Run, ...] | None = None
 
     @property
-    def runs(self) -> tuple[_Run, ...]:
-        """Return the rows cut into dense batches."""
+    def dense_batches(self) -> tuple[_Run, ...]:
+        """The rows, divided into dense batches of consecutive rows of similar length."""
         if self._runs is None:
             self._runs = tuple(_runs(self.lengths, self.cu_seqlens.device))
         return self._runs
@@ -100,7 +101,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Return the attention output [1, L, A, D] of query [1, A, L, D], key and value [1, A_kv, L, D].
 
-    Without `packed` the model was called the usual way, on padded rows and a mask: transformers' SDPA answers.
+    `packed` None means that the model was called with padded rows and a mask; the SDPA attention of transformers then computes the output.
     """
     if packed is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -113,7 +114,7 @@ def packed_attention(
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     if query.is_cuda and dropout == 0.0 and _flash_takes(query):
         return _varlen(query, key, value, packed, scaling, window)[None], None
-    outputs = [_dense(run, query, key, value, scaling, dropout, window) for run in packed.runs]
+    outputs = [_dense(run, query, key, value, scaling, dropout, window) for run in packed.dense_batches]
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 
 
@@ -139,13 +140,16 @@ def _varlen(
         longest,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        **({"enable_gqa": True} if grouped and asks_for_groups(varlen_attn) else {}),
+        **({"enable_gqa": True} if grouped and needs_enable_gqa(varlen_attn) else {}),
     )
 
 
 @functools.cache
-def asks_for_groups(varlen_attn: Callable[..., Any]) -> bool:
-    """Return whether `varlen_attn` has the argument `enable_gqa` for fewer key heads than query heads; torch 2.11 needs no argument."""
+def needs_enable_gqa(varlen_attn: Callable[..., Any]) -> bool:
+    """Return whether `varlen_attn` must be given `enable_gqa` when there are fewer key heads than query heads.
+
+    The version in torch 2.11 has no such argument and needs none.
+    """
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 

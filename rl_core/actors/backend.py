@@ -1,6 +1,6 @@
-"""The interface between a training step and the library that runs the model: the engine decides what is trained, the backend how.
+"""The interface between a training step and the library that runs the model: StepEngine decides what is trained, the backend how.
 
-    StepEngine --parts, objective, normalizers--> TrainBackend.forward_backward --statistics--> StepEngine
+    StepEngine --micro-batches, objective, normalizers--> TrainBackend.forward_backward --statistics--> StepEngine
 
 A backend runs forward and backward passes. Optimizer steps, checkpoints, export and offloading belong to its `ModelManager`.
 
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class Scores(NamedTuple):
-    """A model's outputs for the tokens of a micro-batch that its mask selects, with gradient; 0 at the other tokens."""
+    """The model's outputs for one micro-batch with gradient, as the loss takes them.
+
+    Values are 0 at tokens that the loss mask does not select.
+    """
 
     log_probs: Tensor
     """[B, T] float32, log-probabilities of the tokens at the sampling temperature, in nats."""
@@ -33,23 +36,29 @@ class Scores(NamedTuple):
     """[B, T] float32, the critic's estimate of the return from each token on; None without a critic."""
 
 
-class Scored(NamedTuple):
-    """A model's outputs for rows, without gradient: [B, T] float32 on the CPU, 0 where the mask is false; None if not requested."""
+class DetachedScores(NamedTuple):
+    """The model's outputs for one micro-batch without gradient, [B, T] float32 on the CPU.
+
+    Values are 0 where the loss mask is false. A field is None if it was not requested.
+    """
 
     log_probs: Tensor | None
     values: Tensor | None
 
     @classmethod
-    def on_cpu(cls, log_probs: Tensor | None, values: Tensor | None) -> "Scored":
-        """Return the tensors, copied to the CPU where they are on a device."""
+    def on_cpu(cls, log_probs: Tensor | None, values: Tensor | None) -> "DetachedScores":
+        """Return an object with these tensors, copied to the CPU if they are on another device."""
         return cls(*(None if tensor is None else tensor.cpu() for tensor in (log_probs, values)))
 
 
 Objective = Callable[[Scores, Columns, LossNormalizers], LossResult]
-"""Computes a micro-batch's share of the loss of an optimizer step. The shares of all micro-batches and ranks are summed."""
+"""Computes the part of an optimizer step's loss that one micro-batch contributes. The loss is the sum of these micro_batches over all micro-batches
+and ranks.
+"""
 Proceed = Callable[[], None]
-"""Called on all ranks before each micro-batch, or once before a pipeline schedule, which cannot be interrupted. Raises StepCancelled on
-all ranks when the step was cancelled."""
+"""A function that raises StepCancelled on all ranks if the step was cancelled. Backends call it on all ranks before each micro-batch, or
+once before a pipeline schedule, which cannot be interrupted.
+"""
 
 
 class StepCancelled(Exception):
@@ -57,9 +66,10 @@ class StepCancelled(Exception):
 
 
 class TrainBackend(ABC):
-    """How one rank runs a model; each backend derives its own. All methods are collective, and all ranks get equally many parts.
+    """Runs the forward and backward passes of one rank. All methods are collective.
 
-    A part is one micro-batch, at least one row of one token. Ranks that train the same rows (tensor, context, pipeline) get equal parts.
+    Each element of `micro_batches` is one micro-batch with at least one row of one token. All ranks are given equally many. Ranks of the
+    same replica (tensor, context and pipeline parallelism) are given the same rows.
     """
 
     manager: "ModelManager"
@@ -67,19 +77,20 @@ class TrainBackend(ABC):
 
     @abstractmethod
     def forward_backward(
-        self, parts: Sequence[StepRows], objective: Objective, normalizers: LossNormalizers, *, proceed: Proceed
+        self, micro_batches: Sequence[StepRows], objective: Objective, normalizers: LossNormalizers, *, proceed: Proceed
     ) -> list[dict[str, Stat]]:
-        """Accumulate the gradients of all `parts`; return the objective's statistics of each part, each on one rank only.
+        """Accumulate the gradients of all micro-batches; return the objective's statistics of each.
 
-        Ranks without a loss (pipeline stages before the last) return []. The gradient is that of the sum of the losses over parts and
-        data ranks. When `proceed` raises StepCancelled, the gradients are dropped and the exception is passed on.
+        The gradient is that of the sum of the losses over micro-batches and data ranks. Each statistic is reported by one rank of a
+        replica; the ranks that compute no loss (pipeline stages before the last) return []. When `proceed` raises StepCancelled, the
+        gradients are dropped and the exception is passed on.
         """
 
     @abstractmethod
     def score_rows(
-        self, parts: Sequence[StepRows], *, proceed: Proceed, log_probs: bool = True, values: bool = False
-    ) -> list[Scored]:
-        """Return the requested `log_probs` and `values` of each part, [B, T] each, from one forward pass without gradient.
+        self, micro_batches: Sequence[StepRows], *, proceed: Proceed, log_probs: bool = True, values: bool = False
+    ) -> list[DetachedScores]:
+        """Return the requested `log_probs` and `values` of each micro-batch, [B, T] each, from one forward pass without gradient.
 
-        Ranks that have no scores return []. `values` needs a job with a critic.
+        Ranks that compute no scores return []. `values` needs a job with a critic.
         """

@@ -1,18 +1,22 @@
-"""The trainer's worker: it receives groups, trains on them and publishes the weights, with any backend.
+"""The trainer's worker: it receives prompt groups, trains on them and publishes the weights, with any backend.
 
     recv_batch -> compute_log_probs -> compute_advantages_and_returns -> run_training -> sync_model_to_rollout
 
-An `Actor` is made of parts, and its remote methods delegate to them:
+An actor is one process of the trainer; the name is that of verl and RLinf. An `Actor` is made of these parts, and its remote methods
+delegate to them:
 
     Actor --- StepEngine       what a step trains: rows, mini-batches, normalizers, metrics
           --- TrainBackend     forward and backward passes
-          --- ModelManager     model, optimizer, checkpoints, export; its Residency offloads them
+          --- ModelManager     model, optimizer, checkpoints, export; its OffloadManager offloads them
           --- WeightPublisher  sends weights to the rollouts; on rank 0 only
+
+A prompt group is one prompt with its G sampled completions. The runner's ledger lists the groups of a run and which of them are trained in
+which step.
 
 Methods are collective over the actor's ranks unless they say otherwise: the runner calls them on all ranks in the same order.
 `cancel_training` may be called at any time.
 
-Legend: B rows, S tokens of the padded row.
+Legend: B rows (completions), S tokens of the padded row.
 """
 
 import asyncio
@@ -46,16 +50,18 @@ if TYPE_CHECKING:
     from rl_core.weights.publisher import WeightPublisher
 
 REWARD = "total_reward/"
-"""Prefix of a group's metrics that mean nothing without a reward."""
+"""Prefix of metrics that have no meaning when no sample of the group has a reward."""
 
 
 class Actor(Worker, ABC):
-    """One rank of the trainer. It is constructed on every actor process; `init_worker` must be called first."""
+    """One rank of the trainer. It is constructed in every actor process, and `init_worker` must be called first."""
 
     def __init__(self, cfg: RLJobSpec | Mapping[str, Any], placement: Any = None, role: str = "actor") -> None:
-        """`cfg`: the job's spec, or a mapping that is validated into one. `placement` is ignored: `actor.parallel` gives the layout.
+        """Join the other ranks; no model is built yet.
 
-        Raises ConfigError for a role other than actor and for settings that the backend does not support.
+        `cfg` is the job's spec, or a mapping that is validated into one. `placement` is accepted for compatibility and ignored, because
+        `actor.parallel` gives the layout. Raises ConfigError for a role other than actor and for settings that the backend does not
+        support.
         """
         if role != "actor":
             raise ConfigError(f"{type(self).__name__} must have role actor, got {role!r}; choose it")
@@ -79,7 +85,10 @@ class Actor(Worker, ABC):
         """Return the backend of this rank with its model manager. The model is not built yet."""
 
     def init_worker(self) -> None:
-        """Build model and optimizer from `model.path`, open the publisher on rank 0, offload what `actor.offload` names."""
+        """Build model and optimizer from `model.path` and open the weight publisher on rank 0.
+
+        Afterwards the parts that `actor.offload` names are offloaded to host memory.
+        """
         self.manager.setup_model_and_optimizer()
         self.publisher = open_publisher(self, self.cfg, self.ranks)
         self.occupy(self.cfg.actor.offload.resident)
@@ -89,12 +98,18 @@ class Actor(Worker, ABC):
     async def recv_batch(
         self, input_channel: Any, groups: int | None = None, step: int | None = None, seconds: float | None = None
     ) -> dict[str, float]:
-        """Take this rank's records of `step` from the channel and hold them as its groups; return `rollout/*`.
+        """Receive this rank's prompt groups of `step` from the channel and keep them for training. Not collective.
 
-        The runner moves the records of admitted groups to this rank's key and closes the key of a step that it cuts. `step` None: the
-        records are those under the channel's default key. `groups`: records to take, None = promptsPerStep / data ranks. `seconds`
-        bounds the wait, None = deadlines.rollout; DeadlineExceeded says how many are missing. Not collective; a rank that receives
-        nothing, because another of its replica does, returns at once.
+        The runner moves the records of the groups that it admits to the key of this rank.
+
+        - `input_channel`: the channel of trajectories.
+        - `groups`: number of groups to receive; None means promptsPerStep / number of data ranks. Fewer are returned when the runner has
+          made the step smaller.
+        - `step`: the step whose key is read; None reads the channel's default key.
+        - `seconds`: timeout; None means deadlines.rollout.
+
+        Returns the metrics `rollout/*` of the groups. Only the first rank of each replica receives groups; the others return {} at once and
+        get them by broadcast in the next method. Raises DeadlineExceeded with the number of groups received.
         """
         if not self.ranks.receives:
             return {}
@@ -110,32 +125,33 @@ class Actor(Worker, ABC):
         return rollout_metrics(records)
 
     def load_batch(self, records: Iterable[PromptGroupRecord]) -> None:
-        """Set the groups that this rank trains in the next step; their order does not matter. Not collective."""
+        """Set the prompt groups that this rank trains in the next step, in any order. Not collective."""
         self.engine.load(records, version=self.global_step)
 
     # The step -------------------------------------------------------------------------------------------------------
 
     @property
     def global_step(self) -> int:
-        """The last step that was trained, which is also the version of the weights."""
+        """The last step that was trained. It is also the version of the weights."""
         return self.manager.global_step
 
     def set_global_step(self, global_step: int) -> None:
-        """Set the step. Raises ValueError when it is negative or smaller than before."""
+        """Set the last trained step. Raises ValueError when it is negative or smaller than the present one."""
         self.manager.set_global_step(global_step)
 
     def set_schedule(self, learning_rate: float, steps: int) -> None:
-        """Continue with another peak learning rate and another number of steps of the run. Not collective.
+        """Continue with another peak learning rate and another total number of steps of the run. Not collective.
 
         Raises ConfigError when the learning rate schedule does not fit them.
         """
         self.manager.set_schedule(learning_rate, steps)
 
     def compute_log_probs(self, batch: TrainingBatch | None = None) -> Tensor | None:
-        """Return the trainer's log-probabilities of `batch`, [B, S] float32, without gradient.
+        """Compute the trainer's log-probabilities without gradient.
 
-        With None, compute them for the step's groups, together with the reference policy's and the critic's values where the loss needs
-        them; they are kept for the step and None is returned. A step that is cancelled meanwhile loses its groups.
+        With a `batch`, return them as [B, S] float32. With None, compute what the loss needs for the groups of the step (log-probabilities
+        of the trainer and of the reference policy, values of the critic), keep it for the step and return None. If the step is cancelled
+        meanwhile, its groups are dropped.
         """
         if batch is not None:
             return self.engine.score(batch)
@@ -145,17 +161,24 @@ class Actor(Worker, ABC):
         return None
 
     def compute_ref_log_probs(self, batch: TrainingBatch) -> Tensor:
-        """Return the reference policy's log-probabilities of `batch`, [B, S] float32. The trained weights do not change."""
+        """Return the reference policy's log-probabilities of `batch`, [B, S] float32.
+
+        The trained weights are unchanged afterwards.
+        """
         return self.engine.score_reference(batch)
 
     def compute_advantages_and_returns(self) -> dict[str, float]:
-        """Compute the advantages of the step's groups; return this rank's metrics of rewards, groups and advantages."""
+        """Compute the advantages of the step's groups and, with a critic, the returns.
+
+        Returns this rank's metrics of rewards, groups and advantages. Raises RuntimeError when no groups were received.
+        """
         return self.engine.compute_advantages()
 
     def run_training(self, step: int | None = None) -> dict[str, float] | None:
-        """Train on the step's groups as `step` (None: the next one); return its metrics, or None when it was cancelled.
+        """Train on the step's groups as step number `step`, None being the next one.
 
-        The metrics `actor/*`, `perf/*` and `time/*` are reduced over all ranks and equal on each. Raises as `StepEngine.train`.
+        Returns the metrics `actor/*`, `perf/*` and `time/*`, reduced over all ranks and equal on each, or None when the step was cancelled.
+        Raises as `StepEngine.train`.
         """
         number = self.global_step + 1 if step is None else step
         metrics = self.engine.train(number)
@@ -176,14 +199,17 @@ class Actor(Worker, ABC):
     async def cancel_training(self) -> None:
         """Cancel the step before its next micro-batch. Not collective; returns at once, while the training thread computes.
 
-        Weights, optimizer, counters and random state are then those before the step, and its groups are dropped.
+        A step can only be cancelled during its first mini-batch, before any optimizer step; a later request has no effect (see
+        `StepEngine.cancel`). After a cancellation weights, optimizer, counters and random state are those before the step, and its groups
+        are dropped.
         """
         self.engine.cancel()
 
     def score(self, ids: Sequence[int], prompt_length: int) -> list[float] | None:
-        """Return the log-probabilities of the tokens ids[prompt_length:] at the sampling temperature.
+        """Return the log-probabilities of the tokens ids[prompt_length:] at the sampling temperature, in nats.
 
-        Only the ranks of the first replica that have them (under pipeline parallelism its last stage) return them, the others None.
+        Only the ranks of the first replica that compute them return them (with pipeline parallelism those of the last stage); the others
+        return None.
         """
         input_ids = torch.tensor([list(ids)], dtype=torch.int64)
         columns = Columns(input_ids=input_ids, loss_mask=torch.arange(len(ids))[None] >= prompt_length)
@@ -200,9 +226,10 @@ class Actor(Worker, ABC):
     def sync_model_to_rollout(
         self, version: int | None = None, receivers: Sequence[ReceiverAddress] = (), min_acks: int = 0
     ) -> PublishReport | None:
-        """Send the weights as `version` (None: the global step) to `receivers` and wait for their acknowledgements.
+        """Send the weights as version `version` to `receivers` and wait for their acknowledgements.
 
-        Rank 0 publishes and returns the publisher's report. The other ranks send it their parts of the tensors and return None.
+        `version` None means the global step. The version is committed once `min_acks` receivers have it and the others are too slow. Rank 0
+        publishes and returns the publisher's report. The other ranks send it their parts of the tensors and return None.
         """
         version = self.global_step if version is None else version
         with self.manager.residency.loaded(moments=False), self.ranks.guard(f"publishing version {version}"):
@@ -217,11 +244,11 @@ class Actor(Worker, ABC):
                 source.finish()
 
     def publisher_address(self) -> str | None:
-        """Return the address from which late joiners pull weights; None on ranks other than 0. Not collective."""
+        """Return the address from which rollouts that join later pull the weights, None on ranks other than 0. Not collective."""
         return None if self.publisher is None else self.publisher.address
 
     async def receiver_lost(self, name: str, reason: str) -> None:
-        """Let a sync under way continue without the rollout `name`, which the hub declared dead. Not collective."""
+        """Continue a weight sync in progress without the rollout `name`, because the hub declared it lost. Not collective."""
         if self.publisher is not None:
             self.publisher.lost(name, reason)
 
@@ -230,23 +257,26 @@ class Actor(Worker, ABC):
     def save_checkpoint(
         self, save_path: str, step: int = 0, in_background: bool = False
     ) -> dict[str, str] | Awaitable[dict[str, str]]:
-        """Write this rank's part of a checkpoint; return path -> digest. See ModelManager.save_checkpoint."""
+        """Write this rank's part of a checkpoint; return relative path -> digest. See ModelManager.save_checkpoint."""
         return self.manager.save_checkpoint(save_path, step, in_background)
 
     def load_checkpoint(self, load_path: str) -> None:
-        """Load a checkpoint that any number of ranks saved. See ModelManager.load_checkpoint."""
+        """Load a checkpoint, which may have been saved by another number of ranks. See ModelManager.load_checkpoint."""
         self.manager.load_checkpoint(load_path)
 
     def export_hf(self, path: str, *, dtype: str | None = None) -> None:
-        """Write a Hugging Face folder. See ModelManager.export_hf."""
+        """Write a Hugging Face model folder. `dtype` None means model.dtype. See ModelManager.export_hf."""
         self.manager.export_hf(path, dtype=dtype)
 
     def occupy(self, parts: Collection[str]) -> dict[str, float]:
-        """Keep exactly `parts` ("weights", "gradients", "optimizer") on the device. See Residency.occupy. Not collective."""
+        """Keep exactly `parts` ("weights", "gradients", "optimizer") on the device and offload the others. Not collective.
+
+        Returns the bytes and seconds moved. See OffloadManager.occupy.
+        """
         return self.manager.residency.occupy(parts)
 
     def close(self) -> None:
-        """Stop serving weights."""
+        """Stop serving weights to the rollouts."""
         if self.publisher is not None:
             self.publisher.close()
 
@@ -254,9 +284,10 @@ class Actor(Worker, ABC):
 async def receive_groups(
     channel: Any, *, wanted: int, limit: float, key: Key, progress: Callable[[], None] = lambda: None
 ) -> list[PromptGroupRecord]:
-    """Return `wanted` records of `channel` under `key`, or fewer when the key is closed; `progress` is called for each.
+    """Receive `wanted` records from `channel` under `key`.
 
-    Raises DeadlineExceeded, with the number of records that came, after `limit` seconds.
+    Returns fewer when the key is closed. `limit` is in seconds; `progress()` is called for each record. Raises DeadlineExceeded with the
+    number of records that came in time.
     """
     records: list[PromptGroupRecord] = []
     deadline = time.monotonic() + limit
@@ -278,7 +309,7 @@ async def receive_groups(
 
 
 def rollout_metrics(records: Sequence[PromptGroupRecord]) -> dict[str, float]:
-    """Return the finite numbers of the groups' `rollout_metrics`, aggregated, as `rollout/*`."""
+    """Return the groups' `rollout_metrics`, aggregated and named `rollout/*`. Values that are not finite numbers are left out."""
     finite = []
     for record in records:
         # An empty histogram: all samples are masked. No reward is not a reward of 0.

@@ -34,23 +34,29 @@ class Counters:
     """The counters of an actor in a checkpoint."""
 
     step: int
+    """Step after which the checkpoint was saved."""
     global_step: int
+    """Last trained step, which is the version of the weights."""
     world_size: int
     """Number of ranks that saved the checkpoint."""
     counts: OptimizerCounts
+    """Numbers of optimizer steps by result."""
     consecutive_skips: list[float]
-    """Norms of the optimizer steps skipped in a row."""
+    """Gradient norms of the most recent optimizer steps, if they were all skipped."""
     optimizer_steps: dict[str, float]
-    """Parameter name -> AdamW steps."""
+    """Number of AdamW steps of each parameter, by name."""
 
     def to_json(self) -> bytes:
-        """Return the file's content; norms as text, as JSON has no infinity."""
+        """Return the content of the file. Norms are written as text, because JSON has no infinity."""
         norms = [repr(norm) for norm in self.consecutive_skips]
         return json.dumps({"format": FORMAT, **asdict(self), "consecutive_skips": norms}).encode()
 
     @classmethod
     def read(cls, folder: Path) -> "Counters":
-        """Return the counters in `folder`. Raises FileNotFoundError without any, DataError for damaged or foreign ones."""
+        """Read the counters in `folder`.
+
+        Raises FileNotFoundError when there are none, DataError when they are damaged or of another format.
+        """
         path = folder / COUNTERS
         try:
             fields = json.loads(path.read_text())
@@ -76,7 +82,7 @@ class Counters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPart:
-    """One rank's part of a checkpoint."""
+    """The files that one rank writes to a checkpoint."""
 
     step: int
     rank: int
@@ -84,11 +90,11 @@ class RankPart:
     optimizer: Boxes
     rng: bytes
     counters: bytes | None
-    """Of rank 0 alone."""
+    """Content of the file of counters on rank 0; None on other ranks."""
 
     @classmethod
     def of(cls, ranks: Ranks, counters: Counters, *, model: Slices, optimizer: Slices) -> "RankPart":
-        """Return the part that is made of these slices, each written by one rank; it shares memory with them."""
+        """Return the part made of these slices. It shares memory with them."""
         return cls(
             step=counters.step,
             rank=ranks.rank,
@@ -99,9 +105,9 @@ class RankPart:
         )
 
     def write(self, folder: Path) -> dict[str, str]:
-        """Write and sync the files; return path in `folder` -> digest.
+        """Write and sync the files; return relative path -> digest.
 
-        Raises InfrastructureError when the storage refuses; the caller drops the folder.
+        Raises InfrastructureError when the storage fails; the caller then deletes the folder.
         """
         try:
             (folder / "rng").mkdir(parents=True, exist_ok=True)
@@ -145,8 +151,11 @@ class BackgroundWriter:
         self._written = begin(lambda: self._copy_of(part).write(folder))
         return self._written
 
-    def release(self) -> None:
-        """Wait until model and optimizer are copied. Must be called before they change, so that a copy never mixes two steps."""
+    def wait_copied(self) -> None:
+        """Wait until the background thread has copied model and optimizer.
+
+        Must be called before they change, so that a copy never mixes two steps.
+        """
         self._copied.wait()
 
     def _copy_of(self, part: RankPart) -> RankPart:
@@ -179,10 +188,10 @@ def _boxes(slices: Slices) -> Boxes:
 
 
 def load(folder: Path, ranks: Ranks, *, model: Slices, optimizer: Slices, seed: int) -> Counters:
-    """Fill the slices and the random state and return the counters; every rank reads what it stores.
+    """Load a checkpoint: fill the slices, restore the random state, and return the counters. Every rank reads what it stores.
 
-    `seed`: of the job; a rank of another world than the one that saved derives its random state from it.
-    Raises FileNotFoundError without a checkpoint, DataError naming file or tensor for a damaged or foreign one.
+    `seed` is the job's; if the number of ranks differs from that of the checkpoint, the random state is derived from it. Raises
+    FileNotFoundError when there is no checkpoint, and DataError naming the file or tensor that is damaged or of another model.
     """
     counters = Counters.read(folder)
     _verify(folder, ranks)

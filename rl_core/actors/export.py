@@ -1,7 +1,7 @@
 """Writes a Hugging Face model folder: configuration, tokenizer files, safetensors shards and their index.
 
-Tensors are written one at a time as they arrive, so that a sharded model is never gathered as a whole. The folder is written beside its
-place and renamed at the end, so that a failed export leaves the previous one.
+Tensors are written one at a time as they arrive, so that a sharded model is never gathered as a whole. The folder is written under a
+temporary name and renamed at the end, so that a failed export leaves the previous folder.
 """
 
 import json
@@ -37,17 +37,17 @@ class TensorPlan:
 
     @property
     def nbytes(self) -> int:
-        """Return the size in the file."""
+        """Size in the file in bytes."""
         return int(self.dtype.itemsize) * math.prod(self.shape)
 
 
 def export_folder(
     target: str | Path, *, source: str | Path, plans: Sequence[TensorPlan], tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Write a model folder at `target` (replaced when it exists) with everything but the weights taken from `source`.
+    """Write a model folder at `target`, replacing an existing one. Everything but the weights is copied from `source`.
 
-    `tensors` yields (name, CPU tensor) in the order of `plans`. Raises InfrastructureError when the storage refuses; what
-    was at `target` is then still there.
+    `tensors` yields (name, CPU tensor) in the order of `plans`. Raises InfrastructureError when the storage fails; the previous folder is
+    then still there.
     """
     target = Path(target)
     staging = target.with_name(f".{target.name}.staging")

@@ -1,4 +1,4 @@
-"""The packed forward pass: the rows of a micro-batch form one sequence, and only the tokens that train are scored.
+"""The packed forward pass: the rows of a micro-batch form one sequence, and only the tokens that are trained are scored.
 
 Legend: B rows of the micro-batch, T width of the longest, L packed tokens.
 """
@@ -56,7 +56,10 @@ class PackedBatch:
 
 
 class TokenNumbers(NamedTuple):
-    """Per-token results of a forward pass, 0 where a token is not scored; None for what was not requested."""
+    """Log-probabilities, entropies and critic values per token of a forward pass.
+
+    They are 0 where a token is not scored; None if not requested.
+    """
 
     log_probs: Tensor | None
     entropy: Tensor | None
@@ -64,7 +67,7 @@ class TokenNumbers(NamedTuple):
 
 
 def attach_scoring(model: nn.Module) -> None:
-    """Give a causal LM the method `score_packed`, which wrappers can treat as a second forward."""
+    """Add the method `score_packed` to a causal LM. FSDP wrappers treat it as a second forward method."""
     setattr(model, SCORE, MethodType(_score_packed, model))
 
 
@@ -77,7 +80,7 @@ def score(
     entropy: bool = False,
     values: bool = False,
 ) -> TokenNumbers:
-    """Return the log-probabilities of the masked tokens, their entropies and the critic's values, as asked for, each [B, T] float32."""
+    """Return the requested log-probabilities, entropies and critic values of the masked tokens, each [B, T] float32."""
     packed = getattr(model, SCORE)(
         batch.rows.input_ids,
         batch.rows.position_ids,

@@ -1,8 +1,8 @@
-"""Reads Hugging Face model folders: the configuration, the model without storage, and the parts of the weights a rank owns.
+"""Reads Hugging Face model folders: the configuration, the model without storage, and the parts of the weights that a rank stores.
 
-A folder holds `config.json`, safetensors (one file or an index) and tokenizer files. The model is built on the meta
-device, wrapped by the backend, given storage, then filled here: every parameter exactly once, nothing left over.
-Only the model's own module of transformers is imported; the Auto classes would load all of them.
+A folder contains `config.json`, safetensors (one file, or several with an index) and tokenizer files. The model is built on the meta
+device, wrapped by the backend, given storage, and then loaded here: every parameter exactly once, with no stored tensor left over. Only the
+model's own module of transformers is imported; the Auto classes would load all of them.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rl_core.actors import attention
-from rl_core.actors.critic import HEAD, SEPARATE, of_critic
+from rl_core.actors.critic import HEAD, SEPARATE, is_critic_name
 from rl_core.actors.slices import LocalSlice
 from rl_core.api.errors import ConfigError
 
@@ -56,9 +56,9 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def build_model(config: Mapping[str, Any], *, dtype: torch.dtype) -> "PreTrainedModel":
-    """Return the causal LM on the meta device in `dtype`: no storage, tied weights tied, attention ready for packed rows.
+    """Return the causal LM on the meta device in `dtype`: without storage, with tied weights tied and attention for packed rows.
 
-    Raises ConfigError for settings that do not go together.
+    Raises ConfigError for a configuration that transformers does not accept.
     """
     architecture = config["architectures"][0]
     package = f"transformers.models.{ARCHITECTURES[architecture]}"
@@ -113,13 +113,16 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def materialize(model: "PreTrainedModel", device: torch.device, aliases: Mapping[str, str]) -> None:
-    """Give a meta model (wrapped by FSDP2 or not) storage on `device`: ties made again, buffers that are not stored recomputed."""
+    """Allocate storage on `device` for a model on the meta device, wrapped by FSDP2 or not, then call `retie`."""
     model.to_empty(device=device)
-    restore(model, aliases)
+    retie(model, aliases)
 
 
-def restore(model: "PreTrainedModel", aliases: Mapping[str, str]) -> None:
-    """Make the ties of a model again that was given storage, and compute its buffers that are not stored."""
+def retie(model: "PreTrainedModel", aliases: Mapping[str, str]) -> None:
+    """Tie the parameters of a model that was given storage again, and recompute its buffers that are not stored in a folder.
+
+    `aliases` maps each tied name to the name of its parameter.
+    """
     for alias, name in aliases.items():
         module, _, attribute = alias.rpartition(".")
         setattr(model.get_submodule(module), attribute, model.get_parameter(name))
@@ -135,9 +138,10 @@ def load_weights(
     *,
     slice_of: Callable[[Tensor], LocalSlice] = LocalSlice.of_whole,
 ) -> None:
-    """Fill every parameter and persistent buffer from the folder's safetensors; each rank reads the slices that it stores.
+    """Load every parameter and persistent buffer from the folder's safetensors. Each rank reads the parts that it stores.
 
-    A critic's decoder starts as the policy's, its value head at 0. Raises ConfigError as `stored_readers` does, and for shapes that differ.
+    `slice_of` returns the part of a tensor that this rank stores. A critic's decoder starts with the policy's weights and its value head
+    with zeros. Raises ConfigError as `stored_readers` does, and for shapes that differ.
     """
     wanted = stored_tensors(model)
     for name, stored, where in stored_readers(model, folder, aliases):
@@ -151,13 +155,12 @@ def load_weights(
 def stored_readers(
     model: "PreTrainedModel", folder: str | Path, aliases: Mapping[str, str]
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield (name in the policy, reader of the tensor in the folder's safetensors, where it is) for all that a folder stores.
+    """Yield (name in the policy, reader, location) for each tensor in the folder's safetensors. A reader is valid until the next one.
 
-    A reader is good until the next one. Raises ConfigError listing stored tensors the model has no place for and tensors of the model
-    that are not stored.
+    Raises ConfigError listing stored tensors that the model does not have, and tensors of the model that are not stored.
     """
     files = weight_files(Path(folder))
-    policy = {name: tensor for name, tensor in stored_tensors(model).items() if not of_critic(name)}
+    policy = {name: tensor for name, tensor in stored_tensors(model).items() if not is_critic_name(name)}
     stored_as = _match(policy, files, aliases, model, Path(folder))
     by_file: dict[Path, list[str]] = {}
     for name, stored in stored_as.items():
@@ -172,7 +175,7 @@ def stored_readers(
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """Return tensor name -> safetensors file of a model folder. Raises ConfigError when there are none or one is broken."""
+    """Return tensor name -> safetensors file of a model folder. Raises ConfigError when there are no weights or a file is damaged."""
     if (folder / INDEX).is_file():
         return _indexed_files(folder)
     path = folder / SINGLE
@@ -206,17 +209,17 @@ def _broken(path: Path, error: SafetensorError) -> ConfigError:
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters (tied ones once) by the names they had before wrapping."""
+    """Return the parameters, tied ones once, by the names that they had before wrapping."""
     return {_unwrapped(name): parameter for name, parameter in model.named_parameters()}
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return what a folder stores by name: parameters (tied ones once) and persistent buffers."""
+    """Return the tensors that a model folder contains, by name: parameters, tied ones once, and persistent buffers."""
     return {**named_parameters(model), **dict(_persistent_buffers(model))}
 
 
 def stored_names(model: nn.Module) -> list[str]:
-    """Return all names of parameters (every alias too) and of persistent buffers, in the model's order."""
+    """Return all names of parameters, including every alias, and of persistent buffers, in the model's order."""
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     return parameters + [name for name, _ in _persistent_buffers(model)]
 
@@ -257,7 +260,7 @@ def _match(
 
 
 def fill(target: LocalSlice, stored: Any, where: str) -> None:
-    """Read the elements of `target` from the stored tensor `stored`. Raises ConfigError when the whole tensor has another shape."""
+    """Copy the elements of `target` from the stored tensor `stored`. Raises ConfigError when the whole tensor has another shape."""
     if tuple(stored.get_shape()) != target.shape:
         raise ConfigError(f"{where} must have shape {list(target.shape)} by config.json, got {stored.get_shape()}")
     if target.tensor.numel():

@@ -1,7 +1,7 @@
-"""One rank's share of a model in training: optimizer steps, save, load and export. It contains no reinforcement learning.
+"""One rank's part of a model in training: optimizer steps, save, load and export. It contains no reinforcement learning.
 
-Each backend derives its own manager from `ModelManager`. Saved, exported and published tensors have their Hugging Face names and
-shapes, so that a checkpoint can be loaded into any parallel layout of the same model.
+Each backend derives its own manager from `ModelManager`. Saved, exported and published tensors have their Hugging Face names and shapes, so
+that a checkpoint can be loaded into any parallel layout of the same model.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from rl_core.actors import checkpoint, export
-from rl_core.actors.critic import of_critic
+from rl_core.actors.critic import is_critic_name
 from rl_core.actors.ranks import ParallelSizes, Ranks
 from rl_core.actors.reference import ReferencePolicy
-from rl_core.actors.residency import Residency, ResidentState
+from rl_core.actors.residency import OffloadManager, ResidentState
 from rl_core.actors.schedule import OptimizerCounts
 from rl_core.actors.slices import LocalSlice, Slices
 from rl_core.actors.source import GatheredSource
@@ -35,18 +35,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ModelManager(ResidentState):
-    """One rank's share of a model in training. Methods are collective unless they say otherwise.
+    """One rank's part of a model in training. Methods are collective unless they say otherwise.
 
-    `residency` moves its weights, gradients and moments between device and host.
+    `residency` moves its weights, gradients and optimizer moments between device and host.
     """
 
     optimizer: Any
-    """Has `param_groups`, as those of torch have."""
+    """The optimizer. It has `param_groups` as optimizers of torch have."""
 
     def __init__(self, cfg: RLJobSpec, sizes: ParallelSizes, rank: int) -> None:
-        """Join the ranks.
+        """Join the other ranks; the model is built by `setup_model_and_optimizer`.
 
-        Raises ValueError for a rank outside [0, sizes.world), ConfigError for accelerators asked for and not visible.
+        `sizes` is the parallel layout and `rank` this rank in it. Raises ValueError for a rank outside [0, sizes.world), ConfigError when
+        accelerators are requested and none is visible, and CapacityError when the model does not fit.
         """
         self.cfg = cfg
         self.compute_device = compute_device(cfg, rank)
@@ -60,34 +61,34 @@ class ModelManager(ResidentState):
         """Names to sync and export in the model's order: (name, the name it is tied to or None)."""
         self._reference: ReferencePolicy | None = None
         self._background = checkpoint.BackgroundWriter()
-        self.residency = Residency(self, self.compute_device)
+        self.residency = OffloadManager(self, self.compute_device)
 
     # Implemented by each backend's manager --------------------------------------------------------------------------
 
     @abstractmethod
     def _set_up(self) -> None:
-        """Build, fill and wrap the model, list `sync_names`, build the optimizer and its schedule."""
+        """Build the model, load and wrap it, list `sync_names`, and build the optimizer and its schedule."""
 
     @property
     @abstractmethod
     def model_config(self) -> Any:
-        """Return the configuration that transformers has of the model."""
+        """The transformers configuration of the model."""
 
     @abstractmethod
     def _parameter_tensors(self) -> Sequence[Tensor]:
-        """Return what this rank stores of the policy's parameters."""
+        """Return the parts of the policy's parameters that this rank stores."""
 
     @abstractmethod
     def _gradient_norm(self) -> float:
-        """Return the norm of the gradients over all ranks, equal on each."""
+        """Return the norm of the gradients over all ranks. It is equal on each."""
 
     @abstractmethod
     def _apply_gradients(self, norm: float) -> None:
-        """Clip the gradients, whose norm is finite, and step the optimizer."""
+        """Clip the gradients, whose norm `norm` is finite, and run the optimizer step."""
 
     @abstractmethod
     def _follow_schedule(self) -> None:
-        """Take the learning rate of applied step `counts.applied` from the schedule."""
+        """Set the learning rate for applied step number `counts.applied`."""
 
     @abstractmethod
     def set_schedule(self, learning_rate: float, steps: int) -> None:
@@ -98,46 +99,50 @@ class ModelManager(ResidentState):
 
     @abstractmethod
     def drop_gradients(self) -> None:
-        """Forget the gradients. Not collective."""
+        """Discard the gradients. Not collective."""
 
     @abstractmethod
     def named_slices(self) -> dict[str, LocalSlice]:
-        """Return what this rank stores of the weights by Hugging Face name, tied ones once. Not collective."""
+        """Return the parts of the weights that this rank stores, by Hugging Face name; tied weights once. Not collective."""
 
     @abstractmethod
     def master_slices(self) -> Slices:
-        """Return what this rank's optimizer updates of the weights, float32, by Hugging Face name. Not collective."""
+        """Return the float32 weights that this rank's optimizer updates, by Hugging Face name. Not collective."""
 
     @abstractmethod
     def moment_slices(self) -> Slices:
-        """Return what this rank stores of the moments as `<parameter>.<moment>`. Not collective."""
+        """Return the parts of the optimizer's moments that this rank stores, by `<parameter>.<moment>`. Not collective."""
 
     @abstractmethod
     def _written(self, slices: Slices) -> Slices:
-        """Return those of `slices` that this rank writes: each element of a tensor is written by one rank."""
+        """Return those of `slices` that this rank writes to a checkpoint. Each element of a tensor is written by exactly one rank."""
 
     @abstractmethod
     def _step_counters(self) -> dict[str, float]:
-        """Return parameter name -> its number of AdamW steps; collective, whole on rank 0."""
+        """Return the number of AdamW steps of each parameter by name. Collective; complete on rank 0 only."""
 
     def _before_state(self, counts: OptimizerCounts) -> None:
-        """Have the optimizer that goes with `counts`, of a checkpoint that is about to be loaded."""
+        """Prepare the optimizer for a checkpoint with these `counts`, which is about to be loaded."""
         self.counts = counts
 
     @abstractmethod
     def _resume(self, weights: Slices, moments: Slices, steps: Mapping[str, float]) -> None:
-        """Go on from slices that a checkpoint filled, from its AdamW steps by parameter and from `counts`."""
+        """Continue from a loaded checkpoint.
+
+        `weights` and `moments` hold its values, `steps` the number of AdamW steps of each parameter; `counts` is set already.
+        """
 
     @abstractmethod
     def version_source(self, dtype: str, bucket_bytes: int) -> GatheredSource:
-        """Return the weights as they are, floating ones in `dtype`; every rank calls its `finish`."""
+        """Return the present weights as a source for publishing; floating-point weights in `dtype`. Every rank must call its `finish`."""
 
     # Set-up ---------------------------------------------------------------------------------------------------------
 
     def setup_model_and_optimizer(self) -> None:
-        """Build model, optimizer and schedule; keep the starting weights as reference policy where a KL needs one.
+        """Build model, optimizer and schedule.
 
-        Raises RuntimeError when called twice.
+        Where the loss or the reward has a KL term, the initial weights are kept as the reference policy. Raises RuntimeError when called
+        twice.
         """
         if self.residency.has_model:
             raise RuntimeError("setup_model_and_optimizer must be called once, got a second call; make a new manager")
@@ -149,7 +154,7 @@ class ModelManager(ResidentState):
 
     @property
     def max_length(self) -> int:
-        """Longest row in tokens: the configured limit, else the model's."""
+        """Longest allowed row in tokens: rollout.maxSequenceLength, or else the model's limit."""
         return int(self.cfg.rollout.max_sequence_length or self.model_config.max_position_embeddings)
 
     @property
@@ -158,7 +163,10 @@ class ModelManager(ResidentState):
         return int(self.model_config.hidden_size)
 
     def reference(self) -> AbstractContextManager[None]:
-        """Return a context in which the model has its starting weights. Raises RuntimeError where the loss has no KL term."""
+        """Return a context manager inside which the model has its initial weights.
+
+        Raises RuntimeError where no KL term needs a reference policy, or while the weights are offloaded.
+        """
         if self._reference is None:
             raise RuntimeError(
                 "the reference policy is kept only with algorithm.loss.klCoefficient or rewardKlCoefficient above 0, got 0; set one"
@@ -170,11 +178,12 @@ class ModelManager(ResidentState):
     # Steps ----------------------------------------------------------------------------------------------------------
 
     def optimizer_step(self) -> tuple[float, list[float]]:
-        """Clip and apply the gradients; return the norm before clipping and each group's learning rate in this step.
+        """Clip and apply the gradients.
 
-        A norm that is not finite on any rank changes nothing on all: gradients are zeroed and the skip is counted.
-        With `actor.offload.optimizer` the moments come for the step alone. Raises DataError after more than `actor.maxConsecutiveSkips`
-        skips in a row, RuntimeError while weights or moments are offloaded.
+        Returns the norm before clipping and the learning rate of each parameter group in this step. If the norm is not finite, no rank
+        updates: the gradients are dropped and the step is counted as skipped. With `actor.offload.optimizer` the moments are loaded for
+        this step only. Raises DataError after more than `actor.maxConsecutiveSkips` consecutive skips, and RuntimeError while weights or
+        moments are offloaded.
         """
         if not self.cfg.actor.offload.optimizer:
             return self._optimizer_step()
@@ -217,28 +226,31 @@ class ModelManager(ResidentState):
 
     @property
     def has_critic(self) -> bool:
-        """Return whether a critic learns with the policy."""
+        """Whether a critic is trained with the policy."""
         return self.cfg.algorithm.critic_in_use is not None
 
     @property
     def _warming_up(self) -> bool:
-        """Return whether the critic alone trains in the next optimizer step."""
+        """Whether the next optimizer step trains the critic only."""
         return self.counts.applied < self.cfg.actor.critic_warmup_steps
 
     @property
     def _applied_in_phase(self) -> int:
-        """Return the optimizer steps applied in the critic's warm-up, or since it ended: schedule and moments begin afresh then."""
+        """Number of applied optimizer steps in the present phase: critic warm-up, or the training after it.
+
+        Schedule and moments start anew with each phase.
+        """
         return self.counts.applied - (0 if self._warming_up else self.cfg.actor.critic_warmup_steps)
 
     def _scheduled_steps(self, steps: int | None = None) -> int:
-        """Return the optimizer steps of a run of `steps` (None: algorithm.steps) in which the policy trains."""
+        """Return the number of optimizer steps that train the policy in a run of `steps` steps. None means algorithm.steps."""
         algorithm = self.cfg.algorithm
         steps = algorithm.steps if steps is None else steps
         total = steps * algorithm.update_epochs * algorithm.optimizer_steps_per_batch
         return total - self.cfg.actor.critic_warmup_steps
 
     def set_global_step(self, global_step: int) -> None:
-        """Set the step (the weights' version). Raises ValueError when it is negative or goes back."""
+        """Set the last trained step, which is the version of the weights. Raises ValueError when it is negative or goes back."""
         if global_step < max(self.global_step, 0):
             raise ValueError(f"global_step must be {self.global_step} or more, got {global_step}; steps only rise")
         self.global_step = global_step
@@ -246,7 +258,7 @@ class ModelManager(ResidentState):
     # Offloading -----------------------------------------------------------------------------------------------------
 
     def offload_param_and_grad(self, offload_grad: bool = False) -> None:
-        """Move the weights to the host; with `offload_grad` also drop the gradients. Not collective.
+        """Move the weights to host memory; with `offload_grad` also drop the gradients. Not collective.
 
         Raises RuntimeError when gradients that no optimizer step has applied would be dropped.
         """
@@ -255,9 +267,10 @@ class ModelManager(ResidentState):
         self.residency.offload_weights()
 
     def load_param_and_grad(self, device_id: int, load_grad: bool = False) -> None:
-        """Move the weights back, bit-equal in the same tensor objects; with `load_grad` also allocate zero gradients. Not collective.
+        """Move the weights back to the device, bit-equal in the same tensor objects. Not collective.
 
-        `device_id` is the rank's accelerator; it is ignored on a CPU. Raises ValueError when there is no such accelerator.
+        With `load_grad` gradients are allocated too, all zero. `device_id` is the index of the rank's accelerator and is ignored on a CPU.
+        Raises ValueError when there is no such accelerator.
         """
         self._check_device(device_id)
         self.residency.load_weights()
@@ -265,11 +278,11 @@ class ModelManager(ResidentState):
             self.residency.load_gradients()
 
     def offload_optimizer(self) -> None:
-        """Move the moments to the host. Not collective."""
+        """Move the optimizer's moments to host memory. Not collective."""
         self.residency.offload_optimizer()
 
     def load_optimizer(self, device_id: int) -> None:
-        """Move the moments back, bit-equal; `device_id` as in `load_param_and_grad`. Not collective."""
+        """Move the optimizer's moments back, bit-equal. `device_id` is as for `load_param_and_grad`. Not collective."""
         self._check_device(device_id)
         self.residency.load_optimizer()
 
@@ -284,10 +297,12 @@ class ModelManager(ResidentState):
     def save_checkpoint(
         self, save_path: str, step: int = 0, in_background: bool = False
     ) -> dict[str, str] | Awaitable[dict[str, str]]:
-        """Write and sync this rank's shards of model and optimizer, its random state and, on rank 0, the counters.
+        """Write and sync this rank's part of a checkpoint.
 
-        Returns path below `save_path` -> digest. `in_background`: return an awaitable of that at once, and copy them and write the copy from
-        a thread; the next optimizer step waits for the copy, the next save for all. Raises InfrastructureError when the storage refuses.
+        The part consists of shards of model and optimizer, the random state and, on rank 0, the counters. Returns path below `save_path` ->
+        digest. With `in_background` it returns an awaitable of that at once. A thread then copies the state and writes the copy; the next
+        optimizer step waits until the state is copied, and the next save until it is written. Raises InfrastructureError when the storage
+        fails.
         """
         with self.residency.loaded(), self.ranks.guard("saving a checkpoint"):
             part = checkpoint.RankPart.of(
@@ -303,7 +318,7 @@ class ModelManager(ResidentState):
 
     def wait_for_readers(self) -> None:
         """Wait until a background save has copied weights and moments. Not collective."""
-        self._background.release()
+        self._background.wait_copied()
 
     def _counters(self, step: int) -> checkpoint.Counters:
         return checkpoint.Counters(
@@ -316,9 +331,9 @@ class ModelManager(ResidentState):
         )
 
     def load_checkpoint(self, load_path: str) -> None:
-        """Load what `save_checkpoint` wrote, on any number of ranks.
+        """Load what `save_checkpoint` wrote on any number of ranks.
 
-        Raises FileNotFoundError when there is no checkpoint, DataError for a damaged one or one of another model.
+        Raises FileNotFoundError when there is no checkpoint, and DataError when it is damaged or of another model.
         """
         with self.residency.loaded(), self.ranks.guard("loading a checkpoint"):
             self.wait_for_readers()
@@ -334,12 +349,12 @@ class ModelManager(ResidentState):
     def get_model_state_dict(self, cpu_offload: bool, full_state_dict: bool) -> dict[str, Tensor]:
         """Return the policy's weights by Hugging Face name.
 
-        full: rank 0 gets whole tensors, the others {}. Not full: what this rank stores. `cpu_offload` copies to the CPU.
-        Raises RuntimeError while the weights are offloaded.
+        With `full_state_dict` rank 0 gets whole tensors and the others {}; otherwise each rank gets the parts that it stores. `cpu_offload`
+        returns copies on the CPU. Raises RuntimeError while the weights are offloaded.
         """
         self.residency.require_loaded("get_model_state_dict")
         if not full_state_dict:
-            held = {name: part.tensor for name, part in self.named_slices().items() if not of_critic(name)}
+            held = {name: part.tensor for name, part in self.named_slices().items() if not is_critic_name(name)}
         else:
             with self.ranks.guard("gathering the weights"):
                 held = self._whole_tensors()
@@ -347,11 +362,11 @@ class ModelManager(ResidentState):
 
     @property
     def _weight_dtype(self) -> str:
-        """Return the type in which the backend holds floating weights."""
+        """Type in which the backend stores floating-point weights."""
         return self.cfg.model.dtype
 
     def _whole_tensors(self) -> dict[str, Tensor]:
-        """Return whole tensors on rank 0, tied names as the same tensor; {} on the others."""
+        """Return whole tensors by name on rank 0, where tied names share a tensor; {} on the other ranks."""
         source = self.version_source(self._weight_dtype, 1)
         whole: dict[str, Tensor] = {}
         if self.ranks.rank == 0:
@@ -363,9 +378,10 @@ class ModelManager(ResidentState):
         return whole
 
     def export_hf(self, path: str, *, dtype: str | None = None) -> None:
-        """Write a Hugging Face folder in `dtype` (None: model.dtype); unchanged weights come out bit-equal.
+        """Write a Hugging Face model folder at `path` with weights in `dtype` (None: model.dtype).
 
-        Raises InfrastructureError on every rank when rank 0's storage refuses.
+        Weights that were not trained are bit-equal to those of `model.path`. Raises InfrastructureError on every rank when rank 0 cannot
+        write.
         """
         if dtype is not None and dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one")
@@ -380,7 +396,7 @@ class ModelManager(ResidentState):
                     refusal = error
             # All ranks gather every tensor; leaving early would leave the others waiting.
             source.finish()
-            refused = self.ranks.largest(int(refusal is not None))
+            refused = self.ranks.all_reduce_max(int(refusal is not None))
         if refused:
             raise refusal or InfrastructureError(f"actor rank 0 could not export the model to {path}; see its log")
 
@@ -403,14 +419,14 @@ async def _awaited(future: "concurrent.futures.Future[dict[str, str]]") -> dict[
 
 
 def validated(cfg: RLJobSpec | Mapping[str, Any]) -> RLJobSpec:
-    """Return a job's spec, validated where it is a mapping."""
+    """Return `cfg` as a job's spec. A mapping is validated."""
     return cfg if isinstance(cfg, RLJobSpec) else RLJobSpec.model_validate(dict(cfg))
 
 
 def compute_device(cfg: RLJobSpec, rank: int) -> torch.device:
-    """Return the device a rank trains on.
+    """Return the device on which a rank trains.
 
-    Raises ConfigError when accelerators are asked for and none is visible, CapacityError for one with too little memory.
+    Raises ConfigError when accelerators are requested and none is visible, and CapacityError when its memory is too small.
     """
     if not cfg.actor.gpus:
         return torch.device("cpu")
@@ -425,5 +441,8 @@ def compute_device(cfg: RLJobSpec, rank: int) -> torch.device:
 
 
 def check_memory(cfg: RLJobSpec, available: int) -> None:
-    """Raise CapacityError where a process of the trainer needs more than a device has, `available` bytes; before it holds anything."""
+    """Raise CapacityError if one trainer process needs more device memory than `available` bytes.
+
+    The need is estimated from the job and the model's configuration, before anything is allocated.
+    """
     admit(estimate(cfg, ModelFacts.from_config(cfg.model.path), device_memory=available), "actor")

@@ -30,7 +30,7 @@ class PolicyObjective:
     """The loss that `algorithm.loss` configures, as a callable."""
 
     def __init__(self, algorithm: AlgorithmSpec, *, max_tokens: int) -> None:
-        """`max_tokens`: response limit, the normaliser of `seq-mean-token-sum-norm`."""
+        """Prepare the loss. `max_tokens` is the response limit, by which `seq-mean-token-sum-norm` divides."""
         self._spec, self._critic = algorithm.loss, algorithm.critic_in_use
         self._options = _policy_options(algorithm)
         self._bounds, self._max_age = algorithm.trusted_ratios, algorithm.max_staleness
@@ -72,8 +72,8 @@ class PolicyObjective:
             value_coefficient=value_coefficient,
         )
 
-    def measuring(self, scores: Scores, columns: Columns, normalizers: LossNormalizers) -> LossResult:
-        """Return the loss with metrics of the mismatch between trainer and rollout added.
+    def with_mismatch_metrics(self, scores: Scores, columns: Columns, normalizers: LossNormalizers) -> LossResult:
+        """Return the loss, with metrics of the mismatch between trainer and rollout added.
 
         It is used in the first mini-batch of a step, where the weights are still those of the previous step.
         """

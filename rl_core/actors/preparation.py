@@ -33,7 +33,7 @@ class PreparedBatch:
     collated: TrainingBatch
     """The batch as received: raw rewards, and masks that select every generated token."""
     batch: TrainingBatch
-    """The batch that is trained: `finish` shaped its rewards and applied the filters to its masks."""
+    """The batch that is trained: `prepare_for_loss` shaped its rewards and applied the filters to its masks."""
     old_log_probs: Tensor | None = None
     """[B, S] log-probabilities of the policy before the update if they are recomputed; otherwise the rollout's are used."""
     ref_log_probs: Tensor | None = None
@@ -43,17 +43,20 @@ class PreparedBatch:
     weights: Tensor | None = None
     """[B, S] importance weights."""
     advantages: Tensor | None = None
-    """[B, S]."""
+    """[B, S] advantages."""
     returns: Tensor | None = None
     """[B, S] targets of the critic."""
     ages: Tensor | None = None
     """[B, S] number of versions by which the policy that sampled a token is older than the trainer's; None if not needed."""
     metrics: dict[str, Stat] = field(default_factory=dict)
+    """Metrics of rewards, groups and advantages by name."""
 
     def columns(self, *, decoupled: bool = False) -> Columns:
-        """Return the columns of the training rows. Raises RuntimeError before advantages are there.
+        """Return the columns of the training rows.
 
-        `decoupled`: the old policy is the one that sampled, that before the update the proximal one.
+        `decoupled` selects the naming of decoupled PPO: the old policy is then the one that sampled (behaviour policy), and the policy
+        before this update is the proximal one. Otherwise the old policy is the one before this update, or the sampling policy if its
+        log-probabilities are not recomputed. Raises RuntimeError before advantages are computed.
         """
         if self.advantages is None:
             raise RuntimeError("run_training needs advantages, got none; call compute_advantages_and_returns first")
@@ -77,9 +80,10 @@ class PreparedBatch:
 def collate(
     records: Sequence[PromptGroupRecord], *, max_length: int, micro_batch_tokens: int, version: int | None = None
 ) -> PreparedBatch:
-    """Return the records as a batch; `version` is the trainer's, None where the age of tokens plays no part.
+    """Return the records as a batch.
 
-    Raises DataError naming the sample that is malformed or longer than a bound.
+    `version` is that of the trainer's weights, from which the ages of tokens are computed; None when they are not needed. Raises DataError
+    naming a sample that is malformed or too long.
     """
     batch = collate_groups(records, pad_token_id=0, max_length=max_length)
     longest = int(batch.lengths.argmax()) if len(batch) else None
@@ -92,11 +96,13 @@ def collate(
     return PreparedBatch(collated=batch, batch=batch, ages=ages)
 
 
-def finish(prepared: PreparedBatch, algorithm: AlgorithmSpec, *, max_new_tokens: int, reduce: Reduce | None) -> None:
-    """Shape rewards, narrow masks and compute weights and advantages in place; `reduce` sums over ranks.
+def prepare_for_loss(
+    prepared: PreparedBatch, algorithm: AlgorithmSpec, *, max_new_tokens: int, reduce: Reduce | None
+) -> None:
+    """Shape rewards, apply filters, and compute importance weights and advantages, in place.
 
-    The metrics `advantages/*` are of what trains, after clip and whitening. Starts from the collated batch, so that a second call
-    changes nothing.
+    `max_new_tokens` is the response limit of a row, and `reduce` sums a tensor over the data ranks (None for one rank). The metrics
+    `advantages/*` are computed after clipping and whitening. The function starts from the collated batch, so a second call changes nothing.
     """
     prepared.batch = _shape_rewards(prepared.collated, algorithm, max_new_tokens)
     _correct_mismatch(prepared, algorithm)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def open_publisher(worker: Worker, cfg: RLJobSpec, ranks: Ranks) -> "WeightPublisher | None":
-    """Return the publisher that serves the weights of a job from rank 0; None on other ranks and outside a job."""
+    """Return the publisher that serves a job's weights from rank 0. None on other ranks and outside a job."""
     if ranks.rank != 0 or worker.job is None:
         return None
     from rl_core.weights.publisher import WeightPublisher  # Imported here: only this rank needs its compiled kernels.

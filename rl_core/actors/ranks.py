@@ -1,6 +1,8 @@
 """The ranks of an actor: how model and batch are divided over them, small collectives, and errors that name the lost ranks.
 
-One rank needs no other: every method is then local and free. Nothing is pickled: numbers travel as tensors, structures as JSON.
+A replica here is a set of ranks that together hold one whole model (tensor, context and pipeline parallelism) and train the same rows. Data
+ranks are the replicas by number. With a single rank every method is local. Nothing is pickled: numbers travel as tensors, structures as
+JSON.
 """
 
 import itertools
@@ -22,14 +24,14 @@ from rl_core.actors import rendezvous
 from rl_core.api.errors import InfrastructureError
 
 ROLL_CALL_SECONDS = 3.0
-"""Seconds in which the other ranks must show that they are alive after a collective failed."""
+"""Seconds that the other ranks have to report that they are alive after a collective has failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelSizes:
-    """How many ways the batch (data) and the model (tensor, pipeline, context) are cut; the ranks are their product.
+    """How many ways the batch (data) and the model (tensor, pipeline, context) are divided. The number of ranks is their product.
 
-    Ranks count tensor fastest, then context, data, pipeline, as Megatron does.
+    Ranks are numbered with tensor fastest, then context, data and pipeline, as in Megatron.
     """
 
     data: int
@@ -43,7 +45,7 @@ class ParallelSizes:
 
     @property
     def world(self) -> int:
-        """Return the number of ranks."""
+        """Number of ranks."""
         return self.data * self.tensor * self.pipeline * self.context
 
     def data_rank(self, rank: int) -> int:
@@ -51,11 +53,14 @@ class ParallelSizes:
         return rank // (self.tensor * self.context) % self.data
 
     def receives(self, rank: int) -> bool:
-        """Return whether `rank` receives groups: the first of those that train the same rows."""
+        """Return whether `rank` receives the prompt groups of its replica: it is the replica's first rank."""
         return rank == self.data_rank(rank) * self.tensor * self.context
 
     def data_groups(self) -> list[list[int]]:
-        """Return the ranks that hold the same part of the model, together: each has other rows, by data rank."""
+        """Return the data-parallel groups: lists of ranks that hold the same part of the model and train different rows.
+
+        Each list is ordered by data rank.
+        """
         inner = self.tensor * self.context
         return [
             [(stage * self.data + share) * inner + place for share in range(self.data)]
@@ -64,18 +69,21 @@ class ParallelSizes:
         ]
 
     def replicas(self) -> list[list[int]]:
-        """Return the ranks that train the same rows, together, by data rank; the first of each receives groups."""
+        """Return the replicas: lists of ranks that train the same rows, ordered by data rank.
+
+        The first rank of each list receives prompt groups.
+        """
         return [[rank for rank in range(self.world) if self.data_rank(rank) == share] for share in range(self.data)]
 
 
 class Ranks:
-    """One rank of those that train a model, and its collectives over all ranks, over data ranks and over its replica."""
+    """One rank of an actor, and its collectives over all ranks, over data ranks and over its replica."""
 
     def __init__(self, sizes: ParallelSizes, *, rank: int, device: torch.device, timeout: float = 60.0) -> None:
-        """Join the process group (made from MASTER_ADDR and MASTER_PORT unless one exists); a single rank has none.
+        """Join the process group, which is created from MASTER_ADDR and MASTER_PORT unless it exists. A single rank has none.
 
-        `timeout`: seconds until a collective that some rank does not join fails.
-        Raises ValueError for a rank outside [0, size), InfrastructureError when the ranks do not find each other.
+        `timeout` is the number of seconds until a collective that some rank does not join fails. Raises ValueError for a rank outside [0,
+        world size) and InfrastructureError when the ranks do not find each other.
         """
         if not 0 <= rank < sizes.world:
             raise ValueError(f"rank must be in [0, world_size = {sizes.world}), got {rank}; check RANK and WORLD_SIZE")
@@ -88,9 +96,9 @@ class Ranks:
         self._hybrid: dict[int, DeviceMesh] = {}
         self._meeting = rendezvous.join(self.size, rank, device, timeout) if self.size > 1 else None
         self._data_group = self._make_group(sizes.data_groups())
-        """Of the ranks that hold the same part of the model; None: all ranks, or this one alone."""
+        """Process group of the data ranks with the same part of the model. None when it contains all ranks, or only this one."""
         self._replica = self._make_group(sizes.replicas())
-        """Of the ranks that train the same rows; None: all ranks, or this one alone."""
+        """Process group of this replica. None when it contains all ranks, or only this one."""
 
     def _make_group(self, cut: Sequence[Sequence[int]]) -> Any:
         """Return this rank's process group of those the ranks are cut into; None where it is all ranks, or this one alone."""
@@ -101,28 +109,31 @@ class Ranks:
 
     @property
     def data_size(self) -> int:
-        """Return the number of data-parallel ranks."""
+        """Number of data-parallel ranks."""
         return self.sizes.data
 
     @property
     def data_rank(self) -> int:
-        """Return the data-parallel rank of this rank."""
+        """Data-parallel rank of this rank."""
         return self.sizes.data_rank(self.rank)
 
     @property
     def receives(self) -> bool:
-        """Return whether this rank receives groups from the rollouts and has them admitted."""
+        """Whether this rank receives the prompt groups that the runner admitted for its replica."""
         return self.sizes.receives(self.rank)
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """Return all ranks in one dimension, `dp`. A single rank makes a process group for it, on loopback."""
+        """Device mesh of all ranks in one dimension, `dp`. A single rank creates a process group for it, on loopback."""
         if self.size == 1:
             rendezvous.join(1, 0, self.device, self._timeout)
         return DeviceMesh(self.device.type, list(range(self.size)), mesh_dim_names=("dp",))
 
     def hybrid_mesh(self, copies: int) -> DeviceMesh:
-        """Return the ranks in two dimensions, `replicate` of that size and `dp`; made once, collective then. Raises ValueError for one rank."""
+        """Return the device mesh [`replicate`, `dp`] for hybrid sharding with `copies` copies of the model.
+
+        It is created at the first call, which is collective. Raises ValueError when there is one rank.
+        """
         if copies not in self._hybrid:
             with self.making_groups():
                 rows = torch.arange(self.size).view(copies, -1)
@@ -131,9 +142,9 @@ class Ranks:
 
     @contextmanager
     def making_groups(self) -> Iterator[None]:
-        """Have the process groups that a library makes in the block listen where those of the ranks do.
+        """Have process groups that a library creates inside the block listen on the network of the ranks.
 
-        A single rank first makes a group of itself, on loopback.
+        A single rank first creates a process group of its own, on loopback.
         """
         meeting = self._meeting or rendezvous.join(1, 0, self.device, self._timeout)
         with meeting.listening():
@@ -141,7 +152,10 @@ class Ranks:
 
     @contextmanager
     def guard(self, doing: str) -> Iterator[None]:
-        """Turn the failure of a collective inside the block into an InfrastructureError that names the lost ranks."""
+        """Raise an InfrastructureError that names the lost ranks when a collective inside the block fails.
+
+        `doing` names the activity in the message.
+        """
         try:
             yield
         except (dist.DistError, ConnectionError) as error:
@@ -153,8 +167,8 @@ class Ranks:
 
     # Among all ranks ------------------------------------------------------------------------------------------------
 
-    def largest(self, number: int) -> int:
-        """Return the largest `number` over all ranks."""
+    def all_reduce_max(self, number: int) -> int:
+        """Return the maximum of `number` over all ranks. Collective."""
         if self.size == 1:
             return number
         value = torch.tensor(number, dtype=torch.int64)
@@ -162,29 +176,33 @@ class Ranks:
         return int(value)
 
     def gather(self, structure: Any) -> list[Any]:
-        """Return the `structure`, which JSON can represent, of every rank, by rank."""
+        """Return the `structure` of every rank, ordered by rank. It must be representable in JSON. Collective."""
         return [structure] if self.size == 1 else _gather(structure, self.size, None)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.largest(0)
+        """Wait until all ranks have called this. Collective."""
+        self.all_reduce_max(0)
 
     # Among the ranks that hold the same part of the model, and other rows than each other -----------------------------
 
-    def sum_rows(self, tensor: Tensor) -> Tensor:
-        """Return the sum of `tensor` over the data ranks, in its dtype and on its device."""
+    def sum_over_data_ranks(self, tensor: Tensor) -> Tensor:
+        """Return the sum of `tensor` over the data ranks, with its dtype and device. Collective over the data-parallel group."""
         if self.data_size == 1:
             return tensor
         total = tensor.detach().clone()
         dist.all_reduce(total, group=self._data_group)
         return total
 
-    def gather_rows(self, structure: Any) -> list[Any]:
-        """Return the `structure`, which JSON can represent, of every data rank, by data rank."""
+    def gather_over_data_ranks(self, structure: Any) -> list[Any]:
+        """Return the `structure` of every data rank, ordered by data rank. It must be representable in JSON."""
         return [structure] if self.data_size == 1 else _gather(structure, self.data_size, self._data_group)
 
-    def exchange_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Send the first counts[0] rows of a CPU tensor to data rank 0, the next to 1, ...; return what arrives, by sender."""
+    def exchange_over_data_ranks(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Exchange the rows of a CPU tensor between data ranks (all-to-all).
+
+        The first counts[0] rows go to data rank 0, the next counts[1] to data rank 1, and so on. Returns the rows that arrive, ordered by
+        sender.
+        """
         if self.data_size == 1:
             return rows
         given = torch.tensor(counts, dtype=torch.int64)
@@ -198,11 +216,14 @@ class Ranks:
 
     @property
     def replica_size(self) -> int:
-        """Return how many ranks train the same rows."""
+        """Number of ranks that train the same rows."""
         return self.size // self.data_size
 
-    def hand_out(self, data: bytes | None) -> bytes | None:
-        """Broadcast `data` of the rank that receives groups to all ranks of its replica; the argument of the others is ignored."""
+    def broadcast_in_replica(self, data: bytes | None) -> bytes | None:
+        """Broadcast `data` from the receiving rank of the replica to its other ranks; return it on all of them.
+
+        The argument of the other ranks is ignored. None is broadcast as None.
+        """
         if self.replica_size == 1:
             return data
         giver = self.sizes.replicas()[self.data_rank][0]

@@ -1,4 +1,4 @@
-"""The reference policy: a host copy of the initial weights that is swapped in for a forward pass."""
+"""The reference policy: a host copy of the initial weights, which is swapped into the model for a forward pass."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,13 +13,16 @@ class ReferencePolicy:
     """This rank's part of the initial weights, in host memory."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Copy `tensors`, those this rank stores, as they are now: each storage once and whole, whatever views of it are given."""
+        """Copy the present values of `tensors`, the parameters that this rank stores. Each storage is copied once."""
         self._live = [bytes_of(tensor.untyped_storage()) for tensor in distinct_storages(tensors)]
         self._held = [tensor.to("cpu", copy=True) for tensor in self._live]
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Have the starting weights in the model inside the block; the trained ones are back afterwards, bit for bit."""
+        """Exchange the model's weights with the initial ones inside the block.
+
+        Afterwards the trained weights are back, bit for bit.
+        """
         self._exchange()
         try:
             yield

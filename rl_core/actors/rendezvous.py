@@ -1,6 +1,6 @@
-"""How the ranks of an actor find each other: the store they meet at, the process group, and which network they listen on.
+"""How the ranks of an actor find each other: the shared store, the process group, and the network interface on which they listen.
 
-Store and gloo listen on the interface that leads to MASTER_ADDR and on no other: neither asks who connects.
+Store and gloo do not authenticate who connects, so they listen only on the interface that leads to MASTER_ADDR.
 """
 
 import logging
@@ -22,38 +22,38 @@ from rl_core.api.errors import ConfigError, InfrastructureError
 logger = logging.getLogger(__name__)
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Variable that gloo reads when a group is made: the name of the interface to listen on."""
+"""Environment variable with the name of the interface on which gloo listens. Gloo reads it when a group is created."""
 LOOPBACK = "127.0.0.1"
 RESOLVE_SECONDS = 0.5
 """Pause between two attempts to resolve MASTER_ADDR, whose DNS record may come after the process."""
 
 
-class Meeting(NamedTuple):
-    """What a rank keeps of the rendezvous."""
+class Rendezvous(NamedTuple):
+    """The store and the address of a rank that has joined the process group."""
 
     store: dist.Store
     address: str
-    """Of this rank, on the network of the ranks."""
+    """IP address of this rank on the network of the ranks."""
 
     def group(self, members: Sequence[int]) -> Any:
-        """Return a process group of some ranks; every rank makes every group, in the same order."""
+        """Return a process group of the ranks `members`. Every rank must create every group, in the same order."""
         with self.listening():
             return dist.new_group(list(members))
 
     def listening(self) -> AbstractContextManager[None]:
-        """Return a context in which process groups listen on this rank's address."""
+        """Return a context manager inside which new process groups listen on this rank's address."""
         return _listening_on(self.address)
 
 
-_meetings: dict[int, Meeting] = {}
+_meetings: dict[int, Rendezvous] = {}
 """By world size; a process has one process group in its life, and finds it again here."""
 
 
-def join(size: int, rank: int, device: torch.device, timeout: float) -> Meeting:
-    """Join the process group of `size` ranks, all of which are there when this returns.
+def join(size: int, rank: int, device: torch.device, timeout: float) -> Rendezvous:
+    """Join the process group of `size` ranks and wait until all have joined. `timeout` is in seconds.
 
-    A group of one, which only a wrapper for half precision asks for, is made on loopback.
-    Raises ConfigError without MASTER_ADDR and MASTER_PORT, InfrastructureError when the ranks do not find each other.
+    A group of one rank, which only FSDP1 in half precision needs, is created on loopback. Raises ConfigError without MASTER_ADDR and
+    MASTER_PORT and when this process has another process group, and InfrastructureError when the ranks do not find each other.
     """
     limit = timedelta(seconds=timeout)
     if dist.is_initialized():
@@ -64,7 +64,7 @@ def join(size: int, rank: int, device: torch.device, timeout: float) -> Meeting:
             )
         return _meetings[size]
     _raise_file_limit()
-    meeting = Meeting(dist.HashStore(), LOOPBACK) if size == 1 else _meet(size, rank, limit)
+    meeting = Rendezvous(dist.HashStore(), LOOPBACK) if size == 1 else _meet(size, rank, limit)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
         with _listening_on(meeting.address):
@@ -75,7 +75,7 @@ def join(size: int, rank: int, device: torch.device, timeout: float) -> Meeting:
     return meeting
 
 
-def _meet(size: int, rank: int, limit: timedelta) -> Meeting:
+def _meet(size: int, rank: int, limit: timedelta) -> Rendezvous:
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
@@ -100,7 +100,7 @@ def _meet(size: int, rank: int, limit: timedelta) -> Meeting:
             f"actor rank {rank} of {size} did not reach rank 0 at {host}:{port}: {error}"
         ) from error
     _await_all(store, size, rank, limit)
-    return Meeting(store, address)
+    return Rendezvous(store, address)
 
 
 def _await_all(store: dist.Store, size: int, rank: int, limit: timedelta) -> None:

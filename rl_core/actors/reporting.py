@@ -1,4 +1,4 @@
-"""The metrics of a training step: statistics of all micro-batches and ranks are added as sums and divided once at the end."""
+"""The metrics of a training step. Statistics of all micro-batches and ranks are added as sums and divided once at the end."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,14 +15,14 @@ from rl_core.api.errors import ConfigError
 
 MISMATCH = (PREFIX, PARTS)
 UNPREFIXED = ("perf/", "time/", *MISMATCH)
-"""Metrics that keep their name whatever reports them."""
+"""Prefixes of metrics that keep their name; all others are prefixed with `actor/`."""
 
 
-class StepReport:
+class StepMetrics:
     """Collects the statistics of one training step."""
 
     def __init__(self, counts: OptimizerCounts) -> None:
-        """`counts`: the actor's running counters; the report has their values at the end of the step."""
+        """Start a step. `counts` are the actor's running counters; the metrics contain their values at the end of the step."""
         self._counts = counts
         self._before = asdict(counts)
         self._stats: list[Mapping[str, Stat]] = []
@@ -35,12 +35,12 @@ class StepReport:
 
     @property
     def nothing_ended(self) -> bool:
-        """Return whether no mini-batch of the step has ended, applied, skipped or empty; equal on all ranks."""
+        """Whether no mini-batch of the step has ended yet, be it applied, skipped or empty. Equal on all ranks."""
         return asdict(self._counts) == self._before
 
     @contextmanager
     def timing(self, what: str) -> Iterator[None]:
-        """Add the block's seconds to `time/<what>`."""
+        """Add the seconds of the block to the metric `time/<what>`."""
         started = time.perf_counter()
         try:
             yield
@@ -52,9 +52,10 @@ class StepReport:
         self._stats.append(stats)
 
     def add_step(self, stats: Iterable[Mapping[str, Stat]], *, norm: float, rate: float) -> None:
-        """Take in the micro-batches of one optimizer step, its gradient norm (equal on all ranks) and learning rate.
+        """Add the statistics of one optimizer step.
 
-        `stats` is empty on a rank that has no loss; each statistic is reported by one rank.
+        `stats` holds those of its micro-batches and is empty on a rank that computes no loss. `norm` is the gradient norm, equal on all
+        ranks; `rate` the learning rate.
         """
         self._last = list(stats)
         self._stats.extend(self._last)
@@ -62,9 +63,10 @@ class StepReport:
         self._rate = rate
 
     def exceeds(self, ranks: Ranks, *, ratio: float | None, kl: float | None) -> bool:
-        """Return whether the last optimizer step's mean ratio or KL over all ranks is above its bound; collective when one is set.
+        """Return whether mean ratio or KL of the last optimizer step, over all ranks, exceeds its bound.
 
-        Raises ConfigError for a bound on what the loss, one of the user's, does not report.
+        A bound of None is not checked; collective when one is set. Raises ConfigError when the loss does not report the metric that a bound
+        needs.
         """
         bounds = {"maxPolicyRatio": ("ratio_mean", ratio), "maxPolicyKl": ("approx_kl", kl)}
         if self._last is None or all(bound is None for _, bound in bounds.values()):
@@ -79,9 +81,9 @@ class StepReport:
         return self.early_stopped
 
     def finish(self, ranks: Ranks, *, tokens: int, seconds: float) -> dict[str, float]:
-        """Return the step's metrics over all ranks as `actor/*`, `perf/*` and `time/*`; collective.
+        """Return the step's metrics over all ranks as `actor/*`, `perf/*` and `time/*`. Collective.
 
-        `tokens`: of all rows, `seconds`: of the whole step.
+        `tokens` is the number of tokens of all rows, `seconds` the duration of the step.
         """
         stats = _over_ranks(ranks, merge_stats(self._stats))
         unmeasured = {name for name, stat in stats.items() if name.startswith(MISMATCH) and not stat.count}

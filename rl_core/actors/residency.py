@@ -1,6 +1,7 @@
-"""Moves weights, gradients and optimizer state between the compute device and the host, so that others can use the device.
+"""Moves weights, gradients and optimizer state between the compute device and host memory, so that others can use the device.
 
-`ModelManager` has one `Residency`. All methods are local to the rank, may be called in any order, and do nothing when called twice.
+`ModelManager.residency` is an OffloadManager. Its methods are local to the rank, may be called in any order, and do nothing when called
+twice.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +15,7 @@ from rl_core.weights.offload import Offloader, empty_device_cache
 
 
 class ResidentState(ABC):
-    """The training state that a `Residency` moves; each backend's `ModelManager` implements it. No method is collective."""
+    """The training state that an OffloadManager moves. Each backend's `ModelManager` implements it. No method is collective."""
 
     @abstractmethod
     def weight_tensors(self) -> Iterable[Tensor]:
@@ -37,15 +38,18 @@ class ResidentState(ABC):
         """Free the memory of the gradients. A second call does nothing."""
 
     @abstractmethod
-    def zero_gradients(self) -> None:
-        """Allocate the gradients, all zero."""
+    def allocate_gradients(self) -> None:
+        """Allocate gradients that are all zero."""
 
 
-class Residency:
-    """Tracks which parts of a model's training state are on the compute device and which are offloaded to the host."""
+class OffloadManager:
+    """Moves the parts of a model's training state between device and host, and tracks where each part is."""
 
     def __init__(self, state: ResidentState, device: torch.device) -> None:
-        """`device`: the compute device of the rank. Offloaded tensors go to page-locked host memory when it is a CUDA device."""
+        """Track `state`, which is on the compute device `device`.
+
+        Offloaded tensors go to page-locked host memory when the device is a CUDA device.
+        """
         self._state, self._device = state, device
         pin = device.type == "cuda"
         self._weights, self._moments = Offloader(pin=pin), Offloader(pin=pin)
@@ -60,16 +64,16 @@ class Residency:
 
     @property
     def weights_offloaded(self) -> bool:
-        """Whether the weights are on the host."""
+        """Whether the weights are in host memory."""
         return self._weights.is_offloaded
 
     @property
     def optimizer_offloaded(self) -> bool:
-        """Whether the moments are on the host. Step counters always stay."""
+        """Whether the optimizer's moments are in host memory. Step counters always stay on the device."""
         return self._moments.is_offloaded
 
     def offload_weights(self) -> None:
-        """Move the weights to the host."""
+        """Move the weights to host memory."""
         if not self.weights_offloaded:
             self._state.wait_for_readers()
             self._weights.offload(self._state.weight_tensors())
@@ -89,13 +93,13 @@ class Residency:
         self.gradients_offloaded = True
 
     def load_gradients(self) -> None:
-        """Allocate the gradients again, all zero."""
+        """Allocate the gradients again, all zero, if they were released."""
         if self.gradients_offloaded:
-            self._state.zero_gradients()
+            self._state.allocate_gradients()
             self.gradients_offloaded = False
 
     def offload_optimizer(self) -> None:
-        """Move the moments to the host."""
+        """Move the optimizer's moments to host memory."""
         if not self.optimizer_offloaded:
             self._state.wait_for_readers()
             self._moments.offload(self._state.moment_tensors())
@@ -108,10 +112,11 @@ class Residency:
             self._report("onload", self._moments)
 
     def occupy(self, parts: Collection[str]) -> dict[str, float]:
-        """Keep exactly `parts` ("weights", "gradients", "optimizer") on the device: offload the others first, then load these.
+        """Keep exactly `parts` ("weights", "gradients", "optimizer") on the device.
 
-        Returns `offload/{bytes,seconds}` and `onload/{bytes,seconds}` of everything that moved since the last call, including moves
-        that other methods made. Raises RuntimeError when gradients without their optimizer step would be dropped.
+        The other parts are offloaded first, then these are loaded. Returns `offload/{bytes,seconds}` and `onload/{bytes,seconds}` of
+        everything that was moved since the last call, also by other methods. Raises RuntimeError when gradients that no optimizer step has
+        applied would be dropped. Before the model is built it does nothing and returns {}.
         """
         if not self.has_model:
             return {}
@@ -134,7 +139,10 @@ class Residency:
 
     @contextmanager
     def loaded(self, *, moments: bool = True) -> Iterator[None]:
-        """Have the weights, and with `moments` also the optimizer state, on the device inside the block; restore their places after it."""
+        """Keep the weights, and with `moments` the optimizer state, on the device inside the block.
+
+        Afterwards what was offloaded before is offloaded again.
+        """
         weights_were_offloaded = self.weights_offloaded
         moments_were_offloaded = moments and self.optimizer_offloaded
         self.load_weights()
@@ -149,7 +157,7 @@ class Residency:
                 self.offload_weights()
 
     def require_loaded(self, action: str, *, moments: bool = False) -> None:
-        """Raise RuntimeError that names `action` when the weights, or with `moments` the optimizer state, are offloaded."""
+        """Raise RuntimeError naming `action` when the weights, or with `moments` the optimizer state, are offloaded."""
         if self.weights_offloaded:
             raise RuntimeError(f"{action} needs the weights, which are offloaded; call load_param_and_grad first")
         if moments and self.optimizer_offloaded:

@@ -1,6 +1,6 @@
 """The rows of a training step on one rank, their columns, and their exchange between ranks.
 
-Legend: B rows held here, S padded width, N tokens of rows laid end to end.
+Legend: B rows on this rank, S padded width, N tokens of the concatenated rows.
 """
 
 import re
@@ -15,9 +15,10 @@ from rl_core.actors.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Columns:
-    """All that a loss may be given per token, each [B, S], token-aligned; None where the step has no use for it.
+    """The per-token inputs of the loss, each [B, S]. A column that the step does not need is None.
 
-    Integers and masks first: `INTEGERS` and `FLOATS` travel between ranks apart.
+    Raises ValueError when a column has another shape or dtype. `INTEGERS` and `FLOATS` name the columns that are sent between ranks as
+    int64 and as float32.
     """
 
     input_ids: Tensor
@@ -52,7 +53,7 @@ class Columns:
                 )
 
     def present(self) -> dict[str, Tensor]:
-        """Return the columns that are there, by name."""
+        """Return the columns that are not None, by name."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: column for name, column in columns.items() if column is not None}
 
@@ -75,13 +76,14 @@ class StepRows:
     """Rows to score or to train, on the CPU."""
 
     numbers: list[int]
-    """[B] numbers of the rows in the whole step; all ranks number the rows alike, wherever a row was received."""
+    """[B] numbers of the rows within the whole step. They are the same on all ranks."""
     lengths: list[int]
     """[B] number of tokens of each row without padding."""
     columns: Columns
+    """Their per-token values, [B, S] each."""
 
     def take(self, indices: Sequence[int]) -> "StepRows":
-        """Return the rows at `indices` of this rank, in that order, no wider than the longest."""
+        """Return the rows at the positions `indices`, in that order, padded to the longest of them."""
         lengths = [self.lengths[index] for index in indices]
         width = max(lengths, default=1)
         chosen = torch.tensor(list(indices), dtype=torch.int64)
@@ -92,25 +94,26 @@ class StepRows:
         )
 
     def masked_row(self) -> "StepRows":
-        """Return one row of one masked token. A rank runs it when other ranks have a micro-batch and it has none."""
+        """Return one row with one masked token. A rank without a micro-batch runs it while other ranks have one."""
         columns = self.columns.each(lambda column: torch.zeros(1, 1, dtype=column.dtype))
         return StepRows(numbers=[-1], lengths=[1], columns=columns)
 
 
 def natural_key(text: str) -> list[tuple[int, int, str]]:
-    """Return a sort key under which group "0-9" comes before "0-10"."""
+    """Return a sort key that compares numbers in names as numbers: group "0-9" comes before "0-10"."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", text) if part]
 
 
-def lay_out(
+def number_rows(
     ranks: Ranks, group_texts: Sequence[str], row_groups: Sequence[int], lengths: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return the length of every row of the step by number, and the numbers of this rank's rows; collective.
+    """Number the rows of the step over all ranks. Collective.
 
-    `row_groups` [B]: index into `group_texts` of each row. Rows of a group keep their order; groups are ordered by name, so that
-    numbers do not depend on arrival.
+    `row_groups` [B] is the index of each row's group in `group_texts`, and `lengths` [B] are the rows' lengths. Returns the length of every
+    row by number, and the numbers of this rank's rows. Groups are ordered by name and rows of a group keep their order, so that numbers do
+    not depend on the order of arrival.
     """
-    held = ranks.gather_rows([[group_texts[group] for group in row_groups], list(lengths)])
+    held = ranks.gather_over_data_ranks([[group_texts[group] for group in row_groups], list(lengths)])
     rows = [
         (natural_key(text), rank, index, length)
         for rank, (texts, row_lengths) in enumerate(held)
@@ -122,9 +125,9 @@ def lay_out(
 
 
 def move_rows(ranks: Ranks, rows: StepRows, destination: Sequence[int]) -> StepRows:
-    """Return the rows whose `destination` (data rank by row number) is this rank, by ascending number; collective.
+    """Send each row to the data rank that trains it; return the rows for this rank, by ascending number. Collective.
 
-    Raises RuntimeError when what arrives is not exactly what was planned.
+    `destination` gives the data rank of each row by number. Raises RuntimeError when other rows arrive than were planned.
     """
     if ranks.data_size == 1:
         return _ascending(rows)
@@ -135,11 +138,11 @@ def move_rows(ranks: Ranks, rows: StepRows, destination: Sequence[int]) -> StepR
     heads = torch.tensor([[rows.numbers[i], rows.lengths[i]] for i in order], dtype=torch.int64).view(-1, 2)
     present = rows.columns.present()
     floats = tuple(name for name in FLOATS if name in present)
-    arrived = ranks.exchange_rows(heads, row_counts)
+    arrived = ranks.exchange_over_data_ranks(heads, row_counts)
     received = _unflat(
         arrived,
-        ranks.exchange_rows(_flat(rows, order, INTEGERS, torch.int64), token_counts),
-        ranks.exchange_rows(_flat(rows, order, floats, torch.float32), token_counts),
+        ranks.exchange_over_data_ranks(_flat(rows, order, INTEGERS, torch.int64), token_counts),
+        ranks.exchange_over_data_ranks(_flat(rows, order, floats, torch.float32), token_counts),
         floats,
     )
     expected = sorted(number for number, rank in enumerate(destination) if rank == ranks.data_rank)

@@ -1,4 +1,4 @@
-"""The learning rate and the counters of optimizer steps. Pure; the same for every backend."""
+"""The learning rate schedule and the counters of optimizer steps. Pure; the same for every backend."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from rl_core.api.roles import OptimizerSpec
 
 STYLES = ("constant", "linear", "cosine")
 ROUNDING = 1e-6
-"""Added before a product is cut to whole steps: 0.29 x 100 is 28.999999999999996."""
+"""Added before a product is rounded down to whole steps, because 0.29 x 100 is 28.999999999999996 in floating point."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of the moments that AdamW stores for each parameter, in torch and in megatron-core."""
@@ -25,9 +25,11 @@ class OptimizerCounts:
     """Numbers of optimizer steps by result; the learning rate schedule is a function of `applied`."""
 
     attempted: int = 0
+    """Optimizer steps that had a gradient."""
     applied: int = 0
+    """Optimizer steps that updated the weights."""
     skipped: int = 0
-    """Steps that changed nothing because a gradient was not finite on some rank."""
+    """Optimizer steps that changed nothing because the gradient norm was not finite."""
     empty: int = 0
     """Mini-batches without a trainable token on any rank."""
 
@@ -40,15 +42,21 @@ def peak_rate(spec: OptimizerSpec, *, critic: bool) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LRSchedule:
-    """Linear warm-up to `peak`, then constant, linear or cosine decay to `floor` at step `total`."""
+    """Linear warm-up to `peak`, then constant, linear or cosine decay to `floor` at step `total`.
+
+    Raises ConfigError for an unknown style, a warm-up as long as the run, or a floor above the peak.
+    """
 
     peak: float
+    """Largest learning rate."""
     total: int
     """Number of optimizer steps of the run."""
     style: str = "constant"
+    """Form of the decay: constant, linear or cosine."""
     warmup: int = 0
     """Steps of linear warm-up."""
     floor: float = 0.0
+    """Learning rate at the end of the decay."""
 
     def __post_init__(self) -> None:
         if self.style not in STYLES:
@@ -76,7 +84,7 @@ class LRSchedule:
         return cls(peak=peak, total=total, style=schedule.style, warmup=warmup or 0, floor=floor or 0.0)
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of applied step `step`, counted from 0."""
+        """Return the learning rate of applied optimizer step number `step`, counted from 0."""
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         if self.style == "constant":

@@ -1,6 +1,6 @@
-"""The part of a tensor that a rank stores, independent of the backend that cut the tensor.
+"""The part of a tensor that a rank stores, independent of the backend that sharded the tensor.
 
-A box is a rectangular part: one interval per dimension. A run is a range of the tensor's elements in row-major order.
+A box is a rectangular part: one interval per dimension. A range is a contiguous part of the tensor's elements in row-major order.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,46 +12,52 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSlice:
-    """A box or a run of a tensor that this rank stores."""
+    """A box or a range of a tensor that this rank stores."""
 
     tensor: Tensor
-    """The rank's elements, sharing memory with the model; may be empty. A run has the shape [elements]."""
+    """The elements that the rank stores, sharing memory with the model. May be empty. A range has the shape [elements]."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     offset: tuple[int, ...]
     """Index of the slice's first element in the whole tensor."""
     replicated: bool
     """Whether every rank stores the whole tensor."""
-    run: bool = False
-    """Whether it is a run, which may begin and end inside a row. Otherwise it is a box."""
+    is_range: bool = False
+    """Whether the part is a range, which may begin and end inside a row. Otherwise it is a box."""
 
     @classmethod
     def of_whole(cls, tensor: Tensor) -> "LocalSlice":
-        """Return the slice of a tensor that is not cut."""
+        """Return the slice of a tensor that is not sharded."""
         return cls(tensor=tensor.detach(), shape=tuple(tensor.shape), offset=(0,) * tensor.dim(), replicated=True)
 
     @classmethod
-    def of_run(cls, tensor: Tensor, shape: tuple[int, ...], start: int) -> "LocalSlice":
-        """Return the run `tensor` [elements] of a tensor of that shape; `start` is the row-major index of its first element."""
+    def of_range(cls, tensor: Tensor, shape: tuple[int, ...], start: int) -> "LocalSlice":
+        """Return the slice for a range of a tensor of shape `shape`.
+
+        `tensor` [elements] holds its elements, and `start` is the row-major index of the first one.
+        """
         offset = []
         for width in (prod(shape[dim + 1 :]) for dim in range(len(shape))):
             at, start = divmod(start, width)
             offset.append(at)
-        return cls(tensor=tensor, shape=shape, offset=tuple(offset), replicated=False, run=True)
+        return cls(tensor=tensor, shape=shape, offset=tuple(offset), replicated=False, is_range=True)
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """Return the slices that index this box in the whole tensor."""
+        """The slices that index this box in the whole tensor."""
         return tuple(slice(start, start + n) for start, n in zip(self.offset, self.tensor.shape, strict=True))
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """Return the half-open interval of this box in each dimension of the whole tensor."""
+        """The half-open interval of this box in each dimension of the whole tensor."""
         return tuple((start, start + n) for start, n in zip(self.offset, self.tensor.shape, strict=True))
 
     def boxes(self) -> "list[LocalSlice]":
-        """Return the boxes that make up the slice: a box itself, or of a run the end of its first row, whole rows and the begin of its last."""
-        if not self.run:
+        """Return the boxes that make up the slice.
+
+        For a box that is the box itself. A range consists of the end of its first row, whole rows, and the beginning of its last row.
+        """
+        if not self.is_range:
             return [self]
         widths = (prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
         start = sum(at * width for at, width in zip(self.offset, widths, strict=True))

@@ -1,7 +1,7 @@
-"""A `VersionSource` for a model whose weights are divided over ranks: rank 0 gathers whole tensors, one bucket after the other.
+"""A `VersionSource` for a model that is sharded over ranks: rank 0 gathers whole tensors, one bucket after the other.
 
-Each rank offers the boxes that it stores; the plan says which of them go to rank 0, and a bucket is one message from each rank
-that gives some of it. The next bucket is on its way while the consumer works on one: two are in memory.
+Each rank offers the boxes that it stores, and a plan says which of them are sent to rank 0. A bucket takes one message from each rank that
+contributes to it. The next bucket is transferred while the consumer works on one, so two buckets are in memory.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +18,13 @@ from rl_core.weights.version_source import SourceBucket, SourceEntry
 
 
 class GatheringPlan:
-    """Says which rank sends which boxes of each tensor to rank 0. It is agreed on once and equal on all ranks."""
+    """Says which rank sends which boxes of each tensor to rank 0. It is made once and is equal on all ranks."""
 
     def __init__(self, slices: Mapping[str, LocalSlice], ranks: Ranks) -> None:
-        """`slices`: what this rank stores, by name; collective. Raises ValueError where the ranks together lack a part of a tensor."""
+        """Make the plan from `slices`, what this rank stores by name.
+
+        Collective. Raises ValueError when no rank stores some part of a tensor.
+        """
         own = {name: [list(part.shape), [box.ranges for box in part.boxes()]] for name, part in slices.items()}
         everybody = ranks.gather(own)
         offered = [
@@ -38,13 +41,13 @@ class GatheringPlan:
         for transfer in plan_reshard(offered, whole, nodes=range(ranks.size)):
             self.transfers[transfer.name].append(transfer)
 
-    def at_home(self, name: str) -> bool:
-        """Return whether rank 0 has all of a tensor in one box."""
+    def is_complete_on_rank0(self, name: str) -> bool:
+        """Return whether rank 0 stores the whole tensor `name` in one box, so that nothing is gathered."""
         return [transfer.source for transfer in self.transfers[name]] == [0]
 
 
 class GatheredSource:
-    """The weights of one version. Every rank makes one and calls `finish` at the end; on rank 0 the publisher takes the buckets first."""
+    """The weights of one version. Every rank creates one and calls `finish` at the end; on rank 0 the publisher takes the buckets first."""
 
     def __init__(
         self,
@@ -55,19 +58,19 @@ class GatheredSource:
         *,
         bucket_bytes: int,
     ) -> None:
-        """`slices`: what this rank stores, by name, cut as it was for `plan`."""
+        """Start gathering `entries`. `slices` is what this rank stores by name, sharded as for `plan`."""
         self.entries = tuple(entries)
         self.layout = Layout.of(self.entries, bucket_bytes)
         self._slices, self._plan, self._ranks = slices, plan, ranks
         self._gathering = self._gather()
 
     def buckets(self, device: str) -> Iterator[SourceBucket]:
-        """Yield the buckets on `device`, on rank 0; collective. What is not taken here is gathered by `finish`."""
+        """Yield the buckets on `device`, on rank 0. Collective. Buckets that are not taken are gathered by `finish`."""
         for place, gathered in self._gathering:
             yield SourceBucket(place, tuple(tensor.to(device) for tensor in gathered.tensors()))
 
     def finish(self) -> None:
-        """Gather the remaining buckets and drop them; the other ranks wait until this rank has taken part."""
+        """Gather the remaining buckets and discard them. The other ranks wait until this rank has taken part."""
         for _ in self._gathering:
             pass
 
@@ -94,7 +97,7 @@ class _Gathered:
     ) -> None:
         self._slices = slices
         self._dtypes = {entry.name: getattr(torch, entry.dtype) for entry in members}
-        cut = [entry for entry in members if not plan.at_home(entry.name)]
+        cut = [entry for entry in members if not plan.is_complete_on_rank0(entry.name)]
         self._whole: dict[str, Tensor] = {}
         """Of the tensors that are put together, on rank 0."""
         if ranks.rank == 0:

@@ -2,8 +2,8 @@
 
     load -> compute_log_probs -> compute_advantages -> train
 
-The engine decides what is trained and the backend how: the engine passes it micro-batches and never handles a module or a gradient.
-All methods except `cancel` and `load` are collective over the ranks and run on one thread.
+StepEngine decides what is trained and the backend how: it passes micro-batches to the backend and never handles a module or a gradient. All
+methods except `cancel` and `load` are collective over the ranks and run on one thread.
 """
 
 import struct
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from rl_core.actors import preparation
-from rl_core.actors.backend import Objective, Scored, StepCancelled, TrainBackend
+from rl_core.actors.backend import DetachedScores, Objective, StepCancelled, TrainBackend
 from rl_core.actors.cancellation import Cancellation
 from rl_core.actors.objective import PolicyObjective
 from rl_core.actors.preparation import PreparedBatch
 from rl_core.actors.ranks import Ranks
-from rl_core.actors.reporting import StepReport
-from rl_core.actors.rows import Columns, StepRows, lay_out, move_rows, natural_key
-from rl_core.actors.step_plan import plan_epoch
+from rl_core.actors.reporting import StepMetrics
+from rl_core.actors.rows import Columns, StepRows, move_rows, natural_key, number_rows
+from rl_core.actors.step_plan import plan_pass
 from rl_core.actors.step_samples import StepSampler
 from rl_core.algorithms.aggregation import count_normalizers
 from rl_core.algorithms.stats import Stat
@@ -34,9 +34,9 @@ from rl_core.transports import frames
 
 
 class StepEngine:
-    """Runs the training steps of a run on one rank and holds the groups of the current step.
+    """Runs the training steps of a run on one rank, and holds the prompt groups of the current step.
 
-    Ranks that train the same rows form a replica. One rank of a replica receives the groups; the first method of a step broadcasts them
+    The ranks that train the same rows form a replica. One rank of a replica receives the groups. The first method of a step broadcasts them
     to the others.
     """
 
@@ -52,10 +52,12 @@ class StepEngine:
         kept_groups: int = 0,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`micro_batch_tokens`: most tokens per forward pass; `response_limit`: most generated tokens of a row, over all turns.
+        """Run steps of `algorithm` with `backend` on this rank of `ranks`.
 
-        `balance`: assign rows to ranks by cost, otherwise in order. `kept_groups`: groups of a step whose samples are kept, over all
-        ranks. `progress` is called before each micro-batch in training.
+        - `micro_batch_tokens`: largest number of tokens per forward pass.
+        - `response_limit`: largest number of generated tokens of a row, over all turns.
+        - `balance`: assign rows to ranks by cost, otherwise in order.
+        - `progress`: called before each micro-batch in training.
         """
         self._backend, self._model = backend, backend.manager
         self._ranks, self._algorithm = ranks, algorithm
@@ -63,21 +65,21 @@ class StepEngine:
         self._balance, self._progress = balance, progress
         self._objective = PolicyObjective(algorithm, max_tokens=response_limit)
         self._cancellation = Cancellation(ranks)
-        self._reduce = ranks.sum_rows if ranks.data_size > 1 else None
+        self._reduce = ranks.sum_over_data_ranks if ranks.data_size > 1 else None
         self.sampler = StepSampler(kept_groups * algorithm.group_size) if kept_groups else None
         self._records: list[PromptGroupRecord] = []
         """The step's groups as this rank received them."""
         self.prepared: PreparedBatch | None = None
-        """The step's groups on this rank, from `load` until they are trained or the step is given up."""
+        """The step's groups on this rank. None before `load` and after the step was trained or cancelled."""
         self._not_broadcast: list[PromptGroupRecord] | None = None
         """Groups that this rank received and has not broadcast to the other ranks of its replica yet."""
 
     # Groups and what the loss needs of them ---------------------------------------------------------------------------
 
     def load(self, records: Iterable[PromptGroupRecord], *, version: int = 0) -> None:
-        """Set `records` as this rank's groups of the step; their order does not matter. Not collective.
+        """Set `records` as this rank's groups of the step, in any order. Not collective.
 
-        `version` is the version of the weights that they will train.
+        `version` is the version of the weights that the step will train. Raises DataError for a malformed sample or one that is too long.
         """
         self._objective.version = version
         ordered = sorted(records, key=lambda record: natural_key(record.group_id))
@@ -89,9 +91,10 @@ class StepEngine:
         self._cancellation.begin()
 
     def compute_log_probs(self) -> None:
-        """Compute for the step's groups what the loss needs: log-probabilities of the trainer and the reference policy, critic's values.
+        """Compute what the loss needs for the step's groups.
 
-        A step that is cancelled meanwhile loses its groups.
+        These are log-probabilities of the trainer and of the reference policy, and values of the critic. If the step is cancelled
+        meanwhile, its groups are dropped.
         """
         prepared, algorithm = self._require_batch("compute_log_probs"), self._algorithm
         wanted = {"log_probs": algorithm.recompute_log_probs, "values": algorithm.critic_in_use is not None}
@@ -110,16 +113,21 @@ class StepEngine:
         if lacks_reference or (prepared.values is None and self._algorithm.critic_in_use is not None):
             self.compute_log_probs()
         with self._ranks.guard("computing advantages"):
-            preparation.finish(prepared, self._algorithm, max_new_tokens=self._response_limit, reduce=self._reduce)
+            preparation.prepare_for_loss(
+                prepared, self._algorithm, max_new_tokens=self._response_limit, reduce=self._reduce
+            )
         return {name: float(stat) for name, stat in prepared.metrics.items()}
 
     def score(self, batch: TrainingBatch) -> Tensor:
-        """Return the trainer's log-probabilities [B, S] of `batch`; zeros on a rank that has none. Raises StepCancelled."""
+        """Return the trainer's log-probabilities of `batch`, [B, S] float32; zeros on a rank that computes none.
+
+        Raises StepCancelled.
+        """
         log_probs, _ = self._scored(batch, log_probs=True, values=False)
         assert log_probs is not None
         return log_probs
 
-    def _scored(self, batch: TrainingBatch, *, log_probs: bool, values: bool) -> Scored:
+    def _scored(self, batch: TrainingBatch, *, log_probs: bool, values: bool) -> DetachedScores:
         """Return the requested scores of `batch`, [B, S] each; zeros on a rank that gets none from the backend."""
         lengths = batch.lengths.tolist()
         columns = Columns(input_ids=batch.input_ids, loss_mask=batch.loss_mask)
@@ -129,7 +137,9 @@ class StepEngine:
             scored_parts = self._backend.score_rows(
                 _parts(rows, cuts), proceed=self._cancellation.check, log_probs=log_probs, values=values
             )
-        scored = Scored(*(torch.zeros(batch.input_ids.shape) if wanted else None for wanted in (log_probs, values)))
+        scored = DetachedScores(
+            *(torch.zeros(batch.input_ids.shape) if wanted else None for wanted in (log_probs, values))
+        )
         for cut, part in zip(cuts, scored_parts, strict=bool(scored_parts)):
             for whole, tokens in zip(scored, part, strict=True):
                 if cut and whole is not None and tokens is not None:
@@ -137,43 +147,44 @@ class StepEngine:
         return scored
 
     def score_reference(self, batch: TrainingBatch) -> Tensor:
-        """Return the reference policy's log-probabilities of `batch`, [B, S] float32. The trained weights do not change."""
+        """Return the reference policy's log-probabilities of `batch`, [B, S] float32. The trained weights are unchanged afterwards."""
         with self._model.reference():
             return self.score(batch)
 
     # Training ---------------------------------------------------------------------------------------------------------
 
     def cancel(self) -> None:
-        """Cancel the step before its next micro-batch. May be called on any thread; calling it on one rank is enough.
+        """Cancel the step before its next micro-batch. May be called from any thread; a call on one rank is enough.
 
         Only the first mini-batch of a step can be cancelled. Once a mini-batch has updated the weights, the rest of the step is trained
-        too, because the ledger counts whole steps. It is also too late after the last micro-batch, when only the optimizer step is left.
+        too, because the runner's ledger counts whole steps. It is also too late after the last micro-batch, when only the optimizer step is
+        left.
         """
         self._cancellation.request()
 
     def train(self, step: int) -> dict[str, float] | None:
-        """Train on the step's groups; return the step's metrics over all ranks, equal on each, or None when it was cancelled.
+        """Train on the step's groups.
 
-        Raises RuntimeError without groups or advantages, InfrastructureError when a rank is lost, DataError after too many
-        gradients in a row that were not finite.
+        Returns the step's metrics over all ranks, equal on each, or None when it was cancelled. Raises RuntimeError without groups or
+        advantages, InfrastructureError when a rank is lost, and DataError after too many consecutive gradients that were not finite.
         """
         prepared = self._require_batch("run_training")
         columns = prepared.columns(decoupled=self._algorithm.loss.name == "decoupled_ppo")
         started = time.perf_counter()
-        batch, report = prepared.batch, StepReport(self._model.counts)
+        batch, report = prepared.batch, StepMetrics(self._model.counts)
         if self._ranks.receives:  # once for all ranks that train the same rows
             report.add(prepared.metrics)
         try:
             with self._ranks.guard("training"):
                 lengths = batch.lengths.tolist()
-                all_lengths, numbers = lay_out(self._ranks, batch.group_texts, batch.group_ids.tolist(), lengths)
+                all_lengths, numbers = number_rows(self._ranks, batch.group_texts, batch.group_ids.tolist(), lengths)
                 if self.sampler is not None and self._ranks.receives:
                     self.sampler.keep(prepared, self._records, numbers)
                 rows = StepRows(numbers=numbers, lengths=lengths, columns=columns)
                 for epoch in range(self._algorithm.update_epochs):
                     if report.early_stopped:
                         break
-                    self._train_epoch(rows, all_lengths, step, epoch, report)
+                    self._train_pass(rows, all_lengths, step, epoch, report)
                 seconds = time.perf_counter() - started
                 metrics = report.finish(self._ranks, tokens=sum(all_lengths), seconds=seconds)
         except StepCancelled:
@@ -182,10 +193,10 @@ class StepEngine:
         self.prepared, self._records = None, []
         return metrics
 
-    def _train_epoch(self, rows: StepRows, lengths: list[int], step: int, epoch: int, report: StepReport) -> None:
+    def _train_pass(self, rows: StepRows, lengths: list[int], step: int, epoch: int, report: StepMetrics) -> None:
         """Train once on all rows of the step. `lengths` has the length of each row by number; `rows` are those this rank received."""
         algorithm = self._algorithm
-        plan = plan_epoch(
+        plan = plan_pass(
             lengths,
             minibatches=algorithm.optimizer_steps_per_batch,
             ranks=self._ranks.data_size,
@@ -201,7 +212,7 @@ class StepEngine:
             if report.exceeds(self._ranks, ratio=algorithm.max_policy_ratio, kl=algorithm.max_policy_kl):
                 break
 
-    def _train_minibatch(self, rows: StepRows, report: StepReport) -> None:
+    def _train_minibatch(self, rows: StepRows, report: StepMetrics) -> None:
         """Run one optimizer step over `rows` of this rank and the rows that the other ranks pass."""
         normalizers = count_normalizers(rows.columns.loss_mask, reduce=self._reduce)
         if normalizers.tokens == 0:
@@ -215,7 +226,7 @@ class StepEngine:
                 self._cancellation.check()
             self._progress()
 
-        objective: Objective = self._objective.measuring if report.nothing_ended else self._objective
+        objective: Objective = self._objective.with_mismatch_metrics if report.nothing_ended else self._objective
         parts = _parts(rows, cuts)
         if self.sampler is not None:
             objective = self.sampler.watching(objective, parts)
@@ -227,7 +238,7 @@ class StepEngine:
 
     def _cut(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return the micro-batches of this rank's rows, as many as on the other ranks; the rows of each are sorted longest first."""
-        agree = self._ranks.largest if self._ranks.data_size > 1 else None
+        agree = self._ranks.all_reduce_max if self._ranks.data_size > 1 else None
         cuts = plan_microbatches(lengths, token_budget=self._micro_batch_tokens, agree=agree)
         # Rows of like length side by side make attention's dense batches tight.
         return [sorted(cut, key=lambda row: (-lengths[row], row)) for cut in cuts]
@@ -256,7 +267,7 @@ class StepEngine:
         message: bytes | None = None
         if self._ranks.receives and self.prepared is not None:
             message = b"" if self._not_broadcast is None else _packed([self._objective.version, self._not_broadcast])
-        received = self._ranks.hand_out(message)
+        received = self._ranks.broadcast_in_replica(message)
         if not self._ranks.receives and received is None:
             self.prepared = None
         elif not self._ranks.receives and received:

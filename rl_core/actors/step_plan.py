@@ -1,6 +1,7 @@
 """Plans which rows form an optimizer step and which rank trains them. Pure, and equal on all ranks without communication.
 
-Mini-batches are cut from the whole step before rows are dealt to ranks, so the number of ranks does not change which rows form an optimizer step.
+The rows of a step are divided into mini-batches before they are assigned to ranks, so the number of ranks does not change which rows form
+an optimizer step.
 """
 
 from collections.abc import Sequence
@@ -12,8 +13,8 @@ from rl_core.batching.balance import karmarkar_karp, load_ratio, sequence_costs,
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EpochPlan:
-    """One pass over the step's rows."""
+class PassPlan:
+    """The plan of one pass over the rows of a step. It has nothing to do with the job's epoch."""
 
     minibatches: list[list[list[int]]]
     """[mini-batch][rank] -> row numbers, ascending."""
@@ -23,7 +24,7 @@ class EpochPlan:
     """Largest cost of a rank over the mean cost, for the whole pass."""
 
 
-def plan_epoch(
+def plan_pass(
     lengths: Sequence[int],
     *,
     minibatches: int,
@@ -31,11 +32,15 @@ def plan_epoch(
     hidden_size: int,
     balance: bool,
     seed: Sequence[int],
-) -> EpochPlan:
+) -> PassPlan:
     """Return the plan of one pass over rows of `lengths` tokens.
 
-    With several mini-batches rows are shuffled by `seed` (seed, step, pass). `balance` deals by the cost of a transformer of
-    `hidden_size`, else in order. Fewer rows than mini-batches leave the last ones empty.
+    - `minibatches`: number of optimizer steps in the pass. With more than one, rows are shuffled. If there are fewer rows, the last
+      mini-batches are empty.
+    - `ranks`: number of data ranks.
+    - `hidden_size`: of the model; it determines the cost of a row.
+    - `balance`: assign rows to ranks so that costs are equal; otherwise in order.
+    - `seed`: seed of the shuffle: the run's seed, the step and the number of the pass.
     """
     order = list(range(len(lengths)))
     if minibatches > 1:
@@ -48,7 +53,7 @@ def plan_epoch(
             for row in rows:
                 destination[row] = rank
     loads = [[row for row, rank in enumerate(destination) if rank == r] for r in range(ranks)]
-    return EpochPlan(minibatches=cuts, destination=destination, imbalance=load_ratio(costs, loads) if lengths else 1.0)
+    return PassPlan(minibatches=cuts, destination=destination, imbalance=load_ratio(costs, loads) if lengths else 1.0)
 
 
 def _deal(rows: list[int], costs: Sequence[float], ranks: int, balance: bool) -> list[list[int]]:

@@ -119,7 +119,7 @@ def _with_errors(check: Callable[[], Iterator[str]]) -> Iterator[str]:
 
 
 def _check_files(job: RLJob) -> Iterator[str]:
-    from rl_core.actors.megatron.guards import refusals
+    from rl_core.actors.megatron.guards import unsupported_settings
     from rl_core.data.dataset import load_prompts
     from rl_core.data.source import read_rows
     from rl_core.runner.limits import sequence_limit
@@ -134,7 +134,7 @@ def _check_files(job: RLJob) -> Iterator[str]:
                 limit = sequence_limit(job.spec, config)
             except RLJobError as error:
                 yield f"spec.model.path: {error}"
-            yield from (f"spec: {line}" for line in refusals(job.spec, config))
+            yield from (f"spec: {line}" for line in unsupported_settings(job.spec, config))
     for field, reference in (("data.train", data.train), ("data.validation", data.validation)):
         if reference is None or reference.startswith(HUB_SCHEME):
             continue

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from rl_core.actors.critic import of_critic
+from rl_core.actors.critic import is_critic_name
 from rl_core.actors.source import GatheredSource, GatheringPlan
 from rl_core.api.backends import TRAINERS
 from rl_core.api.errors import RLJobError
@@ -146,7 +146,7 @@ class Rank:
     def state(self) -> None:
         """Gather the weights on rank 0; say of each tensor its bits and some values spread over it, and the bits of this rank's critic."""
         held = self.actor.manager.named_slices().items()
-        self.seen["critic"] = {name: list(checksum(part.tensor)) for name, part in held if of_critic(name)}
+        self.seen["critic"] = {name: list(checksum(part.tensor)) for name, part in held if is_critic_name(name)}
         whole = self.actor.manager.get_model_state_dict(True, True)
         self.seen["bits"] = {name: list(checksum(tensor)) for name, tensor in whole.items()}
         self.seen["state"] = {

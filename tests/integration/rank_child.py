@@ -24,11 +24,11 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     ranks = Ranks(ParallelSizes(data=data, tensor=tensor), rank=rank, device=torch.device("cpu"), timeout=60)
     seen = {"grouped": dist.is_initialized()}
-    seen["sum"] = float(ranks.sum_rows(torch.tensor(10.0**rank)))
-    seen["rows"] = ranks.gather_rows(f"of {rank}")
+    seen["sum"] = float(ranks.sum_over_data_ranks(torch.tensor(10.0**rank)))
+    seen["rows"] = ranks.gather_over_data_ranks(f"of {rank}")
     seen["all"] = ranks.gather(rank)
-    seen["exchanged"] = ranks.exchange_rows(torch.arange(data) + 10 * rank, [1] * data).tolist()
-    seen["largest"] = ranks.largest(rank)
+    seen["exchanged"] = ranks.exchange_over_data_ranks(torch.arange(data) + 10 * rank, [1] * data).tolist()
+    seen["largest"] = ranks.all_reduce_max(rank)
     if ranks.size == 1:
         seen["mesh"] = ranks.mesh.size()
     seen |= {"listening": listening(), "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard}

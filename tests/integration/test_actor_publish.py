@@ -57,7 +57,7 @@ def train(actor, step):
 
 
 async def test_a_late_joiner_holds_the_trained_weights(actor):
-    assert actor.manager.strategy.shards == (actor.manager.dtype == torch.bfloat16)
+    assert actor.manager.strategy.is_sharded == (actor.manager.dtype == torch.bfloat16)
     await asyncio.to_thread(train, actor, 1)
     report = await asyncio.to_thread(actor.sync_model_to_rollout, 1, [], 0)
     own = dict(actor.manager.model.named_parameters())

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rl_core.actors.backend import Objective, Proceed, Scored, Scores, StepCancelled, TrainBackend
+from rl_core.actors.backend import DetachedScores, Objective, Proceed, Scores, StepCancelled, TrainBackend
 from rl_core.actors.forward import PackedBatch, score
 from rl_core.actors.fsdp.manager import FSDPModelManager
 from rl_core.actors.rows import StepRows
@@ -16,16 +16,16 @@ class FSDPBackend(TrainBackend):
     """The train backend of FSDP1 and FSDP2. All ranks are data ranks, and each computes the scores and the loss of its own rows."""
 
     def __init__(self, manager: FSDPModelManager) -> None:
-        """`manager`: the model; it may be set up later."""
+        """Run the model of `manager`, which may be set up later."""
         self.manager: FSDPModelManager = manager
         self._temperature = manager.cfg.rollout.sampling.temperature
 
     def forward_backward(
-        self, parts: Sequence[StepRows], objective: Objective, normalizers: LossNormalizers, *, proceed: Proceed
+        self, micro_batches: Sequence[StepRows], objective: Objective, normalizers: LossNormalizers, *, proceed: Proceed
     ) -> list[dict[str, Stat]]:
-        """Accumulate the gradients of all `parts`; return the objective's statistics of each part. See TrainBackend."""
+        """Accumulate the gradients of all micro-batches; return the objective's statistics of each. See TrainBackend."""
         stats: list[dict[str, Stat]] = []
-        for index, rows in enumerate(parts):
+        for index, rows in enumerate(micro_batches):
             try:
                 proceed()
             except StepCancelled:
@@ -35,7 +35,7 @@ class FSDPBackend(TrainBackend):
                     self._train_part(rows.masked_row(), objective, normalizers, is_last=True)
                 self.manager.drop_gradients()
                 raise
-            stats.append(self._train_part(rows, objective, normalizers, is_last=index == len(parts) - 1))
+            stats.append(self._train_part(rows, objective, normalizers, is_last=index == len(micro_batches) - 1))
         return stats
 
     def _train_part(
@@ -58,11 +58,11 @@ class FSDPBackend(TrainBackend):
         return result.metrics
 
     def score_rows(
-        self, parts: Sequence[StepRows], *, proceed: Proceed, log_probs: bool = True, values: bool = False
-    ) -> list[Scored]:
-        """Return the requested scores of each part. See TrainBackend."""
+        self, micro_batches: Sequence[StepRows], *, proceed: Proceed, log_probs: bool = True, values: bool = False
+    ) -> list[DetachedScores]:
+        """Return the requested scores of each micro-batch. See TrainBackend."""
         scored = []
-        for rows in parts:
+        for rows in micro_batches:
             proceed()
             with torch.no_grad():
                 numbers = score(
@@ -72,7 +72,7 @@ class FSDPBackend(TrainBackend):
                     log_probs=log_probs,
                     values=values,
                 )
-            scored.append(Scored.on_cpu(numbers.log_probs, numbers.values))
+            scored.append(DetachedScores.on_cpu(numbers.log_probs, numbers.values))
         return scored
 
     def _pack(self, rows: StepRows) -> PackedBatch:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_core.actors import hf
-from rl_core.actors.critic import attach_critic, has_own_decoder, of_critic
+from rl_core.actors.critic import attach_critic, has_own_decoder, is_critic_name
 from rl_core.actors.forward import SCORE, attach_scoring
 from rl_core.actors.fsdp.optimizer import (
     build_adamw,
@@ -32,21 +32,21 @@ from rl_core.weights.manifest import wire_dtype
 from rl_core.weights.version_source import SourceEntry
 
 STRATEGIES: dict[str, type[Strategy]] = {"fsdp1": FSDP1Strategy, "fsdp2": FSDP2Strategy}
-"""By actor.backend."""
+"""Strategy by the value of actor.backend."""
 
 
 class FSDPModelManager(ModelManager):
-    """One data-parallel rank's share of a model in training. Methods are collective unless they say otherwise."""
+    """One data-parallel rank's part of a model in training. Methods are collective unless they say otherwise."""
 
     model: "nn.Module"
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
 
     def __init__(self, cfg: RLJobSpec | Mapping[str, Any], world_size: int, rank: int) -> None:
-        """Join the ranks. `cfg`: the job's spec, or a mapping that is validated into it.
+        """Join the other ranks. `cfg` is the job's spec, or a mapping that is validated into one.
 
-        Raises ValueError for a rank outside [0, world_size), ConfigError for accelerators asked for and not visible and for another
-        backend.
+        Raises ValueError for a rank outside [0, world_size), and ConfigError when accelerators are requested and none is visible and for
+        another backend than fsdp1 and fsdp2.
         """
         super().__init__(validated(cfg), ParallelSizes(data=world_size), rank)
         actor = self.cfg.actor
@@ -62,9 +62,9 @@ class FSDPModelManager(ModelManager):
     # Set-up ---------------------------------------------------------------------------------------------------------
 
     def model_provider_func(self) -> nn.Module:
-        """Return the unwrapped causal LM of `model.path` in `model.dtype`, on the meta device: weights come after wrapping.
+        """Return the unwrapped causal LM of `model.path` in `model.dtype`, with a critic if the algorithm needs one.
 
-        It has a critic where the advantages need values.
+        It is on the meta device; weights are loaded after wrapping.
         """
         config = hf.read_config(self.cfg.model.path)
         model = hf.build_model(config, dtype=self.dtype)
@@ -81,18 +81,18 @@ class FSDPModelManager(ModelManager):
 
     @property
     def model_config(self) -> Any:
-        """Return the configuration that transformers has of the model."""
+        """The transformers configuration of the model."""
         return self.model.config
 
     def _parameter_tensors(self) -> list[Tensor]:
-        policy = [parameter for name, parameter in self.model.named_parameters() if not of_critic(name)]
+        policy = [parameter for name, parameter in self.model.named_parameters() if not is_critic_name(name)]
         return [self.strategy.local(parameter.detach()) for parameter in policy]
 
     def _build(self) -> nn.Module:
         model = self.model_provider_func()
         self._set_modes(model)
         aliases = hf.tied_names(model)
-        self.sync_names = [(name, aliases.get(name)) for name in hf.stored_names(model) if not of_critic(name)]
+        self.sync_names = [(name, aliases.get(name)) for name in hf.stored_names(model) if not is_critic_name(name)]
         on_meta = any(parameter.is_meta for parameter in model.parameters())
         # Half precision computes in it and keeps float32 weights to update: small steps would be lost in bfloat16.
         model = model.float() if self.dtype != torch.float32 else model
@@ -127,7 +127,10 @@ class FSDPModelManager(ModelManager):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def _begin_phase(self) -> None:
-        """Build optimizer and schedule for what trains from here on: the critic alone in its warm-up, then everything, afresh."""
+        """Build optimizer and schedule for the parameters that are trained from here on.
+
+        In the critic's warm-up that is the critic only; afterwards everything is trained, with new moments.
+        """
         self.optimizer = self.build_optimizer(self.model, enable_critic_warmup=self._warming_up)
         self.scheduler = self.build_lr_scheduler(self.optimizer, self.cfg.actor.optimizer)
 
@@ -138,27 +141,30 @@ class FSDPModelManager(ModelManager):
             self._begin_phase()
 
     def build_optimizer(self, model: nn.Module, enable_critic_warmup: bool = False) -> torch.optim.Optimizer:
-        """Return AdamW with its state in place; in critic warm-up over the critic alone, with the policy frozen.
+        """Return AdamW with allocated state. With `enable_critic_warmup` it trains only the critic, and the policy is frozen.
 
-        Raises ConfigError for a warm-up of a model without a value head.
+        Raises ConfigError when a model without a critic is to be warmed up.
         """
         named = dict(model.named_parameters())
-        if enable_critic_warmup and not any(map(of_critic, named)):
+        if enable_critic_warmup and not any(map(is_critic_name, named)):
             raise ConfigError(
                 "critic warm-up needs a model with a value_head, got a policy; set enable_critic_warmup to False"
             )
         for name, parameter in named.items():
-            parameter.requires_grad_(of_critic(name) or not enable_critic_warmup)
+            parameter.requires_grad_(is_critic_name(name) or not enable_critic_warmup)
         return build_adamw(model, self.cfg.actor.optimizer, self.strategy.dims)
 
     def build_lr_scheduler(
         self, optimizer: torch.optim.Optimizer, optim_config: OptimizerSpec | Mapping[str, Any]
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Return the schedule over the optimizer steps of the run after critic warm-up; its argument is the number of applied ones."""
+        """Return the learning rate schedule for the run's optimizer steps after critic warm-up.
+
+        Its step counter is the number of applied optimizer steps.
+        """
         return build_scheduler(optimizer, LRSchedule.from_spec(optim_config, total=self._scheduled_steps()))
 
     def set_schedule(self, learning_rate: float, steps: int) -> None:
-        """Go on with another peak learning rate and another number of steps of the run, from the next optimizer step on.
+        """Continue with another peak learning rate and another number of steps of the run, from the next optimizer step on.
 
         Not collective. Raises ConfigError when the schedule does not fit them.
         """
@@ -169,20 +175,25 @@ class FSDPModelManager(ModelManager):
     # Steps ----------------------------------------------------------------------------------------------------------
 
     def before_micro_batch(self, model: nn.Module, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """Return the context of one micro-batch: gradients are reduced with the last (or each, accumulateWithoutSync false)."""
+        """Return the context manager of one micro-batch.
+
+        With `actor.accumulateWithoutSync`, gradients are reduced over the ranks with the last micro-batch only, otherwise with each.
+        """
         return self.strategy.before_micro_batch(model, is_last=is_last_micro_batch)
 
     def _models(self) -> list[list[nn.Parameter]]:
-        """Return the parameters of each model that is clipped by a norm of its own: the policy, and a critic that shares nothing with it."""
+        """Return the parameters of each model that is clipped separately: the policy, and a critic with a decoder of its own."""
         named = list(self.model.named_parameters())
         if not has_own_decoder(self.model):
             return [[parameter for _, parameter in named]]
-        return [[parameter for name, parameter in named if of_critic(name) is critic] for critic in (False, True)]
+        return [[parameter for name, parameter in named if is_critic_name(name) is critic] for critic in (False, True)]
 
     def _gradient_norm(self) -> float:
         # To the CPU one by one: a rank without gradients of a model answers from there.
-        squares = torch.stack([self.strategy.grad_norm(parameters).cpu() for parameters in self._models()])
-        self._norms = [math.sqrt(square) for square in self.ranks.sum_rows(squares).tolist()]
+        squares = torch.stack(
+            [self.strategy.local_squared_grad_norm(parameters).cpu() for parameters in self._models()]
+        )
+        self._norms = [math.sqrt(square) for square in self.ranks.sum_over_data_ranks(squares).tolist()]
         return math.hypot(*self._norms)
 
     def _apply_gradients(self, norm: float) -> None:
@@ -203,11 +214,14 @@ class FSDPModelManager(ModelManager):
         return [0.0, *rates] if self._warming_up else rates
 
     def drop_gradients(self) -> None:
-        """Forget the gradients. Not collective; what FSDP has not reduced yet, before the last micro-batch, is not among them."""
+        """Discard the gradients that are reduced. Not collective.
+
+        Gradients that FSDP has accumulated without reducing, before the last micro-batch, are kept; the caller reduces them first.
+        """
         self.optimizer.zero_grad(set_to_none=True)
         self.strategy.drop_grads(self.model)
 
-    # Residency ------------------------------------------------------------------------------------------------------
+    # OffloadManager ------------------------------------------------------------------------------------------------------
 
     def weight_tensors(self) -> Iterator[Tensor]:
         """Return the parameters and buffers that this rank stores. Not collective."""
@@ -226,15 +240,18 @@ class FSDPModelManager(ModelManager):
         """Free the memory of the gradients. Not collective."""
         self.drop_gradients()
 
-    def zero_gradients(self) -> None:
-        """Allocate the gradients, all zero. Not collective."""
+    def allocate_gradients(self) -> None:
+        """Allocate gradients that are all zero. Not collective."""
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
     # State ----------------------------------------------------------------------------------------------------------
 
     def get_model_state_dict(self, cpu_offload: bool, full_state_dict: bool) -> dict[str, Tensor]:
-        """Return the weights as `ModelManager` does; not full: sharing memory with the model unless copied, under FSDP2 as DTensors."""
+        """Return the weights as `ModelManager.get_model_state_dict` does.
+
+        Without `full_state_dict` the tensors share memory with the model, unless copied; under FSDP2 they are DTensors.
+        """
         if full_state_dict:
             return super().get_model_state_dict(cpu_offload, full_state_dict)
         self.residency.require_loaded("get_model_state_dict")
@@ -247,15 +264,15 @@ class FSDPModelManager(ModelManager):
         return "float32"  # whatever type they compute in
 
     def named_slices(self) -> dict[str, LocalSlice]:
-        """Return what this rank stores of the weights by Hugging Face name, tied ones once. Not collective."""
+        """Return the parts of the weights that this rank stores, by Hugging Face name; tied weights once. Not collective."""
         return self.strategy.named_slices(self.model)
 
     def master_slices(self) -> Slices:
-        """Return the weights themselves, which are float32, and buffers beside them. Not collective."""
+        """Return the parameters, which are the float32 master weights here, and the buffers. Not collective."""
         return {name: [part] for name, part in self.named_slices().items()}
 
     def moment_slices(self) -> Slices:
-        """Return what this rank stores of the moments, sharing memory. Not collective."""
+        """Return the parts of the optimizer's moments that this rank stores, sharing memory. Not collective."""
         return {
             f"{name}.{moment}": [self.strategy.slice_of(self.optimizer.state[parameter][moment], like=parameter)]
             for name, parameter in hf.named_parameters(self.model).items()
@@ -279,7 +296,7 @@ class FSDPModelManager(ModelManager):
         resume_schedule(self.optimizer, self.scheduler, applied=self._applied_in_phase)
 
     def version_source(self, dtype: str, bucket_bytes: int) -> GatheredSource:
-        """Return the weights as they are now, floating ones in `dtype`. Every rank must call its `finish`."""
+        """Return the present weights as a source for publishing; floating-point weights in `dtype`. Every rank must call its `finish`."""
         slices = self.named_slices()
         entries = [
             SourceEntry(name, slices[tied or name].shape, wire_dtype(slices[tied or name].tensor, dtype), tied)

@@ -1,11 +1,11 @@
-"""AdamW over the parameters of a wrapped model, with its state there from the start so that checkpoints load into it."""
+"""AdamW over the parameters of a wrapped model. Its state is allocated from the start, so that checkpoints can be loaded into it."""
 
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from rl_core.actors.critic import of_critic
+from rl_core.actors.critic import is_critic_name
 from rl_core.actors.hf import named_parameters
 from rl_core.actors.schedule import CRITIC, MOMENTS, LRSchedule, peak_rate
 from rl_core.api.roles import OptimizerSpec
@@ -14,15 +14,16 @@ from rl_core.api.roles import OptimizerSpec
 def build_adamw(
     model: nn.Module, spec: OptimizerSpec, dims: Callable[[nn.Parameter], int] = Tensor.dim
 ) -> torch.optim.AdamW:
-    """Return AdamW over what is not frozen: policy, then critic, each in matrices with weight decay and 1-D parameters without.
+    """Return AdamW over the parameters that are not frozen, with moments of zero.
 
-    Zero moments, step 0. `dims` says how many dimensions a whole parameter has, of which the model may hold a run of elements.
+    Parameter groups are, in order: matrices of the policy (with weight decay), its 1-D parameters (without), and the same two of the
+    critic. `dims` returns the number of dimensions of a whole parameter, of which the model may store a 1-D part.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     parameters = [parameter for _, parameter in named]
     groups = [
         {
-            "params": [p for name, p in named if of_critic(name) is critic and (dims(p) > 1) is matrices],
+            "params": [p for name, p in named if is_critic_name(name) is critic and (dims(p) > 1) is matrices],
             "weight_decay": spec.weight_decay if matrices else 0.0,
             "lr": peak_rate(spec, critic=critic),
             CRITIC: critic,
@@ -47,7 +48,7 @@ def build_adamw(
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, schedule: LRSchedule) -> torch.optim.lr_scheduler.LambdaLR:
-    """Return the scheduler that applies `schedule` to every group; its argument is the number of applied steps."""
+    """Return the scheduler that applies `schedule` to every group. Its step counter is the number of applied optimizer steps."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step) / schedule.peak)
 
 
@@ -59,7 +60,7 @@ def replace_schedule(
     *,
     applied: int,
 ) -> None:
-    """Let `scheduler` follow `schedule` from here on, after `applied` optimizer steps, with the peak rates of `spec`."""
+    """Make `scheduler` follow `schedule` with the peak learning rates of `spec`, after `applied` optimizer steps."""
     scheduler.base_lrs = [peak_rate(spec, critic=group[CRITIC]) for group in optimizer.param_groups]
     scheduler.lr_lambdas = [lambda step: schedule(step) / schedule.peak for _ in optimizer.param_groups]
     for group, peak in zip(optimizer.param_groups, scheduler.base_lrs, strict=True):
@@ -70,7 +71,7 @@ def replace_schedule(
 def resume_schedule(
     optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler, *, applied: int
 ) -> None:
-    """Have `scheduler` stand where it stood after `applied` optimizer steps."""
+    """Set `scheduler` to its state after `applied` optimizer steps."""
     scheduler.last_epoch = applied
     rates = [base * factor(applied) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -79,7 +80,7 @@ def resume_schedule(
 
 
 def step_counters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return parameter name -> its number of AdamW steps."""
+    """Return the number of AdamW steps of each parameter, by name."""
     return {
         name: float(optimizer.state[parameter]["step"])
         for name, parameter in named_parameters(model).items()
@@ -88,7 +89,7 @@ def step_counters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def set_step_counters(model: nn.Module, optimizer: torch.optim.Optimizer, counters: Mapping[str, float]) -> None:
-    """Give each parameter its own number of AdamW steps."""
+    """Set the number of AdamW steps of each parameter, by name."""
     for name, parameter in named_parameters(model).items():
         if parameter in optimizer.state:
             optimizer.state[parameter]["step"].fill_(counters[name])

@@ -1,8 +1,8 @@
-"""How FSDP holds a model: wrapping, gradient sync and clipping, and what a rank stores of each tensor.
+"""How FSDP wraps a model: sharding, gradient synchronization and clipping, and which part of each tensor a rank stores.
 
-Everything in this folder that depends on how the wrapper cuts tensors asks the strategy; no other file knows DTensors or flat
-parameters. One rank in float32 has nothing to shard, to gather or to cast: its model stays a plain module with the same names, and
-checkpoints of both kinds load into each other.
+Everything in this folder that depends on how the wrapper shards tensors asks the strategy; no other file knows about DTensors or flat
+parameters. One rank in float32 needs no wrapper: its model stays a plain module with the same names, and checkpoints of both kinds can be
+loaded into each other.
 """
 
 import functools
@@ -33,12 +33,21 @@ from rl_core.actors.slices import LocalSlice
 
 
 class Strategy(ABC):
-    """A unit per decoder layer and one for the rest, each cut over the ranks that share a copy of the model, reduced in float32."""
+    """How a model is wrapped, and which part of each tensor a rank stores. Subclasses implement FSDP1 and FSDP2.
+
+    Each decoder layer is one FSDP unit and the rest of the model another. Each unit is sharded over the ranks that share a copy of the
+    model. Gradients are reduced in float32.
+    """
 
     def __init__(
         self, ranks: Ranks, *, compute_dtype: torch.dtype, accumulate_without_sync: bool = True, replicas: int = 1
     ) -> None:
-        """`replicas`: copies of the model (hybrid sharding); ranks next to each other share one."""
+        """Wrap models for this rank of `ranks`.
+
+        - `compute_dtype`: type of the forward and backward pass.
+        - `accumulate_without_sync`: reduce gradients with the last micro-batch only.
+        - `replicas`: number of copies of the model (hybrid sharding); consecutive ranks share a copy.
+        """
         self._ranks = ranks
         self._compute_dtype = compute_dtype
         self._accumulate = accumulate_without_sync
@@ -47,8 +56,8 @@ class Strategy(ABC):
     # Wrapping and gradients -----------------------------------------------------------------------------------------
 
     @property
-    def shards(self) -> bool:
-        """Return whether models are wrapped at all."""
+    def is_sharded(self) -> bool:
+        """Whether models are wrapped at all."""
         return self._ranks.size > 1 or self._half
 
     @property
@@ -57,17 +66,18 @@ class Strategy(ABC):
 
     @property
     def copy_size(self) -> int:
-        """Return how many ranks share a copy of the model; the first of all ranks hold the first copy."""
+        """Number of ranks that share a copy of the model. The first ranks hold the first copy."""
         return self._ranks.size // self._replicas
 
     def wrap(
         self, model: nn.Module, *, device: torch.device, aliases: Mapping[str, str], methods: Sequence[str] = ()
     ) -> nn.Module:
-        """Return `model` cut, with storage on `device`; `methods` run the wrapper's hooks as `forward` does.
+        """Return `model` wrapped and with storage on `device`.
 
-        `aliases`: name -> name of the parameter it is tied to. What is on the meta device has no values afterwards.
+        `aliases` maps the name of each tied parameter to that of the parameter it is tied to. Calls of the methods named in `methods` run
+        the wrapper's hooks as `forward` does. Parameters that were on the meta device have no values afterwards.
         """
-        if self.shards:
+        if self.is_sharded:
             return self._wrap(model, device, aliases, methods)
         return _place(model, device, aliases)
 
@@ -82,10 +92,13 @@ class Strategy(ABC):
 
     @abstractmethod
     def before_micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
-        """Return the context of one micro-batch: gradients are reduced with the last only, or with each (less memory, same result)."""
+        """Return the context manager of one micro-batch. Gradients are reduced with the last micro-batch only, or with each."""
 
-    def grad_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Return this rank's share of the sum of squared gradients, float64 0-d; those of all ranks add up to it."""
+    def local_squared_grad_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Return this rank's part of the squared gradient norm, a float64 scalar.
+
+        The sum over all ranks is the square of the norm.
+        """
         grads = self._grads(parameters)
         if not grads:
             return torch.zeros((), dtype=torch.float64)
@@ -98,7 +111,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def drop_grads(self, model: nn.Module) -> None:
-        """Forget what the wrapper holds of gradients that the parameters have forgotten."""
+        """Discard the gradients that the wrapper stores beside those of the parameters."""
 
     def _grads(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         grads = [self.local(p.grad) for p in parameters if p.grad is not None]
@@ -107,28 +120,31 @@ class Strategy(ABC):
     # What a rank stores ---------------------------------------------------------------------------------------------
 
     def named_slices(self, model: nn.Module) -> dict[str, LocalSlice]:
-        """Return what a folder stores by Hugging Face name, parameters (tied ones once) and persistent buffers, as this rank has it."""
+        """Return the part that this rank stores of each tensor of a model folder, by Hugging Face name."""
         return {name: self.slice_of(tensor) for name, tensor in hf.stored_tensors(model).items()}
 
     @abstractmethod
     def slice_of(self, tensor: Tensor, like: Tensor | None = None) -> LocalSlice:
-        """Return what this rank stores of a parameter or buffer, or of a tensor that is cut as the parameter `like`, sharing memory."""
+        """Return the part of a parameter or buffer that this rank stores, sharing memory.
+
+        With `like`, `tensor` is sharded in the same way as the parameter `like`, for example as its moment.
+        """
 
     @abstractmethod
     def dims(self, parameter: nn.Parameter) -> int:
-        """Return how many dimensions the whole parameter has."""
+        """Return the number of dimensions of the whole parameter."""
 
     def local(self, tensor: Tensor) -> Tensor:
-        """Return the elements this rank stores of `tensor`, sharing memory."""
+        """Return the elements of `tensor` that this rank stores, sharing memory."""
         return tensor
 
     @abstractmethod
     def shard(self, tensor: Tensor) -> Tensor:
-        """Return what `get_model_state_dict` gives of a parameter or buffer where it does not gather, sharing memory."""
+        """Return the tensor that `get_model_state_dict` gives for a parameter or buffer when it does not gather, sharing memory."""
 
 
 class FSDP2Strategy(Strategy):
-    """`fully_shard`: dimension 0 of each parameter is cut."""
+    """FSDP2 (`fully_shard`): each parameter is sharded along dimension 0."""
 
     def _wrap(
         self, model: nn.Module, device: torch.device, aliases: Mapping[str, str], methods: Sequence[str]
@@ -147,16 +163,16 @@ class FSDP2Strategy(Strategy):
         return _place(model, device, aliases)
 
     def before_micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
-        """Return no context: the model is told."""
+        """Set whether this micro-batch reduces gradients, on the model itself; the returned context manager does nothing."""
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(is_last or not self._accumulate)
         return nullcontext()
 
     def drop_grads(self, model: nn.Module) -> None:
-        """Do nothing: reduced gradients are the parameters' own."""
+        """Do nothing: FSDP2 stores reduced gradients only at the parameters."""
 
     def slice_of(self, tensor: Tensor, like: Tensor | None = None) -> LocalSlice:
-        """Return what this rank stores of a parameter, buffer, gradient or moment, sharing memory; `like` is not looked at."""
+        """Return the part of a parameter, buffer, gradient or moment that this rank stores, sharing memory. `like` is not used."""
         if not isinstance(tensor, DTensor):
             return LocalSlice.of_whole(tensor)
         with torch.no_grad():  # a DTensor's own detach takes longer than all the rest
@@ -165,15 +181,15 @@ class FSDP2Strategy(Strategy):
         return LocalSlice(tensor=local, shape=tuple(tensor.shape), offset=offset, replicated=False)
 
     def dims(self, parameter: nn.Parameter) -> int:
-        """Return how many dimensions the whole parameter has."""
+        """Return the number of dimensions of the whole parameter."""
         return int(parameter.dim())
 
     def local(self, tensor: Tensor) -> Tensor:
-        """Return the elements this rank stores of `tensor`, sharing memory."""
+        """Return the elements of `tensor` that this rank stores, sharing memory."""
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def shard(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` as the DTensor it is, or would be on a mesh of one."""
+        """Return `tensor` as a DTensor."""
         tensor = tensor.detach()
         if isinstance(tensor, DTensor):
             return tensor
@@ -222,7 +238,7 @@ class FSDP1Strategy(Strategy):
             if module not in cut:
                 _placed(module, device, recurse=False)
         if on_meta:
-            hf.restore(model, aliases)
+            hf.retie(model, aliases)
         root = self._unit(model, device)
         for method in methods:
             setattr(root, method, MethodType(_forwarding(method), root))
@@ -247,9 +263,9 @@ class FSDP1Strategy(Strategy):
         )
 
     def before_micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
-        """Return the context of one micro-batch: `no_sync` before the last.
+        """Return the context manager of one micro-batch: `no_sync` before the last one.
 
-        In half precision gradients are reduced with each: FSDP1 would add up in half precision what it has not reduced.
+        In half precision gradients are reduced with each micro-batch, because FSDP1 would otherwise accumulate them in half precision.
         """
         if isinstance(model, FullyShardedDataParallel) and self._accumulate and not is_last and not self._half:
             held_back: AbstractContextManager[None] = model.no_sync()
@@ -257,7 +273,7 @@ class FSDP1Strategy(Strategy):
         return nullcontext()
 
     def drop_grads(self, model: nn.Module) -> None:
-        """Forget the flat gradients, which FSDP1 would keep until the next pass."""
+        """Discard the gradients of flat parameters, which FSDP1 would keep until the next pass."""
         for handle in _handles(model):
             handle.flat_param.grad = None
 
@@ -266,14 +282,14 @@ class FSDP1Strategy(Strategy):
         place = self._places.get(tensor if like is None else like)
         if place is None or self._ranks.size == 1:
             return LocalSlice.of_whole(tensor)
-        return LocalSlice.of_run(tensor.detach(), *place)
+        return LocalSlice.of_range(tensor.detach(), *place)
 
     def dims(self, parameter: nn.Parameter) -> int:
-        """Return how many dimensions the whole parameter has."""
+        """Return the number of dimensions of the whole parameter."""
         return len(self._places[parameter].shape if parameter in self._places else parameter.shape)
 
     def shard(self, tensor: Tensor) -> Tensor:
-        """Return this rank's run."""
+        """Return this rank's range of the flat parameter."""
         return tensor.detach()
 
 

@@ -1,1 +1,1 @@
-"""The Megatron backend: language models cut by megatron-core over tensor and data ranks, behind the ports of `actors.backend`."""
+"""The Megatron backend: language models that megatron-core divides over tensor, pipeline and data ranks."""

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_core.actors.backend import Objective, Proceed, Scored, Scores, StepCancelled, TrainBackend
+from rl_core.actors.backend import DetachedScores, Objective, Proceed, Scores, StepCancelled, TrainBackend
 from rl_core.actors.forward import PackedBatch, TokenNumbers
 from rl_core.actors.megatron import library
 from rl_core.actors.megatron.manager import MegatronModelManager
-from rl_core.actors.megatron.packing import Packing
+from rl_core.actors.megatron.packing import PackedSequenceParams
 from rl_core.actors.rows import StepRows
 from rl_core.algorithms.aggregation import LossNormalizers
 from rl_core.algorithms.logprobs import hidden_scores, hidden_values
@@ -30,7 +30,7 @@ Finish = Callable[[StepRows, TokenNumbers], Any]
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The per-token numbers that a pass computes."""
+    """Which numbers per token a forward pass computes."""
 
     log_probs: bool = True
     values: bool = False
@@ -40,21 +40,21 @@ class Outputs:
 class MegatronBackend(TrainBackend):
     """The train backend of megatron-core.
 
-    The ranks of one replica (tensor and pipeline parallel) train the same rows; those of the last stage have scores and a loss.
+    The ranks of one replica (tensor and pipeline parallel) train the same rows. Those of the last stage compute the scores and the loss.
     """
 
     def __init__(self, manager: MegatronModelManager) -> None:
-        """`manager`: the model; it may be set up later."""
+        """Run the model of `manager`, which may be set up later."""
         self.manager: MegatronModelManager = manager
 
     def forward_backward(
-        self, parts: Sequence[StepRows], objective: Objective, normalizers: LossNormalizers, *, proceed: Proceed
+        self, micro_batches: Sequence[StepRows], objective: Objective, normalizers: LossNormalizers, *, proceed: Proceed
     ) -> list[dict[str, Stat]]:
-        """Accumulate the gradients of all `parts`; return the objective's statistics of each part. See TrainBackend."""
+        """Accumulate the gradients of all micro-batches; return the objective's statistics of each. See TrainBackend."""
         manager = self.manager
-        parts = self._whole_rounds(parts)
+        micro_batches = self._whole_rounds(micro_batches)
         # megatron divides the loss by the number of micro-batches and averages gradients over data ranks, but shares must be summed.
-        scale = len(parts) * manager.ranks.data_size
+        scale = len(micro_batches) * manager.ranks.data_size
 
         def loss(rows: StepRows, numbers: TokenNumbers) -> tuple[Tensor, dict[str, Stat]]:
             assert numbers.log_probs is not None and numbers.entropy is not None
@@ -65,67 +65,69 @@ class MegatronBackend(TrainBackend):
         manager.residency.load_gradients()
         try:
             outputs = Outputs(values=manager.has_critic, entropy=True)
-            stats: list[dict[str, Stat]] = self._run(parts, loss, outputs, proceed)
+            stats: list[dict[str, Stat]] = self._run(micro_batches, loss, outputs, proceed)
         except StepCancelled:
             manager.drop_gradients()
             raise
         return stats if manager.cut.rank == 0 else []
 
     def score_rows(
-        self, parts: Sequence[StepRows], *, proceed: Proceed, log_probs: bool = True, values: bool = False
-    ) -> list[Scored]:
-        """Return the requested scores of each part. See TrainBackend."""
+        self, micro_batches: Sequence[StepRows], *, proceed: Proceed, log_probs: bool = True, values: bool = False
+    ) -> list[DetachedScores]:
+        """Return the requested scores of each micro-batch. See TrainBackend."""
         outputs = Outputs(log_probs=log_probs, values=values)
         with torch.no_grad():
-            scored: list[Scored] = self._run(
-                self._whole_rounds(parts),
-                lambda rows, numbers: Scored.on_cpu(numbers.log_probs, numbers.values),
+            scored: list[DetachedScores] = self._run(
+                self._whole_rounds(micro_batches),
+                lambda rows, numbers: DetachedScores.on_cpu(numbers.log_probs, numbers.values),
                 outputs,
                 proceed,
                 forward_only=True,
             )
-        return self._from_last_stage(scored[: len(parts)], parts, outputs)
+        return self._from_last_stage(scored[: len(micro_batches)], micro_batches, outputs)
 
-    def _whole_rounds(self, parts: Sequence[StepRows]) -> list[StepRows]:
-        """Return the parts, followed by masked ones up to a multiple of the stages where the pipeline schedule is interleaved."""
+    def _whole_rounds(self, micro_batches: Sequence[StepRows]) -> list[StepRows]:
+        """Return the micro_batches, followed by masked ones up to a multiple of the stages where the pipeline schedule is interleaved."""
         parallel = self.manager.parallel
-        missing = -len(parts) % parallel.pipeline if parallel.virtual_pipeline is not None else 0
-        return [*parts, *(parts[0].masked_row() for _ in range(missing))]
+        missing = -len(micro_batches) % parallel.pipeline if parallel.virtual_pipeline is not None else 0
+        return [*micro_batches, *(micro_batches[0].masked_row() for _ in range(missing))]
 
-    def _from_last_stage(self, scored: list[Scored], parts: Sequence[StepRows], outputs: Outputs) -> list[Scored]:
+    def _from_last_stage(
+        self, scored: list[DetachedScores], micro_batches: Sequence[StepRows], outputs: Outputs
+    ) -> list[DetachedScores]:
         """Broadcast the scores of the last stage to all stages, which compute masks and weights of the step from them.
 
         `scored` is [] on the other stages.
         """
         if self.manager.parallel.pipeline == 1:
             return scored
-        shapes = [rows.columns.input_ids.shape for rows in parts]
-        nothing: list[Tensor | None] = [None] * len(parts)
+        shapes = [rows.columns.input_ids.shape for rows in micro_batches]
+        nothing: list[Tensor | None] = [None] * len(micro_batches)
         log_probs = _broadcast([s.log_probs for s in scored], shapes) if outputs.log_probs else nothing
         values = _broadcast([s.values for s in scored], shapes) if outputs.values else nothing
-        return [Scored(*pair) for pair in zip(log_probs, values, strict=True)]
+        return [DetachedScores(*pair) for pair in zip(log_probs, values, strict=True)]
 
     def _run(
         self,
-        parts: Sequence[StepRows],
+        micro_batches: Sequence[StepRows],
         finish: Finish,
         outputs: Outputs,
         proceed: Proceed,
         *,
         forward_only: bool = False,
     ) -> list[Any]:
-        """Run megatron's schedule over `parts`; return what `finish` returned for each: the statistics beside a loss, or the result."""
+        """Run megatron's schedule over `micro_batches`; return what `finish` returned for each: the statistics beside a loss, or the result."""
         manager = self.manager
         manager.residency.require_loaded("a forward pass")
         if manager.parallel.pipeline > 1:
-            proceed()  # Once for all parts: stages are in different micro-batches and could not leave the schedule together.
+            proceed()  # Once for all micro_batches: stages are in different micro-batches and could not leave the schedule together.
             proceed = _continue
-        with manager.device_layer():
+        with manager.device_context():
             results: list[Any] = library.get_forward_backward_func()(
                 forward_step_func=partial(self._forward_step, finish=finish, outputs=outputs, proceed=proceed),
-                data_iterator=[iter(parts) for _ in manager.stages],
+                data_iterator=[iter(micro_batches) for _ in manager.stages],
                 model=manager.stages,
-                num_microbatches=len(parts),
+                num_microbatches=len(micro_batches),
                 seq_length=manager.cfg.actor.micro_batch_tokens,
                 micro_batch_size=1,
                 forward_only=forward_only,
@@ -147,7 +149,7 @@ class MegatronBackend(TrainBackend):
             input_ids=batch.rows.input_ids,
             position_ids=batch.rows.position_ids,
             attention_mask=None,
-            packed_seq_params=Packing.of(batch),
+            packed_seq_params=PackedSequenceParams.of(batch),
             log_probs=outputs.log_probs,
             values=outputs.values,
         )

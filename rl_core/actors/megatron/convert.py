@@ -1,8 +1,8 @@
 """Maps Megatron's parameters to Hugging Face tensors, in both directions.
 
-A parameter on a tensor-parallel rank consists of one or more boxes of Hugging Face tensors: query, key and value rows are interleaved by
-key-value group, gate and up projections are stacked, and the vocabulary is padded to a multiple of the tensor-parallel ranks. The same
-mapping holds for a parameter's moments, gradient and float32 copy, which have its shape.
+A parameter on a tensor-parallel rank consists of one or more boxes (rectangular parts) of Hugging Face tensors: query, key and value rows
+are interleaved by key-value group, gate and up projections are stacked, and the vocabulary is padded to a multiple of the tensor-parallel
+ranks. The same mapping applies to a parameter's moments, gradient and float32 copy, which have the same shape.
 """
 
 import re
@@ -38,7 +38,7 @@ COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class MappedBox:
-    """A box of a Hugging Face tensor whose elements lie in a Megatron parameter of this rank."""
+    """A box of a Hugging Face tensor whose elements are stored in a Megatron parameter of this rank."""
 
     name: str
     """Hugging Face name."""
@@ -53,7 +53,7 @@ class MappedBox:
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Return the shape of the box."""
+        """Shape of the box."""
         return (sum(map(len, self.views)), *self.views[0].shape[1:])
 
     def slice(self) -> LocalSlice:
@@ -85,10 +85,10 @@ class RowMapping:
     """As in `MappedBox`."""
 
     def boxes(self, elements: Tensor, start: int, row_shape: tuple[int, ...]) -> list[MappedBox]:
-        """Return the boxes of the Hugging Face tensor that a run of the parameter's elements covers.
+        """Return the boxes of the Hugging Face tensor that a range of the parameter's elements covers.
 
-        `elements` [n] is the run and `start` the row-major index of its first element in the parameter; `row_shape` is the shape of a
-        row. The run may begin and end inside a row: the parts of those two rows are boxes of their own, and all whole rows are one box.
+        `elements` [n] is the range, `start` the row-major index of its first element in the parameter, and `row_shape` the shape of a row.
+        The range may begin and end inside a row: the parts of those two rows are boxes of their own, and all whole rows form one box.
         """
         width, stop = prod(row_shape), start + len(elements)
         box_shape = (sum(map(len, self.rows)), *row_shape)
@@ -99,7 +99,7 @@ class RowMapping:
             low, high = max(start, rows.start * width), min(stop, rows.stop * width)
             if low < high:
                 index_in_box = (rows_before - rows.start) * width + low
-                for box in LocalSlice.of_run(elements[low - start : high - start], box_shape, index_in_box).boxes():
+                for box in LocalSlice.of_range(elements[low - start : high - start], box_shape, index_in_box).boxes():
                     (whole_rows if box.tensor.shape[1:] == row_shape else parts_of_rows).append(box)
             rows_before += len(rows)
         return [self._mapped([box]) for box in parts_of_rows] + ([self._mapped(whole_rows)] if whole_rows else [])
@@ -111,7 +111,7 @@ class RowMapping:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
+class TensorParallelLayout:
     """How a model is divided over the tensor-parallel ranks, for one of them."""
 
     heads: int
@@ -128,8 +128,8 @@ class Cut:
     ranks: int
 
     @classmethod
-    def of(cls, hf: Any, rank: int, ranks: int) -> "Cut":
-        """Return the division of the model of the transformers config `hf` over `ranks` tensor-parallel ranks."""
+    def of(cls, hf: Any, rank: int, ranks: int) -> "TensorParallelLayout":
+        """Return the division of the model with transformers config `hf` over `ranks` tensor-parallel ranks, for rank `rank`."""
         return cls(
             heads=hf.num_attention_heads,
             groups=hf.num_key_value_heads,
@@ -142,26 +142,26 @@ class Cut:
 
     @property
     def padded_vocabulary(self) -> int:
-        """Return the number of rows of the embedding over all ranks, with padding."""
+        """Number of rows of the embedding over all ranks, with padding."""
         return -(-self.vocabulary // self.ranks) * self.ranks
 
     @property
     def tokens(self) -> int:
-        """Return how many rows of this rank's part of the embedding are tokens; the rest is padding at the end."""
+        """Number of rows of this rank's part of the embedding that belong to a token. The remaining rows at the end are padding."""
         rows = self.padded_vocabulary // self.ranks
         return max(0, min(rows, self.vocabulary - self.rank * rows))
 
     def boxes(self, name: str, shape: tuple[int, ...], values: Tensor, start: int = 0) -> list[MappedBox]:
-        """Return the boxes of Hugging Face tensors that a parameter of that name and shape holds; `name` has the global layer number.
+        """Return the boxes of Hugging Face tensors that a parameter of that name and shape contains. `name` has the global layer number.
 
-        `values`: the parameter, or a run of its elements in row-major order that begins at element `start`. The padding of the vocabulary
-        is in no box.
+        `values` is the parameter, or a range of its elements in row-major order that begins at element `start`. The padding of the
+        vocabulary is in no box.
         """
         flat = values.detach().view(-1)
         return [box for rows in self.mappings(name, shape) for box in rows.boxes(flat, start, shape[1:])]
 
     def mappings(self, name: str, shape: tuple[int, ...]) -> list[RowMapping]:
-        """Return where the rows of a parameter of that name and shape belong in the Hugging Face tensors."""
+        """Return for the rows of a parameter of that name and shape to which Hugging Face tensors they belong."""
         if name.startswith(OF_CRITIC):
             mappings = self.mappings(name.removeprefix(OF_CRITIC), shape)
             return [replace(mapping, name=OF_CRITIC + mapping.name) for mapping in mappings]

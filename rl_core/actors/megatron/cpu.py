@@ -1,7 +1,7 @@
-"""What megatron-core 0.16 needs to train on a CPU: every request for the device `cuda` is answered with the CPU.
+"""Runs megatron-core 0.16 on a CPU by answering every request for the device `cuda` with the CPU.
 
-`on_cpu()` is entered inside each verb of an actor and left again: its mode is the calling thread's, its replacements in
-`torch.cuda` are the process's. Where CUDA is available it refuses; the numbers are then megatron's own in any case.
+`cpu_as_cuda()` is entered inside each method of an actor and left again. It changes torch functions for the calling thread, and
+`torch.cuda` for the process. It refuses to run where CUDA is available. The computation is megatron's own.
 """
 
 import sys
@@ -20,7 +20,7 @@ SETTINGS = {
     # Freeing an output while gloo still sends it gives NaN.
     "deallocate_pipeline_outputs": False,
 }
-"""What a TransformerConfig must have on a CPU."""
+"""Values that a TransformerConfig must have on a CPU."""
 OPTIMIZER_FOLDER = "/megatron/core/optimizer/"
 """Code that compares a tensor's type with the names of CUDA types."""
 
@@ -29,10 +29,10 @@ helped: set[str] | None = None
 
 
 @contextmanager
-def on_cpu() -> Iterator[None]:
-    """Let megatron-core run on the CPU inside the block. Raises RuntimeError where CUDA is available."""
+def cpu_as_cuda() -> Iterator[None]:
+    """Run megatron-core on the CPU inside the block. Raises RuntimeError where CUDA is available."""
     if torch.cuda.is_available():
-        raise RuntimeError("on_cpu is for machines without CUDA, got one with it; train there without")
+        raise RuntimeError("cpu_as_cuda is for machines without CUDA, got one with it; train there without")
     saved = [(module, name, getattr(module, name)) for module, name, _ in _replacements()]
     try:
         for module, name, replacement in _replacements():

@@ -1,6 +1,6 @@
-"""Settings that the Megatron backend does not support; `rljob validate` refuses them, and so does the actor before ranks connect.
+"""Settings that the Megatron backend does not support. `rljob validate` rejects them, and so does the actor before its ranks connect.
 
-Needs neither torch nor megatron-core.
+The module needs neither torch nor megatron-core.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,13 +10,13 @@ from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
 
 ROPE_TYPES = ("default", "linear", "llama3")
-"""Rotary embeddings that are fixed frequencies, and nothing else."""
+"""Types of rotary embeddings with fixed frequencies."""
 BIASED = ("Qwen2ForCausalLM",)
-"""Architectures with a bias on query, key and value whatever `attention_bias` says."""
+"""Architectures with a bias on query, key and value regardless of `attention_bias`."""
 
 
-def refusals(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line per setting of a job, or of its model's config.json, that the Megatron backend has no equal for."""
+def unsupported_settings(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one line for each setting of a job, or of its model's config.json, that the Megatron backend does not support."""
     if spec.actor.backend != "megatron":
         return
     yield from _of_settings(spec)
@@ -25,8 +25,8 @@ def refusals(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def check(spec: RLJobSpec, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError listing the `refusals`."""
-    if problems := list(refusals(spec, config)):
+    """Raise ConfigError listing the unsupported settings, if there are any."""
+    if problems := list(unsupported_settings(spec, config)):
         raise ConfigError("; ".join(problems))
 
 

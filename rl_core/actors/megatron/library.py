@@ -1,6 +1,6 @@
-"""All imports of megatron-core. An installation without it gives a ConfigError.
+"""All imports of megatron-core. Without it, importing this module raises ConfigError.
 
-Its modules warn at import about kernels that are not there (Transformer Engine, Apex); nothing here needs them.
+Its modules warn at import about missing kernels (Transformer Engine, Apex); nothing here needs them.
 """
 
 import sys
@@ -65,7 +65,10 @@ except ImportError as error:
 
 
 def mark_as_cut(parameter: Any, dimension: int | None) -> None:
-    """Set the attributes by which megatron knows along which dimension a parameter is divided; None: each rank has all of it."""
+    """Set the attributes by which megatron knows along which dimension a parameter is divided.
+
+    `dimension` None means that each rank has all of it.
+    """
     parameter.tensor_model_parallel = dimension is not None
     parameter.partition_dim = -1 if dimension is None else dimension
     parameter.partition_stride = 1

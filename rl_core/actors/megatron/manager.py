@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from rl_core.actors import hf
-from rl_core.actors.critic import SEPARATE, of_critic
+from rl_core.actors.critic import SEPARATE, is_critic_name
 from rl_core.actors.manager import ModelManager, validated
 from rl_core.actors.megatron import cpu, guards, library
-from rl_core.actors.megatron.convert import EMBEDDING, Cut, MappedBox, global_parameters
+from rl_core.actors.megatron.convert import EMBEDDING, MappedBox, TensorParallelLayout, global_parameters
 from rl_core.actors.megatron.model import build_model, rotary_frequencies, transformer_config
 from rl_core.actors.megatron.optimizer import OptimizerShard, build_optimizer, gradient_norm, open_shards
 from rl_core.actors.ranks import ParallelSizes
@@ -25,16 +25,16 @@ from rl_core.weights.version_source import SourceEntry
 
 
 class MegatronModelManager(ModelManager):
-    """One rank's share of a model in training. Methods are collective unless they say otherwise."""
+    """One rank's part of a model in training. Methods are collective unless they say otherwise."""
 
     optimizer: "library.MegatronOptimizer"
     stages: list[Any]
     """The parts of the model on this rank, wrapped for data parallelism, in the model's order."""
 
     def __init__(self, cfg: RLJobSpec | Mapping[str, Any], world_size: int, rank: int) -> None:
-        """Join the ranks. `cfg`: the job's spec, or a mapping that is validated into it.
+        """Join the other ranks. `cfg` is the job's spec, or a mapping that is validated into one.
 
-        Raises ValueError for a rank outside [0, world_size), ConfigError for a setting that this backend does not have.
+        Raises ValueError for a rank outside [0, world_size), and ConfigError for settings that this backend does not support.
         """
         cfg = validated(cfg)
         self._hf_config = hf.read_config(cfg.model.path)
@@ -47,9 +47,9 @@ class MegatronModelManager(ModelManager):
         self._rates = self.cfg.actor.optimizer
         self._schedule = LRSchedule.from_spec(self._rates, total=self._scheduled_steps())
 
-    def device_layer(self) -> AbstractContextManager[None]:
-        """Return the context in which megatron computes on this rank's device, in the calling thread."""
-        return cpu.on_cpu() if self.compute_device.type == "cpu" else nullcontext()
+    def device_context(self) -> AbstractContextManager[None]:
+        """Return a context manager inside which megatron computes on this rank's device, in the calling thread."""
+        return cpu.cpu_as_cuda() if self.compute_device.type == "cpu" else nullcontext()
 
     # Set-up ---------------------------------------------------------------------------------------------------------
 
@@ -58,10 +58,10 @@ class MegatronModelManager(ModelManager):
         self.template = hf.build_model(self._hf_config, dtype=self.dtype)
         aliases = hf.tied_names(self.template)
         self.sync_names = [(name, aliases.get(name)) for name in hf.stored_names(self.template)]
-        with self.device_layer():
+        with self.device_context():
             self._make_groups()
             tensor = self.parallel.tensor
-            self.cut = Cut.of(self.template.config, rank=self.ranks.rank % tensor, ranks=tensor)
+            self.cut = TensorParallelLayout.of(self.template.config, rank=self.ranks.rank % tensor, ranks=tensor)
             self._build(self._hf_config["architectures"][0], aliases)
             self.optimizer = build_optimizer(
                 self.cfg.actor, self.stages, dtype=self.dtype, distributed=self._distributed
@@ -72,11 +72,11 @@ class MegatronModelManager(ModelManager):
 
     @property
     def model_config(self) -> Any:
-        """Return the configuration that transformers has of the model."""
+        """The transformers configuration of the model."""
         return self.template.config
 
     def _parameter_tensors(self) -> list[Tensor]:
-        return [parameter.detach() for name, parameter in self._parameters().items() if not of_critic(name)]
+        return [parameter.detach() for name, parameter in self._parameters().items() if not is_critic_name(name)]
 
     def _make_groups(self) -> None:
         state = library.parallel_state
@@ -160,7 +160,7 @@ class MegatronModelManager(ModelManager):
                 box.fill(values)
 
     def set_schedule(self, learning_rate: float, steps: int) -> None:
-        """Go on with another peak learning rate and another number of steps of the run, from the next optimizer step on.
+        """Continue with another peak learning rate and another number of steps of the run, from the next optimizer step on.
 
         Not collective. Raises ConfigError when the schedule does not fit them.
         """
@@ -176,10 +176,10 @@ class MegatronModelManager(ModelManager):
         shards, critic = self._shards.items(), self.cfg.algorithm.critic_in_use
         if critic is None or not critic.separate:
             return [[shard.values for _, shard in shards]]
-        return [[shard.values for name, shard in shards if of_critic(name) is own] for own in (False, True)]
+        return [[shard.values for name, shard in shards if is_critic_name(name) is own] for own in (False, True)]
 
     def _gradient_norm(self) -> float:
-        with self.device_layer():
+        with self.device_context():
             self.optimizer.prepare_grads()
             trains = self._training()
             for name, shard in self._shards.items():
@@ -190,7 +190,7 @@ class MegatronModelManager(ModelManager):
 
     def _apply_gradients(self, norm: float) -> None:
         clip = self.cfg.actor.grad_clip
-        with self.device_layer():
+        with self.device_context():
             for values, own in zip(self._models(), self._norms, strict=True) if clip is not None else ():
                 library.clip_grad_by_total_norm_fp32(values, max_norm=clip, total_norm=own)
             self.optimizer.step_with_ready_grads()
@@ -211,13 +211,13 @@ class MegatronModelManager(ModelManager):
             group["lr"] = 0.0 if frozen else factor * peak_rate(self._rates, critic=critic)
 
     def drop_gradients(self) -> None:
-        """Forget the gradients. Not collective."""
+        """Discard the gradients. Not collective."""
         if not self.residency.gradients_offloaded:
             for stage in self.stages:
                 stage.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    # Residency ------------------------------------------------------------------------------------------------------
+    # OffloadManager ------------------------------------------------------------------------------------------------------
 
     def weight_tensors(self) -> Iterable[Tensor]:
         """Return the parameters and buffers that this rank stores. Not collective."""
@@ -246,8 +246,8 @@ class MegatronModelManager(ModelManager):
         for buffer in self._grad_buffers():
             buffer.untyped_storage().resize_(0)
 
-    def zero_gradients(self) -> None:
-        """Allocate the gradients, all zero. Not collective."""
+    def allocate_gradients(self) -> None:
+        """Allocate gradients that are all zero. Not collective."""
         for buffer in self._grad_buffers():
             buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
             buffer.zero_()
@@ -260,20 +260,20 @@ class MegatronModelManager(ModelManager):
 
     def _training(self) -> dict[str, OptimizerShard]:
         """Return the shards that take optimizer steps: those of the critic alone in its warm-up."""
-        return {name: shard for name, shard in self._shards.items() if of_critic(name) or not self._warming_up}
+        return {name: shard for name, shard in self._shards.items() if is_critic_name(name) or not self._warming_up}
 
     def named_slices(self) -> dict[str, LocalSlice]:
-        """Return what this rank stores of the weights by Hugging Face name. Not collective."""
+        """Return the parts of the weights that this rank stores, by Hugging Face name. Not collective."""
         parameters = self._parameters().items()
         boxes = [box for name, parameter in parameters for box in self.cut.boxes(name, parameter.shape, parameter)]
         return {box.name: box.slice() for box in boxes}
 
     def master_slices(self) -> Slices:
-        """Return what this rank updates of the weights by Hugging Face name. Not collective."""
+        """Return the parts of the weights that this rank updates, by Hugging Face name. Not collective."""
         return _slices(self._boxes(self._shards, lambda shard: shard.values))
 
     def moment_slices(self) -> Slices:
-        """Return what this rank stores of the moments. Not collective."""
+        """Return the parts of the optimizer's moments that this rank stores. Not collective."""
         return {
             f"{name}.{moment}": parts
             for moment in MOMENTS
@@ -307,7 +307,7 @@ class MegatronModelManager(ModelManager):
 
     @property
     def stage_number(self) -> int:
-        """Return which stage of the pipeline this rank is."""
+        """Return the pipeline stage of this rank."""
         return self.ranks.rank // (self.parallel.tensor * self.ranks.data_size)
 
     def _step_counters(self) -> dict[str, float]:
@@ -322,7 +322,7 @@ class MegatronModelManager(ModelManager):
 
     def _resume(self, weights: Slices, moments: Slices, steps: Mapping[str, float]) -> None:
         parameters = self._parameters()
-        with torch.no_grad(), self.device_layer():
+        with torch.no_grad(), self.device_context():
             _fill(self._boxes(self._shards, lambda shard: shard.values), weights)
             for moment in MOMENTS:
                 named = self._moment_boxes(moment)
@@ -338,7 +338,7 @@ class MegatronModelManager(ModelManager):
         self._set_rates()
 
     def version_source(self, dtype: str, bucket_bytes: int) -> GatheredSource:
-        """Return the weights as they are now, floating ones in `dtype`. Every rank must call its `finish`."""
+        """Return the present weights as a source for publishing; floating-point weights in `dtype`. Every rank must call its `finish`."""
         self.residency.require_loaded("gathering the weights")
         shapes = hf.stored_tensors(self.template)
         entries = [

@@ -1,6 +1,7 @@
-"""A Hugging Face decoder as megatron-core's GPTModel: its configuration, its layers and its hidden states out.
+"""A Hugging Face decoder as megatron-core's GPTModel: its configuration, its layers, and its hidden states as output.
 
-Weights come later (`convert`); nothing here depends on their values. What megatron-core has no equal for, `guards` refuses.
+Weights are loaded later (`convert`); nothing here depends on their values. `guards` rejects models for which megatron-core has no
+equivalent.
 """
 
 from typing import Any
@@ -23,21 +24,24 @@ from rl_core.api.critic import CriticSpec
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
-    """A GPTModel whose last stage gives the hidden states [L, 1, H] after the final norm: scores are made of them in chunks.
+    """A GPTModel whose last stage returns the hidden states [L, 1, H] after the final norm. Scores are computed from them in chunks.
 
-    A critic with a decoder of its own is one more of them inside it. Through the stages its hidden states travel beside the policy's,
-    [L, 2, H], so that one schedule runs both.
+    A critic with a decoder of its own is a second GPTModel inside it. Its hidden states travel through the pipeline stages beside the
+    policy's, [L, 2, H], so that one schedule runs both.
     """
 
     _arrived: Any = (None,)
     """What the stage before sent, as megatron hands it over."""
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Take what the stage before sent, a tensor or a list of one."""
+        """Receive the output of the previous stage, a tensor or a list of one."""
         self._arrived = input_tensor if isinstance(input_tensor, list) else [input_tensor]
 
     def forward(self, *, log_probs: bool = True, values: bool = False, **inputs: Any) -> Tensor:
-        """Return the hidden states of what scoring needs, policy first; asked alike on all stages. `inputs`: those of GPTModel."""
+        """Return the hidden states that the requested scores need, those of the policy first.
+
+        All stages must be called with the same `log_probs` and `values`. `inputs` are those of GPTModel.
+        """
         critic = getattr(self, SEPARATE, None)
         wanted = [(self, True)] if critic is None else [(self, log_probs), (critic, values)]
         running = [model for model, asked in wanted if asked]
@@ -64,7 +68,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
     @property
     def head_weight(self) -> Tensor:
-        """Return the weight [1, H] of the critic's head; on the last stage of a job with a critic."""
+        """Return the weight [1, H] of the critic's value head. Only on the last stage of a job with a critic."""
         weight: Tensor = getattr(getattr(self, SEPARATE, self), HEAD).weight
         return weight
 
@@ -79,7 +83,7 @@ class Norm(nn.RMSNorm):  # type: ignore[misc]
 
 
 def transformer_config(hf: Any, *, architecture: str, dtype: torch.dtype, **settings: Any) -> Any:
-    """Return megatron's configuration of a transformers config `hf`; `settings` are those of the layout and the device."""
+    """Return megatron's configuration for the transformers config `hf`. `settings` adds those of the parallel layout and the device."""
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -126,10 +130,10 @@ def build_model(
     critic: CriticSpec | None = None,
     **place: Any,
 ) -> PolicyModel:
-    """Return the part of the model that one stage holds; weights are zero.
+    """Return the part of the model that one pipeline stage holds, with weights of zero.
 
-    `vocabulary`: rows of the embedding with their padding; `rotary_frequencies` [D / 2]: those of the transformers model, so that every
-    scaling of it is the same here. `place`: pre_process, post_process and vp_stage as GPTModel takes them.
+    `vocabulary` is the number of embedding rows with padding. `rotary_frequencies` [D / 2] are those of the transformers model, so that
+    every scaling of them is the same here. `place` contains pre_process, post_process and vp_stage as GPTModel takes them.
     """
 
     def decoder(*, tied: bool) -> PolicyModel:
@@ -161,7 +165,7 @@ def build_model(
 
 
 def rotary_frequencies(template: Any) -> Tensor:
-    """Return [D / 2] the frequencies of a transformers model, its scaling included."""
+    """Return the rotary frequencies [D / 2] of a transformers model, including its scaling."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rotary = template.model.rotary_emb

@@ -1,7 +1,8 @@
 """megatron-core's AdamW over the pipeline stages of a rank, and the part of each parameter that it updates on this rank.
 
-With several data ranks it is megatron's distributed one (`actor.optimizer.distributed`): the parameters of a stage lie end to end in a
-buffer, and each data rank updates an equal run of it. A rank has moments, and in half precision float32 copies, of its run alone.
+With several data ranks and `actor.optimizer.distributed`, megatron's distributed optimizer is used: the parameters of a stage form one
+contiguous buffer, and each data rank updates an equal range of it. A rank stores moments, and in half precision float32 copies, of its
+range only.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_core.actors.critic import of_critic
+from rl_core.actors.critic import is_critic_name
 from rl_core.actors.megatron import library
 from rl_core.actors.schedule import CRITIC, MOMENTS
 from rl_core.api.roles import ActorSpec
@@ -19,10 +20,10 @@ from rl_core.api.roles import ActorSpec
 
 @dataclass(frozen=True, slots=True)
 class OptimizerShard:
-    """The part of a parameter that this rank updates: the whole parameter, or a run of its elements."""
+    """The part of a parameter that this rank updates: the whole parameter, or a range of its elements."""
 
     values: Tensor
-    """float32; the parameter itself or its float32 copy. A run has the shape [n]."""
+    """float32; the parameter itself or its float32 copy. A range has the shape [n]."""
     start: int
     """Row-major index of the first element in the parameter."""
     state: dict[str, Tensor]
@@ -32,7 +33,7 @@ class OptimizerShard:
 def build_optimizer(
     actor: ActorSpec, stages: Sequence[Any], *, dtype: torch.dtype, distributed: bool
 ) -> "library.MegatronOptimizer":
-    """Return AdamW over the wrapped `stages`; with `distributed` they are wrapped for it. Collective."""
+    """Return AdamW over the wrapped `stages`. `distributed` says that they are wrapped for the distributed optimizer. Collective."""
     spec = actor.optimizer
     beta1, beta2 = spec.betas
     config = library.OptimizerConfig(
@@ -47,7 +48,7 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
     )
-    of_its_own = library.ParamWithNamePredicate(name=CRITIC, fn=lambda _, name: of_critic(name))
+    of_its_own = library.ParamWithNamePredicate(name=CRITIC, fn=lambda _, name: is_critic_name(name))
     groups = library.get_standard_config_overrides(config) | {
         library.ParamKey(with_name_predicate=of_its_own): {CRITIC: True}
     }
@@ -61,7 +62,7 @@ def build_optimizer(
 
 
 def open_shards(optimizer: "library.MegatronOptimizer", parameters: Mapping[str, Any]) -> dict[str, OptimizerShard]:
-    """Return this rank's shards of named `parameters`, with moments of zero after no step; those without a shard are left out."""
+    """Return this rank's shards of the named `parameters`, with moments of zero. Parameters without a shard on this rank are left out."""
     (chained,) = optimizer.chained_optimizers
     shards = {}
     for name, parameter in parameters.items():
@@ -82,9 +83,11 @@ def open_shards(optimizer: "library.MegatronOptimizer", parameters: Mapping[str,
 
 
 def gradient_norm(optimizer: "library.MegatronOptimizer", values: Iterable[Tensor]) -> float:
-    """Return the norm of the gradients of `values`, those of shards, over all ranks: a parameter that several ranks have counts once.
+    """Return the norm of the gradients of `values`, which are those of shards, over all ranks.
 
     Collective; some ranks may have none of them.
+
+    A parameter that several ranks store counts once.
     """
     (chained,) = optimizer.chained_optimizers
     counted = [

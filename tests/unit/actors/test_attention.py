@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.actors.attention import PackedLayout, asks_for_groups, packed_attention
+from rl_core.actors.attention import PackedLayout, needs_enable_gqa, packed_attention
 
 
 def row_attention(query, key, value, window):
@@ -70,4 +70,4 @@ def test_torch_is_told_of_grouped_heads_only_where_it_asks():
 
     def of_torch_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)): ...
 
-    assert asks_for_groups(varlen_attn) and not asks_for_groups(of_torch_2_11)
+    assert needs_enable_gqa(varlen_attn) and not needs_enable_gqa(of_torch_2_11)

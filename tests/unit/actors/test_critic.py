@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rl_core.actors.critic import decoder_and_head, of_critic
+from rl_core.actors.critic import decoder_and_head, is_critic_name
 from rl_core.actors.reference import ReferencePolicy
 from tests.unit.actors.actor_steps import gradients, gradients_of, prepare, sums, train
 
@@ -30,7 +30,9 @@ def make_ppo(make_actor):
 
 
 def parts_of(actor, critic):
-    return {name: p.detach().clone() for name, p in actor.manager.model.named_parameters() if of_critic(name) is critic}
+    return {
+        name: p.detach().clone() for name, p in actor.manager.model.named_parameters() if is_critic_name(name) is critic
+    }
 
 
 def equal(left, right):

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from rl_core.actors.manager import validated
-from rl_core.actors.megatron.guards import check, refusals
+from rl_core.actors.megatron.guards import check, unsupported_settings
 from rl_core.api.errors import ConfigError
 from tests.actor_samples import make_spec as make_mapping
 
@@ -18,8 +18,8 @@ def config(model_folder):
 
 
 def test_a_job_it_can_train_is_not_refused_and_other_backends_are_not_asked(make_spec, config):
-    assert list(refusals(make_spec(actor__backend="megatron"), config)) == []
-    assert list(refusals(make_spec(), config | {"hidden_act": "gelu"})) == []
+    assert list(unsupported_settings(make_spec(actor__backend="megatron"), config)) == []
+    assert list(unsupported_settings(make_spec(), config | {"hidden_act": "gelu"})) == []
 
 
 @pytest.mark.parametrize(("field", "reason"), [("context", "with Transformer Engine"), ("expert", "has experts")])
@@ -53,7 +53,7 @@ def of_two(**parallel):
 )
 def test_a_setting_it_has_no_equal_for_is_named(make_spec, config, changes, model, words):
     spec = make_spec(actor__backend="megatron", **changes)
-    (line,) = refusals(spec, config | model)
+    (line,) = unsupported_settings(spec, config | model)
     assert all(word in line for word in words)
     with pytest.raises(ConfigError, match=words[0]):
         check(spec, config | model)

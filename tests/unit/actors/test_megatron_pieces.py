@@ -5,14 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.actors.megatron.convert import EMBEDDING, Cut
+from rl_core.actors.megatron.convert import EMBEDDING, TensorParallelLayout
 
 HEADS, GROUPS, HEAD, HIDDEN, INNER, VOCABULARY = 4, 2, 3, 5, 6, 7
 LAYER = "decoder.layers.1."
 
 
 def cut(rank, ranks):
-    return Cut(
+    return TensorParallelLayout(
         heads=HEADS, groups=GROUPS, head=HEAD, vocabulary=VOCABULARY, tied=True, rank=rank, ranks=ranks
     )  # fmt: skip
 

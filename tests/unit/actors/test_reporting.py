@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from rl_core.actors.reporting import StepReport
+from rl_core.actors.reporting import StepMetrics
 from rl_core.actors.schedule import OptimizerCounts
 from rl_core.algorithms.stats import Stat, read_stats, std_stat
 from rl_core.api.errors import ConfigError
@@ -46,7 +46,7 @@ def here(kind, total, count):
 
 
 def report_of(**stats):
-    report = StepReport(OptimizerCounts())
+    report = StepMetrics(OptimizerCounts())
     report.add_step([stats], norm=1.0, rate=0.1)
     return report
 
@@ -67,7 +67,7 @@ def test_the_deviation_over_ranks_is_that_of_all_values_together():
             other = read_stats({"rewards/std": std_stat(torch.tensor([4.0, 9.0]), torch.tensor([True, True]))})
             return [structure, other]
 
-    report = StepReport(OptimizerCounts())
+    report = StepMetrics(OptimizerCounts())
     report.add({"rewards/std": std_stat(torch.tensor([0.0, 1.0, 7.0]), torch.tensor([True, True, False]))})
     metrics = report.finish(TwoRanks(), tokens=8, seconds=1.0)
     assert metrics["actor/rewards/std"] == pytest.approx(statistics.stdev([0.0, 1.0, 4.0, 9.0]))

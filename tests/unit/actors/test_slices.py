@@ -17,7 +17,7 @@ def test_the_boxes_of_a_run_are_where_its_elements_belong(shape, data):
     whole = torch.arange(1.0, size + 1).view(shape)
     run = whole.flatten()[start:stop].clone()
     place = torch.zeros(shape)
-    for box in LocalSlice.of_run(run, tuple(shape), start).boxes():
+    for box in LocalSlice.of_range(run, tuple(shape), start).boxes():
         assert box.shape == tuple(shape) and box.tensor.untyped_storage().data_ptr() == run.untyped_storage().data_ptr()
         assert torch.equal(place[box.box], torch.zeros(box.tensor.shape)), "no element is in two boxes"
         place[box.box] = box.tensor
@@ -27,9 +27,9 @@ def test_the_boxes_of_a_run_are_where_its_elements_belong(shape, data):
 
 
 def test_a_run_of_a_matrix_is_three_boxes_at_most():
-    boxes = LocalSlice.of_run(torch.arange(9.0), (4, 4), 3).boxes()
+    boxes = LocalSlice.of_range(torch.arange(9.0), (4, 4), 3).boxes()
     assert [(box.offset, tuple(box.tensor.shape)) for box in boxes] == [((0, 3), (1, 1)), ((1, 0), (2, 4))]
-    assert len(LocalSlice.of_run(torch.arange(8.0), (4, 4), 3).boxes()) == 3
+    assert len(LocalSlice.of_range(torch.arange(8.0), (4, 4), 3).boxes()) == 3
 
 
 def test_a_whole_tensor_is_its_own_box():

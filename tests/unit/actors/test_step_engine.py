@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.actors.backend import Scored, Scores, StepCancelled
+from rl_core.actors.backend import DetachedScores, Scores, StepCancelled
 from rl_core.actors.fsdp.backend import FSDPBackend
 from rl_core.actors.fsdp.manager import FSDPModelManager
 from rl_core.actors.schedule import OptimizerCounts
@@ -21,7 +21,7 @@ RECORDS = [actor_samples.make_record(group) for group in range(6)]
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-class Meeting:
+class Rendezvous:
     """Where the threads that stand for ranks exchange what they hold."""
 
     def __init__(self, size):
@@ -49,15 +49,15 @@ class ThreadRanks:
     def gather(self, structure):
         return self.meeting.swap(self.rank, structure)
 
-    gather_rows = gather
+    gather_over_data_ranks = gather
 
-    def largest(self, number):
+    def all_reduce_max(self, number):
         return max(self.gather(number))
 
-    def sum_rows(self, tensor):
+    def sum_over_data_ranks(self, tensor):
         return torch.stack(self.gather(tensor)).sum(0)
 
-    def exchange_rows(self, rows, counts):
+    def exchange_over_data_ranks(self, rows, counts):
         return torch.cat([parts[self.rank] for parts in self.gather(rows.split(list(counts)))])
 
 
@@ -98,7 +98,7 @@ class TinyBackend:
 
     def score_rows(self, parts, *, proceed, log_probs=True, values=False):
         assert log_probs and not values
-        return [Scored(self.scores(rows).log_probs.detach(), None) for rows in parts] if self.has_loss else []
+        return [DetachedScores(self.scores(rows).log_probs.detach(), None) for rows in parts] if self.has_loss else []
 
     def optimizer_step(self):
         self.gradients.append(self.table.grad)
@@ -126,7 +126,7 @@ def train(engine, records=RECORDS, *, received=True):
 
 def step_over(num_ranks, *, tokens=4096, **algorithm):
     """Train on ranks that are threads, groups dealt in turn; return the gradient of each optimizer step over all of them, and metrics."""
-    meeting, backends = Meeting(num_ranks), [TinyBackend() for _ in range(num_ranks)]
+    meeting, backends = Rendezvous(num_ranks), [TinyBackend() for _ in range(num_ranks)]
 
     def run(rank):
         engine = make_engine(backends[rank], ThreadRanks(meeting, rank), tokens=tokens, **algorithm)
@@ -167,17 +167,17 @@ def test_any_cut_over_ranks_and_micro_batches_gives_the_gradient_of_the_whole_ba
 
 def test_statistics_of_a_pipeline_come_from_its_last_stage_alone():
     """Two ranks that train the same rows, of which one receives them and the other has the loss: metrics are those of one rank, on both."""
-    meeting = Meeting(2)
+    meeting = Rendezvous(2)
 
     class Stage(ThreadRanks):
         def __init__(self, rank):
             super().__init__(meeting, rank)
             self.data_size, self.data_rank, self.receives, self.replica_size = 1, 0, rank == 0, 2
 
-        def hand_out(self, data):
+        def broadcast_in_replica(self, data):
             return self.gather(data)[0]
 
-        def gather_rows(self, structure):
+        def gather_over_data_ranks(self, structure):
             return [structure]
 
     def run(rank):
@@ -191,7 +191,7 @@ def test_statistics_of_a_pipeline_come_from_its_last_stage_alone():
 
 
 def test_a_cancelled_step_leaves_no_gradient_and_no_groups():
-    meeting = Meeting(1)
+    meeting = Rendezvous(1)
     backend = TinyBackend()
     began = []
 
@@ -270,7 +270,7 @@ def reference_loss(name, new, old, rollout, gain, age):
 @pytest.mark.parametrize("name", CORRECTIONS)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_correction_of_old_tokens_has_the_gradient_of_its_formula(name, num_ranks):
-    meeting, backends = Meeting(num_ranks), [TinyBackend() for _ in range(num_ranks)]
+    meeting, backends = Rendezvous(num_ranks), [TinyBackend() for _ in range(num_ranks)]
     options = {"maxStaleness": OLD_VERSIONS, **CORRECTIONS[name]}
 
     def run(rank):
@@ -307,7 +307,7 @@ def test_the_mismatch_of_a_step_is_that_before_its_first_update_over_all_ranks(o
     whole = step_over(1, **options)[1][0]
     expected = {}
     backend = TinyBackend()
-    engine = make_engine(backend, ThreadRanks(Meeting(1), 0))
+    engine = make_engine(backend, ThreadRanks(Rendezvous(1), 0))
     engine.load(RECORDS)
     batch = engine.prepared.batch
     difference = (engine.score(batch) - batch.rollout_log_probs)[batch.loss_mask].double()

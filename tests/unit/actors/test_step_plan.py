@@ -6,15 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.actors.ranks import ParallelSizes, Ranks
-from rl_core.actors.rows import Columns, StepRows, lay_out, move_rows, natural_key
-from rl_core.actors.step_plan import plan_epoch
+from rl_core.actors.rows import Columns, StepRows, move_rows, natural_key, number_rows
+from rl_core.actors.step_plan import plan_pass
 
 ALONE = Ranks(ParallelSizes(data=1), rank=0, device=torch.device("cpu"))
 
 
 def plan(lengths, **changes):
     options = {"minibatches": 1, "ranks": 1, "hidden_size": 64, "balance": True, "seed": (0, 1, 0)} | changes
-    return plan_epoch(lengths, **options)
+    return plan_pass(lengths, **options)
 
 
 @settings(max_examples=60, deadline=None)
@@ -54,7 +54,7 @@ def test_balance_evens_out_the_cost():
 
 def test_groups_are_ordered_by_number_not_by_text_or_arrival():
     assert sorted(["1-2", "0-10", "0-9"], key=natural_key) == ["0-9", "0-10", "1-2"]
-    all_lengths, numbers = lay_out(ALONE, ["0-10", "0-9"], [0, 0, 1], [5, 6, 7])
+    all_lengths, numbers = number_rows(ALONE, ["0-10", "0-9"], [0, 0, 1], [5, 6, 7])
     assert numbers == [1, 2, 0]
     assert all_lengths == [7, 5, 6]
 
