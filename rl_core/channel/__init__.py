@@ -1,4 +1,4 @@
-"""Keyed FIFO queues between processes: `Channel` and what it hands out. See `channel` for the face, `core` for the rules."""
+"""Keyed FIFO queues between processes. `channel` has the public class `Channel`, `core` the rules."""
 
 from rl_core.channel.channel import Channel
 from rl_core.channel.handle import AsyncHandle

@@ -1,4 +1,4 @@
-"""`python -m rl_core.channel`: the channel server of a job, next to the runner. Serves until SIGTERM."""
+"""`python -m rl_core.channel`: the channel server of a job, in the runner's pod. It serves until SIGTERM."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ logger = logging.getLogger("rl_core.channel")
 
 
 def main() -> int:
-    """Serve RLJOB_CHANNEL as the identity in the environment says; return the exit code."""
+    """Serve at RLJOB_CHANNEL with the identity and keys of the environment; return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,4 +1,4 @@
-"""The port between the faces of a channel and where its items are: `client` (a server process) or `local` (this process)."""
+"""The interface between a channel's public class and the place of its items: `client` (a server process) or `local` (this process)."""
 
 import concurrent.futures
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ DEFAULT_TIMEOUT = 600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PutRequest:
-    """One put."""
+    """The arguments of one put."""
 
     item: Any
     weight: float
@@ -25,37 +25,57 @@ class PutRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakeRequest:
-    """One take: of the oldest items, or of a batch."""
+    """The arguments of one take: of the oldest items, or of a batch by weight."""
 
     key: Key
     timeout: float
     nowait: bool = False
     target: float | None = None
-    """Weight of the batch; None = what is there, one item at least."""
+    """Weight of the batch. None takes the items that are there, at least one."""
     most: int = 1
-    """Items at most, without a target."""
+    """Largest number of items, without a target."""
     allow_oversize: bool = False
 
 
 class Backend(Protocol):
-    """Implemented by `client.RemoteBackend` and `local.LocalBackend`. Futures may be cancelled: the operation is undone."""
+    """Where the items of a channel are. Implemented by `client.RemoteBackend` and `local.LocalBackend`.
+
+    Cancelling a returned future undoes the operation.
+    """
 
     options: ChannelOptions
 
     def put(self, request: PutRequest) -> "concurrent.futures.Future[None]":
-        """Done when the item is accepted. Raises TypeError or ValueError at once for what cannot travel or never fits."""
+        """Store an item; the future completes when it is accepted.
+
+        Raises at once TypeError for an item that cannot be serialized and ValueError for one that is too large for the channel.
+        """
 
     def take(self, request: TakeRequest) -> "concurrent.futures.Future[list[Delivery]]":
-        """Done when the take is complete; cancelled or not fetched, its items go back to the head."""
+        """Take items; the future completes with them.
+
+        If it is cancelled or its result is not read, the items return to the head of the queue.
+        """
 
     def load(self, delivery: Delivery) -> Any:
-        """Return the item of `delivery`."""
+        """Return the item that `delivery` brings."""
 
     def confirm(self, tokens: list[str]) -> None:
-        """Report items as received; they are deleted."""
+        """Report that the deliveries with these tokens were received, so that their items are deleted."""
 
     def requeue(self, deliveries: list[Delivery], *, loaded: bool = False) -> None:
-        """Return items to the head that no user received. The memory of `loaded` ones goes back with their arrays."""
+        """Return items to the head of the queue because no user received them.
+
+        With `loaded`, their memory is freed when their arrays are deleted.
+        """
 
     def control(self, verb: str, *args: Any) -> "concurrent.futures.Future[Any]":
-        """depth(key), full(key), stats(), move(moves), register(), done(), close(key, error)."""
+        """Start one of the remaining operations, named `verb`; the future completes with its result.
+
+        - `depth(key)`: number of stored items.
+        - `full(key)`: whether a put would wait.
+        - `stats()`: ChannelStats.
+        - `move(moves)`: see `Channel.move`.
+        - `register()`, `done()`: add a producer, mark one as done.
+        - `close(key, error)`: see `Channel.close`.
+        """

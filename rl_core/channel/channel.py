@@ -18,7 +18,7 @@ from rl_core.api.errors import ConfigError
 from rl_core.channel import local as local_channels
 from rl_core.channel.backend import DEFAULT_KEY, DEFAULT_TIMEOUT, Backend, PutRequest, TakeRequest
 from rl_core.channel.client import ChannelClient, current
-from rl_core.channel.handle import AsyncHandle, let_go, wait_async, wait_sync
+from rl_core.channel.handle import AsyncHandle, detach, wait_async, wait_sync
 from rl_core.channel.model import Delivery
 from rl_core.messages.channel import ChannelOptions, ChannelStats, Key
 from rl_core.messages.registry import register_record
@@ -28,9 +28,10 @@ Future = concurrent.futures.Future
 
 
 class Channel:
-    """A handle of one channel. Create it with `create` or `connect`, or receive it in a call."""
+    """A handle of one channel. Get one by `create` or `connect`, or as an argument of an RPC call."""
 
     def __init__(self, name: str, backend: Backend, *, local: bool) -> None:
+        """For `create` and `connect`: the channel `name` in `backend`. `local` says that it is inside this process."""
         self.name = name
         self._backend = backend
         self._local = local
@@ -47,12 +48,16 @@ class Channel:
         max_bytes: int | None = None,
         client: ChannelClient | None = None,
     ) -> "Channel":
-        """Return the channel `name`. It is created if it does not exist; otherwise its options must be the same.
+        """Return the channel `name`. It is created if it does not exist; an existing one must have the same options.
 
-        `maxsize`: maximum number of stored items per key, 0 for no limit. `max_bytes`: maximum number of payload bytes, None for no limit.
-        `local`: the channel is inside this process, passes items by reference, and exists as long as a handle of it.
-        `client`: None for the client of this process. Raises ValueError for bad options, ConfigError if the existing
-        channel has other options or if a channel server per node would be needed.
+        - `maxsize`: largest number of stored items per key; 0 means no limit.
+        - `max_bytes`: largest number of payload bytes of the whole channel; None means no limit.
+        - `distributed`, `node_rank`: accepted for compatibility. A job has one channel server; values that ask for one per node raise
+          ConfigError.
+        - `local`: the channel is inside this process, passes items by reference, and exists as long as a handle of it.
+        - `client`: connection to the channel server; None means the one of this process.
+
+        Raises ValueError for invalid options, and ConfigError if the existing channel has other options.
         """
         if distributed or node_rank != 0:
             raise ConfigError(
@@ -68,9 +73,10 @@ class Channel:
     def connect(
         cls, name: str, worker: Any = None, timeout: float | None = None, *, client: ChannelClient | None = None
     ) -> "Channel":
-        """Return the channel `name`: a local one of this process, otherwise the server's, waiting until it is created.
+        """Return the channel `name`: a local one of this process if it exists, otherwise that of the server, once it is created.
 
-        `worker`: an object with its own `channel_client`. Raises DeadlineExceeded after `timeout` seconds (None: 600).
+        `worker` may be an object with a `channel_client` of its own. `timeout` is in seconds (None: 600). Raises DeadlineExceeded when the
+        channel is not created in time.
         """
         here = local_channels.find(name)
         if here is not None and client is None:
@@ -86,13 +92,15 @@ class Channel:
     ) -> "AsyncHandle[None] | None":
         """Store `item` and return when it is accepted.
 
-        With `async_op`, return a handle at once; do not change tensors of `item` until it is done.
-        Waits while the key holds `maxsize` items or the channel `max_bytes`. Raises DeadlineExceeded; ChannelClosed;
-        ValueError for a weight that is negative or not finite and for an item larger than `max_bytes`; TypeError for an
-        item that cannot be serialised.
+        With `async_op`, return a handle at once; tensors of `item` must not be changed until it is done.
+
+        Waits while the key has `maxsize` items or the channel `max_bytes`. `timeout` is in seconds (None: 600). `weight` counts for
+        `get_batch` and has any unit that the consumers share, for example samples or tokens. Raises DeadlineExceeded; ChannelClosed;
+        ValueError for a weight that is negative or not finite and for an item larger than `max_bytes`; TypeError for an item that cannot be
+        serialized.
         """
         if async_op:
-            return AsyncHandle(self._put(item, weight, key, timeout), lambda none: none, let_go)
+            return AsyncHandle(self._put(item, weight, key, timeout), lambda none: none, detach)
         wait_sync(lambda: self._put(item, weight, key, timeout), "Channel.put")
         return None
 
@@ -117,9 +125,10 @@ class Channel:
     # --- taking ---
 
     def get(self, key: Key = DEFAULT_KEY, async_op: bool = False, timeout: float | None = None) -> Any:
-        """Return the oldest item. Waiting callers are served in order. With `async_op`, return an AsyncHandle.
+        """Remove and return the oldest item. With `async_op`, return an AsyncHandle at once.
 
-        Raises DeadlineExceeded, which tells depth and live producers; ChannelClosed or ProducerLost if the channel is closed and empty.
+        Waiting callers are served in order. `timeout` is in seconds (None: 600). Raises DeadlineExceeded, whose message has the depth and
+        the producers that are not done, and ChannelClosed or ProducerLost if the channel is closed and empty.
         """
         return self._take(TakeRequest(key=key, timeout=_seconds(timeout)), async_op, "Channel.get", self._one)
 
@@ -128,9 +137,10 @@ class Channel:
         return await self._take_async(TakeRequest(key=key, timeout=_seconds(timeout)), self._one)
 
     async def get_some_async(self, most: int, key: Key = DEFAULT_KEY, timeout: float | None = None) -> list[Any]:
-        """Return the oldest items that are there, one at least, in one message: `most`, or fewer that are large.
+        """Remove and return the oldest items: at least one and at most `most`. Waits for the first only.
 
-        Cancelled, they go back in order.
+        Fewer than are stored may be returned when they are large (1 MiB together). If the call is cancelled, the items return to the queue
+        in order.
         """
         if most < 1:
             raise ValueError(f"most must be at least 1, got {most}")
@@ -152,11 +162,11 @@ class Channel:
         timeout: float | None = None,
         allow_oversize: bool = False,
     ) -> Any:
-        """Return the oldest items whose weights sum to at most `target_weight`.
+        """Remove and return the oldest items, in order, as long as their weights sum to at most `target_weight`.
 
-        Waits until the sum reaches the target or the next item would exceed it. A first item heavier than the target
-        gives [] at once, or that item alone with `allow_oversize`. If the channel is closed, returns what was collected.
-        On a deadline the collected items return to the queue in order.
+        Waits until the sum reaches the target or the next item would exceed it. If the first item alone is heavier than the target, returns
+        [] at once and leaves it, or with `allow_oversize` returns that item alone. When the channel is closed, returns the items collected
+        so far. Raises DeadlineExceeded after `timeout` seconds (None: 600); the collected items then return to the queue in order.
         """
         request = _batch(target_weight, key, timeout, allow_oversize)
         return self._take(request, async_op, "Channel.get_batch", self._many)
@@ -211,10 +221,10 @@ class Channel:
         return items
 
     def move(self, moves: Sequence[tuple[Key, Key | None]]) -> "Future[None]":
-        """Append the stored items of each (source key, target key) to the target; delete them where the target is None.
+        """Move the stored items of each source key to a target key, or delete them where the target is None.
 
-        Returns a future that is done when the server has done so. A source key without items is passed over, so a call that is repeated
-        changes nothing more. In a job only the runner may call it.
+        `moves` is a list of (source, target). Items are appended to the target in their order. Returns a future that completes when the
+        server has done so. A source key without items is ignored, so the call may be repeated. In a job only the runner may call it.
         """
         return self._backend.control("move", list(moves))
 
@@ -240,13 +250,14 @@ class Channel:
         return stats
 
     def request_stats(self) -> "Future[ChannelStats]":
-        """Begin `stats` and return its future; for callers that must not wait for the channel server."""
+        """Start `stats` and return a future of it, for callers that must not block."""
         return self._backend.control("stats")
 
     def register_producer(self) -> None:
-        """Register this process as a producer once more. The channel closes when every registered producer is done.
+        """Register this process as a producer; a process may register several times.
 
-        Use it for fixed sets of producers. If the process ends, all its producers count as lost.
+        The channel closes when every registered producer is done. All producers must register before the first one is done. If a process
+        ends, those of its producers that are not done count as lost (ProducerLost).
         """
         self._control("register")
 
@@ -255,11 +266,15 @@ class Channel:
         self._control("done")
 
     def close(self, key: Key | None = None, error: BaseException | None = None) -> None:
-        """Refuse later puts. Stored items are still delivered; then gets raise `error` or ChannelClosed. May be repeated."""
+        """Refuse later puts to `key`, or to all keys with None.
+
+        Stored items are still delivered. Afterwards gets raise `error`, or ChannelClosed if it is None. May be called again; the first
+        error is kept.
+        """
         self._control("close", key, error)
 
     def close_key(self, key: Key) -> "Future[None]":
-        """Begin to close one key, as `close` does; the future is done when it is closed."""
+        """Start to close one key, as `close` does; the future completes when it is closed."""
         return self._backend.control("close", key, None)
 
     def _control(self, verb: str, *args: Any) -> Any:

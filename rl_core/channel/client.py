@@ -1,6 +1,7 @@
 """A process's connection to the channel server; `configure` sets the one that Channel uses.
 
-Receipts of what was taken ride on the next take or leave a little later. `puts` says how items get to the server.
+Receipts confirm items that were received. They are sent with the next take, or on their own after a few milliseconds. `puts` sends items to
+the server.
 """
 
 import concurrent.futures
@@ -14,7 +15,7 @@ from rl_core.api.identity import Identity
 from rl_core.channel import payload
 from rl_core.channel.backend import PutRequest, TakeRequest
 from rl_core.channel.model import Delivery
-from rl_core.channel.puts import MARGIN, Uplink
+from rl_core.channel.puts import MARGIN, PutSender
 from rl_core.messages.channel import ChannelOptions, SegmentPart
 from rl_core.transports import frames, rpc_wire
 from rl_core.transports.curve import KeyRing
@@ -24,44 +25,48 @@ from rl_core.transports.sockets import IoThread
 
 Future = concurrent.futures.Future
 CONFIRM_SECONDS = 0.005
-"""How long receipts wait for a take to ride on."""
+"""Seconds that a receipt waits for a take with which it can be sent."""
 
 
 class ChannelClient:
-    """One per process. `identity` None = anonymous, legal without keys only."""
+    """The connection of one process to the channel server."""
 
     def __init__(self, address: str, keys: KeyRing | None = None, identity: Identity | None = None) -> None:
+        """Connect to the server at `address`.
+
+        `keys` None means a job without keys. `identity` None means anonymous, which is allowed without keys only.
+        """
         self.rpc = RpcClient(address, keys, identity, service="channel", share_memory=True)
-        self.uplink = Uplink(self.rpc)
+        self.sender = PutSender(self.rpc)
         self.receipts = _Receipts(self.rpc)
         self._registrations: dict[str, list[int]] = {}
         """Numbers of this process's producers by channel."""
         self._numbers = itertools.count()
 
     def backend(self, name: str, options: ChannelOptions) -> "RemoteBackend":
-        """Return the backend of a channel known to exist."""
+        """Return the backend of a channel that exists on the server."""
         return RemoteBackend(self, name, options)
 
     def create(self, name: str, options: ChannelOptions) -> "Future[RemoteBackend]":
-        """Create the channel or connect to its equal. The future raises ConfigError when it differs."""
+        """Create the channel, or connect to an existing one. The future raises ConfigError when that has other options."""
         convert = functools.partial(self.backend, name)
         return self.rpc.start_call("create", (name, options), {}, idempotent=True, convert=convert)
 
     def connect(self, name: str, timeout: float) -> "Future[RemoteBackend]":
-        """Wait until the channel exists."""
+        """Wait at most `timeout` seconds until the channel exists, and return its backend."""
         convert = functools.partial(self.backend, name)
         return self.rpc.start_call(
             "connect", (name, timeout), {}, timeout=timeout + MARGIN, idempotent=True, waits=True, convert=convert
         )
 
     def register(self, channel: str) -> "Future[None]":
-        """Count one more producer of this process."""
+        """Register one more producer of this process for `channel`."""
         number = next(self._numbers)
         self._registrations.setdefault(channel, []).append(number)
         return self.rpc.start_call("register", (channel, number), {}, idempotent=True)
 
     def done(self, channel: str) -> "Future[None]":
-        """Count one producer of this process less; without effect when there is none."""
+        """Mark one producer of this process for `channel` as done. Does nothing when there is none."""
         registrations = self._registrations.get(channel)
         if not registrations:
             ended: Future[None] = Future()
@@ -70,14 +75,14 @@ class ChannelClient:
         return self.rpc.start_call("done", (channel, registrations.pop()), {}, idempotent=True)
 
     def set_epoch(self, epoch: int) -> None:
-        """Send `epoch` from now on."""
+        """Send messages with the job epoch `epoch` from now on."""
         self.rpc.set_epoch(epoch)
 
     def close(self) -> None:
-        """Close the connection; the server returns what this process holds."""
+        """Close the connection. The server returns unconfirmed items of this process to their queues."""
         self.receipts.flush()
         self.rpc.close()
-        self.uplink.copier.shutdown(wait=False)  # what it still writes fails at the closed connection
+        self.sender.copier.shutdown(wait=False)  # what it still writes fails at the closed connection
 
 
 class RemoteBackend:
@@ -93,7 +98,7 @@ class RemoteBackend:
         """Return a future that is done when the server has accepted the item."""
         parts = frames.encode(request.item)
         self.options.check_fits(self._name, sum(memoryview(part).nbytes for part in parts))
-        return self._client.uplink.put(self._name, parts, request)
+        return self._client.sender.put(self._name, parts, request)
 
     def take(self, request: TakeRequest) -> "Future[list[Delivery]]":
         """Return a future of what was taken."""

@@ -1,9 +1,9 @@
 """The rules of a channel without any I/O: keyed FIFO queues, waiting puts and takes, receipts, closing.
 
-`server` and `local` drive it: they call the methods from one thread or under one lock, pass the current time, and get results by
-callbacks. Payloads are opaque. Invariants: the items of a key are in the order of acceptance; while takes wait for a key, its queue is
-empty; a take is one transaction, whose items return in order if it fails; a key without any state is deleted, so only `close` and
-`client_lost` iterate over the keys.
+`server` and `local` drive it: they call the methods from one thread or under one lock, pass the current time, and get results by callbacks.
+Payloads are opaque. A receipt, or token, identifies an item that was delivered and not yet confirmed. Invariants: the items of a key are in
+the order of acceptance; while takes wait for a key, its queue is empty; a take is one transaction, whose items return in order if it fails;
+a key without any state is deleted, so only `close` and `client_lost` iterate over the keys.
 """
 
 import itertools
@@ -14,19 +14,17 @@ from typing import Any
 
 from rl_core.api.errors import ChannelClosed, ChannelEmpty, ChannelFull, DeadlineExceeded, ProducerLost
 from rl_core.channel.model import Client, Delivery, Item, KeyQueue, Put, Take
-from rl_core.channel.waiting import Waiting
+from rl_core.channel.waiting import DeadlineHeap
 from rl_core.messages.channel import ChannelOptions, ChannelStats, Key, KeyStats
 
 
 class ChannelCore:
-    """One channel. Every method takes the current time `now` (seconds of one clock) first; `tick` handles deadlines.
-
-    `on_drop(payload)` is called once for each payload that leaves the channel.
-    """
+    """One channel. Methods take the current time `now` in seconds of one clock; `tick` ends operations whose deadline has passed."""
 
     def __init__(
         self, name: str, options: ChannelOptions, *, on_drop: Callable[[Any], None] = lambda payload: None
     ) -> None:
+        """Create an empty channel. `on_drop(payload)` is called once for each payload that leaves it."""
         self.name = name
         self.options = options
         self.counters: Counter[str] = Counter()
@@ -38,7 +36,7 @@ class ChannelCore:
         self._lost_producers: list[str] = []
         self._on_drop = on_drop
         self._keys: dict[Key, KeyQueue] = {}
-        self._waiting = Waiting()
+        self._waiting = DeadlineHeap()
         self._short_of_bytes: dict[Key, KeyQueue] = {}
         """Where puts wait, perhaps for bytes that are freed by another key."""
         self._out: dict[str, Take] = {}
@@ -53,9 +51,10 @@ class ChannelCore:
     # --- putting ---
 
     def put(self, now: float, put: Put, *, nowait: bool = False) -> None:
-        """Admit `put` in order: `on_room` when there is room, `on_error` on deadline or close. ChannelFull with `nowait`.
+        """Request room for an item; `store` brings its payload.
 
-        Raises ValueError for what is larger than the whole channel.
+        Calls `put.on_room` when there is room, in the order of requests, and `put.on_error` on a deadline or close. With `nowait`,
+        ChannelFull is the error if there is no room now. Raises ValueError for an item that is larger than the whole channel.
         """
         self.options.check_fits(self.name, put.nbytes)
         queue = self._queue(put.key)
@@ -76,7 +75,7 @@ class ChannelCore:
                 self._short_of_bytes[put.key] = queue
 
     def store(self, now: float, put: Put, payload: Any, weight: float) -> None:
-        """Accept the payload of an admitted put. Raises ChannelClosed when the key was closed meanwhile."""
+        """Store the payload of a put that has room. Raises ChannelClosed when the key was closed meanwhile."""
         if not put.admitted or not put.open:
             raise ChannelClosed(f"the room for this item in channel {self.name!r} key {put.key!r} was given up")
         queue = self._queue(put.key)
@@ -92,7 +91,7 @@ class ChannelCore:
         self._pump(now, put.key, queue)
 
     def cancel_put(self, now: float, put: Put) -> None:
-        """Forget a waiting put, or give up the room of an admitted one."""
+        """Cancel a waiting put, or release the room of one that was granted."""
         if not put.open:
             return
         put.open = False
@@ -107,7 +106,11 @@ class ChannelCore:
     # --- taking ---
 
     def take(self, now: float, take: Take, *, nowait: bool = False) -> None:
-        """Serve `take` in order: `on_items` when it is complete, `on_error` on deadline or close. ChannelEmpty with `nowait`."""
+        """Take items.
+
+        Calls `take.on_items` when the take is complete, in the order of requests, and `take.on_error` on a deadline or close. With
+        `nowait`, ChannelEmpty is the error if there is nothing now.
+        """
         queue = self._queue(take.key)
         queue.takes.append(take)
         self._pump(now, take.key, queue)
@@ -119,7 +122,7 @@ class ChannelCore:
             self._waiting.add(take)
 
     def cancel_take(self, now: float, take: Take) -> None:
-        """Forget a waiting take, or return what a finished one has not confirmed, to the head."""
+        """Cancel a waiting take, or return the unconfirmed items of a finished one to the head of the queue."""
         if take.open:
             self._withdraw(take, self._queue(take.key))
         for token in list(take.out):
@@ -127,7 +130,7 @@ class ChannelCore:
         self._pump_freed(now, take.key)
 
     def confirm(self, now: float, tokens: Iterable[str]) -> None:
-        """Delete items whose consumers have them. Tokens that are out of date mean nothing."""
+        """Delete the items with these tokens, which their consumers have received. Unknown tokens are ignored."""
         keys = []
         for token in tokens:
             if token in self._out:
@@ -138,7 +141,7 @@ class ChannelCore:
         self._pump_freed(now, *keys)
 
     def requeue(self, now: float, tokens: Iterable[str]) -> None:
-        """Return items to the head that their consumer does not want. Tokens that are out of date mean nothing."""
+        """Return the items with these tokens to the head of their queues. Unknown tokens are ignored."""
         keys = [self._return(token) for token in tokens if token in self._out]
         self._pump_freed(now, *keys)
 
@@ -168,21 +171,25 @@ class ChannelCore:
     # --- clients and the end ---
 
     def register_producer(self, client: Client, registration: int = 0) -> None:
-        """Add a producer; the channel closes when all have finished. Raises ChannelClosed afterwards.
+        """Register a producer; the channel closes when all are done. Raises ChannelClosed when it is closed.
 
-        `registration` is the client's own number of it: the same one twice, as a repeated message brings it, counts once.
+        `registration` is the client's number for it. A repeated message with the same number counts once.
         """
         if self._closed:
             raise ChannelClosed(f"channel {self.name!r} is closed; no producer can join")
         self.producers[client, registration] = client.name
 
     def done_producing(self, now: float, client: Client, registration: int = 0) -> None:
-        """Mark a producer as finished."""
+        """Mark a producer as done."""
         if self.producers.pop((client, registration), None) is not None:
             self._close_if_done(now)
 
     def client_lost(self, now: float, client: Client) -> None:
-        """Return all that `client` holds, forget its waits; a lost producer counts as finished with an error."""
+        """Handle the loss of `client`.
+
+        Its unconfirmed items return to their queues, its waiting operations are cancelled, and its producers that are not done count as
+        lost.
+        """
         for queue in self._keys.values():
             for take in [take for take in queue.takes if take.client is client]:
                 self._withdraw(take, queue)
@@ -200,7 +207,10 @@ class ChannelCore:
         self._pump_all(now)
 
     def close(self, now: float, key: Key | None = None, error: Exception | None = None) -> None:
-        """Refuse later puts of `key` (None = all); stored items are still delivered, then takes end. The first error counts."""
+        """Refuse later puts to `key` (None: all keys).
+
+        Stored items are still delivered; then takes fail with `error`, or with ChannelClosed. Of several errors the first is kept.
+        """
         if key is None and not self._closed:
             self._closed, self._error = True, error
         elif key is not None and not self._queue(key).closed:
@@ -217,7 +227,7 @@ class ChannelCore:
     # --- time ---
 
     def tick(self, now: float) -> None:
-        """End the puts and takes whose deadline has come."""
+        """Fail the puts and takes whose deadline has passed with DeadlineExceeded."""
         for operation in self._waiting.pop_overdue(now):
             if not operation.waits:  # the error of one before it has made room for this one
                 continue
@@ -234,13 +244,13 @@ class ChannelCore:
             self._pump(now, operation.key, queue)
 
     def next_due(self) -> float:
-        """Return when `tick` has something to do; infinity = never as things stand."""
+        """Return the time of the next deadline; infinity if nothing waits."""
         return self._waiting.next_deadline()
 
     # --- looking ---
 
     def depth(self, key: Key) -> int:
-        """Return the stored items of `key`; 0 for an unknown key. Items with consumers or held by a batch do not count."""
+        """Return the number of stored items of `key`. Delivered items, and items collected for a batch, do not count."""
         queue = self._keys.get(key)
         return len(queue.items) if queue is not None else 0
 
@@ -316,7 +326,7 @@ class ChannelCore:
         self._forget_idle(key, queue)
 
     def _forget_idle(self, key: Key, queue: KeyQueue) -> None:
-        if queue.is_idle and self._keys.get(key) is queue:
+        if queue.can_be_deleted and self._keys.get(key) is queue:
             del self._keys[key]
 
     def _let_in(self, queue: KeyQueue) -> bool:

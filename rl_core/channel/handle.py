@@ -1,4 +1,4 @@
-"""Waiting for an operation of a channel: at once, in a coroutine, or later through an `AsyncHandle`."""
+"""Waits for an operation of a channel: blocking, in a coroutine, or later through an `AsyncHandle`."""
 
 import asyncio
 import concurrent.futures
@@ -15,26 +15,31 @@ Future = concurrent.futures.Future
 
 
 def wait_sync(start: Callable[[], "Future[Value]"], what: str) -> Value:
-    """Start an operation and return its result, blocking. Raises RuntimeError on an event-loop thread, before the start."""
+    """Start an operation and block until its result is there. Raises RuntimeError on an event-loop thread, before the start."""
     refuse_on_event_loop(what)
     return start().result()
 
 
 async def wait_async(future: "Future[Value]") -> Value:
-    """Return the future's result; cancellation cancels the operation."""
+    """Wait for the future's result. Cancelling the waiting task cancels the operation."""
     return await asyncio.wrap_future(future)
 
 
-def let_go(future: "Future[Any]") -> None:
-    """Leave an operation to itself."""
+def detach(future: "Future[Any]") -> None:
+    """Do nothing. Passed to an AsyncHandle as `abandon` for operations that continue when nobody waits for them."""
 
 
 class AsyncHandle(Generic[Value]):
-    """An operation under way. Dropped before it was waited for, a take gives its items back."""
+    """An operation in progress. If the handle of a take is deleted before its result was read, the items return to the queue."""
 
     def __init__(
         self, future: "Future[Any]", receive: Callable[[Any], Value], abandon: Callable[["Future[Any]"], None]
     ) -> None:
+        """Follow `future`.
+
+        `receive` turns its result into the value of `wait`. `abandon(future)` is called when the handle is deleted before the result was
+        read.
+        """
         self._future = future
         self._receive = receive
         self._abandon = abandon
@@ -50,7 +55,11 @@ class AsyncHandle(Generic[Value]):
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Return the result, blocking; DeadlineExceeded after `timeout` (None = the operation's own), it may be waited for again."""
+        """Block until the operation has ended and return its result.
+
+        Raises DeadlineExceeded after `timeout` seconds (None: the timeout of the operation itself); the operation then continues and can be
+        waited for again.
+        """
         refuse_on_event_loop("AsyncHandle.wait")
         try:
             outcome = self._future.result(timeout)
@@ -61,7 +70,7 @@ class AsyncHandle(Generic[Value]):
         return self._take(outcome)
 
     async def async_wait(self, timeout: float | None = None) -> Any:
-        """Return the result; as `wait` for coroutines. Cancelling the waiter leaves the operation as it is."""
+        """Return the result as `wait` does, in a coroutine. Cancelling the waiting task does not cancel the operation."""
         try:
             outcome = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._future)), timeout)
         except TimeoutError as error:

@@ -1,4 +1,4 @@
-"""What the rules of a channel act on: items, waiting puts and takes, the state of one key. See `core`."""
+"""The objects that the rules of a channel (`core`) act on: items, waiting puts and takes, and the state of one key."""
 
 import math
 from collections import deque
@@ -9,23 +9,23 @@ from typing import Any, Protocol
 from rl_core.messages.channel import Key
 
 MOST_BYTES = 1 << 20
-"""Bytes from which a take without a target waits for no further item: large ones are worked on one by one while the next travels."""
+"""A take without a target adds no further item once it has this many bytes: consumers process large items one at a time."""
 
 
 class Client(Hashable, Protocol):
-    """Who puts and takes: one process. Compared by identity."""
+    """A process that puts and takes. Compared by identity."""
 
     @property
     def name(self) -> str:
-        """Return what errors call it."""
+        """Name of the process in error messages."""
 
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """One accepted item. STORED -> with a consumer -> gone, or back to STORED."""
+    """One accepted item. STORED -> delivered to a consumer -> deleted, or back to STORED."""
 
     number: int
-    """Place in the order of acceptance."""
+    """Position in the order of acceptance."""
     key: Key
     payload: Any
     nbytes: int
@@ -35,7 +35,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """An item in its consumer's hands: deleted when the consumer confirms the token, back at the head when it is lost."""
+    """A delivered item. The consumer confirms its `token`, which deletes it; if it is lost, it returns to the head of the queue."""
 
     token: str
     payload: Any
@@ -43,9 +43,10 @@ class Delivery:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Take:
-    """A waiting or finished take. A callback is called at most once, with the take, which it need not refer to itself.
+    """A waiting or finished take.
 
-    So no operation is part of a cycle: what has ended is gone at once, with its payload.
+    Each callback is called at most once, with the take as its argument. Callbacks therefore need no reference to the take, which avoids
+    reference cycles: a take that has ended is freed at once, together with its payload.
     """
 
     client: Client
@@ -55,24 +56,24 @@ class Take:
     deadline: float
     since: float
     target: float | None = None
-    """Weight of a batch; None = `most` items of any weight, fewer where there are not so many or they are large."""
+    """Weight of a batch. None takes up to `most` items of any weight, fewer if there are not so many or if they are large."""
     most: int = 1
     allow_oversize: bool = False
     held: list[Item] = field(default_factory=list)
-    """Items of an unfinished batch."""
+    """Items collected so far for a batch."""
     weight: tuple[float, ...] = ()
-    """Numbers whose exact sum is the weight held (see `exact_sum`)."""
+    """Partial sums of the weight collected so far (see `add_exactly`)."""
     open: bool = True
     out: dict[str, Item] = field(default_factory=dict)
-    """What it delivered that is neither confirmed nor returned, by token."""
+    """Delivered items that are neither confirmed nor returned, by token."""
 
     @property
     def waits(self) -> bool:
-        """Return whether it has not ended."""
+        """Whether the take has not ended."""
         return self.open
 
     def pick(self, items: deque[Item]) -> bool:
-        """Take what belongs to it from the head of `items`; return whether it is complete."""
+        """Move items that belong to this take from the head of `items` to it. Returns whether the take is complete."""
         if self.target is None:
             self._pick_what_is_there(items)
             return bool(self.held)
@@ -82,7 +83,7 @@ class Take:
                     self.held.append(items.popleft())
                 return True
             self.held.append(items.popleft())
-            self.weight = exact_sum(self.weight, self.held[-1].weight)
+            self.weight = add_exactly(self.weight, self.held[-1].weight)
             if math.fsum(self.weight) >= self.target:
                 return True
         return False
@@ -102,7 +103,7 @@ class Take:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Put:
-    """A waiting put or reservation of room. Callbacks as in Take."""
+    """A waiting put, or one that has room and no payload yet. For its callbacks see Take."""
 
     client: Client
     key: Key
@@ -113,11 +114,11 @@ class Put:
     since: float
     open: bool = True
     admitted: bool = False
-    """It has room, and its payload is still to come."""
+    """Whether it has room; its payload is still to come."""
 
     @property
     def waits(self) -> bool:
-        """Return whether it waits for room."""
+        """Whether it waits for room."""
         return self.open and not self.admitted
 
 
@@ -136,12 +137,12 @@ class KeyQueue:
         self.error: Exception | None = None
 
     @property
-    def is_idle(self) -> bool:
-        """Return whether it says no more than a new queue would."""
+    def can_be_deleted(self) -> bool:
+        """Whether the key can be deleted: no items, no waiting operations, not closed."""
         return not (self.items or self.takes or self.puts or self.filling or self.pumping or self.closed)
 
     def insert(self, items: Iterable[Item]) -> None:
-        """Put returned items back where they stood: before all that were accepted later."""
+        """Put returned items back to their former positions, before all that were accepted later."""
         for item in sorted(items, key=lambda item: item.number, reverse=True):
             behind = []
             while self.items and self.items[0].number < item.number:
@@ -150,10 +151,11 @@ class KeyQueue:
             self.items.extendleft(reversed(behind))
 
 
-def exact_sum(parts: tuple[float, ...], number: float) -> tuple[float, ...]:
-    """Return few numbers whose exact sum is that of `parts` and `number`, so that ten times 0.1 weigh 1.0.
+def add_exactly(parts: tuple[float, ...], number: float) -> tuple[float, ...]:
+    """Return `parts` with `number` added: a few floats whose exact sum is that of all numbers added so far.
 
-    `math.fsum` of them is the correctly rounded sum. Source: Shewchuk, "Adaptive precision floating-point arithmetic" (1997).
+    `math.fsum` of them is the correctly rounded sum, so that ten times 0.1 gives 1.0. Source: Shewchuk, "Adaptive precision floating-point
+    arithmetic" (1997).
     """
     rest = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""How an item travels to and from the channel server: its parts inline, or in segments the server owns.
+"""The form in which an item is sent to and from the channel server: inline parts, or segments of the server's shared memory.
 
 The server never decodes a payload. Used by `client`, `puts` and `server`.
 """
@@ -19,18 +19,18 @@ Part = bytes | np.ndarray | SegmentPart
 
 
 def inline(part: Any) -> Part:
-    """Return a part that travels by socket."""
+    """Return a part in the form in which it is sent by socket."""
     view = memoryview(part).cast("B")
     return bytes(view) if view.nbytes < LARGE_BYTES else np.frombuffer(view, np.uint8)
 
 
 def needs_segment(nbytes: int) -> bool:
-    """Return whether a part of that size should go through shared memory where it can."""
+    """Return whether a part of `nbytes` bytes should be passed through shared memory where that is possible."""
     return nbytes >= shared_memory.THRESHOLD
 
 
 def size(parts: Iterable[Any]) -> int:
-    """Return the bytes of a payload as received. Raises FrameError for what is none."""
+    """Return the size of a payload in bytes. Raises FrameError if it is malformed."""
     total = 0
     for part in parts:
         if isinstance(part, bytes):

@@ -1,7 +1,7 @@
-"""How items get to the channel server: small ones in one message, large ones through segments the server owns.
+"""Sends items to the channel server: small ones in one message, large ones through segments of shared memory that the server owns.
 
-A large put reserves room, copies into the server's segments on a copy thread, and hands over. The server lets a process's next
-put of the same key in when the one before it is there, so the order of puts is kept. Used by `client`.
+A large put reserves room, copies into the server's segments on a copy thread, and hands the item over. The server serves a process's next
+put of the same key only after that, so the order of puts is kept. Used by `client`.
 """
 
 import concurrent.futures
@@ -17,14 +17,15 @@ from rl_core.transports.shared_memory import copy_into
 
 Future = concurrent.futures.Future
 MARGIN = 5.0
-"""Seconds the transport waits beyond the server's own deadline, whose error says more."""
+"""Seconds by which the RPC timeout exceeds the server's own deadline, whose error is more specific."""
 COPY_THREADS = 2
 
 
-class Uplink:
-    """What the puts of one client share."""
+class PutSender:
+    """Sends the puts of one client. It owns the threads that copy large items."""
 
     def __init__(self, rpc: RpcClient) -> None:
+        """Send through `rpc`, the connection to the channel server."""
         self.rpc = rpc
         self.copier = concurrent.futures.ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="rljob-channel-copy")
 
@@ -38,17 +39,17 @@ class Uplink:
 
 
 class LargePut:
-    """reserve -> copy -> hand over."""
+    """A put through shared memory: reserve -> copy -> hand over."""
 
-    def __init__(self, uplink: Uplink, channel: str, parts: list[Any], request: PutRequest) -> None:
-        """Ask for room at once; the rest follows from the answer."""
+    def __init__(self, sender: PutSender, channel: str, parts: list[Any], request: PutRequest) -> None:
+        """Reserve room for the encoded `parts` of an item. The copy follows when the server has granted it."""
         self.future: Future[None] = Future()
-        self._uplink = uplink
+        self._uplink = sender
         self._parts = parts
         self._request = request
         sizes = [memoryview(part).nbytes for part in parts]
         args = (channel, request.key, sizes, request.timeout, request.nowait)
-        granted = uplink.rpc.start_call("reserve", args, {}, timeout=request.timeout + MARGIN)
+        granted = sender.rpc.start_call("reserve", args, {}, timeout=request.timeout + MARGIN)
         self.future.add_done_callback(lambda done: granted.cancel() if done.cancelled() else None)
         granted.add_done_callback(self._granted)
 

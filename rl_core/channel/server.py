@@ -65,7 +65,7 @@ class _Reservation:
 
 
 def channel_rights(groups: Iterable[GroupKind]) -> dict[str, dict[str, frozenset[ChannelUse]]]:
-    """Return the uses that `groups` permit, by channel and group, for each channel that one of them names."""
+    """Return which uses (put, take, create ...) each group is permitted, by channel name and group name."""
     rights: dict[str, dict[str, frozenset[ChannelUse]]] = {}
     for group in groups:
         for channel, uses in group.channels.items():
@@ -74,7 +74,7 @@ def channel_rights(groups: Iterable[GroupKind]) -> dict[str, dict[str, frozenset
 
 
 class ChannelServer:
-    """Serves channels at `bind`; deadlines are measured on `clock` (seconds, rising). Raises ConfigError on `start`."""
+    """Serves the channels of a job."""
 
     def __init__(
         self,
@@ -84,6 +84,10 @@ class ChannelServer:
         clock: Callable[[], float] = time.monotonic,
         identity: Identity | None = None,
     ) -> None:
+        """Prepare to serve at `bind`; `start` listens.
+
+        `keys` None serves without authentication, on loopback. `clock` returns seconds, by which deadlines are measured.
+        """
         self._clock = clock
         self._rights = channel_rights(BUILT_IN.values()) if keys is not None else None
         """By channel and group: the uses that the group's key permits; None without keys. Other channels are open to all groups."""
@@ -119,12 +123,12 @@ class ChannelServer:
         return self._rpc.address
 
     def start(self) -> "ChannelServer":
-        """Bind and serve; returns self."""
+        """Listen and serve; return self. Raises ConfigError when the port is in use."""
         self._rpc.start()
         return self
 
     def close(self) -> None:
-        """Stop serving; stored items are gone."""
+        """Stop serving. Stored items are lost."""
         self._rpc.close()
         self._memory.store.release_holder(self)
 

@@ -1,4 +1,4 @@
-"""Puts and takes that wait in a channel, by their deadline."""
+"""The deadlines of puts and takes that wait in a channel."""
 
 import heapq
 import itertools
@@ -8,13 +8,14 @@ import weakref
 from rl_core.channel.model import Put, Take
 
 SWEEP_AT = 64
-"""Entries below which nothing is swept out."""
+"""Number of entries below which ended operations are not removed."""
 
 
-class Waiting:
-    """Finds the next deadline in O(log n). What has ended is skipped when it comes up, and swept out when it is the most.
+class DeadlineHeap:
+    """A heap of operations by deadline, with O(log n) access to the next one.
 
-    Entries are weak: the payload of an operation that has ended must not live until its deadline.
+    An operation that has ended is skipped when it reaches the top. When ended operations may outnumber the others, all of them are removed.
+    Operations are referenced weakly, so that the payload of an ended one is freed before its deadline.
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class Waiting:
         self._sweep_at = SWEEP_AT
 
     def add(self, operation: Put | Take) -> None:
-        """Watch the deadline of `operation`."""
+        """Add `operation` with its deadline."""
         if len(self._heap) >= self._sweep_at:
             self._heap = [entry for entry in self._heap if _waits(entry[2]())]
             heapq.heapify(self._heap)
@@ -32,13 +33,13 @@ class Waiting:
         heapq.heappush(self._heap, (operation.deadline, next(self._numbers), weakref.ref(operation)))
 
     def next_deadline(self) -> float:
-        """Return the earliest deadline of what still waits; infinity = nothing waits."""
+        """Return the earliest deadline of a waiting operation; infinity if there is none."""
         while self._heap and not _waits(self._heap[0][2]()):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else math.inf
 
     def pop_overdue(self, now: float) -> list[Put | Take]:
-        """Remove and return what waits and should have ended by `now`, the earliest first."""
+        """Remove and return the waiting operations whose deadline is at most `now`, the earliest first."""
         overdue = []
         while self.next_deadline() <= now:
             operation = heapq.heappop(self._heap)[2]()

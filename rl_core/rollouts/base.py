@@ -3,6 +3,7 @@
     init_worker -> join (pull and verify the committed weights) -> start_rollout -> serving
     offer of new weights -> updating (no prompt is leased, groups in flight end) -> transfer and verify -> commit -> serving
 
+A lease is the right to generate one prompt group for a limited time; the runner's ledger records which rollout holds which group.
 Invariant: a worker generates with a version only after its receiver verified that the engine holds exactly the published weights. All async
 methods run on one event loop.
 """
@@ -62,7 +63,7 @@ __all__ = [
 ]
 
 PAUSE_SHARE = 0.8
-"""Share of a deadline within which groups in flight may end; then they are returned to the runner."""
+"""Fraction of a deadline during which groups in flight may still end. Afterwards they are returned to the runner."""
 
 
 class BuildEngine(Protocol):
@@ -116,7 +117,11 @@ class RolloutWorkerBase(Worker):
         config: RLJobSpec | Mapping[str, Any],
         placement: Mapping[str, Any] | None = None,
     ) -> None:
-        """`config` is the job's spec; `placement` may have `max_seq_len` in place of the job's rollout.maxSequenceLength."""
+        """Configure the worker; the engine is built by `init_worker`.
+
+        `config` is the job's spec, or a mapping that is validated into one. `placement` may contain `max_seq_len`, which replaces
+        rollout.maxSequenceLength.
+        """
         self.spec = config if isinstance(config, RLJobSpec) else RLJobSpec.model_validate(config)
         self.placement = dict(placement or {})
         self._parts: _Parts | None = None
@@ -124,7 +129,7 @@ class RolloutWorkerBase(Worker):
     # --- bring-up --------------------------------------------------------------------------------------------------
 
     def init_worker(self) -> None:
-        """Build the engine and the parts around it; does nothing if they exist."""
+        """Build the engine and everything around it. Does nothing when called again."""
         if self._parts is not None:
             return
         spec = self.spec
@@ -188,14 +193,20 @@ class RolloutWorkerBase(Worker):
         return interrupt
 
     async def join(self, publisher_address: str) -> ReceiverAck:
-        """Load the committed weights of the publisher at `publisher_address`; returns once they are verified and served."""
+        """Load the committed weights from the publisher at `publisher_address`.
+
+        Returns their version and digest once they are verified and served.
+        """
         parts = self._built()
         parts.recovery.joined(publisher_address)
         version, digest = await parts.receiver.pull(publisher_address)
         return ReceiverAck(version=version, digest=digest)
 
     async def start_rollout(self, trajectories: Channel, validation: Channel) -> None:
-        """Start to lease prompt groups from the runner and to deliver to these channels; returns at once."""
+        """Start to lease prompt groups from the runner; returns at once.
+
+        Records of training groups go to the channel `trajectories`, and scores of validation groups to `validation`.
+        """
         parts = self._built()
         parts.loop.start(trajectories, validation)
         # Reported again, because the hub has forgotten the version of a member that lost its connection and came back.
@@ -203,33 +214,44 @@ class RolloutWorkerBase(Worker):
             self._on_weights(parts.receiver.state, *parts.receiver.current())
 
     async def drop_groups(self, tokens: list[str]) -> None:
-        """Stop the groups of these leases, which the runner has revoked."""
+        """Stop generating the groups whose leases the runner has revoked. `tokens` are the ids of these leases."""
         self._built().loop.drop(tokens)
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
     async def weights_offer(self, offer: WeightOffer) -> ReceiverAnswer:
-        """Answer the publisher's offer of new weights; the answer is ready once nothing generates any more."""
+        """Answer the publisher's offer of new weights. The answer is sent once nothing generates any more."""
         return await self._built().receiver.offer(offer)
 
     async def weights_transfer(self, transfer: WeightTransfer) -> ReceiverAnswer:
-        """Load and verify the offered version."""
+        """Load the offered version and verify it."""
         return await self._built().receiver.transfer(transfer)
 
     async def weights_commit(self, version: int, digest: str) -> ReceiverAnswer:
-        """Generate with the version that was transferred."""
+        """Start serving the version that was transferred."""
         return await self._built().receiver.commit(version, digest)
 
     async def weights_abort(self, generation: int) -> None:
-        """Abort a transfer that waits for a lost member."""
+        """Abort a transfer that waits for a lost member of its process group.
+
+        `generation` is the number of that process group; a group that replaces a failed one has a higher number.
+        """
         await self._built().receiver.abort(generation)
 
     async def weights_relay(self, digest: str, encrypted: bool) -> StreamSource | ReceiverRefusal:
-        """Pass the verified version on to another rollout."""
+        """Send the verified version `digest` to another rollout, as a stream that is encrypted if `encrypted`.
+
+        Returns where to connect, or why it is refused.
+        """
         return await self._built().receiver.relay(digest, encrypted)
 
     async def occupy(self, parts: list[Part], token: int) -> None:
-        """Move exactly `parts` of the engine onto the device, under `token` of the device lease; serves again once all parts are there."""
+        """Keep exactly `parts` of the engine's memory on the device; once all parts are there, groups are leased again.
+
+        The device lease is the runner's turn-taking between trainer and rollouts that share accelerators. `token` is its number; a call
+        with an older number than the last one is ignored. The trainer has a method of the same name without a number, because the runner
+        waits for each of its calls.
+        """
         built = self._parts
         if built is None:
             return  # the engine is not built: nothing is on the device
@@ -238,9 +260,10 @@ class RolloutWorkerBase(Worker):
             built.loop.open()
 
     async def probe(self, prompt_ids: list[int], max_new_tokens: int) -> ProbeAnswer:
-        """Return a continuation of a fixed prompt, for the content check after a weight sync.
+        """Return a sampled continuation of a fixed prompt with its log-probabilities.
 
-        Raises GenerationUnavailable while no verified weights are served or the engine is off its device.
+        After a weight sync the trainer computes the log-probabilities of the same tokens, and the runner compares them (content check).
+        Raises GenerationUnavailable while no verified weights are served or a part of the engine is off its device.
         """
         parts = self._built()
         if parts.receiver.state is not ReceiverState.SERVING:
@@ -252,20 +275,23 @@ class RolloutWorkerBase(Worker):
     # --- the end ---------------------------------------------------------------------------------------------------
 
     async def on_new_epoch(self, epoch: int) -> None:
-        """Drop all work of older epochs; the weights have no version until those of the new publisher are verified."""
+        """Drop all work of older epochs.
+
+        The weights count as having no version until those of the restarted trainer are verified.
+        """
         if self._parts is not None:
             await self._parts.loop.stop()
             self._parts.receiver.set_epoch(epoch)
             self._parts.residency.reset_token()
 
     async def drain(self) -> None:
-        """Lease no more groups and finish those in flight; groups that do not end in time are returned."""
+        """Lease no more groups and finish those in flight. Groups that do not end in time are returned to the runner."""
         if self._parts is not None:
             await self._parts.loop.pause(self.spec.runtime.drain_seconds * PAUSE_SHARE)
             await self._parts.loop.stop()
 
     async def close(self) -> None:
-        """Stop serving and release the engine; idempotent."""
+        """Stop serving and release the engine. May be called again."""
         parts, self._parts = self._parts, None
         if parts is not None:
             parts.recovery.close()
@@ -275,7 +301,10 @@ class RolloutWorkerBase(Worker):
             await asyncio.to_thread(parts.engine.close)
 
     def status(self) -> dict[str, Any]:
-        """Return version, digest, state and proof of the weights, lost engines, and groups in flight and done."""
+        """Return the state of the worker.
+
+        The keys are version, digest, weights (state of the receiver), weights_proof, engines_lost, groups_in_flight and groups_done.
+        """
         parts = self._parts
         version, digest = parts.receiver.current() if parts is not None else (-1, "")
         return {

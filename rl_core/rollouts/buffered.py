@@ -1,4 +1,4 @@
-"""`BufferedGroups`: groups on their way into a buffer of the caller's, and the budgets of dropped prompts. Outside a job only."""
+"""`BufferedGroups`: puts finished groups into a buffer of the caller's, and counts dropped prompts. Used outside a job only."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ logger = logging.getLogger(__name__)
 
 
 class PushOutcome(StrEnum):
-    """What became of a prompt: its group is in the buffer, or it was dropped."""
+    """What happened to a prompt: COMMITTED, its group is in the buffer; SKIPPED, it failed and was dropped."""
 
     COMMITTED = "committed"
     SKIPPED = "skipped"
 
 
 class BufferedGroups:
-    """Puts groups into a buffer with `reserve(slot, version, target_step)`, `commit(slot, record, start, end)` and `remove(slot)`.
+    """Puts groups into a buffer that the caller provides, for example the replay buffer of a training script.
 
-    The calls of the buffer may be synchronous or asynchronous.
+    The buffer has `reserve(slot, version, target_step)`, which announces a group, `commit(slot, record, start_version, end_version)`, which
+    stores it with the policy versions at its start and end, and `remove(slot)`. Each may be synchronous or asynchronous.
     """
 
     def __init__(
@@ -75,10 +76,10 @@ class BufferedGroups:
         self._consecutive_infra_drops = 0
 
     def drop(self, what: str, error: Exception) -> None:
-        """Count a prompt that failed with `error` as dropped. Raises if its budget is used up; `what` begins the error's text.
+        """Count a prompt that failed with `error` as dropped. Raises when its budget is used up; `what` is the beginning of the message.
 
-        There are two budgets. Data failures are counted over the whole run, because failing data does not get better.
-        Infrastructure failures are counted in a row, because infrastructure that serves any group is not down.
+        There are two budgets. Data failures are counted over the whole run, because bad data stays bad. Only consecutive infrastructure
+        failures are counted, because infrastructure that completes any group is not down.
         """
         if isinstance(error, RolloutConfigError):
             raise error

@@ -1,7 +1,7 @@
-"""`Engine`: the port between the rollout worker and what generates. Every engine has a worker class that builds it.
+"""`Engine`: the interface between the rollout worker and the library that generates. Every engine has a worker class that builds it.
 
-An engine runs the model: it generates rows, takes weights, and moves its memory on and off the device. The worker does everything
-else: prompts, environments, sampling settings, the content check, and when weights may change (`base`, `groups`).
+An engine runs the model: it generates rows, receives weights, and moves its memory on and off the device. The worker does everything else:
+prompts, environments, sampling settings, the content check, and when weights may change (`base`, `groups`).
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ if TYPE_CHECKING:
 PROVEN, UNPROVEN = "engine tensors", "content probe"
 """Values of `Engine.weights_proof`."""
 Part = Literal["weights", "kv_cache"]
-"""A part of an engine's memory that may leave its device."""
+"""A part of an engine's memory that can be moved off its device."""
 
 
 class Residency(Protocol):
-    """Moves parts of an engine's memory on and off its device. Nothing may run while a part is off; both calls may be repeated."""
+    """Moves parts of an engine's memory on and off its device.
+
+    The engine must not generate while a part is off. Both methods may be called again for the same parts.
+    """
 
     def offload(self, parts: Collection[Part]) -> None:
         """Free the device memory of `parts`."""
         ...
 
     def onload(self, parts: Collection[Part]) -> None:
-        """Bring `parts` back to the device: weights with the values they had, the cache empty."""
+        """Move `parts` back to the device. Weights have their former values; the cache is empty."""
         ...
 
 
@@ -40,7 +43,7 @@ class Engine(Protocol):
 
     @property
     def weight_target(self) -> WeightTarget:
-        """Where new weights are written. Its `prepare` is called when nothing generates and no row is admitted."""
+        """Receives new weights. Its `prepare` is called when nothing generates and no row is admitted."""
         ...
 
     @property
@@ -50,22 +53,28 @@ class Engine(Protocol):
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that new tokens are drawn from; meaningless before the weight target's first `resume`."""
+        """Version of the weights that generate new tokens. It has no meaning before the first `resume` of the weight target."""
         ...
 
     @property
     def weights_proof(self) -> str:
-        """What proves the served weights: checksums of the engine's tensors (PROVEN), or the content check alone (UNPROVEN)."""
+        """How the served weights were verified.
+
+        PROVEN: by checksums of the engine's own tensors. UNPROVEN: only by the content check, which compares log-probabilities of a sample.
+        """
         ...
 
     @property
     def row_capacity(self) -> int:
-        """Number of rows in flight at which the worker leases no more prompts: those of a full batch, and those that replace them at once."""
+        """Number of rows in flight at which the worker leases no more prompts.
+
+        It is the size of a full batch plus the rows that wait in the engine to replace finished ones.
+        """
         ...
 
     @property
     def max_seq_len(self) -> int:
-        """Longest sequence of prompt and completion, tokens."""
+        """Longest sequence of prompt and completion in tokens."""
         ...
 
     def generator(self, params: SamplingParams) -> RowGenerator:
@@ -73,24 +82,28 @@ class Engine(Protocol):
         ...
 
     async def pause(self, *, keep_cache: bool) -> None:
-        """Pause generation; returns once nothing runs. Running and queued rows continue when the weight target's `resume` is called.
+        """Pause generation; returns once nothing generates. Rows continue when the weight target's `resume` is called; none is lost.
 
-        `keep_cache`: rows continue with the keys and values they have; other rows never use those. Otherwise they are recomputed.
+        With `keep_cache` rows continue with their present keys and values, which are never reused for other rows. Otherwise keys and values
+        are computed again with the new weights.
         """
         ...
 
     def watch(self, lost: Callable[[str], None], back: Callable[[RLJobError | None], None]) -> None:
-        """Register callbacks for an engine that runs in a process of its own; they may be called from any thread.
+        """Register callbacks for an engine that runs in a process of its own. They may be called from any thread.
 
-        `lost(reason)`: the process and its weights are gone. `back(None)`: another process is ready for weights. `back(error)`: there
-        will be none. An engine in the worker's own process calls neither.
+        - `lost(reason)`: the process has ended, and its weights are lost.
+        - `back(None)`: a new process is ready to receive weights.
+        - `back(error)`: no new process can be started.
+
+        An engine in the worker's own process calls neither.
         """
         ...
 
     def load(self) -> EngineLoad:
-        """Return how much the engine has to do. Cheap; may be called from any thread."""
+        """Return how busy the engine is. This does not load weights. Fast; may be called from any thread."""
         ...
 
     def close(self) -> None:
-        """Stop the engine; rows in flight fail as GenerationUnavailable. Blocks until it has stopped; idempotent."""
+        """Stop the engine and wait until it has stopped. Rows in flight fail with GenerationUnavailable. May be called again."""
         ...

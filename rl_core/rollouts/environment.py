@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from rl_core.transports.rpc import RpcClient
 
 ANSWER_MARGIN_S = 40.0
-"""Seconds that an env worker gets in addition to two steps, so that its own error, which names the row at fault, arrives first. (`envs.pool`
-tries a row at most twice, and may start a process in between.)"""
+"""Seconds that an env worker gets in addition to two steps, so that its own error, which names the bad row, arrives first.
+
+`envs.pool` tries a row at most twice, and may start a process in between.
+"""
 
 PATIENCE_MARGIN_S = 10.0
 GATHER_S = 0.005
@@ -65,7 +67,7 @@ class _Pod:
 
 
 class RemoteEnvironment(EnvironmentInterface):
-    """Steps rows on env workers."""
+    """Runs environment steps on the env workers of a job."""
 
     def __init__(
         self,
@@ -80,14 +82,13 @@ class RemoteEnvironment(EnvironmentInterface):
     ) -> None:
         """Create an environment over env workers.
 
-        Args:
-            addresses: Addresses of the env workers, or a function that returns the current ones.
-            keys: Keys of the connections that are made if `connect` is None.
-            step_seconds: Deadline of one environment step.
-            connect: Returns the client of an address; None = a client that is made with `keys` and closed by `close`.
-            available: Returns when the addresses may have changed; None = a step without any env worker fails at once.
-            waiting: Reports a wait for an address while the block runs.
-            reward_weights: Weights of rewards by name; those that env workers send are added.
+        - `addresses`: addresses of the env workers, or a function that returns the present ones.
+        - `keys`: CURVE keys for connections that are made when `connect` is None. These are not the sample ids that `step` calls keys.
+        - `step_seconds`: deadline of one environment step.
+        - `connect`: returns the RPC client for an address; None makes clients with `keys`, which `close` closes.
+        - `available`: a coroutine that returns when the addresses may have changed; with None a step without any env worker fails at once.
+        - `waiting`: declares a wait for an address while a block runs.
+        - `reward_weights`: weights of rewards by name, in addition to those that env workers send.
         """
         self._addresses = addresses if callable(addresses) else lambda: addresses
         self._connect = connect or self._own_client
@@ -112,9 +113,10 @@ class RemoteEnvironment(EnvironmentInterface):
         keys: Sequence[str] | None = None,
         task_names: Sequence[str | None] | None = None,
     ) -> EnvironmentReturn:
-        """Return the answers of the rows. Raises the error of the first failed row, InfrastructureError if its env worker is lost.
+        """Run one environment step for each row and return the answers in the order of rows.
 
-        `keys` are sample ids, which keep an episode on its env worker; None = every log is an episode of its own.
+        `keys` are sample ids, which keep the steps of an episode on one env worker; with None every log is an episode of its own. Raises
+        the error of the first row that failed, and InfrastructureError when its env worker is lost.
         """
         if self._available is not None and not self._addresses():
             await self._pod_appears(self._available)
@@ -138,11 +140,11 @@ class RemoteEnvironment(EnvironmentInterface):
         )
 
     def release(self, key: str) -> None:
-        """Forget the env worker of the sample `key`, whose episode is over."""
+        """Forget which env worker serves the sample with id `key`, because its episode has ended."""
         self._homes.pop(key, None)
 
     def close(self) -> None:
-        """Cancel calls in flight and close the connections; idempotent."""
+        """Cancel calls in flight and close the connections. May be called again."""
         for call in list(self._calls):
             call.cancel()
         for address, pod in self._pods.items():

@@ -15,10 +15,18 @@ from rl_core.rollouts.message_log import as_token_tensor
 
 
 class Episode:
-    """One sample. RUNNING -> over (terminated or truncated) or out of turns; then `completion()` and `metrics()` are read."""
+    """One sample while it runs. It alternates generations and environment steps, and ends in one of four ways, given by `finish_reason`:
+
+    - `length` or `seq_limit`: a limit of tokens cut a generation or an observation (the sample is `truncated`);
+    - `terminated`: the environment ended the episode;
+    - `max_turns`: all turns are used;
+    - `stop`: none of these; the model ended its last generation.
+
+    `over` covers the first two, after which no turn may follow; the caller counts turns. Afterwards `completion` and `metrics` are read.
+    """
 
     def __init__(self, sample: Mapping[str, Any], *, seed: int | None, key: str) -> None:
-        """Copy the mutable parts of `sample`; `key` is the sample id `{group_id}_g{i}`."""
+        """Copy the mutable parts of `sample`. `seed` is its sampling seed (None: not repeatable) and `key` its id `{group_id}_g{i}`."""
         self.key = key
         self.seed = seed
         self.prompt_idx = sample["idx"]
@@ -45,21 +53,21 @@ class Episode:
         self.versions: list[int] = []
 
     def mark(self) -> None:
-        """Record the time at the end of a generation or of an environment step."""
+        """Record the present time as the end of a generation or of an environment step, alternately."""
         self.times.append(time.monotonic())
 
     @property
     def env_seconds(self) -> float:
-        """Return the seconds spent in environment steps."""
+        """Seconds spent in environment steps."""
         return sum(after - before for before, after in zip(self.times[1::2], self.times[2::2], strict=False))
 
     @property
     def over(self) -> bool:
-        """Return whether the environment or a limit ended the episode."""
+        """Whether the environment or a token limit has ended the episode. False when only the turns are used up."""
         return self.terminated or self.truncated
 
     def add_response(self, assistant: dict[str, Any], input_length: int, generated: Mapping[str, Any]) -> None:
-        """Append the policy's message. A generation that a limit cut makes the sample truncated; it is still scored."""
+        """Append a generation. If a limit cut it, the sample is truncated; it is still scored."""
         self.log.append(assistant)
         self.turn_input_tokens.append(input_length)
         self.turn_gen_tokens.append(len(assistant["token_ids"]))
@@ -72,7 +80,10 @@ class Episode:
             self.cut = (FinishReason.SEQ_LIMIT if limited else FinishReason.LENGTH).value
 
     def add_reward(self, reward: float | None) -> None:
-        """Add this turn's reward; None (not applicable) masks the sample."""
+        """Add the reward of one turn.
+
+        None means that no reward applies; the sample is then masked: it gets the reward NaN and is left out of the loss.
+        """
         if reward is None:
             self.masked = True
         else:
@@ -81,9 +92,9 @@ class Episode:
             self.summed_components[name] = self.summed_components.get(name, 0.0) + value
 
     def add_observation(self, observation: Mapping[str, str], ids: Tensor, room: int, *, terminated: bool) -> None:
-        """Append the observation, cut to `room` tokens.
+        """Append the environment's observation, shortened to `room` tokens. `terminated` says that the environment ended the episode.
 
-        The sample is truncated if the observation leaves no room for another turn and the environment did not end the episode.
+        The sample is truncated if no token is left for another turn and the episode has not terminated.
         """
         self.terminated = terminated
         if len(ids) >= room:
@@ -94,7 +105,7 @@ class Episode:
         self.log.append({"role": observation["role"], "content": observation["content"], "token_ids": ids})
 
     def advance(self, metadata: dict[str, Any] | None, stop_strings: list[list[str] | None] | None) -> None:
-        """Take over the environment's metadata and stop strings for the next turn; None keeps the present ones."""
+        """Use the environment's metadata and stop strings for the next turn. None keeps the present ones."""
         if metadata is not None:
             self.env_info = metadata
         if stop_strings is not None and stop_strings[0] is not None:
@@ -102,7 +113,7 @@ class Episode:
 
     @property
     def finish_reason(self) -> str:
-        """Return why the sample ended: cut by a limit, else ended by the environment, else out of turns, else stopped by the model."""
+        """Why the sample ended, as listed at the class. If several reasons apply, the first in that list."""
         if self.cut is not None:
             return self.cut
         if self.terminated:

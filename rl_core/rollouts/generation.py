@@ -1,4 +1,4 @@
-"""How rollouts generate: `RowGenerator`, the port that prompt groups are run with, and its implementation over an engine."""
+"""How rollouts generate: the interface `RowGenerator`, which prompt groups are run with, and its implementation over an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RowGenerator(Protocol):
 
     @property
     def policy_version(self) -> int:
-        """Policy version of the weights that new tokens are drawn from."""
+        """Version of the weights that generate new tokens."""
         ...
 
     @property

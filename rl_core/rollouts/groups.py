@@ -1,4 +1,4 @@
-"""`GroupMaker`: makes the record of a leased prompt group, and the answer of the content check, with any engine."""
+"""`GroupMaker`: generates leased prompt groups, and the answer of the content check, with any engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROBE_SEED = 20260101
 
 
 class GroupMaker:
-    """Runs leased groups with one manager for training and one per temperature of validation."""
+    """Generates leased groups, with one RolloutManager for training and one per temperature of validation."""
 
     def __init__(
         self, spec: RLJobSpec, tokenizer: Tokenizer, engine: Engine, environment: EnvironmentInterface
@@ -34,7 +34,7 @@ class GroupMaker:
         self._managers: dict[tuple[float | None, int], RolloutManager] = {}
 
     async def make(self, lease: PromptLease) -> PromptGroupRecord:
-        """Return the record of a leased group. Raises the last failure once the manager's attempts are used up."""
+        """Generate a leased group and return its record. Raises the last failure once all attempts are used."""
         sample = {**lease.sample, "group_id": lease.group_id, "attempt": lease.attempt}
         sample["task_name"] = self._spec.env.type
         return await self._manager(lease.temperature, lease.num_generations).run(sample)

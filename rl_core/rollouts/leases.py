@@ -1,6 +1,7 @@
-"""The leases of a rollout: the calls by which it gets, renews and ends them, and the renewal of those that it holds.
+"""The leases of a rollout worker: calls that get, renew and end them, and a task that renews those in use.
 
-The runner's ledger alone knows which rollout holds which group. A lease that is not renewed ends by itself.
+A lease is the right to generate one prompt group for a limited time. It ends by itself when it is not renewed. Only the runner's ledger
+knows which rollout holds which group. The id of a lease is called its token.
 """
 
 from __future__ import annotations
@@ -15,45 +16,51 @@ from rl_core.messages.groups import GroupEntry, PromptLease, RequeueReason
 
 logger = logging.getLogger(__name__)
 ANSWER_MARGIN_S = 10.0
-"""Seconds after the end of a poll after which its answer counts as lost."""
+"""Seconds after the end of a poll at which its answer counts as lost."""
 RENEWALS_PER_LEASE = 3
 RETRY_SECONDS = 1.0
 """Pause before a renewal that failed is tried again."""
 
 
 class HubLeases:
-    """The lease calls of the runner's hub. All of them raise RLJobError when the runner does not answer."""
+    """The lease methods of the runner's hub. All raise RLJobError when the runner does not answer."""
 
     def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
         """`call` is `Worker.hub_call`."""
         self._call = call
 
     async def lease_groups(self, max_groups: int, timeout: float, version: int) -> Sequence[PromptLease]:
-        """Return up to `max_groups` leases for weights of `version` once groups are available, or none after `timeout` seconds."""
+        """Return up to `max_groups` leases of groups that are to be generated with weights `version`.
+
+        Waits up to `timeout` seconds until a group is available; returns none then.
+        """
         leases: Sequence[PromptLease] = await self._call(
             "lease_groups", max_groups, timeout, version, timeout=timeout + ANSWER_MARGIN_S
         )
         return leases
 
     async def renew(self, tokens: Sequence[str]) -> Sequence[str]:
-        """Let the leases of `tokens` run anew; return those that are no longer current."""
+        """Restart the time limit of the leases `tokens`; return those that have expired or were revoked."""
         stale: Sequence[str] = await self._call("renew", list(tokens))
         return stale
 
     async def finish(self, entry: GroupEntry) -> None:
-        """Report a group whose record is stored; may be repeated. Nobody has to renew its lease any more."""
+        """Report a group whose record is stored, which ends its lease. May be repeated."""
         await self._call("finish", entry)
 
     async def return_group(self, token: str, reason: RequeueReason, message: str) -> None:
-        """Return a lease; a token that is no longer current is ignored."""
+        """Return the unfinished group of the lease `token` to the runner. A lease that has ended is ignored."""
         await self._call("return_group", token, reason, message)
 
 
 class Renewal:
-    """Renews the leases that the rollout holds. Used on one event loop only."""
+    """Renews the leases in use. It belongs to one event loop."""
 
     def __init__(self, leases: HubLeases, lost: Callable[[str], None]) -> None:
-        """`lost(token)` is called when the runner no longer counts a held lease: another rollout may have its group."""
+        """Renew through `leases`.
+
+        `lost(token)` is called when a lease has ended at the runner; another rollout may then get its group.
+        """
         self._leases = leases
         self._lost = lost
         self._seconds: dict[str, float] = {}
@@ -63,13 +70,13 @@ class Renewal:
         """The last failure, so that the same one is logged once."""
 
     def hold(self, lease: PromptLease) -> None:
-        """Renew `lease` from now on."""
+        """Renew `lease` until `drop` or `close`."""
         self._seconds[lease.token] = lease.lease_seconds
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._run())
 
     def drop(self, token: str) -> None:
-        """Stop renewing `token`."""
+        """Stop renewing the lease `token`."""
         self._seconds.pop(token, None)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """`RolloutManager`: runs prompt groups and retries those that fail.
 
-The rollout worker of a job calls `run`, which raises a group's last failure: the runner decides whether the prompt is dropped. Without
-a job, `generate_and_push` runs groups into a buffer of the caller's and drops prompts within the budgets of `RetryPolicy` (`buffered`).
+In a job the rollout worker calls `run`, which raises a group's last failure, and the runner decides whether the prompt is dropped. Without
+a job, `generate_and_push` puts groups into a buffer of the caller's and drops prompts within the budgets of `RetryPolicy` (see `buffered`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ COUNTERS = (
 
 
 class RolloutManager:
-    """Runs prompt groups; a failed attempt is repeated as often as `RetryPolicy` allows for its kind of failure."""
+    """Runs prompt groups. A failed attempt is repeated as often as `RetryPolicy` allows for its kind of failure."""
 
     def __init__(
         self,
@@ -111,14 +111,14 @@ class RolloutManager:
         self._buffered = BufferedGroups(buffer, self.retry, version, self._counts)
 
     async def run_rollout(self, input_sample: Mapping[str, Any]) -> PromptGroupRecord:
-        """Return the group of `input_sample`. Makes one attempt, bounded by the deadline of a group."""
+        """Generate the group of `input_sample` in one attempt, without retries. Raises RolloutTimeout after `group_seconds`."""
         async with deadline(self._group_seconds, f"rollout of group {group_name(input_sample)}"):
             return await self._impl.run_rollout(input_sample)
 
     async def run(self, input_sample: Mapping[str, Any]) -> PromptGroupRecord:
-        """Return the group after as many attempts as the retry policy allows; raises the last failure unchanged.
+        """Generate the group of `input_sample`, with as many attempts as the retry policy allows. Raises the last failure unchanged.
 
-        `attempt` of the sample, and with it the sampling seeds, change after data and deadline failures only.
+        The attempt number of the sample, on which its sampling seeds depend, rises only after data failures and deadlines.
         """
         return await self._attempts(input_sample, self.run_rollout)
 
@@ -129,11 +129,11 @@ class RolloutManager:
         target_step: int | None = None,
         inflight_registry: MutableMapping[str, Any] | None = None,
     ) -> PushOutcome:
-        """Run the group of `sample` into the buffer. Returns SKIPPED if it failed and a budget allows to drop it.
+        """Generate the group of `sample` into the buffer. Returns SKIPPED if it failed and a budget allows to drop the prompt.
 
-        Every attempt reserves a slot `group_id#n`, which is removed if the attempt fails or is cancelled. `inflight_registry` holds
-        the slots that are being generated and their start version. Raises data and deadline failures unchanged, and infrastructure
-        failures as RolloutRedispatchExhausted, where no budget is left.
+        Every attempt reserves a slot `group_id#n`, which is removed if the attempt fails or is cancelled. `inflight_registry` (None: not
+        kept) maps the slots that are being generated to their start version. Without budget left, raises data and deadline failures
+        unchanged, and infrastructure failures as RolloutRedispatchExhausted.
         """
         if self.buffer is None:
             raise RolloutConfigError("generate_and_push needs a buffer, got None; pass buffer= or call run()")

@@ -13,14 +13,14 @@ SHORTEST_WINDOW_S = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineLoad:
-    """How much an engine has to do. A metric whose value is None, or whose counters stay 0, is not reported."""
+    """How busy an engine is. A metric whose value is None, or whose counters stay 0, is not reported."""
 
     running: int = 0
     """Running rows."""
     waiting: int = 0
     """Rows that wait for a place in the batch."""
     kv_use: float | None = None
-    """Share of the KV cache in use."""
+    """Fraction of the KV cache in use; None if unknown."""
     queued_seconds: float = 0.0
     """Total seconds that rows waited for a place in the batch, over all rows that got one."""
     queued_rows: int = 0
@@ -44,11 +44,11 @@ class EngineMeter:
         self._last: dict[str, float] = {}
 
     def watch(self, load: Callable[[], EngineLoad]) -> None:
-        """Read the counters of an engine by `load` from now on."""
+        """Read the engine's counters with the function `load` from now on."""
         self._load, self._since, self._before = load, self._clock(), load()
 
     def count(self, tokens: int) -> None:
-        """Add generated tokens."""
+        """Add `tokens` to the number of generated tokens."""
         with self._lock:
             self._tokens += tokens
 

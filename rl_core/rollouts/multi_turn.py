@@ -1,10 +1,10 @@
 """`AsyncRolloutImpl`: runs one prompt group in turns of policy and environment; called by the manager.
 
-One sample: prompt -> generate -> environment step -> observation -> generate ... until the environment ends the episode, a
-generation is cut, or all turns are used. All samples of a group run concurrently; the first failure cancels the others.
+One sample: prompt -> generate -> environment step -> observation -> generate ... until the environment ends the episode, a limit cuts a
+generation, or all turns are used. All samples of a group run concurrently; the first failure cancels the others.
 
-Invariants: generated ids are stored as they were sampled and are never tokenized again; samples share no mutable state; a failure is
-raised and never becomes a reward.
+Invariants: generated ids are stored as they were sampled and are never tokenized again; samples share no mutable state; a failure is raised
+and never becomes a reward.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class AsyncRolloutImpl:
 
     @property
     def policy_version(self) -> int:
-        """Return the version of the policy's weights; 0 (initial weights) for a backend without versions."""
+        """Version of the policy's weights; 0 (initial weights) for a backend without versions."""
         return self._generator.policy_version
 
     async def run_rollout(self, input_sample: Mapping[str, Any]) -> PromptGroupRecord:

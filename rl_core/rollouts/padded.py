@@ -70,12 +70,12 @@ class PaddedGenerator:
 
     @property
     def policy_version(self) -> int:
-        """Return the version of the backend's weights, 0 (the initial weights) if it has no versions."""
+        """Version of the backend's weights; 0 (initial weights) if it has no versions."""
         return int(getattr(self._backend, "policy_version", 0))
 
     @property
     def honours_seeds(self) -> bool:
-        """Return whether the backend says that seeds make a sample repeatable; True if it says nothing."""
+        """Whether a seed makes a sample repeatable, as the backend says; True if it does not say."""
         return bool(getattr(self._backend, "honours_seeds", True))
 
     async def generate_row(

@@ -1,4 +1,4 @@
-"""`pausing`: a weight target that pauses the rollout worker before the engine is prepared for new weights."""
+"""`pausing`: wraps a weight target so that the rollout worker pauses before the engine is prepared for new weights."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Pause = Callable[[float], Awaitable[None]]
-"""`pause(deadline)` stops the admission of rows and returns once nothing generates, within `deadline` seconds."""
+"""`pause(deadline)` stops the admission of rows and returns once nothing generates, within `deadline` seconds from the call."""
 
 
 class PausingTarget:
-    """A `WeightTarget` around that of an engine."""
+    """A `WeightTarget` that wraps that of an engine and pauses the worker first."""
 
     def __init__(self, target: WeightTarget, pause: Pause) -> None:
         """Call `pause` before `target` is prepared."""
@@ -23,7 +23,7 @@ class PausingTarget:
         self._pause = pause
 
     async def prepare(self, deadline: float) -> None:
-        """Pause the worker, then prepare the engine."""
+        """Pause the worker, then prepare the engine, within `deadline` seconds from the call."""
         await self._pause(deadline)
         await self._target.prepare(deadline)
 

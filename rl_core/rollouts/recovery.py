@@ -1,7 +1,7 @@
-"""Recovery of a rollout worker whose engine is lost while the worker itself lives on.
+"""Recovery of a rollout worker whose engine process is lost while the worker itself continues.
 
-engine lost -> forget the weights, close the gate, give back groups in flight, receive no versions
-new engine  -> pull the committed weights, verify them, open the gate
+engine lost -> forget the weights, stop leasing, return groups in flight, receive no versions
+new engine  -> pull the committed weights, verify them, lease again
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ PAUSE_S = 1.0
 
 
 class EngineRecovery:
-    """Recovers from losses of one engine. Before the worker has joined it does nothing, because the runner repeats the join."""
+    """Recovers from the loss of an engine. Before the worker has joined it does nothing, because the runner repeats the join."""
 
     def __init__(self, receiver: WeightReceiver, loop: RolloutLoop, *, starting: Callable[[int], None]) -> None:
-        """`receiver` and `loop` are those of the worker; both live on its event loop.
+        """Recover the worker that `receiver` and `loop` belong to; both live on its event loop.
 
-        `starting(losses)` reports to the hub that an engine starts, so that no version waits for it meanwhile.
+        `starting(losses)` is called with the number of engines lost so far. It reports to the hub that an engine is starting, so that no
+        weight sync waits for this worker.
         """
         self._receiver, self._rollout_loop, self._starting = receiver, loop, starting
         self._publisher = ""
@@ -38,16 +39,19 @@ class EngineRecovery:
         """Engines lost so far."""
 
     def joined(self, publisher: str) -> None:
-        """Pull the weights for a new engine from `publisher` from now on. Called on the worker's event loop."""
+        """Remember `publisher`, from which a new engine gets its weights. Called on the worker's event loop once it has joined."""
         self._publisher, self._loop = publisher, asyncio.get_running_loop()
 
     def lost(self, reason: str) -> None:
-        """Stop serving, because the engine is lost. From any thread."""
+        """Stop serving, because the engine is lost. May be called from any thread."""
         self.losses += 1
         self._start(self._forget())
 
     def back(self, error: RLJobError | None) -> None:
-        """Load the weights into the new engine; end the process when `error` says that there will be none. From any thread."""
+        """Load the weights into the new engine. May be called from any thread.
+
+        An `error` says that there will be no new engine; the process then ends.
+        """
         if error is not None:
             # An exception would reach nobody. The supervisor restarts the process, or the operator replaces the pod.
             logger.error("this process ends, its engine cannot be had: %s", error)

@@ -20,7 +20,10 @@ class RequestBatcher:
     """Submits rows to a `RowQueue` for the coroutines of one event loop."""
 
     def __init__(self, queue: RowQueue, *, by_group: bool) -> None:
-        """`by_group`: every prompt group runs as an engine batch of its own. Must be created on the event loop that uses it."""
+        """Submit rows to `queue`. Must be created on the event loop that uses it.
+
+        `by_group` runs every prompt group as an engine batch of its own.
+        """
         self._queue = queue
         self._by_group = by_group
         self._loop = asyncio.get_running_loop()

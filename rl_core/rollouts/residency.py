@@ -1,4 +1,4 @@
-"""`EngineResidency`: which parts of the engine are on a device that it shares with the actor, as the holder of the device lease says."""
+"""`EngineResidency`: moves the parts of an engine on and off a device that it shares with the trainer, as the device lease says."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ ALL_PARTS: frozenset[Part] = frozenset(get_args(Part))
 
 
 class EngineResidency:
-    """Moves the parts of one engine; at first all are on the device. Used on the worker's event loop."""
+    """Moves the parts of one engine. At first all are on the device. Used on the worker's event loop.
+
+    The device lease is the runner's turn-taking between trainer and rollouts on shared accelerators. Its number (token) rises with each
+    change.
+    """
 
     def __init__(self, residency: Residency, loop: RolloutLoop) -> None:
-        """Move parts with `residency`; `loop` returns the groups in flight before a part is offloaded."""
+        """Move parts with `residency`. `loop` returns the groups in flight before a part is offloaded."""
         self._residency, self._loop = residency, loop
         self._token = -1
         """Newest token of the device lease under which parts were moved."""
@@ -26,17 +30,17 @@ class EngineResidency:
 
     @property
     def complete(self) -> bool:
-        """Return whether all parts are on the device, so that the engine may generate."""
+        """Whether all parts are on the device, so that the engine may generate."""
         return self.parts == ALL_PARTS
 
     def reset_token(self) -> None:
-        """Accept any token again: a new runner counts its own."""
+        """Accept any number of the device lease again, because a restarted runner counts from the beginning."""
         self._token = -1
 
     async def move_to(self, parts: Collection[Part], token: int) -> None:
-        """Offload and onload so that exactly `parts` are on the device; does nothing if `token` is older than the last one.
+        """Keep exactly `parts` on the device. Does nothing if `token` is older than that of the last call.
 
-        Groups in flight are returned first if a part is offloaded.
+        If a part is offloaded, groups in flight are returned to the runner first.
         """
         wanted = ALL_PARTS & set(parts)
         async with self._lock:

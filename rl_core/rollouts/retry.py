@@ -17,7 +17,7 @@ RETRYABLE_STATUS = frozenset({408, 429})
 
 
 class FailureKind(StrEnum):
-    """Cause of a failure: a lost or overloaded process, the sample itself, or a missed deadline."""
+    """Kind of a failure: INFRASTRUCTURE (a lost or overloaded process), DATA (the sample itself) or DEADLINE (a missed deadline)."""
 
     INFRASTRUCTURE = "infrastructure"
     DATA = "data"
@@ -64,9 +64,10 @@ class RetryPolicy:
 
 
 def classify_failure(exc: BaseException) -> FailureKind:
-    """Return the kind of `exc`: that of the first error with a known type among `exc` and its causes, at most MAX_CAUSE_DEPTH deep.
+    """Return the kind of `exc`.
 
-    A data failure anywhere in the chain takes precedence, and a failure of unknown type is DATA. Contexts (`__context__`) are ignored.
+    It is that of the first error with a known type among `exc` and its causes (`__cause__`), at most MAX_CAUSE_DEPTH deep. A data failure
+    anywhere in the chain takes precedence, and a failure of unknown type is DATA. Contexts (`__context__`) are ignored.
     """
     kinds = [_kind(link) for link in _causes(exc)]
     if FailureKind.DATA in kinds:
@@ -101,9 +102,9 @@ def _kind(error: BaseException) -> FailureKind | None:
 
 @asynccontextmanager
 async def deadline(seconds: float | None, what: str) -> AsyncIterator[None]:
-    """Bound the block to `seconds` (None = no bound); raises RolloutTimeout when they have passed.
+    """Raise RolloutTimeout, naming `what`, if the block takes more than `seconds`. None means no limit.
 
-    A TimeoutError that the block raises itself, and a cancellation from outside, pass unchanged.
+    A TimeoutError that the block raises itself and a cancellation from outside pass unchanged.
     """
     try:
         async with asyncio.timeout(seconds) as scope:

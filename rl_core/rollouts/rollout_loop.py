@@ -1,13 +1,13 @@
-"""The loop of a rollout worker: it leases groups from the runner, generates them and reports what came of each.
+"""The loop of a rollout worker: it leases groups from the runner, generates them and reports each result.
 
     runner    --lease_groups--> generate(lease)
     rollout   --record--> channel `trajectories`, under the lease token       (validation: scores --> channel `validation`)
     rollout   --finish(GroupEntry)--> runner      the record is stored
     rollout   --return_group--> runner            the group failed, or was stopped before its end
 
-Groups are leased only while the gate is open, which the worker opens when a version is committed and closes when the next one is
-offered, and only as many as the engine has rows for: groups that come together start together. Everything here runs on one event loop.
-Nothing is raised: a group ends as finished, as given back, or without a report because the runner no longer counts its lease.
+Groups are leased only while leasing is open. The worker opens it (`open`) when a version is committed and closes it (`close`) when the next
+one is offered. No more groups are leased than the engine has rows for; groups that arrive together start together. Everything here runs on
+one event loop. Nothing is raised: a group ends as finished, as returned, or without a report because the runner has ended its lease.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ POLL_SECONDS = 20.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 """Pauses before another call to a runner that failed, or that had no groups at once; each is twice as long as the one before."""
 GATHER_S = 0.005
-"""How long a poll waits for further groups to end while some are being generated, so that one poll replaces those that end together."""
+"""Seconds that a poll waits for further groups to end while others are being generated, so that one poll replaces all groups that end
+together.
+"""
 RETURN_SECONDS = 1.0
-"""How long a stop waits for groups to be given back; a lease that cannot be given back ends by itself."""
+"""Seconds that a stop waits for groups to be returned. A lease that cannot be returned ends by itself."""
 
 
 @dataclass(slots=True)
@@ -60,7 +62,10 @@ class _Group:
 
 
 class RolloutLoop:
-    """Generates prompt groups with `generate`. STOPPED -> started (gate closed) -> leasing <-> paused -> stopped."""
+    """Leases prompt groups, generates them with `generate` and reports them.
+
+    States: STOPPED -> started (leasing closed) -> open <-> closed -> stopped. `open` and `close` only switch leasing; `stop` ends the loop.
+    """
 
     def __init__(
         self,
@@ -109,32 +114,32 @@ class RolloutLoop:
 
     @property
     def groups_in_flight(self) -> int:
-        """Return the number of groups that are leased and not reported."""
+        """Number of groups that are leased and not yet reported."""
         return len(self._groups)
 
     def start(self, trajectories: Channel, validation: Channel) -> None:
-        """Start the loop; records and scores go to these channels. While the gate is closed nothing is leased."""
+        """Start the loop. Records and scores go to these channels. Nothing is leased before `open`."""
         if self._loop_task is None or self._loop_task.done():
             self._trajectories, self._validation = trajectories, validation
             self._loop_task = asyncio.ensure_future(self._serve())
 
     def open(self) -> None:
-        """Lease groups: the weights are proven."""
+        """Start leasing groups, because the engine serves verified weights."""
         if not self._gate.is_set():
             self._refusals = 0
             self._gate.set()
             self._changed.set()
 
     def close(self) -> None:
-        """Lease no more groups. Groups in flight continue; those that a late answer brings are given back."""
+        """Stop leasing groups. Groups in flight continue; groups of a lease that arrives afterwards are returned to the runner."""
         if self._gate.is_set():
             self._gate.clear()
             self._changed.set()
 
     async def pause(self, seconds: float | None) -> None:
-        """Close, wait until no group is in flight, and give back the groups that have not ended after `seconds`.
+        """Stop leasing and wait until no group is in flight. Groups that have not ended after `seconds` are returned to the runner.
 
-        None waits without a bound; the caller sets one.
+        None waits without a limit; the caller sets one.
         """
         self.close()
         if self._groups:
@@ -145,7 +150,7 @@ class RolloutLoop:
             await self._return_all()
 
     async def stop(self) -> None:
-        """Give all groups in flight back and end the loop."""
+        """End the loop and return all groups in flight to the runner."""
         self.close()
         if self._loop_task is not None:
             self._loop_task.cancel()
@@ -155,7 +160,7 @@ class RolloutLoop:
         self._renewal.close()
 
     def drop(self, tokens: Iterable[str]) -> None:
-        """Cancel the groups of leases that the runner no longer counts; groups that have ended are passed over."""
+        """Cancel the groups of the leases `tokens`, which the runner has ended. Groups that have ended are ignored."""
         for token in tokens:
             self._disown(token)
 

@@ -1,6 +1,6 @@
-"""Rows of token ids: what an engine takes (`Row`), what it returns (`GenerationOutput`), and the port that runs them (`RowQueue`).
+"""Rows of token ids: what an engine takes (`Row`), what it returns (`GenerationOutput`), and the interface that runs them (`RowQueue`).
 
-The limits and the finish reason of a row, and the check of its prompt, are here, so that every engine ends a row for the same reason.
+The limits and the finish reason of a row, and the check of its prompt, are here, so that every engine ends a row for the same reasons.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class GenerationOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A row to be generated."""
+    """One sequence to be generated."""
 
     key: Hashable
     """Identifies the row in its result and in `RowQueue.abort`."""
@@ -79,7 +79,7 @@ def token_limit(prompt_tokens: int, params: SamplingParams, max_seq_len: int) ->
 def check_prompt(prompt: Sequence[int], *, vocab_size: int, max_seq_len: int) -> None:
     """Raise ValueError if `prompt` is empty, longer than `max_seq_len`, or has ids outside [0, `vocab_size`).
 
-    Such a row must be refused before it is queued: found in the middle of a batch it would fail every row of the batch.
+    Such a row must be rejected before it is queued, because in the middle of a batch it would fail every row of the batch.
     """
     if not 1 <= len(prompt) <= max_seq_len:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Environment steps over a batch: one call per task, results in the order of the rows, rewards checked."""
+"""Environment steps for a batch of samples: one call per task, results in the order of rows, rewards checked."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from rl_core.rollouts.environment import RemoteEnvironment
 
 
 async def calculate_rewards(batch: Mapping[str, Any], task_to_env: Mapping[str, Any]) -> EnvironmentReturn:
-    """Return the results of one environment step for the rows of `batch` (`message_log`, `task_name`, `extra_env_info`), in their order.
+    """Run one environment step for each row of `batch` and return the environments' answers in the order of rows.
 
-    `step` is called once per distinct task name, concurrently. Rewards are a float32 tensor [B], a dict of such tensors by name, or a list
-    if a row has None (not applicable). Raises ValueError for an unknown task, AssertionError if some tasks return rewards by name and others
-    do not, RolloutDataFailure if an environment returns a wrong number of rows.
+    The name is NeMo-RL's; the result contains observations, metadata, stop strings and ends of episodes as well as rewards. `batch` has the
+    keys `message_log`, `task_name` and `extra_env_info`. `step` is called once per distinct task name, concurrently. Rewards are a float32
+    tensor [B], a dict of such tensors by name, or a list if a row has None (no reward applies). Raises ValueError for an unknown task,
+    AssertionError if some tasks return rewards by name and others do not, and RolloutDataFailure if an environment returns a wrong number
+    of rows.
     """
     names = list(batch["task_name"])
     rows_of: dict[Any, list[int]] = {}

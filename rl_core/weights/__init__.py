@@ -1,1 +1,1 @@
-"""Weights with a version, a manifest and an acknowledgement per receiver."""
+"""Weight synchronization: versions, their manifests, transports, and one acknowledgement per receiver."""

@@ -1,9 +1,8 @@
-"""Turns the pieces of a host copy, as any transport brings them, or a patch into verified tensors.
+"""Verifies the bytes of a version, as any transport delivers them, or of a patch, and turns them into tensors.
 
-Pieces are (position, bytes) in rising order; they may hold many tensors or a part of one. A tensor with a destination is
-written there while its checksum is taken, one pass over memory; the others are handed out, each only after its checksum
-held. A patch is written over the version before it: in the destinations, and in what is retained of the tensors without one.
-Used by the receiver, in its thread.
+Pieces are (position, bytes) in ascending order; a piece may contain many tensors or a part of one. A tensor with a destination is written
+there while its checksum is computed, in one pass over memory. The others are yielded, each only after its checksum matched. A patch is
+applied to the previous version: in the destinations, and in the retained bytes of tensors without one. Used by the receiver, in its thread.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -26,7 +25,7 @@ Piece = tuple[int, np.ndarray]
 
 
 def writable_bytes(destinations: "Mapping[str, torch.Tensor]") -> dict[str, np.ndarray]:
-    """Return the bytes of those that can be written in place, views."""
+    """Return byte views (uint8) of those `destinations` that can be written in place: contiguous tensors in host memory."""
     return {
         name: host_bytes(tensor)
         for name, tensor in destinations.items()
@@ -35,7 +34,10 @@ def writable_bytes(destinations: "Mapping[str, torch.Tensor]") -> dict[str, np.n
 
 
 class Assembly:
-    """One transfer of `manifest`. `bad` names the tensors whose checksum differed; they are never handed out."""
+    """Receives and verifies one version.
+
+    `bad` names the tensors whose checksum differed; they are never yielded.
+    """
 
     def __init__(
         self,
@@ -48,10 +50,14 @@ class Assembly:
         retained: dict[str, np.ndarray] | None = None,
         base: WeightManifest | None = None,
     ) -> None:
-        """`wanted`: names to hand out besides those with a destination. `check` runs per tensor and raises to stop.
+        """Prepare for the version of `manifest`, whose bytes are arranged by `layout`.
 
-        `retained`: bytes of the last version's tensors without a destination, by the name that travels; it is brought up to date.
-        None = none are retained. `base`: what is proven to be in memory; None = nothing.
+        - `destinations`: tensors that are written in place, by name.
+        - `wanted`: names that are yielded in addition to those without a destination.
+        - `check`: called for each tensor; raises to stop the transfer.
+        - `retained`: bytes of the previous version of tensors without a destination, by name; it is updated to this version. None: none are
+          kept.
+        - `base`: manifest of the verified version in memory, to which a patch can apply. None: there is none.
         """
         self.bad: list[str] = []
         self.touched = False
@@ -87,7 +93,10 @@ class Assembly:
         self._memory = {**retained, **self._destinations}
 
     def tensors(self, pieces: Iterable[Piece]) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """Yield (name, tensor) of what has no destination; valid as long as `pieces` are. Raises DataError for a gap."""
+        """Yield (name, tensor) of each tensor without a destination, valid as long as `pieces` are.
+
+        Raises DataError when bytes are missing.
+        """
         if self._retained is not None:
             self._make_room(self._retained)
         order = [(start, self._entries[index]) for index, start in self.layout.starts.items()]
@@ -132,10 +141,10 @@ class Assembly:
                         yield name, tensor
 
     def patched(self, source: PatchSource, data: np.ndarray) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """Write the changes of `source` over the version before and yield (name, tensor) of what has no destination.
+        """Apply the patch `source`, whose bytes are `data`, and yield (name, tensor) of each tensor without a destination.
 
-        The checksum that was proven then changes by what is read where the patch writes, before and after; the tensors of `source.verify`
-        are read whole. Raises DataError for what is not a patch of that version.
+        A checksum is updated from the overwritten elements, before and after the write, so only the changed elements are read. The tensors
+        in `source.verify` are read as a whole. Raises DataError if this is no patch of the version in memory.
         """
         if self._base is None or self._base.digest != source.base:
             raise DataError(f"patch must be of the version in memory, got one of {source.base}")

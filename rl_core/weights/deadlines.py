@@ -50,9 +50,10 @@ class Deadlines:
         return self.sync_seconds * PULL_SHARE
 
     def transfer(self, nbytes: int) -> float:
-        """Return the limit from READY to APPLIED for `nbytes`.
+        """Return the limit from READY to APPLIED for `nbytes`, in seconds.
 
-        It is the time that the slowest supported link needs, but at least `TRANSFER_SHARE` of the sync and at most what the other phases leave.
+        It is the time that the slowest supported link needs, but at least `TRANSFER_SHARE` of the sync and at most what the other phases
+        leave.
         """
         left = self.sync_seconds - self.ready_seconds - self.commit_seconds
         return min(max(self.sync_seconds * TRANSFER_SHARE, nbytes / SLOWEST_BYTES_PER_SECOND), left)

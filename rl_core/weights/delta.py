@@ -133,9 +133,9 @@ def _finder(itemsize: int) -> Callable[..., Any]:
 
 @functools.cache
 def _reacher(gap_bytes: int) -> Callable[..., Any]:
-    from rl_core.weights.kernels import make_reach
+    from rl_core.weights.kernels import make_gap_check
 
-    return make_reach(gap_bytes)
+    return make_gap_check(gap_bytes)
 
 
 @functools.cache

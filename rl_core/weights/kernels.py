@@ -62,8 +62,8 @@ def make_find(itemsize: int) -> Callable[..., Any]:
     return compiled(_find, result(*states, numba.uint32[::1], element[::1], long, wide, numba.boolean))
 
 
-def make_reach(gap_bytes: int) -> Callable[..., Any]:
-    """Return (gaps) -> (sum of the gaps, smallest gap without the first)."""
+def make_gap_check(gap_bytes: int) -> Callable[..., Any]:
+    """Return a compiled function (gaps) -> (sum of the gaps, smallest gap except the first), which shows whether positions are valid."""
     return compiled(_reach, SUMS(view_of(_unsigned(gap_bytes), readonly=True)))
 
 

@@ -1,4 +1,4 @@
-"""`DecoderConfig`: the sizes of a decoder from its `config.json`, for the model families of the lean forward. Imports no torch."""
+"""`DecoderConfig`: the sizes of a decoder from its `config.json`, for the model families of the built-in forward. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rl_core.api.errors import RolloutConfigError
 from rl_core.rollouts.model_files import token_ids
 
 FAMILIES = frozenset({"qwen2", "qwen3", "llama"})
-"""Values of `model_type` that the lean forward runs; other models are run through transformers."""
+"""Values of `model_type` that the built-in forward (`decoder.LeanDecoder`) runs. Other models are run through transformers."""
 ROPE_TYPES = frozenset({"default", "linear", "llama3"})
 DEFAULT_EOS: dict[str, int | None] = {"llama": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
-    """The sizes and options of a model that the lean forward needs."""
+    """The sizes and options of a model that the built-in forward needs."""
 
     family: str
     """qwen2, qwen3 or llama."""
@@ -45,7 +45,7 @@ class DecoderConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> DecoderConfig:
-        """Return the sizes of a parsed config.json. Raises RolloutConfigError for a model that the lean forward cannot run."""
+        """Return the sizes in a parsed config.json. Raises RolloutConfigError for a model that the built-in forward cannot run."""
         family = str(raw.get("model_type"))
         reason = unsupported(raw)
         if reason is not None:
@@ -79,7 +79,7 @@ class DecoderConfig:
 
 
 def unsupported(raw: Mapping[str, Any]) -> str | None:
-    """Return why the lean forward cannot run the model of this config.json, None if it can."""
+    """Return why the built-in forward cannot run the model of this config.json, None if it can."""
     family, activation = raw.get("model_type"), raw.get("hidden_act", "silu")
     if family not in FAMILIES:
         return f"model_type must be one of {', '.join(sorted(FAMILIES))}, got {family!r}"

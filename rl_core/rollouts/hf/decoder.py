@@ -1,10 +1,10 @@
-"""`Decoder`, the port of the engine to a model, and `LeanDecoder`, a forward of Qwen2, Qwen3 and Llama models over the static cache.
+"""`Decoder`, the interface of the engine to a model, and `LeanDecoder`, a built-in forward of Qwen2, Qwen3 and Llama.
 
-The lean forward uses few, fused operations, because on small models calls cost more than their arithmetic. Other models are run by
-`generic.TransformersDecoder`.
+LeanDecoder runs over a static cache and uses few, fused operations, because on small models the calls cost more than their arithmetic.
+Other models are run by `generic.TransformersDecoder`.
 
-Legend: n rows, U distinct prompts, L padded prompt length, K key-value heads, Q query heads per key-value head,
-W live window, D head size, V vocabulary.
+Legend: n rows, U distinct prompts, L padded prompt length, K key-value heads, Q query heads per key-value head, W columns of the cache in
+use, D head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -56,19 +56,23 @@ class Decoder(Protocol):
 
     @property
     def weights(self) -> WeightStore:
-        """The weights, which may be replaced while no row runs."""
+        """The weights, which may be replaced while no row is being generated."""
 
     def prefill(self, prompts: Sequence[Sequence[int]], row_prompts: np.ndarray) -> Tensor:
-        """Append a row per entry of `row_prompts`, an index into the distinct `prompts`; return the logits [new, V] of their next tokens."""
+        """Append rows to the batch and compute their prompts; return the logits [new, V] of their next tokens.
+
+        There is one new row for each entry of `row_prompts`, which is an index into the distinct `prompts`. A prompt that several rows
+        share is computed once.
+        """
 
     def step(self, tokens: Tensor) -> Tensor:
         """Append `tokens` [n] to the rows; return the logits [n, V] of the next ones."""
 
     def keep(self, count: int, moves: list[tuple[int, int]]) -> None:
-        """Keep `count` rows, after the (source, target) moves that fill free places below `count`."""
+        """Keep `count` rows. Each (source, target) of `moves` first copies a row into a free place below `count`."""
 
     def release_cache(self) -> None:
-        """Free the memory of keys and values; no row may run."""
+        """Free the memory of keys and values. No row may be running."""
 
 
 class LeanDecoder:

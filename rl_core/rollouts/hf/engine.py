@@ -22,7 +22,7 @@ from rl_core.api.records import FinishReason
 from rl_core.rollouts.hf.decoder import Decoder
 from rl_core.rollouts.hf.models import decoder_for
 from rl_core.rollouts.hf.running import Request, Rows
-from rl_core.rollouts.hf.sampling import Draw
+from rl_core.rollouts.hf.sampling import BatchSampler
 from rl_core.rollouts.hf.stopping import StopIds, StopStrings
 from rl_core.rollouts.meter import EngineLoad
 from rl_core.rollouts.model_files import token_ids
@@ -30,13 +30,13 @@ from rl_core.rollouts.rows import GenerationOutput, check_prompt, token_limit
 from rl_core.rollouts.sampling import SamplingParams
 
 PREFILL_TOKENS = 16384
-"""Most padded prompt tokens of one prefill; bounds the memory of its activations."""
+"""Largest number of padded prompt tokens of one prefill; it bounds the memory of activations."""
 ADMIT_SHARE = 8
 """Waiting rows join a running batch once 1/8 of its places are free, or all waiting rows fit: a prefill costs about as much as a step."""
 
 
 class HFEngine:
-    """Generates with a lean forward for the Qwen2, Qwen3 and Llama families, and through transformers for other models."""
+    """Generates with the built-in forward for Qwen2, Qwen3 and Llama, and through transformers for other models."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class HFEngine:
         self._rows = Rows(max_batch)
         self._waiting: deque[Request] = deque()
         self._last = torch.zeros(0, dtype=torch.int64)
-        self._draw: Draw | None = None
+        self._draw: BatchSampler | None = None
         self._next_ticket = 0
         self._queued_seconds, self._queued_rows = 0.0, 0
         self._aborted: set[int] = set()
@@ -97,7 +97,7 @@ class HFEngine:
         return len(self._rows)
 
     def load(self) -> EngineLoad:
-        """Return how much the engine has to do. May be called from any thread."""
+        """Return how busy the engine is. This does not load weights. May be called from any thread."""
         return EngineLoad(
             running=len(self._rows),
             waiting=len(self._waiting),
@@ -146,9 +146,11 @@ class HFEngine:
         return finished
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, seed: int, *, batch: int | None = None) -> int:
-        """Queue one row and return its ticket. Rows with the same `batch` must be submitted together; they run as a batch of their own.
+        """Queue one row and return its number (ticket).
 
-        Raises ValueError for a prompt that `rows.check_prompt` refuses and for a seed outside 64 bits.
+        Rows with the same `batch` must be submitted together; they run as a batch of their own.
+
+        Raises ValueError for a prompt that `rows.check_prompt` rejects and for a seed outside 64 bits.
         """
         ids = tuple(map(int, prompt))
         check_prompt(ids, vocab_size=self._decoder.vocab_size, max_seq_len=self.max_seq_len)
@@ -179,10 +181,10 @@ class HFEngine:
         self._aborted.update(tickets)
 
     def interrupt(self, *, keep_cache: bool = False) -> None:
-        """Interrupt all running rows, so that weights may change; the next step continues them from the tokens they have.
+        """Interrupt all running rows, so that weights may change. The next step continues them from the tokens that they have.
 
-        `keep_cache`: rows continue with the keys and values they have; otherwise these are recomputed. Every token keeps the version of
-        the weights that it was drawn from, and the random numbers of a row do not depend on interruptions.
+        With `keep_cache` rows continue with their present keys and values; otherwise these are computed again. Every token keeps the
+        version of the weights that generated it, and the random numbers of a row do not depend on interruptions.
         """
         interrupted = [
             replace(request, begun=self._rows.output(row, "", self.version))
@@ -246,7 +248,7 @@ class HFEngine:
             self._decoder.weights.write(name, tensor)
 
     def serve(self, version: int) -> None:
-        """Label tokens that are generated from now on with `version`."""
+        """Record `version` as the policy version of tokens that are generated from now on."""
         self._require_idle()
         self.version = version
 
@@ -311,7 +313,7 @@ class HFEngine:
     def _accept(self, first: int, logits: Tensor) -> list[tuple[int, GenerationOutput]]:
         """Sample and record a token for the rows from `first` on; remove and return those that ended."""
         rows = self._rows
-        noise = torch.from_numpy(rows.noise(first)).to(logits.device)
+        noise = torch.from_numpy(rows.uniforms(first)).to(logits.device)
         with torch.inference_mode():
             tokens, logprobs = self._drawer(first)(logits, noise)
             self._last = torch.cat([self._last[:first], tokens]) if first else tokens
@@ -332,11 +334,11 @@ class HFEngine:
         self._remove(gone)
         return outputs
 
-    def _drawer(self, first: int) -> Draw:
+    def _drawer(self, first: int) -> BatchSampler:
         """Return the sampler of the rows from `first` on; that of the whole batch is kept until rows come or go."""
         if self._draw is None or first:
             params = [request.params for request in self._rows.requests[first:]]
-            draw = Draw(params, vocab_size=self._decoder.vocab_size, device=self._decoder.device)
+            draw = BatchSampler(params, vocab_size=self._decoder.vocab_size, device=self._decoder.device)
             if first:
                 return draw
             self._draw = draw

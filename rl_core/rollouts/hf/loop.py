@@ -46,7 +46,7 @@ class EngineLoop:
 
     @property
     def version(self) -> int:
-        """Return the version of the weights that new tokens are drawn from."""
+        """Version of the weights that generate new tokens."""
         return self.engine.version
 
     @property
@@ -92,7 +92,7 @@ class EngineLoop:
             self._condition.notify_all()
 
     def load(self) -> EngineLoad:
-        """Return how much the engine has to do, including rows that it was not given yet."""
+        """Return how busy the engine is, including rows that it was not given yet. This does not load weights."""
         load = self.engine.load()
         return replace(load, waiting=load.waiting + len(self._inbox))
 

@@ -1,4 +1,4 @@
-"""`HFRolloutEngine`: the HF engine behind the worker's port `rollouts.engine.Engine`, on a thread of its own."""
+"""`HFRolloutEngine`: the HF engine as a `rollouts.engine.Engine`, with a thread of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rl_core.rollouts.model_files import generation_eos_ids
 from rl_core.rollouts.sampling import SamplingParams
 
 QUEUE_SHARE = 0.5
-"""Rows leased beyond the engine's batch, as a share of it, so that freed places in the batch are filled at once."""
+"""Rows leased beyond the engine's batch, as a fraction of it, so that free places in the batch are filled at once."""
 
 
 class HFRolloutEngine:
@@ -84,7 +84,7 @@ class HFRolloutEngine:
         """Do nothing: this engine ends with the worker's process."""
 
     def load(self) -> EngineLoad:
-        """Return how much the engine has to do."""
+        """Return how busy the engine is."""
         return self.loop.load()
 
     def close(self) -> None:

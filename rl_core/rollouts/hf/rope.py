@@ -42,7 +42,7 @@ def _llama3(inverse: Tensor, scaling: object) -> Tensor:
 
 
 def rotation_table(config: DecoderConfig, positions: int, device: torch.device) -> Tensor:
-    """Return [positions, 1, d/2] complex64: exp(i * position * frequency) * d**-0.25."""
+    """Return [positions, 1, d/2] complex64: exp(i * position * frequency) * d**-0.25, where d is the head size."""
     angles = torch.outer(torch.arange(positions).float(), inverse_frequencies(config))
     table = torch.polar(torch.full_like(angles, config.head_dim**-0.25), angles)
     return table.unsqueeze(1).to(device)

@@ -18,22 +18,22 @@ from rl_core.rollouts.sampling import SamplingParams
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One row to be generated."""
+    """One row in the HF engine: a `rows.Row` with its limits resolved."""
 
     ticket: int
     prompt: tuple[int, ...]
     params: SamplingParams
     seed: int
     limit: int
-    """New tokens at most, >= 1."""
+    """Largest number of new tokens, at least 1."""
     limit_reason: str
     """Finish reason when the limit is reached."""
     stop_set: int
-    """Index of its stop ids in `StopIds`."""
+    """Index of the row's stop ids in `StopIds`."""
     batch: int | None = None
     """Rows with the same number run as a batch of their own; None = in any batch."""
     begun: GenerationOutput | None = None
-    """What it had generated when it was interrupted; None for a new row."""
+    """What the row had generated when it was interrupted. None for a new row."""
     queued: float = 0.0
     """Time of its submission, monotonic seconds."""
 
@@ -44,7 +44,7 @@ class Request:
 
 
 class Rows:
-    """The running rows."""
+    """The running rows of one engine."""
 
     def __init__(self, max_batch: int) -> None:
         self.requests: list[Request] = []
@@ -91,11 +91,11 @@ class Rows:
 
     @property
     def with_strings(self) -> bool:
-        """Return whether any row has stop strings."""
+        """Whether any row has stop strings."""
         return self._with_strings > 0
 
-    def noise(self, first: int) -> np.ndarray:
-        """Return a random float32 in [0, 1) for the next token of every row from `first` on."""
+    def uniforms(self, first: int) -> np.ndarray:
+        """Return a uniform random float32 in [0, 1) for the next token of each row from row `first` on."""
         part = slice(first, len(self))
         drawn: np.ndarray = self._noise[self._index[part], self._count[part]]
         return drawn
@@ -116,7 +116,10 @@ class Rows:
         return ids
 
     def output(self, row: int, reason: str, version: int) -> GenerationOutput:
-        """Return the output of `row`, whose new tokens are of `version`."""
+        """Return the output of `row`, which ended for `reason`.
+
+        Its tokens since the last interruption get the policy version `version`; earlier ones keep theirs.
+        """
         count, begun = int(self._count[row]), self.requests[row].begun
         before = [] if begun is None else begun.versions
         start = before[-1][1] if before else 0

@@ -42,10 +42,14 @@ def _mix(z: Any) -> Any:
     return z ^ (z >> np.uint64(31))
 
 
-class Draw:
-    """Samples the tokens of a fixed set of rows: created when rows come or go, called at every step."""
+class BatchSampler:
+    """Samples one token for each row of a fixed batch: `tokens, logprobs = sampler(logits, uniforms)`.
+
+    It is created when rows are added or removed, and called at every step.
+    """
 
     def __init__(self, rows: Sequence[SamplingParams], *, vocab_size: int, device: torch.device) -> None:
+        """Prepare to sample rows with these settings on `device`, from a vocabulary of `vocab_size` tokens."""
         greedy = [row.greedy for row in rows]
         temperatures = [1.0 if row.greedy else row.temperature for row in rows]
         self._all_greedy, self._any_greedy = all(greedy), any(greedy)

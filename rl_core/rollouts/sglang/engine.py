@@ -37,9 +37,13 @@ from rl_core.rollouts.sglang.row_progress import RowProgress
 
 logger = logging.getLogger(__name__)
 PauseMode = Literal["in_place", "retract", "abort"]
-"""in_place: rows keep their keys and values; retract: these are recomputed; abort: rows are aborted and resumed from their tokens."""
+"""How rows continue after a pause. in_place: with their present keys and values. retract: with keys and values that are computed again.
+abort: the engine aborts them, and they are requested again with their tokens so far.
+
+In each mode no generated token is lost.
+"""
 ASK_S = 2.0
-"""Longest time between two questions to the child whether its scheduler is alive, and how much it has to do."""
+"""Seconds between two requests to the child that report whether its scheduler is alive and how busy it is."""
 LOOK_S = 1.0
 """How often the keeper checks whether the engine was closed."""
 MAX_STARTS, START_WINDOW_S = 4, 600.0
@@ -127,7 +131,7 @@ class SGLangEngine:
         self._lost, self._back = lost, back
 
     def await_ready(self, seconds: float) -> None:
-        """Return once a child is ready. Raises DeadlineExceeded after `seconds`, or the reason why there will be none."""
+        """Block until a child is ready. Raises DeadlineExceeded after `seconds`, or the error that prevents a new child."""
         if not self._ready.wait(seconds):
             raise DeadlineExceeded(f"the engine must be up within {seconds:g} s, its process is still starting")
         if self._failure is not None:
@@ -178,7 +182,7 @@ class SGLangEngine:
                 self._process.send(EngineAbort(keys=numbers))
 
     def load(self) -> EngineLoad:
-        """Return how much the engine has to do. Waiting rows and KV memory are as old as the child's last report, at most `ASK_S`."""
+        """Return how busy the engine is. This does not load weights. Waiting rows and KV memory are at most `ASK_S` seconds old."""
         rows, report = len(self._pending.rows), self._scheduler
         waiting = min(int(report.get("waiting", 0)), rows)
         return EngineLoad(
@@ -202,7 +206,10 @@ class SGLangEngine:
         return answer
 
     async def pause(self, mode: PauseMode, seconds: float) -> None:
-        """Pause generation; returns once no row gets a further token until `resume`. No row is lost. Raises TimeoutError after `seconds`."""
+        """Pause generation; returns once no row gets a further token until `resume`.
+
+        No row is lost in any mode: rows that the engine aborts continue from their tokens. Raises TimeoutError after `seconds`.
+        """
         answer = self.call("pause", mode=mode)
         self.paused = mode
         await asyncio.wait_for(asyncio.wrap_future(answer), seconds)

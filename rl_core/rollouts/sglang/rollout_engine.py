@@ -1,4 +1,4 @@
-"""`SGLangRolloutEngine`: the SGLang engine behind the worker's port `rollouts.engine.Engine`."""
+"""`SGLangRolloutEngine`: the SGLang engine as a `rollouts.engine.Engine`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rl_core.rollouts.sglang.residency import SGLangResidency
 from rl_core.rollouts.sglang.weight_target import SGLangWeightTarget, WeightBuffer, weight_buffer
 
 QUEUE_SHARE = 0.5
-"""Rows leased beyond the engine's batch, as a share of it, so that freed places in the batch are filled at once."""
+"""Rows leased beyond the engine's batch, as a fraction of it, so that free places in the batch are filled at once."""
 
 
 class SGLangRolloutEngine:
@@ -103,7 +103,7 @@ class SGLangRolloutEngine:
 
     @property
     def weights_proof(self) -> str:
-        """Return what proves the served weights; see `Engine.weights_proof`."""
+        """How the served weights were verified; see `Engine.weights_proof`."""
         return self.weight_target.proof
 
     def generator(self, params: SamplingParams) -> EngineGenerator:
@@ -120,7 +120,7 @@ class SGLangRolloutEngine:
         self.engine.watch(lost, back)
 
     def load(self) -> EngineLoad:
-        """Return how much the engine has to do."""
+        """Return how busy the engine is."""
         return self.engine.load()
 
     def close(self) -> None:

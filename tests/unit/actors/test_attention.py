@@ -53,7 +53,7 @@ def test_packed_rows_do_not_see_each_other(lengths, key_heads, window):
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=60))
 @settings(max_examples=50, deadline=None)
 def test_runs_cover_every_token_once_with_little_padding(lengths):
-    runs = packed_of(lengths).runs
+    runs = packed_of(lengths).dense_batches
     assert [run.start for run in runs] == [sum(r.tokens for r in runs[:i]) for i in range(len(runs))]
     assert sum(run.tokens for run in runs) == sum(lengths)
     assert sum(run.rows for run in runs) == len(lengths)
@@ -61,7 +61,7 @@ def test_runs_cover_every_token_once_with_little_padding(lengths):
 
 
 def test_equal_lengths_are_one_run_without_copies():
-    (run,) = packed_of([7] * 5).runs
+    (run,) = packed_of([7] * 5).dense_batches
     assert run.dense is None and run.real is None and (run.rows, run.width) == (5, 7)
 
 

@@ -44,14 +44,14 @@ def test_a_step_that_comes_before_the_copy_is_made_waits_for_it(make_actor, reco
     actor, other, arrived = make_actor(), make_actor(), threading.Event()
     train(actor, records)
     background, expected = actor.manager._background, state(actor)
-    copy, release = background._copy_of, background.release
+    copy, release = background._copy_of, background.wait_copied
 
     def late(part):
         assert arrived.wait(60), "the optimizer step asks before it changes anything"
         return copy(part)
 
     monkeypatch.setattr(background, "_copy_of", late)
-    monkeypatch.setattr(background, "release", lambda: (arrived.set(), release()))
+    monkeypatch.setattr(background, "wait_copied", lambda: (arrived.set(), release()))
     written = actor.save_checkpoint(str(tmp_path), 1, in_background=True)
     train(actor, records)
     asyncio.run(written)

@@ -191,7 +191,7 @@ def test_the_sharded_and_the_plain_layout_load_each_other(make_manager, tmp_path
     set_grads(plain)
     plain.optimizer_step()
     plain.save_checkpoint(str(tmp_path / "plain"), 1)
-    monkeypatch.setattr(FSDP2Strategy, "shards", property(lambda self: True))
+    monkeypatch.setattr(FSDP2Strategy, "is_sharded", property(lambda self: True))
     sharded = make_manager()
     assert all(isinstance(p, DTensor) for p in sharded.model.parameters())
     sharded.load_checkpoint(str(tmp_path / "plain"))

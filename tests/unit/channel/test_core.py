@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.api.errors import ChannelClosed, ChannelEmpty, ChannelFull, DeadlineExceeded, ProducerLost
-from rl_core.channel.model import exact_sum
+from rl_core.channel.model import add_exactly
 from rl_core.messages.channel import ChannelOptions, KeyStats
 from tests.unit.channel.core_bench import Bench, Process
 
@@ -257,7 +257,7 @@ class TestBatch:
     def test_the_exact_sum_is_that_of_fractions(self, numbers):
         parts = ()
         for number in numbers:
-            parts = exact_sum(parts, number)
+            parts = add_exactly(parts, number)
         assert sum(map(Fraction, parts)) == sum(map(Fraction, numbers))
 
     def test_oversize_does_not_apply_behind_a_taken_item(self):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rl_core.api.errors import RolloutConfigError
 from rl_core.api.job import RLJobSpec
 from rl_core.rollouts.groups import training_params
-from rl_core.rollouts.hf.sampling import Draw, uniforms
+from rl_core.rollouts.hf.sampling import BatchSampler, uniforms
 from rl_core.rollouts.sampling import SamplingParams
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_noise_is_splitmix_of_the_mixed_seed_at_the_position(seed, position):
 
 def draw(logits, noise, **params):
     rows = [SamplingParams(**params)] * len(logits)
-    return Draw(rows, vocab_size=logits.shape[1], device=CPU)(logits, noise)
+    return BatchSampler(rows, vocab_size=logits.shape[1], device=CPU)(logits, noise)
 
 
 def reference(logits, *, temperature=1.0, top_k=None, top_p=1.0):
@@ -140,9 +140,11 @@ def test_rows_of_different_settings_share_a_draw():
         SamplingParams(temperature=t, top_k=k, top_p=p)
         for t, k, p in ((0.0, None, 1.0), (1.0, None, 1.0), (0.5, 2, 1.0), (2.0, None, 0.5))
     ]
-    tokens, logprobs = Draw(rows, vocab_size=20, device=CPU)(logits, noise)
+    tokens, logprobs = BatchSampler(rows, vocab_size=20, device=CPU)(logits, noise)
     for index, row in enumerate(rows):
-        token, logprob = Draw([row], vocab_size=20, device=CPU)(logits[index : index + 1], noise[index : index + 1])
+        token, logprob = BatchSampler([row], vocab_size=20, device=CPU)(
+            logits[index : index + 1], noise[index : index + 1]
+        )
         assert token.item() == tokens[index].item() and abs(logprob.item() - logprobs[index].item()) < 1e-6
 
 
