@@ -160,6 +160,23 @@ def samples(
 
 
 @app.command()
+def view(
+    targets: Annotated[
+        list[Path], typer.Argument(metavar="OUT...", help="Output folders of runs.", show_default=False)
+    ],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.")] = 0,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Others than loopback show the samples to the network.")
+    ] = "127.0.0.1",
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
+) -> None:
+    """Show runs as a page: curves, samples, tokens, who waited for whom. Works while they run and afterwards."""
+    from rl_core.cli.view import serve_view
+
+    run_command(lambda: serve_view(targets, host=host, port=port, browser=browser))
+
+
+@app.command()
 def scale(
     target: Target,
     replicas: Annotated[int | None, typer.Option(min=1, help="Number of rollout pods.", show_default=False)] = None,

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 
 from rl_core.api.errors import ConfigError
@@ -33,6 +33,8 @@ class Request:
     """Without the query."""
     headers: Mapping[str, str]
     """Names in lower case."""
+    query: str = ""
+    """What follows the path, undecoded."""
     body: bytes = b""
 
 
@@ -132,9 +134,7 @@ class HttpServer:
             response = self._gate(request)
             if response is None:
                 body = await reader.readexactly(_length(request))
-                response = self._answer(
-                    Request(method=request.method, path=request.path, headers=request.headers, body=body)
-                )
+                response = self._answer(replace(request, body=body))
         except asyncio.LimitOverrunError:
             response = self._refuse(BadRequest(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the head is too long"))
         except BadRequest as error:
@@ -176,7 +176,8 @@ def _parse(head: bytes) -> Request:
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
         raise BadRequest(HTTPStatus.BAD_REQUEST, f"the first line must be METHOD PATH HTTP/1.1, got {first[:80]!r}")
     headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    return Request(method=words[0], path=words[1].partition("?")[0], headers=headers)
+    path, _, query = words[1].partition("?")
+    return Request(method=words[0], path=path, headers=headers, query=query)
 
 
 def _length(request: Request) -> int:

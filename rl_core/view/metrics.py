@@ -1,0 +1,87 @@
+"""The metrics of a run as columns, read from metrics.jsonl as it grows; and what went wrong at which step."""
+
+import json
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+FAILURES = "failures_total/"
+DURATIONS = ("time/step", "time/validation", "time/checkpoint")
+"""Parts of the time between two lines."""
+
+
+class MetricColumns:
+    """All metrics by name. May be used by several threads."""
+
+    def __init__(self, path: Path) -> None:
+        """`path`: metrics.jsonl, which need not be there yet."""
+        self._path = path
+        self._end = 0
+        self._lines: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return all whole lines so far; damaged ones are left out. A file that was cut back (a resumed run) is read anew."""
+        with self._lock:
+            try:
+                size = self._path.stat().st_size
+                if size < self._end:
+                    self._end, self._lines = 0, []
+                if size > self._end:
+                    with self._path.open("rb") as file:
+                        file.seek(self._end)
+                        data = file.read()
+                    data = data[: data.rfind(b"\n") + 1]
+                    self._end += len(data)
+                    self._lines = self._lines + [
+                        line for text in data.splitlines() if (line := _line(text)) is not None
+                    ]
+            except OSError:
+                return []
+            return self._lines
+
+    def names(self) -> list[str]:
+        """Return the names of all metrics, in order."""
+        return sorted({name for line in self.lines() for name in line} - {"step"})
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """Return (step, value) where the metric is a number."""
+        return [(line["step"], line[name]) for line in self.lines() if _is_number(line.get(name))]
+
+    def hours(self) -> list[tuple[int, float]]:
+        """Return (step, hours since the start): the sum of the measured times of all lines up to the step."""
+        total, found = 0.0, []
+        for line in self.lines():
+            total += sum(line[part] for part in DURATIONS if _is_number(line.get(part)))
+            found.append((line["step"], total / 3600))
+        return found
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return restarts and failures as {step, kind, text}: where the epoch or a count of failures is larger than in the line before."""
+        found: list[dict[str, Any]] = []
+        before: dict[str, Any] = {}
+        for line in self.lines():
+            epoch: Any = line.get("epoch")
+            last: Any = before.get("epoch", epoch)
+            if _is_number(epoch) and _is_number(last) and epoch > last:
+                found.append({"step": line["step"], "kind": "restart", "text": f"restarted, epoch {epoch:g}"})
+            for name, count in line.items():
+                if name.startswith(FAILURES) and _is_number(count) and count > (before.get(name) or 0):
+                    more = count - (before.get(name) or 0)
+                    text = f"{name.removeprefix(FAILURES)}: {more:g} more"
+                    found.append({"step": line["step"], "kind": "failure", "text": text})
+            before = line
+        return found
+
+
+def _line(text: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and type(found.get("step")) is int else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,229 @@
+"""Answers the requests of the page from the files of the runs. Called on the server's thread, one request at a time."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+from rl_core.launch.workspace import is_abandoned
+from rl_core.samples.lines import TRAIN, VALIDATION, Entry
+from rl_core.samples.reader import Found, SampleReader
+from rl_core.view.metrics import MetricColumns
+from rl_core.view.timeline import timeline
+
+STATIC = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    **{f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in
+       ("app", "charts", "dom", "samples", "timeline", "tokens")},
+    "/view.css": ("view.css", "text/css; charset=utf-8"),
+}  # fmt: skip
+MOST_SAMPLES = 400
+"""Samples of one answer."""
+PREVIEW = 240
+"""Characters of a text in a list."""
+FINAL = frozenset({"Finished", "Failed", "Suspended"})
+
+
+class NotFound(ValueError):
+    """A request for what is not there."""
+
+
+class RunView:
+    """One run as the page shows it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.metrics = MetricColumns(folder / "metrics.jsonl")
+        self.samples = SampleReader(folder)
+
+    def facts(self) -> dict[str, Any]:
+        """Return name, phase and progress; a run that never wrote a status is Unknown."""
+        status = _read_json(self.folder / "status.json")
+        phase = str(status.get("phase", "Unknown"))
+        if phase not in (*FINAL, "Unknown") and is_abandoned(self.folder):
+            phase = "Killed"
+        failure = status.get("failure")
+        return {
+            "name": self.folder.name,
+            "folder": str(self.folder),
+            "phase": phase,
+            "step": status.get("step"),
+            "total": status.get("totalSteps"),
+            "reward": status.get("reward"),
+            "epoch": status.get("epoch"),
+            "failure": failure.get("message") if isinstance(failure, dict) else None,
+        }
+
+
+class Pages:
+    """The runs of one `rljob view`."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._runs = [RunView(folder) for folder in folders]
+        self._static = {
+            path: (files("rl_core.view").joinpath("static", name).read_bytes(), kind)
+            for path, (name, kind) in STATIC.items()
+        }
+        self._answers: Mapping[str, Callable[[Query], Any]] = {
+            "/api/runs": lambda query: [run.facts() for run in self._runs],
+            "/api/curves": self._curves,
+            "/api/steps": self._steps,
+            "/api/samples": self._samples,
+            "/api/sample": self._sample,
+            "/api/timeline": lambda query: timeline(self._run(query).folder / "traces", query.number("step")),
+        }
+
+    def warm_up(self) -> None:
+        """Read the indexes of the samples."""
+        for run in self._runs:
+            run.samples.refresh()
+
+    def answer(self, path: str, query: str) -> tuple[bytes, str]:
+        """Return the body and its content type. Raises NotFound, or ValueError for a bad parameter."""
+        if path in self._static:
+            return self._static[path]
+        if path not in self._answers:
+            raise NotFound(f"{path[:80]} is not known")
+        value = self._answers[path](Query(query))
+        body = value if isinstance(value, bytes) else json.dumps(value, separators=(",", ":")).encode()
+        return body, "application/json"
+
+    def _run(self, query: "Query") -> RunView:
+        number = query.number("run")
+        if not 0 <= number < len(self._runs):
+            raise NotFound(f"there are runs 0 to {len(self._runs) - 1}, got {number}")
+        return self._runs[number]
+
+    def _curves(self, query: "Query") -> dict[str, Any]:
+        metrics = self._run(query).metrics
+        return {
+            "names": metrics.names(),
+            "series": {name: metrics.series(name) for name in query.texts("name")[:32]},
+            "hours": metrics.hours(),
+            "events": metrics.events(),
+        }
+
+    def _steps(self, query: "Query") -> dict[str, list[int]]:
+        samples = self._run(query).samples
+        samples.refresh()
+        return {split: samples.steps(split) for split in (TRAIN, VALIDATION)}
+
+    def _samples(self, query: "Query") -> dict[str, Any]:
+        run, step, split = self._run(query), query.optional("step"), query.text("split", TRAIN)
+        run.samples.refresh()
+        found = run.samples.every(split) if step is None else run.samples.of_step(split, int(step))
+        reasons = sorted({one.entry.reason for one in found})
+        found = [one for one in found if _matches(one.entry, query)]
+        order = query.text("order", "group")
+        if order in ("worst", "best"):
+            found = sorted(found, key=lambda one: _rank(one.entry, best=order == "best"))
+        elif order in ("longest", "shortest"):
+            found = sorted(found, key=lambda one: one.entry.tokens, reverse=order == "longest")
+        text = query.text("text", "")
+        rows: list[dict[str, Any]] = []
+        more = 0
+        for one in found:
+            if len(rows) >= MOST_SAMPLES:
+                more = len(found) - len(rows) if not text else -1
+                break
+            row = _row(one, text)
+            if row is not None:
+                rows.append(row)
+        return {"samples": rows, "more": more, "reasons": reasons}
+
+    def _sample(self, query: "Query") -> bytes:
+        run, split = self._run(query), query.text("split", TRAIN)
+        wanted = query.text("group", ""), query.number("sample")
+        run.samples.refresh()
+        for one in run.samples.of_step(split, query.number("step")):
+            if (one.entry.group, one.entry.sample) == wanted:
+                data = run.samples.read_bytes(one)
+                if data is not None and run.samples.read(one) is not None:
+                    return data
+        raise NotFound(f"sample {wanted[1]} of group {wanted[0][:80]} is not kept")
+
+
+class Query:
+    """The parameters of a request."""
+
+    def __init__(self, text: str) -> None:
+        self._values = parse_qs(text, max_num_fields=64)
+
+    def texts(self, name: str) -> list[str]:
+        """Return all values of a parameter."""
+        return self._values.get(name, [])
+
+    def text(self, name: str, default: str) -> str:
+        """Return a parameter, `default` where it is missing or empty."""
+        return (self._values.get(name) or [default])[0] or default
+
+    def optional(self, name: str) -> float | None:
+        """Return a number, None where it is missing or empty. Raises ValueError for what is none."""
+        text = self.text(name, "")
+        try:
+            return float(text) if text else None
+        except ValueError:
+            raise ValueError(f"{name} must be a number, got {text[:40]!r}") from None
+
+    def number(self, name: str) -> int:
+        """Return an integer, 0 where it is missing. Raises ValueError for what is none."""
+        text = self.text(name, "0")
+        if not (text.isascii() and text.isdigit()) or len(text) > 12:
+            raise ValueError(f"{name} must be a number, got {text[:40]!r}")
+        return int(text)
+
+
+def _rank(entry: Entry, *, best: bool) -> tuple[bool, float]:
+    """Return a sort key; samples without a reward are last."""
+    return entry.reward is None, (-1 if best else 1) * (entry.reward or 0.0)
+
+
+def _matches(entry: Entry, query: Query) -> bool:
+    low, high = query.optional("min_reward"), query.optional("max_reward")
+    short, long = query.optional("min_tokens"), query.optional("max_tokens")
+    if (low is not None or high is not None) and entry.reward is None:
+        return False
+    reward = entry.reward or 0.0
+    return (
+        (low is None or reward >= low)
+        and (high is None or reward <= high)
+        and (short is None or entry.tokens >= short)
+        and (long is None or entry.tokens <= long)
+        and query.text("reason", entry.reason) == entry.reason
+        and query.text("group", entry.group) == entry.group
+    )
+
+
+def _row(found: Found, text: str) -> dict[str, Any] | None:
+    """Return a sample of a list; None for one that lacks `text` or cannot be read."""
+    entry, sample = found.entry, SampleReader.read(found)
+    if sample is None:
+        return None
+    given = sample["prompt_messages"]
+    prompt, response = (
+        "\n".join(str(message["content"]) for message in part)
+        for part in (sample["messages"][:given], sample["messages"][given:])
+    )
+    if text and text.casefold() not in f"{prompt}\n{response}".casefold():
+        return None
+    return {
+        "step": entry.step,
+        "group": entry.group,
+        "sample": entry.sample,
+        "reward": entry.reward,
+        "reason": entry.reason,
+        "tokens": entry.tokens,
+        "version": entry.version,
+        "prompt": prompt[:PREVIEW],
+        "response": response[:PREVIEW],
+    }
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
