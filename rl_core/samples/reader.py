@@ -10,12 +10,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_core.samples.lines import TRAIN, Entry, entry_of
 from rl_core.samples.writer import DATA, INDEX
 
 logger = logging.getLogger(__name__)
+FIELDS = len(Entry._fields)
 
 
 @dataclass(slots=True)
@@ -30,8 +31,7 @@ class _File:
     """End of the last line of the data file that has an entry or was passed over."""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """A sample that the index knows."""
 
     path: Path
@@ -93,8 +93,8 @@ class SampleReader:
         except ValueError:
             rows = [row for line in lines if (row := _parsed(line)) is not None]
         for row in rows:
-            if isinstance(row, list) and len(row) == len(Entry._fields):
-                yield Entry(*row)
+            if isinstance(row, list) and len(row) == FIELDS:
+                yield Entry._make(row)
 
     def _index_lines(self, file: _File) -> None:
         """Make entries of whole lines that the index lacks: its writer ended between the two, or is about to write them."""
