@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from rl_core.algorithms.advantages.groups import token_metrics
 from rl_core.algorithms.advantages.types import AdvantageResult
 from rl_core.algorithms.arguments import require_bool, require_float32, require_same_shape
 
@@ -17,4 +16,4 @@ def opd_advantages(teacher_log_probs: Tensor, log_probs: Tensor, mask: Tensor) -
     require_bool(mask=mask)
     require_same_shape(teacher_log_probs=teacher_log_probs, log_probs=log_probs, mask=mask)
     advantages = torch.where(mask, teacher_log_probs.detach() - log_probs.detach(), 0.0)
-    return AdvantageResult(advantages, None, token_metrics("advantages", advantages, mask))
+    return AdvantageResult(advantages)

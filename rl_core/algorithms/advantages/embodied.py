@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from rl_core.algorithms.advantages.gae import check_discounts
-from rl_core.algorithms.advantages.groups import token_metrics
 from rl_core.algorithms.advantages.recurrence import decayed_suffix_sums
 from rl_core.algorithms.advantages.types import AdvantageResult
 from rl_core.algorithms.arguments import require_bool, require_choice, require_float32
@@ -39,9 +38,7 @@ def embodied_gae_advantages(
     deltas = step_rewards + gamma * worth[:, 1:] * goes_on - worth[:, :-1]
     sums = decayed_suffix_sums(deltas, gamma * lam * goes_on)
     advantages, returns = sums.float(), (sums + worth[:, :-1]).float()
-    everywhere = torch.ones_like(advantages, dtype=torch.bool)
-    metrics = token_metrics("advantages", advantages, everywhere) | token_metrics("returns", returns, everywhere)
-    return AdvantageResult(advantages, returns, metrics)
+    return AdvantageResult(advantages, returns)
 
 
 def embodied_loss_mask(dones: Tensor, *, level: str = "action") -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from rl_core.algorithms.advantages.groups import token_metrics
 from rl_core.algorithms.advantages.recurrence import decayed_suffix_sums, next_trainable
 from rl_core.algorithms.advantages.types import AdvantageResult
 from rl_core.algorithms.arguments import require_float32, require_rows, require_same_shape, require_token_mask
@@ -41,9 +40,7 @@ def gae_advantages(
     # A masked token hands on what follows it unchanged.
     sums = decayed_suffix_sums(deltas, torch.where(mask, gamma * lam, 1.0).double())
     advantages = torch.where(mask, sums, 0.0)
-    result, returns = advantages.float(), (advantages + kept).float()
-    metrics = token_metrics("advantages", result, mask) | token_metrics("returns", returns, mask)
-    return AdvantageResult(result, returns, metrics)
+    return AdvantageResult(advantages.float(), (advantages + kept).float())
 
 
 def check_discounts(gamma: float, lam: float) -> None:

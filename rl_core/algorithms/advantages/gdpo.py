@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from rl_core.algorithms.advantages.group_relative import grpo_advantages, spread
-from rl_core.algorithms.advantages.groups import per_row, token_metrics
 from rl_core.algorithms.advantages.types import AdvantageResult, Reduce
 from rl_core.algorithms.advantages.whitening import whiten
 from rl_core.algorithms.arguments import require_bool, require_rows
@@ -48,7 +47,6 @@ def gdpo_advantages(
         }
     trusted = one_column.squeeze(1) if valid is None else valid
     advantages = spread(whiten(row, trusted, reduce=reduce), mask)
-    metrics |= token_metrics("advantages", advantages, mask & per_row(trusted, mask))
     return AdvantageResult(advantages, None, metrics)
 
 

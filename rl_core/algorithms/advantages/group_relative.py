@@ -10,7 +10,6 @@ from rl_core.algorithms.advantages.groups import (
     group_statistics,
     per_row,
     reward_metrics,
-    token_metrics,
 )
 from rl_core.algorithms.advantages.types import AdvantageResult
 from rl_core.algorithms.arguments import require_bool, require_choice, require_rows
@@ -49,12 +48,7 @@ def grpo_advantages(
         row = row / (statistics.std + eps)
     usable = valid & (statistics.std > 0)
     advantages = spread(torch.where(usable, row, 0.0), mask)
-    metrics = {
-        **reward_metrics(clean, valid),
-        **group_metrics(statistics),
-        **token_metrics("advantages", advantages, mask & per_row(valid, mask)),
-    }
-    return AdvantageResult(advantages, None, metrics)
+    return AdvantageResult(advantages, None, {**reward_metrics(clean, valid), **group_metrics(statistics)})
 
 
 def rloo_advantages(
@@ -71,12 +65,7 @@ def raw_advantages(rewards: Tensor, mask: Tensor, *, valid: Tensor | None = None
     """Return the reward of each row copied to its trainable tokens, [B, T] float32; 0 in invalid rows."""
     require_bool(mask=mask)
     clean, valid = checked_rewards(rewards, valid, mask=mask)
-    advantages = spread(clean, mask)
-    metrics = {
-        **reward_metrics(clean, valid),
-        **token_metrics("advantages", advantages, mask & per_row(valid, mask)),
-    }
-    return AdvantageResult(advantages, None, metrics)
+    return AdvantageResult(spread(clean, mask), None, reward_metrics(clean, valid))
 
 
 def spread(row_values: Tensor, mask: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from rl_core.algorithms.advantages.groups import (
     group_metrics,
     group_statistics,
     reward_metrics,
-    token_metrics,
 )
 from rl_core.algorithms.advantages.types import AdvantageResult, Reduce
 from rl_core.algorithms.advantages.whitening import whiten as whiten_values
@@ -63,7 +62,6 @@ def reinforce_plus_plus_advantages(
     metrics |= kl_stats
     returns = torch.where(trainable, suffix_sums(of_tokens), 0.0).float()
     advantages = whiten_values(returns, trainable, reduce=reduce) if whiten else returns
-    metrics |= token_metrics("advantages", advantages, trainable) | token_metrics("returns", returns, trainable)
     return AdvantageResult(advantages, returns, metrics)
 
 

@@ -98,8 +98,6 @@ def test_metrics_cover_valid_rows():
     assert (found["rewards/max"], found["rewards/min"]) == (8.0, 3.0)
     assert found["rewards/std"] == pytest.approx(7**0.5)
     assert (found["rows/total"], found["rows/invalid"]) == (4.0, 1.0)
-    assert found["advantages/mean"] == pytest.approx(0.0, abs=1e-6)
-    assert found["advantages/max"] == pytest.approx(0.755929, abs=1e-6)
 
 
 def test_raw_copies_the_reward_of_valid_rows():
@@ -113,7 +111,6 @@ def test_a_row_reaches_only_its_own_entries_of_a_mask_of_any_shape(shape):
     wanted = torch.tensor([-3.0, 1.0, 2.0, 0.0]).reshape(-1, *[1] * (len(shape) - 1)).expand(shape)
     result = grpo_advantages(REWARDS, GROUP, mask, valid=VALID, scale="none")
     assert torch.equal(result.advantages, wanted)
-    assert float(result.metrics["advantages/mean"]) == pytest.approx(0.0)
     assert raw_advantages(REWARDS, mask, valid=VALID).advantages.shape == shape
 
 
