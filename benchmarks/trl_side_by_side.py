@@ -97,7 +97,11 @@ def step_ends(folder: Path) -> list[float]:
 
     files = sorted(folder.iterdir()) if folder.exists() else []
     events = [event for path in files for event in EventFileLoader(str(path)).Load()]
-    return [event.wall_time for event in events if event.step > 0 and event.HasField("summary")]
+    return [
+        event.wall_time
+        for event in events
+        if event.step > 0 and any(value.tag == "policy_version" for value in event.summary.value)
+    ]
 
 
 def trl(folder: Path, seed: int, steps: int, size: str) -> Side:

@@ -112,11 +112,6 @@ class ChannelEmpty(RLJobError, asyncio.QueueEmpty):
     """Nothing in the channel and the caller did not want to wait."""
 
 
-ConfigurationError = ConfigError
-InfrastructureFailure = InfrastructureError
-DataFailure = DataError
-
-
 def text_of(error: BaseException, *, limit: int = MAX_TEXT) -> str:
     """Return what `error` says of itself as text that can be sent: an error of user code may have none, or hold half characters.
 

@@ -55,18 +55,14 @@ def load_ratio(costs: Sequence[float], parts: Parts) -> float:
     return max(loads) * len(loads) / total if total else 1.0
 
 
-def split_evenly(items: Sequence[Item], parts: int, *, enforce: bool = False) -> list[Sequence[Item]]:
+def split_evenly(items: Sequence[Item], parts: int) -> list[Sequence[Item]]:
     """Return `parts` contiguous slices of `items` whose sizes differ by at most one, larger first.
 
-    Raises ValueError when parts < 1, or with `enforce` when the items do not divide.
+    Raises ValueError when parts < 1.
     """
     if parts < 1:
         raise ValueError(f"parts must be at least 1, got {parts}")
     size, larger = divmod(len(items), parts)
-    if enforce and larger:
-        raise ValueError(
-            f"items must divide into {parts} parts, got {len(items)} items; change the batch or drop enforce"
-        )
     starts = [part * size + min(part, larger) for part in range(parts + 1)]
     return [items[start:end] for start, end in pairwise(starts)]
 

@@ -15,17 +15,17 @@ class PackedRows:
     """Rows laid end to end, with what attention needs to keep them apart."""
 
     input_ids: Tensor
-    """[1, L]; pad_token_id on padding."""
+    """[1, L]; 0 on padding."""
     position_ids: Tensor
-    """[1, L] int64: from 0 in each row and on over its padding; from 0 in the closing segment of `total`."""
+    """[1, L] int64: from 0 in each row and on over its padding."""
     cu_seqlens: Tensor
-    """[R + 1] int32, cumulative *padded* lengths; one more entry when `total` added a closing segment."""
+    """[R + 1] int32, cumulative *padded* lengths."""
     lengths: Tensor
     """[R] int64, real tokens."""
     padded_lengths: Tensor
     """[R] int64, tokens with each row's own padding."""
     max_seqlen: int
-    """Largest segment, padding and closing segment included."""
+    """Longest row, padding included."""
     rows: list[int]
     """[R] the chosen rows of the padded layout, in packed order."""
     source: Tensor
@@ -40,13 +40,11 @@ def pack_rows(
     *,
     rows: Sequence[int] | None = None,
     multiple: int = 1,
-    total: int | None = None,
-    pad_token_id: int = 0,
 ) -> PackedRows:
     """Return the first `lengths[r]` tokens of each chosen row of `input_ids` [B, S], laid end to end.
 
-    `rows` None = all. Each row is padded to `multiple`; `total` pads the end to a fixed L as one more segment.
-    Raises ValueError when a shape or row is wrong, a length is outside [1, S], or `total` is too small.
+    `rows` None = all. Each row is padded to `multiple`.
+    Raises ValueError when a shape or row is wrong, or a length is outside [1, S].
     """
     if input_ids.dim() != 2 or len(lengths) != input_ids.shape[0]:
         raise ValueError(
@@ -65,24 +63,22 @@ def pack_rows(
             raise ValueError(f"lengths[{row}] must be in [1, width {width}], got {all_lengths[row]}")
     real = [all_lengths[row] for row in chosen]
     padded = [length + -length % multiple for length in real]
-    segments = padded + _closing_segment(sum(padded), total)
-
-    starts = torch.tensor([0, *segments], dtype=torch.int64).cumsum(0)
+    starts = torch.tensor([0, *padded], dtype=torch.int64).cumsum(0)
     size = int(starts[-1])
-    segment = torch.repeat_interleave(torch.arange(len(segments)), torch.tensor(segments, dtype=torch.int64))
+    segment = torch.repeat_interleave(torch.arange(len(padded)), torch.tensor(padded, dtype=torch.int64))
     position = torch.arange(size) - starts[segment]
     origin = torch.tensor([*chosen, 0], dtype=torch.int64) * width
     limit = torch.tensor([*real, 0], dtype=torch.int64)
     source = torch.where(position < limit[segment], origin[segment] + position, -1).to(device)
     flat = input_ids.reshape(-1)
-    packed = torch.where(source >= 0, flat[source.clamp(min=0)], pad_token_id) if size else flat[:0]
+    packed = torch.where(source >= 0, flat[source.clamp(min=0)], 0) if size else flat[:0]
     return PackedRows(
         input_ids=packed[None],
         position_ids=position.to(device)[None],
         cu_seqlens=starts.to(device=device, dtype=torch.int32),
         lengths=torch.tensor(real, dtype=torch.int64, device=device),
         padded_lengths=torch.tensor(padded, dtype=torch.int64, device=device),
-        max_seqlen=max(segments, default=0),
+        max_seqlen=max(padded, default=0),
         rows=chosen,
         source=source,
         shape=(height, width),
@@ -118,16 +114,6 @@ def unpack_rows(values: Tensor, packed: PackedRows, *, width: int) -> Tensor:
     starts = packed.cu_seqlens[:count].to(torch.int64)
     index = torch.where(column < packed.lengths[:, None], starts[:, None] + column, -1).reshape(-1)
     return _gather(values[0], index).reshape(count, width, *values.shape[2:])
-
-
-def _closing_segment(used: int, total: int | None) -> list[int]:
-    if total is None or total == used:
-        return []
-    if total < used:
-        raise ValueError(
-            f"total must hold the {used} tokens of the padded rows, got {total}; raise total or choose fewer rows"
-        )
-    return [total - used]
 
 
 def _gather(flat: Tensor, index: Tensor) -> Tensor:

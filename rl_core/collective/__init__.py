@@ -1,1 +1,1 @@
-"""Process groups between groups of workers, and the routes of batches between their ranks."""
+"""Process groups between groups of workers."""

@@ -125,5 +125,3 @@ def test_load_ratio_counts_empty_parts_and_zero_costs():
 def test_even_split_is_contiguous_larger_first():
     assert split_evenly([1, 2, 3, 4, 5], 3) == [[1, 2], [3, 4], [5]]
     assert split_evenly([1], 2) == [[1], []]
-    with pytest.raises(ValueError, match="5 items"):
-        split_evenly([1, 2, 3, 4, 5], 3, enforce=True)

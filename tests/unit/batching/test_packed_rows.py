@@ -10,17 +10,12 @@ from rl_core.batching.packing import pack_rows, pack_values, unpack_rows
 
 def test_layout_of_a_small_pack():
     ids = torch.tensor([[1, 2, 3, 0], [4, 0, 0, 0], [5, 6, 7, 8]])
-    packed = pack_rows(ids, [3, 1, 4], rows=[2, 0], multiple=2, total=10, pad_token_id=9)
-    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 1, 2, 3, 9, 9, 9]]
-    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 0, 1]]
-    assert packed.cu_seqlens.tolist() == [0, 4, 8, 10] and packed.cu_seqlens.dtype == torch.int32
+    packed = pack_rows(ids, [3, 1, 4], rows=[2, 0], multiple=2)
+    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 1, 2, 3, 0]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
+    assert packed.cu_seqlens.tolist() == [0, 4, 8] and packed.cu_seqlens.dtype == torch.int32
     assert packed.lengths.tolist() == [4, 3] and packed.padded_lengths.tolist() == [4, 4]
     assert packed.max_seqlen == 4 and packed.rows == [2, 0]
-
-
-def test_closing_segment_counts_for_the_longest():
-    packed = pack_rows(torch.tensor([[1, 2]]), [2], total=9)
-    assert packed.max_seqlen == 7 and packed.position_ids[0, 2:].tolist() == list(range(7))
 
 
 @settings(max_examples=60, deadline=None)
@@ -29,9 +24,7 @@ def test_round_trip_keeps_real_tokens_and_zeroes_the_rest(data, height, width, m
     lengths = data.draw(st.lists(st.integers(1, width), min_size=height, max_size=height))
     rows = data.draw(st.permutations(range(height)))[: data.draw(st.integers(1, height))]
     ids = torch.arange(1, height * width + 1).reshape(height, width)
-    packed = pack_rows(
-        ids, torch.tensor(lengths), rows=rows, multiple=multiple, total=data.draw(st.sampled_from([None, 64]))
-    )
+    packed = pack_rows(ids, torch.tensor(lengths), rows=rows, multiple=multiple)
     values = torch.rand(height, width, 3, dtype=torch.float64)
     again = unpack_rows(pack_values(values, packed), packed, width=width + 2)
     real = torch.arange(width + 2) < torch.tensor(lengths)[list(rows), None]
@@ -72,7 +65,6 @@ def test_packed_values_keep_their_type():
         ({"lengths": [2, 5]}, r"lengths\[1\] must be in \[1, width 4\], got 5"),
         ({"lengths": [0, 2]}, r"lengths\[0\]"),
         ({"lengths": [2]}, "one entry per row"),
-        ({"lengths": [2, 2], "total": 3}, "total must hold the 4 tokens"),
         ({"lengths": [2, 2], "rows": [2]}, r"rows must be in \[0, 1\], got 2"),
     ],
 )

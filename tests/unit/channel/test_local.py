@@ -10,7 +10,6 @@ import pytest
 
 from rl_core.api.errors import ChannelClosed, ChannelEmpty, ChannelFull, ConfigError, DeadlineExceeded
 from rl_core.channel import Channel
-from rl_core.collective.routing import route_key
 from rl_core.transports import frames
 from rl_core.transports.sockets import IoThread
 
@@ -273,8 +272,8 @@ class TestNames:
         assert Channel.create("named", maxsize=2, local=True).empty()
 
 
-def test_keys_of_routes_have_their_queues_and_their_stats(channel):
-    key = route_key("actor", "rollout", 0, 1)
+def test_keys_of_a_channel_have_their_queues_and_their_stats(channel):
+    key = ("actor", "rollout", 0, 1)
     channel.put("x", key=key)
     assert channel.stats().keys[key].depth == 1 and channel.get(key=key) == "x"
     assert channel.stats().keys == {}

@@ -17,7 +17,6 @@ STARTED = {
     "rljob_operator.crd.__main__": "make docs",
 }
 FACES = {
-    "rl_core.collective.routing": "workers of users cut their batches by it",
     "rl_core.rollouts.sglang.cpu.stand_in.sgl_kernel": "what sglang itself imports as sgl_kernel, in its processes on a CPU",
     "rl_core.rollouts.sglang.cpu.stand_in.triton": "what sglang itself imports as triton, in its processes on a CPU",
     "rl_core.rollouts.sglang.cpu.stand_in.triton.runtime": "a part of it",

@@ -9,7 +9,6 @@ from tests.lint.reach import Code
 PLACEMENT = "name that users of RLinf's placement know"
 WORKER = "method of the worker base class, for workers of users"
 CHANNEL = "method of a channel, for programs of users"
-ROUTING = "cuts and merges batches between groups of different sizes, for workers of users"
 REQUEST = "RPC method of the channel server, looked up by its name with an underscore"
 EMBODIED = "for programs of users that act in simulators"
 LIBRARY = "called or imported by a library"
@@ -46,13 +45,6 @@ EXPECTED = {
             for name in ("_depth", "_full", "_register", "_reserve", "_server_stats")
         ),
         REQUEST,
-    ),
-    **dict.fromkeys(
-        (
-            f"rl_core.collective.routing:{name}"
-            for name in ("get_dst_ranks", "get_src_ranks", "merge_batches", "route_key", "split_batch")
-        ),
-        ROUTING,
     ),
     "rl_core.plan.placement.component:ComponentPlacement.components": PLACEMENT,
     "rl_core.plan.placement.component:HybridComponentPlacement": PLACEMENT,
