@@ -6,7 +6,7 @@ import os
 
 from rl_core.api.settings import TrackerSpec
 from rl_core.observability import append as appending
-from rl_core.observability.trackers import JsonlTracker, TensorBoardTracker, Trackers
+from rl_core.observability.trackers import JsonlTracker, SampleRow, TensorBoardTracker, Trackers
 
 
 def test_jsonl_holds_one_object_per_step_and_no_nan(tmp_path):
@@ -50,6 +50,19 @@ def test_tensorboard_reads_back_the_scalars(tmp_path):
     tracker.finish("Finished")
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_samples_are_shown_with_the_next_metrics_as_text_that_is_not_rendered(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trackers = Trackers([JsonlTracker(tmp_path / "metrics.jsonl"), TensorBoardTracker(tmp_path)])
+    trackers.add_samples("train", 3, [SampleRow("0-1", 0, 0.5, "stop", "2+2=", "4\n```\n<b>bold</b> \ud800")])
+    trackers.log(4, {"reward/mean": 0.5})
+    trackers.finish("Finished")
+    (shown,) = EventAccumulator(str(tmp_path)).Reload().Tensors("samples/train")
+    text = shown.tensor_proto.string_val[0].decode()
+    assert shown.step == 3 and "reward 0.5, stop" in text
+    assert [line for line in text.splitlines() if "```" in line or "<b>" in line] == ["    ```", "    <b>bold</b> ?"]
 
 
 def test_a_tracker_that_raises_is_disabled_and_the_others_go_on(caplog):
