@@ -1,7 +1,7 @@
 // Small line charts of several runs: hover shows values, a click chooses the step.
 import { el, number, svg, RUN_COLOURS } from "./dom.js";
 
-const WIDTH = 320, HEIGHT = 132, LEFT = 44, RIGHT = 8, TOP = 8, BOTTOM = 18;
+const WIDTH = 320, HEIGHT = 132, LEFT = 44, RIGHT = 14, TOP = 8, BOTTOM = 18;
 
 function ticks(low, high, count) {
   const span = high - low || 1;
