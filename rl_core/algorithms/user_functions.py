@@ -3,18 +3,14 @@
 An exception in them is an error of the job: no restart can repair it, so it is a ConfigError with the file and line.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.errors import ConfigError, RLJobError
-from rl_core.api.user_code import describe
+from rl_core.api.user_code import IMPORT_SECONDS, check_in_child, describe
 
-SECONDS = 120.0
-"""An import may load torch for the first time."""
+TRIAL = "rl_core.algorithms.function_trial"
 Result = TypeVar("Result")
 
 
@@ -35,35 +31,18 @@ def call(kind: str, name: str, function: Callable[..., Result], *args: Any, **op
         raise ConfigError(f"{kind} {name!r} must not fail, it raised {describe(error)}; correct it") from error
 
 
-def check_functions(algorithm: AlgorithmSpec, *, search_path: str, seconds: float = SECONDS) -> Iterator[str]:
+def check_functions(algorithm: AlgorithmSpec, *, search_path: str, seconds: float = IMPORT_SECONDS) -> Iterator[str]:
     """Yield one problem per `module:function` that cannot be used, as `path: rule, got value; way out`.
 
     Each is imported and called on example rows in a child process. `search_path`: the folder with user code (the job file's).
     """
     named = {"algorithm.name": ("advantage", algorithm.name), "algorithm.loss.name": ("loss", algorithm.loss.name)}
     for field, (kind, name) in named.items():
-        if ":" in name and (problem := _try(kind, algorithm, search_path, seconds)):
+        if ":" not in name:
+            continue
+        given = algorithm.model_dump_json(by_alias=True)
+        if problem := check_in_child(TRIAL, kind, name=name, given=given, search_path=search_path, seconds=seconds):
             yield f"spec.{field}: {problem}"
-
-
-def _try(kind: str, algorithm: AlgorithmSpec, search_path: str, seconds: float) -> str:
-    """Return why the function cannot be used; empty when it can."""
-    name = algorithm.name if kind == "advantage" else algorithm.loss.name
-    path = os.pathsep.join(filter(None, [search_path, os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-P", "-m", "rl_core.algorithms.function_trial", kind]
-    try:
-        done = subprocess.run(
-            command,
-            input=algorithm.model_dump_json(by_alias=True),
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path},
-            timeout=seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"must be imported and called within {seconds:g} s, got {name}; do less in it"
-    return "" if done.returncode == 0 else done.stderr.strip().rpartition("\n")[2] or f"{name} ended its process"
 
 
 def require_stats(kind: str, name: str, metrics: Mapping[str, Any], stat: type) -> None:

@@ -1,5 +1,6 @@
 """The RLJob schema. These pydantic models validate jobs, generate the CRD, and are the configuration that every worker receives."""
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -8,10 +9,11 @@ from pydantic import Field, field_validator
 
 from rl_core.api.algorithm import AlgorithmSpec, is_named
 from rl_core.api.base import Spec, rule
-from rl_core.api.bounds import Name, Seconds, listed
-from rl_core.api.cel import Cel
+from rl_core.api.bounds import FUNCTION, Name, Pattern, Seconds, listed
+from rl_core.api.cel import Cel, literal, unique
 from rl_core.api.failure import FailurePolicySpec
-from rl_core.api.roles import ActorSpec, EnvSpec, RolloutSpec
+from rl_core.api.groups import GroupSpec
+from rl_core.api.roles import ROLES, ActorSpec, EnvSpec, RolloutSpec
 from rl_core.api.settings import (
     CheckpointSpec,
     CodeSpec,
@@ -68,6 +70,7 @@ NAME_REFUSAL = (
 """Pod names are made of the job's and must fit in 63 characters."""
 
 
+BUILT_IN_PROGRAMS = ("reasoning", "asynchronous")
 RANKS = "($actor.replicas * $actor.processesPerPod / ($actor.parallel.tensor * $actor.parallel.pipeline))"
 ROWS = "($algorithm.promptsPerStep * $algorithm.groupSize)"
 PARTS = f"({RANKS} * $algorithm.optimizerStepsPerBatch)"
@@ -78,8 +81,22 @@ OF_CRITIC = (
     " + ($actor.criticWarmupSteps > 0 ? ['actor.criticWarmupSteps'] : []))"
 )
 """CEL of whether there is a critic, and of the settings given that need one."""
+KNOWN_CALLER = f"c in {literal(list(ROLES))} || self.groups.exists(o, o.name == c)"
+"""CEL of whether the caller `c` is a group of the job."""
 NUMBERED = "has(self.placement) && has(self.placement.componentPlacement) && self.placement.componentPlacement.exists(k, k.contains('{}'))"
 """CEL of whether the written placement numbers the pods of a role."""
+
+
+Program = Annotated[
+    str,
+    Field(max_length=253),
+    Pattern(
+        regex=f"{'|'.join(BUILT_IN_PROGRAMS)}|{FUNCTION}",
+        rule=f"one of {', '.join(BUILT_IN_PROGRAMS)} or module:Class",
+        way_out="correct it",
+    ),
+]
+"""A program by its name, or a class of the user."""
 
 
 class RLJobSpec(Spec):
@@ -97,6 +114,11 @@ class RLJobSpec(Spec):
     """The generation processes."""
     env: EnvSpec = EnvSpec()
     """The environments."""
+    groups: Annotated[list[GroupSpec], Field(max_length=16)] = []
+    """Further groups of worker processes, for a program of one's own."""
+    program: Program | None = None
+    """The loop of the run: reasoning, asynchronous or module:Class of the user; null = asynchronous where algorithm.maxStaleness is above 0,
+    else reasoning."""
     placement: PlacementSpec = PlacementSpec()
     """Which processes share accelerators."""
     weights: WeightsSpec = WeightsSpec()
@@ -181,6 +203,54 @@ class RLJobSpec(Spec):
         idle = [field for field, used in given.items() if used]
         if idle and name != "gae":
             yield f"{listed(idle)} needs algorithm.name gae, got {name}; choose it or remove the field"
+
+    @rule(
+        unique("groups", "name"),
+        Cel(
+            holds=f"!has(self.groups) || self.groups.all(g, !has(g.callers) || g.callers.all(c, {KNOWN_CALLER}))",
+            refusal="groups must name groups of the job in callers, got %s; correct it",
+            values=(f"self.groups.map(g, has(g.callers) ? g.callers.filter(c, !({KNOWN_CALLER})) : [])",),
+            field="groups",
+        ),
+    )
+    def _groups_are_known(self) -> Iterator[str]:
+        names = [group.name for group in self.groups]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            yield f"groups must have unique names, got {twice} more than once; change one"
+        unknown = [[caller for caller in group.callers if caller not in (*ROLES, *names)] for group in self.groups]
+        if any(unknown):
+            yield f"groups must name groups of the job in callers, got {json.dumps(unknown)}; correct it"
+
+    @rule(
+        Cel(
+            holds=(
+                "!has(self.program) || self.program.contains(':')"
+                " || (self.program == 'asynchronous') == ($algorithm.maxStaleness > 0)"
+            ),
+            refusal="program %s does not fit algorithm.maxStaleness %d: asynchronous needs more than 0, reasoning 0; remove program",
+            values=("self.program", "$algorithm.maxStaleness"),
+            field="program",
+        ),
+        Cel(
+            holds="($rollout.replicas > 0 && $env.replicas > 0) || (has(self.program) && self.program.contains(':'))",
+            refusal="rollout.replicas and env.replicas must be at least 1 for the program of rljob, got %d and %d; raise them or name a program",
+            values=("$rollout.replicas", "$env.replicas"),
+            field="program",
+        ),
+    )
+    def _program_fits(self) -> Iterator[str]:
+        staleness = self.algorithm.max_staleness
+        if self.program in BUILT_IN_PROGRAMS and (self.program == "asynchronous") != (staleness > 0):
+            yield (
+                f"program {self.program} does not fit algorithm.maxStaleness {staleness}: asynchronous needs more than 0, reasoning 0; "
+                "remove program"
+            )
+        rollouts, envs = self.rollout.replicas, self.env.replicas
+        if not (rollouts and envs) and ":" not in (self.program or ""):
+            yield (
+                f"rollout.replicas and env.replicas must be at least 1 for the program of rljob, got {rollouts} and {envs}; "
+                "raise them or name a program"
+            )
 
     @rule(
         Cel(

@@ -320,8 +320,8 @@ class RolloutSpec(FabricRoleSpec):
     """Generation engine. hf: transformers models with the decoder of rljob; sglang: SGLang."""
     parallel: EngineParallelSpec = EngineParallelSpec()
     """Model parallelism."""
-    replicas: int = Field(1, ge=1, le=1024)
-    """Number of pods."""
+    replicas: int = Field(1, ge=0, le=1024)
+    """Number of pods; 0 only with a program of one's own."""
     min_replicas: int = Field(1, ge=0, le=1024)
     """Smallest number of serving pods; with fewer the run waits with the condition Degraded."""
     max_replicas: int | None = Field(None, ge=1, le=1024)
@@ -426,8 +426,8 @@ class EnvSpec(RoleSpec):
 
     type: str = Field("math", min_length=1)
     """Registered environment (math, reasoning_gym, reward) or `module:Class`."""
-    replicas: int = Field(1, ge=1, le=1024)
-    """Number of pods."""
+    replicas: int = Field(1, ge=0, le=1024)
+    """Number of pods; 0 only with a program of one's own."""
     max_turns: int = Field(1, ge=1, lt=2**31)
     """Largest number of turns of an episode."""
     processes: int = Field(1, ge=1, le=256)

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rl_core.api.base import Spec
-from rl_core.api.roles import RoleName
 
 Phase = Literal["Pending", "Starting", "Running", "Suspending", "Suspended", "Restarting", "Succeeded", "Failed"]
 """Pending -> Starting -> Running -> Succeeded or Failed; Running -> Restarting -> Starting; Running -> Suspending -> Suspended -> Pending."""
@@ -28,6 +27,8 @@ Count = Annotated[int, Field(ge=0, lt=2**31)]
 BigCount = Annotated[int, Field(ge=0, lt=2**53)]
 Time = Annotated[str, Field(max_length=64)]
 Text = Annotated[str, Field(max_length=256)]
+GroupLabel = Annotated[str, Field(max_length=63)]
+"""Name of a group; any, so that a status of another version can be read."""
 
 
 class StatusPart(Spec):
@@ -56,7 +57,7 @@ class Condition(StatusPart):
 class RoleStatus(StatusPart):
     """Pods of one role."""
 
-    name: RoleName
+    name: GroupLabel
     """The role."""
     desired: Count = 0
     """Pods that the job asks for."""
@@ -221,7 +222,7 @@ class RLJobStatus(StatusPart):
     """Seconds spent suspended until the last resume."""
     runtime_seconds: BigCount | None = None
     """Seconds that the job ran, without suspended time."""
-    roles: Annotated[list[RoleStatus], Field(max_length=3)] = []
+    roles: Annotated[list[RoleStatus], Field(max_length=19)] = []
     """Pods by role."""
     rollout: RolloutScale | None = None
     """What `kubectl scale` reads."""

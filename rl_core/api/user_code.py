@@ -1,6 +1,9 @@
 """Loads code of the user by name (modules, `module:object`) and describes its errors. Loading runs that code; torch is not imported."""
 
 import importlib
+import os
+import subprocess
+import sys
 import sysconfig
 import traceback
 from collections.abc import Sequence
@@ -17,6 +20,33 @@ LIBRARIES = (
 """Beginnings of the file names of code that is not the user's: Python, installed packages, rl_core."""
 MAX_CAUSE = 2048
 """Largest number of characters of an error in user code that another error quotes."""
+
+
+IMPORT_SECONDS = 120.0
+"""Seconds of an import in `check_in_child`. It may load torch for the first time."""
+
+
+def check_in_child(
+    module: str, *arguments: str, name: str, search_path: str, given: str = "", seconds: float = IMPORT_SECONDS
+) -> str:
+    """Run `python -m module ARGUMENTS`, which tries user code; return the last line of its errors, empty when it ends with 0.
+
+    `name` is that of the code, `given` the standard input, `search_path` the folder with user code (the job file's).
+    """
+    path = os.pathsep.join(filter(None, [search_path, os.environ.get("PYTHONPATH")]))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", module, *arguments],
+            input=given,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"must be imported and called within {seconds:g} s, got {name}; do less in it"
+    return "" if done.returncode == 0 else done.stderr.strip().rpartition("\n")[2] or f"{name} ended its process"
 
 
 def load_extensions(modules: Sequence[str]) -> None:

@@ -31,6 +31,7 @@ def main() -> int:
 
 def _serve(identity: Identity):  # type: ignore[no-untyped-def]
     from rl_core.channel.server import ChannelServer
+    from rl_core.plan.groups import kinds_of_environment
     from rl_core.transports.curve import KeyRing
     from rl_core.transports.sockets import is_loopback, split_address
 
@@ -38,10 +39,11 @@ def _serve(identity: Identity):  # type: ignore[no-untyped-def]
         raise ConfigError(
             "environment variable RLJOB_CHANNEL must be tcp://host:port for the channel server, got nothing"
         )
-    keys = KeyRing(identity.curve_dir, "channel") if identity.curve_dir else None
+    kinds = kinds_of_environment()
+    keys = KeyRing(identity.curve_dir, "channel", kinds) if identity.curve_dir else None
     host, port = split_address(identity.channel)
     bind = host if is_loopback(host) else os.environ.get("RLJOB_BIND", "0.0.0.0")
-    return ChannelServer(f"tcp://{bind}:{port}", keys, identity=identity).start()
+    return ChannelServer(f"tcp://{bind}:{port}", keys, identity=identity, kinds=kinds).start()
 
 
 if __name__ == "__main__":

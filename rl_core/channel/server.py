@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,13 +44,8 @@ _ELASTIC_METHODS = frozenset(
     {"create", "connect", "put", "reserve", "hand_over", "abort", "take", "confirm", "requeue"}
     | {"depth", "full", "stats"}
 )
-_ACTOR_METHODS = _ELASTIC_METHODS | {"register", "done"}
-ALLOWED_METHODS = {
-    "runner": _ACTOR_METHODS | {"close", "move", "server_stats"},
-    "actor": _ACTOR_METHODS,
-    **dict.fromkeys(("rollout", "env"), _ELASTIC_METHODS),
-}
-"""Who comes and goes is no producer that a channel waits for, and the runner alone closes channels, moves and deletes stored items."""
+_GANG_METHODS = _ELASTIC_METHODS | {"register", "done"}
+_RUNNER_METHODS = _GANG_METHODS | {"close", "move", "server_stats"}
 _RECENT = 1_024
 
 
@@ -73,6 +68,15 @@ def channel_rights(groups: Iterable[GroupKind]) -> dict[str, dict[str, frozenset
     return rights
 
 
+def allowed_methods(groups: Mapping[str, GroupKind]) -> dict[str, frozenset[str]]:
+    """Return the methods that each key may call.
+
+    Who comes and goes is no producer that a channel waits for, and the runner alone closes channels, moves and deletes stored items.
+    """
+    of_groups = {group.name: _ELASTIC_METHODS if group.elastic else _GANG_METHODS for group in groups.values()}
+    return {"runner": _RUNNER_METHODS, **of_groups}
+
+
 class ChannelServer:
     """Serves the channels of a job."""
 
@@ -83,13 +87,15 @@ class ChannelServer:
         *,
         clock: Callable[[], float] = time.monotonic,
         identity: Identity | None = None,
+        kinds: Mapping[str, GroupKind] = BUILT_IN,
     ) -> None:
         """Prepare to serve at `bind`; `start` listens.
 
-        `keys` None serves without authentication, on loopback. `clock` returns seconds, by which deadlines are measured.
+        `keys` None serves without authentication, on loopback. `clock` returns seconds, by which deadlines are measured. `kinds` are
+        the groups of the job, whose keys may use the channels as they say.
         """
         self._clock = clock
-        self._rights = channel_rights(BUILT_IN.values()) if keys is not None else None
+        self._rights = channel_rights(kinds.values()) if keys is not None else None
         """By channel and group: the uses that the group's key permits; None without keys. Other channels are open to all groups."""
         self._channels: dict[str, ChannelCore] = {}
         self._awaited: dict[str, list[tuple[float, IncomingCall]]] = {}
@@ -103,14 +109,14 @@ class ChannelServer:
         self._due = math.inf
         self._io = IoThread.shared()
         self._memory = ProcessSharedMemory.shared(identity.uid if identity is not None else "")
-        names = sorted(ALLOWED_METHODS["runner"])
+        names = sorted(_RUNNER_METHODS)
         self._rpc = RpcServer(
             bind,
             {name: inline(partial(self._timely, name, getattr(self, f"_{name}"))) for name in names},
             keys,
             identity,
             service="channel",
-            allowed=ALLOWED_METHODS if keys is not None else None,
+            allowed=allowed_methods(kinds) if keys is not None else None,
             share_memory=True,
             on_peer=self._joined,
             on_peer_lost=self._peer_lost,

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from rich.box import SIMPLE
@@ -10,7 +11,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from rl_core.cli.targets import ClusterSide, Place
+from rl_core.cli.targets import ClusterSide, Place, counts_text
 from rl_core.plan.groups import ROLLOUT
 
 REFRESH_S = 2.0
@@ -73,11 +74,10 @@ def show_logs(
     return 0
 
 
-def scale(side: ClusterSide, name: str, place: Place, *, replicas: int | None, envs: int | None) -> int:
-    """Set the number of rollouts or envs; return 0."""
-    namespace = side.scale(name, place, replicas=replicas, envs=envs)
-    counts = (("rollouts", replicas), ("envs", envs))
-    counted = ", ".join(f"{count} {role}" for role, count in counts if count is not None)
+def scale(side: ClusterSide, name: str, place: Place, counts: Mapping[str, int]) -> int:
+    """Set the number of pods of elastic groups, by name; return 0."""
+    namespace = side.scale(name, place, counts)
+    counted = counts_text(counts)
     sys.stdout.write(f"{name} (namespace {namespace}): {counted} from the next step on\n")
     return 0
 

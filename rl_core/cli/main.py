@@ -179,22 +179,27 @@ def view(
 @app.command()
 def scale(
     target: Target,
-    replicas: Annotated[int | None, typer.Option(min=1, help="Number of rollout pods.", show_default=False)] = None,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Number of pods of the group.", show_default=False)
+    ] = None,
+    group: Annotated[str, typer.Option(help="Elastic group whose pods --replicas counts.")] = "rollout",
     envs: Annotated[int | None, typer.Option("--env", min=1, help="Number of env pods.", show_default=False)] = None,
     namespace: Namespace = None,
     context: Context = None,
 ) -> None:
-    """Change the number of rollouts or envs of a running job."""
+    """Change the number of pods of an elastic group of a running job."""
     from rl_core.api.errors import ConfigError
     from rl_core.cli import cluster_view, local_control, targets
+    from rl_core.plan.groups import ENV
 
     def command() -> int:
         if replicas is None and envs is None:
             raise ConfigError("scale must be given --replicas or --env, got neither; give a number")
+        counts = {name: count for name, count in ((ENV, envs), (group, replicas)) if count is not None}
         if folder := targets.folder_of(target):
-            return local_control.scale(folder, replicas=replicas, envs=envs)
+            return local_control.scale(folder, counts)
         place = targets.Place(namespace=namespace, context=context)
-        return cluster_view.scale(targets.cluster(target), target, place, replicas=replicas, envs=envs)
+        return cluster_view.scale(targets.cluster(target), target, place, counts)
 
     run_command(command)
 

@@ -73,15 +73,17 @@ def render_yaml() -> str:
 
 
 def render_markdown() -> str:
-    """Return the fields as tables: those of the spec, the pod fields that three roles share, the status."""
+    """Return the fields as tables: those of the spec, the pod fields that all groups share, the status."""
     pod_fields = {str(field.alias) for field in PodSpec.model_fields.values()}
-    hidden = {f"{role}.{name}" for role in ROLES for name in pod_fields}
-    spec = [row for row in rows(RLJobSpec) if row.path.partition("[")[0] not in hidden and not _below(row.path, hidden)]
+    hidden = {f"{block}.{name}" for block in (*ROLES, "groups[]") for name in pod_fields}
+    spec = [
+        row for row in rows(RLJobSpec) if row.path.removesuffix("[]") not in hidden and not _below(row.path, hidden)
+    ]
     parts = [
         ("RLJob fields", f"{GENERATED} Paths are below `spec`; `[]` is an entry of a list.", spec),
         (
             "Pod fields",
-            "Below `actor`, `rollout` and `env`. For clusters; local runs read `env` alone. "
+            "Below `actor`, `rollout`, `env` and each of `groups`. For clusters; local runs read `env` alone.\n"
             "The default of `actor.terminationGracePeriodSeconds` is 120.",
             rows(PodSpec),
         ),

@@ -3,13 +3,14 @@
 The implementation for clusters is in `rljob_operator.cli`. It is found by the entry-point group `rljob.targets` and imported when needed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol
 
 from rl_core.api.errors import ConfigError
+from rl_core.plan.groups import ENV, ROLLOUT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +48,14 @@ class ClusterSide(Protocol):
     ) -> None:
         """Write the logs of the job's pods that match."""
 
-    def scale(self, name: str, place: Place, *, replicas: int | None, envs: int | None) -> str:
-        """Set the number of rollouts or envs; return the job's namespace."""
+    def scale(self, name: str, place: Place, counts: Mapping[str, int]) -> str:
+        """Set the number of pods of elastic groups, by name; return the job's namespace."""
+
+
+def counts_text(counts: Mapping[str, int]) -> str:
+    """Return the pods of each group in words, such as "3 rollouts, 2 judge"."""
+    words = {ROLLOUT: "rollouts", ENV: "envs"}
+    return ", ".join(f"{count} {words.get(group, group)}" for group, count in counts.items())
 
 
 def folder_of(target: str) -> Path | None:

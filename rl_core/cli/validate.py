@@ -196,8 +196,11 @@ def _example_rows(job: RLJob) -> dict[str, "EnvRow"]:
 def _check_user_code(job: RLJob, search_path: Path, examples: Mapping[str, "EnvRow"]) -> Iterator[str]:
     from rl_core.algorithms.user_functions import check_functions
     from rl_core.envs.check import check_env
+    from rl_core.runner.program_check import check_program
 
-    yield from check_env(job.spec, search_path=str(search_path), examples=examples)
+    yield from check_program(job.spec, search_path=str(search_path))
+    if job.spec.env.replicas:
+        yield from check_env(job.spec, search_path=str(search_path), examples=examples)
     yield from check_functions(job.spec.algorithm, search_path=str(search_path))
 
 

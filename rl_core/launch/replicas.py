@@ -13,7 +13,7 @@ from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
 from rl_core.launch.scaling import rollouts_wanted
 from rl_core.plan import autoscale
-from rl_core.plan.groups import ROLLOUT
+from rl_core.plan.groups import ROLLOUT, elastic_block
 from rl_core.runner.history import write_json
 
 logger = logging.getLogger(__name__)
@@ -28,13 +28,15 @@ class Control(Protocol):
 
 
 def set_replicas(control: Control, config: Path, counts: Mapping[str, int], *, applied: int) -> bool:
-    """Set the replicas of groups by name; return False when the runner does not answer. Raises ConfigError when it refuses.
+    """Set the replicas of groups by name; return False when the runner does not answer.
+
+    Raises ConfigError when it refuses, and for a group that the job does not have or that is not elastic.
 
     `config` is the file with the resolved job of the run, `applied` the generation of the spec that its runner uses.
     """
     job = json.loads(config.read_text())
-    for role, count in counts.items():
-        job["spec"][role]["replicas"] = count
+    for group, count in counts.items():
+        elastic_block(job["spec"], group)["replicas"] = count
     if not control.change(applied + 1, job["spec"]):
         return False
     write_json(config, job)

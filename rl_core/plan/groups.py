@@ -7,22 +7,28 @@ built-in programs are `ACTOR`, `ROLLOUT` and `ENV`.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rl_core.api.backends import ENGINES, TRAINERS
+from rl_core.api.errors import ConfigError
 from rl_core.api.roles import ROLES
 
 if TYPE_CHECKING:
+    from rl_core.api.groups import GroupSpec
     from rl_core.api.job import RLJobSpec
     from rl_core.api.roles import RoleSpec
 
 ACTOR, ROLLOUT, ENV = ROLES
 CONTROL_GROUP = ACTOR
 """The group whose pod 0 also runs the runner and the channel server."""
+KINDS_VARIABLE = "RLJOB_GROUPS"
+"""Environment variable that tells processes of the groups of their job besides the built-in ones, as JSON."""
 TRAJECTORIES, VALIDATION = "trajectories", "validation"
 """Channels of the built-in programs: groups of samples to train on, and results of a measurement."""
 
@@ -100,6 +106,8 @@ class Group(GroupKind):
     """Worker processes in each pod."""
     min_replicas: int = 0
     """Replicas without which the job waits, for an elastic group; a gang always needs all of them."""
+    config: Mapping[str, Any] | None = None
+    """Argument of the worker class; None: the program knows its arguments."""
 
     @classmethod
     def of_kind(
@@ -111,6 +119,7 @@ class Group(GroupKind):
         replicas: int,
         processes_per_pod: int = 1,
         min_replicas: int = 0,
+        config: Mapping[str, Any] | None = None,
     ) -> Self:
         """Return a group of the given kind."""
         traits = {trait.name: getattr(kind, trait.name) for trait in fields(GroupKind)}
@@ -121,6 +130,7 @@ class Group(GroupKind):
             replicas=replicas,
             processes_per_pod=processes_per_pod,
             min_replicas=min_replicas,
+            config=config,
         )
 
     @property
@@ -168,5 +178,78 @@ def groups_of(spec: RLJobSpec) -> dict[str, Group]:
             min_replicas=rollout.min_replicas,
         ),
         Group.of_kind(BUILT_IN[ENV], worker="rl_core.envs.worker:TextEnvWorker", spec=env, replicas=env.replicas),
+        *map(_declared, spec.groups),
     )
     return {group.name: group for group in groups}
+
+
+def elastic_block(spec: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the block of an elastic group in `spec` as it was written, to set its replicas.
+
+    Raises ConfigError for a group that the job does not have, and for a gang, whose size is fixed.
+    """
+    gang = Lifecycle.GANG.value
+    blocks = group_blocks(spec)
+    fixed = {group for group, block in blocks.items() if block.get("lifecycle") == gang}
+    fixed |= {group for group, kind in BUILT_IN.items() if not kind.elastic}
+    if name not in blocks.keys() - fixed:
+        elastic = ", ".join(group for group in blocks if group not in fixed)
+        raise ConfigError(
+            f"group must be one of the elastic groups of the job ({elastic}), got {name}; name one of them"
+        )
+    return blocks[name]
+
+
+def group_blocks(spec: Any) -> dict[str, dict[str, Any]]:
+    """Return the block of each group of a job, by name, in `spec` as it was written; what is no block of a group is left out."""
+    written = spec if isinstance(spec, Mapping) else {}
+    declared = written.get("groups")
+    blocks = {name: written.get(name) or {} for name in BUILT_IN}
+    for block in declared if isinstance(declared, list) else []:
+        if isinstance(block, dict) and isinstance(block.get("name"), str):
+            blocks.setdefault(block["name"], block)
+    return {name: block for name, block in blocks.items() if isinstance(block, dict)}
+
+
+def _declared(group: GroupSpec) -> Group:
+    """Return a group of `spec.groups`."""
+    return Group.of_kind(
+        GroupKind(name=group.name, lifecycle=Lifecycle(group.lifecycle), callers=frozenset(group.callers)),
+        worker=group.worker,
+        spec=group,
+        replicas=group.replicas,
+        processes_per_pod=group.processes_per_pod,
+        config=group.config,
+    )
+
+
+def kinds_as_variable(groups: Mapping[str, GroupKind]) -> str:
+    """Return the value of KINDS_VARIABLE for a job with `groups`, empty when it has the built-in ones only."""
+    kinds = [
+        {
+            "name": group.name,
+            "lifecycle": group.lifecycle.value,
+            "weights": group.weights.value,
+            "callers": sorted(group.callers),
+            "channels": {name: sorted(uses) for name, uses in sorted(group.channels.items())},
+        }
+        for group in groups.values()
+        if group.name not in BUILT_IN
+    ]
+    return json.dumps(kinds, separators=(",", ":")) if kinds else ""
+
+
+def kinds_of_environment(environ: Mapping[str, str] | None = None) -> Mapping[str, GroupKind]:
+    """Return the groups of the job that `environ` tells of (None: the environment of this process), for a process without the job."""
+    kinds = json.loads((os.environ if environ is None else environ).get(KINDS_VARIABLE) or "[]")
+    declared = [
+        GroupKind(
+            name=kind["name"],
+            lifecycle=Lifecycle(kind["lifecycle"]),
+            weights=WeightSource(kind["weights"]),
+            callers=frozenset(kind["callers"]),
+            channels={name: frozenset(map(ChannelUse, uses)) for name, uses in kind["channels"].items()},
+        )
+        for kind in kinds
+    ]
+    return {**BUILT_IN, **{kind.name: kind for kind in declared}}

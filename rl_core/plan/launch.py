@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rl_core.api.errors import ConfigError
 from rl_core.plan.colocated import colocate, shape_of
-from rl_core.plan.groups import CONTROL_GROUP, Group, groups_of
+from rl_core.plan.groups import CONTROL_GROUP, KINDS_VARIABLE, Group, groups_of, kinds_as_variable
 from rl_core.plan.parts import ContainerPlan, GpuClaim, LaunchPlan, PodPlan, Ports, ProcessPlan
 from rl_core.plan.placement import Placement
 from rl_core.plan.slots import colocated_rollouts, place_processes
@@ -152,6 +152,8 @@ def _identity(context: _Context, role: str, group: str, index: int) -> dict[str,
         "RLJOB_HEALTH_PORT": str(context.ports.health),
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if kinds := kinds_as_variable(context.groups):
+        env[KINDS_VARIABLE] = kinds
     if group == CONTROL_GROUP:
         env |= {"RLJOB_CONFIG": context.config, "RLJOB_CONTROL_PORT": str(context.ports.control)}
     return env

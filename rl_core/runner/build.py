@@ -9,6 +9,7 @@ from rl_core.api.job import RLJob
 from rl_core.channel.client import configure
 from rl_core.data.tokenizer import read_files
 from rl_core.observability.trackers import Trackers
+from rl_core.plan.groups import groups_of
 from rl_core.runner.programs import load_program, program_name
 from rl_core.runner.run import Run
 from rl_core.runner.runner import Runner
@@ -27,7 +28,7 @@ def build(job: RLJob, identity: Identity, *, output: Path, resume: str) -> Runne
         raise ConfigError(f"model.path must be a folder with config.json, got {model}; check the path")
     files = read_files(model)
     program = load_program(program_name(job.spec))
-    keys = KeyRing(Path(identity.curve_dir), "runner") if identity.curve_dir else None
+    keys = KeyRing(Path(identity.curve_dir), "runner", groups_of(job.spec)) if identity.curve_dir else None
     configure(identity.channel, keys, identity)
     hub = Hub(job=job, identity=identity, keys=keys, files=files)
     run = Run(

@@ -6,7 +6,7 @@ other difference is rejected as a whole.
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from rl_core.api import document
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import MUTABLE_FIELDS, OPERATOR_FIELDS, RLJobSpec
 from rl_core.api.pods import PodSpec
+from rl_core.api.roles import ROLES
+from rl_core.plan.groups import ACTOR, ENV, ROLLOUT, groups_of
 
 POD_FIELDS = frozenset(field.alias or name for name, field in PodSpec.model_fields.items())
 """Fields of a role that take effect at a pod's next start."""
@@ -71,14 +73,17 @@ def merge(present: RLJobSpec, wanted: Mapping[str, Any]) -> RLJobSpec:
         asked = document.read(RLJobSpec, wanted)
     except ValidationError as error:
         raise ValueError("; ".join(_lines(error))) from error
-    before, after = (spec.model_dump(mode="json", by_alias=True) for spec in (present, asked))
-    refused = [_refusal(path, old, new) for path, old, new in differences(before, after) if not _taken(path)]
+    before, after = (_by_name(spec) for spec in (present, asked))
+    elastic = [name for name, group in groups_of(present).items() if group.elastic]
+    refused = [_refusal(path, old, new) for path, old, new in differences(before, after) if not _taken(path, elastic)]
     if refused:
         raise ValueError("; ".join(refused))
     for path in MUTABLE_FIELDS:
         *blocks, field = path.split(".")
         _block(before, blocks)[field] = _block(after, blocks)[field]
-    merged = RLJobSpec.model_validate(before)
+    for name, group in before["groups"].items():
+        group["replicas"] = after["groups"][name]["replicas"]
+    merged = RLJobSpec.model_validate(before | {"groups": list(before["groups"].values())})
     old, new = present.algorithm.max_staleness, merged.algorithm.max_staleness
     if (old > 0) != (new > 0):
         raise ValueError(
@@ -89,19 +94,26 @@ def merge(present: RLJobSpec, wanted: Mapping[str, Any]) -> RLJobSpec:
     return merged
 
 
+def _by_name(spec: RLJobSpec) -> dict[str, Any]:
+    """Return a spec as JSON, with `groups` as a mapping from their names, so that a difference in one of them has a path."""
+    whole = spec.model_dump(mode="json", by_alias=True)
+    return whole | {"groups": {group["name"]: group for group in whole["groups"]}}
+
+
 def for_elastic_roles(spec: RLJobSpec) -> RLJobSpec:
     """Return the spec that rollouts and envs are built from: all mutable fields are reset to fixed values.
 
     A restart of the actors under a changed spec therefore does not make running rollouts build their engines again.
     """
     whole = spec.model_dump(mode="json", by_alias=True)
-    for role in ("actor", "rollout", "env"):
+    for role in ROLES:
         whole[role] = {key: value for key, value in whole[role].items() if key not in POD_FIELDS}
-    whole["rollout"] |= STARTING_REPLICAS
-    whole["env"]["replicas"] = 1
+    whole[ROLLOUT] |= STARTING_REPLICAS
+    whole[ENV]["replicas"] = 1
+    whole["groups"] = []
     for path in ("checkpoint", *OPERATOR_FIELDS):
         whole.pop(path)
-    del whole["algorithm"]["steps"], whole["actor"]["optimizer"]
+    del whole["algorithm"]["steps"], whole[ACTOR]["optimizer"]
     whole["algorithm"]["maxStaleness"] = min(spec.algorithm.max_staleness, 1)  # they ask only whether there is any
     return RLJobSpec.model_validate(whole)
 
@@ -115,12 +127,19 @@ def differences(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, 
         yield path, before, after
 
 
-def _taken(path: str) -> bool:
-    """Return whether the runner applies or ignores a difference at `path`, instead of rejecting it."""
+def _taken(path: str, elastic: Collection[str]) -> bool:
+    """Return whether the runner applies or ignores a difference at `path`, instead of rejecting it.
+
+    `elastic`: names of the elastic groups.
+    """
     block, _, rest = path.partition(".")
+    if declared := block == "groups":
+        block, _, rest = rest.partition(".")
     field = rest.partition(".")[0]
-    if block in ("actor", "rollout", "env") and (field in POD_FIELDS or (field == "gpus" and block != "actor")):
+    if (declared or block in ROLES) and (field in POD_FIELDS or (field == "gpus" and block in elastic)):
         return True
+    if declared:
+        return field == "replicas" and block in elastic
     return any(path == known or path.startswith(f"{known}.") for known in (*MUTABLE_FIELDS, *OPERATOR_FIELDS))
 
 

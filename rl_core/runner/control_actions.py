@@ -22,13 +22,16 @@ KIND_OF_REASON = {"suspend": StopKind.SUSPEND, "rollback": StopKind.ROLLBACK, "f
 def drain(pods: Iterable[str], *, cluster: Cluster, roster: Roster) -> dict[str, list[str]]:
     """Begin to drain the members of `pods`; return {"draining": names of pods, "unknown": names of pods}. Idempotent.
 
-    Raises ValueError for an actor's pod: the gang does not shrink.
+    Raises ValueError for a pod of a gang, which does not shrink.
     """
     asked = list(dict.fromkeys(pods))
     members = list(cluster.members(drained=True))
-    actors = sorted({member.pod for member in members if member.role == "actor" and member.pod in asked})
-    if actors:
-        raise ValueError(f"pods must be of rollouts or envs, got {', '.join(actors)}; the actor gang does not shrink")
+    gangs = [group.name for group in roster.groups.values() if not group.elastic]
+    fixed = sorted({member.pod for member in members if member.role in gangs and member.pod in asked})
+    if fixed:
+        raise ValueError(
+            f"pods must be of elastic groups, got {', '.join(fixed)}; a gang ({', '.join(gangs)}) does not shrink"
+        )
     chosen = [member for member in members if member.pod in asked]
     roster.leave(member.name for member in chosen)
     for member in chosen:

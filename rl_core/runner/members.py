@@ -174,15 +174,16 @@ class Members:
 
     # --- waits: bounded in a local run; in a cluster a shortage is not a failure and they have no bound -----------------
 
-    def await_gang(self, group: str, seconds: float, *, at: Point) -> None:
-        """Wait until every member of the gang `group` has constructed its worker; `at()` is called between two checks.
+    def await_gangs(self, seconds: float, *, at: Point) -> None:
+        """Wait until every member of every gang has constructed its worker; `at()` is called between two checks.
 
         Raises DeadlineExceeded after `seconds` in a local run. In a cluster there is no limit, because missing pods are replaced.
         """
+        gangs = [group.name for group in self._roster.groups.values() if not group.elastic]
         if not self._roster.patient:
-            self._cluster.wait_ready([group], seconds, on_poll=at)
+            self._cluster.wait_ready(gangs, seconds, on_poll=at)
             return
-        while self._cluster.missing([group]):
+        while self._cluster.missing(gangs):
             at()
             self._cluster.hub.wait_changed(self._cluster.hub.revision, 1.0)
 
@@ -209,9 +210,9 @@ class Members:
         roster = self._roster
 
         def enough(waited: float) -> bool:
-            least = roster.least_rollouts()
+            least = roster.least(ROLLOUT)
             wanted = least if begun else roster.quorum(ROLLOUT, least, waited=waited, grace=self._deadlines.hello)
-            return roster.serving(version) >= wanted
+            return roster.serving(ROLLOUT, version) >= wanted
 
         if enough(0.0):
             return
@@ -220,7 +221,8 @@ class Members:
 
     def _enough(self, group: str, waited: float) -> bool:
         roster = self._roster
-        return roster.count(group) >= roster.quorum(group, 1, waited=waited, grace=self._deadlines.hello)
+        least = roster.least(group)
+        return roster.count(group) >= roster.quorum(group, least, waited=waited, grace=self._deadlines.hello)
 
     def _wait(
         self,
@@ -239,5 +241,5 @@ class Members:
 
     def _describe_rollouts(self, version: int) -> str:
         rollouts = [f"{m.name} {m.state} (version {m.policy_version})" for m in self._cluster.members(ROLLOUT)]
-        serving = self._roster.serving(version)
+        serving = self._roster.serving(ROLLOUT, version)
         return f"more rollouts must serve the present weights, got {serving}: {', '.join(rollouts) or 'none is here'}"

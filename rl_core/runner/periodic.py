@@ -17,7 +17,7 @@ STATS_SECONDS = 0.5
 
 
 class PeriodicTasks:
-    """Ends the run when an actor is draining, shows the depths of the channels, logs stalls, and calls the tasks of the program."""
+    """Ends the run when a member of a gang is draining, shows the depths of the channels, logs stalls, and calls the tasks of the program."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class PeriodicTasks:
     ) -> None:
         """`channels` are shown in `/status`; `also` are further tasks, those of the program."""
         self._cluster, self._board, self._stops, self._channels = cluster, board, stops, channels
-        self._tasks = (self._interrupt_for_actors, *also, self._show_channels, self._log_stall)
+        self._tasks = (self._interrupt_for_gangs, *also, self._show_channels, self._log_stall)
         self._stats: list[concurrent.futures.Future[ChannelStats]] = []
         """Requests to the channel server that are in progress."""
         self._stall: str | None = None
@@ -49,9 +49,10 @@ class PeriodicTasks:
                 ):  # this thread alone finds stalls and expires leases: a bug in one task must not end it
                     logger.exception("a periodic task failed")
 
-    def _interrupt_for_actors(self) -> None:
-        """End the run if a pod of the actor gang received SIGTERM: its member then reports the state `draining`."""
-        leaving = [member.name for member in self._cluster.members("actor") if member.state == "draining"]
+    def _interrupt_for_gangs(self) -> None:
+        """End the run when a pod of a gang received SIGTERM: its member then reports the state `draining`."""
+        gangs = [group.name for group in self._cluster.kinds.values() if not group.elastic]
+        leaving = [m.name for name in gangs for m in self._cluster.members(name) if m.state == "draining"]
         if leaving and not self._stops.stop_requested:
             self._stops.stop(f"SIGTERM at {', '.join(leaving)}", StopKind.INTERRUPT)
 

@@ -1,9 +1,8 @@
 """The programs by name, and the rule that chooses one for a job."""
 
-import importlib
-
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
+from rl_core.api.user_code import import_reference
 from rl_core.runner.program import Program
 
 PROGRAMS = {
@@ -14,23 +13,25 @@ PROGRAMS = {
 
 
 def program_name(spec: RLJobSpec) -> str:
-    """Return the name of the program that runs a job: asynchronous where `algorithm.maxStaleness` lets generation run ahead."""
+    """Return the program that a job names, else asynchronous where `algorithm.maxStaleness` lets generation run ahead, else reasoning."""
+    if spec.program is not None:
+        return spec.program
     return "asynchronous" if spec.algorithm.max_staleness else "reasoning"
 
 
 def load_program(name: str) -> type[Program]:
     """Return the program `name`, one of PROGRAMS or the user's "module:Class".
 
-    Raises ConfigError for a name that is neither, a module that cannot be imported, or a class that is no Program.
+    Raises ConfigError for a name that is neither, a module that cannot be imported, and a class that is no Program or lacks a method.
     """
     path = PROGRAMS.get(name, name)
-    module, separator, attribute = path.partition(":")
-    if not separator:
-        raise ConfigError(f"program must be one of {', '.join(PROGRAMS)} or module:Class, got {name!r}")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"program {name!r} must be importable, got: {error}; check the module path") from error
+    if ":" not in path:
+        raise ConfigError(f"program: must be one of {', '.join(PROGRAMS)} or module:Class, got {name!r}; correct it")
+    found = import_reference(path, field="program")
     if not (isinstance(found, type) and issubclass(found, Program)):
-        raise ConfigError(f"program {name!r} must be a subclass of rl_core.runner.program.Program, got {found!r}")
+        raise ConfigError(
+            f"program: must be a subclass of rl_core.runner.program.Program, got {name!r}, which is {found!r}; derive it from GroupProgram"
+        )
+    if missing := sorted(found.__abstractmethods__):
+        raise ConfigError(f"program: must define {', '.join(missing)}, got {name!r} without; write them")
     return found

@@ -5,11 +5,11 @@ Read by `/status`, by waits for members and by the dispatcher.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_core.api.job import RLJobSpec
-from rl_core.plan.groups import ENV, ROLLOUT, groups_of
+from rl_core.plan.groups import Group, groups_of
 from rl_core.plan.slots import pod_of
 from rl_core.workers.cluster import Cluster
 from rl_core.workers.member import Member
@@ -58,19 +58,23 @@ class Roster:
         self._seen: set[str] = set()
         self._spec = spec
         """The spec with which the run began. Its pods do not change, except in number."""
-        self._sizes = _sizes(spec)
-        self._min_rollouts = spec.rollout.min_replicas
+        self._groups: Mapping[str, Group] = groups_of(spec)
         self._acked: tuple[int, frozenset[Identity]] = (-1, frozenset())
 
     def adopt(self, spec: RLJobSpec) -> None:
         """Apply another spec. Departures from a group whose size changed are cancelled where the new size includes the member."""
         with self._lock:
-            sizes = _sizes(spec)
-            changed = [role for role in sizes if sizes[role] != self._sizes[role]]
-            self._sizes, self._min_rollouts = sizes, spec.rollout.min_replicas
+            before, self._groups = self._groups, groups_of(spec)
+            sizes = {name: group.world_size for name, group in self._groups.items()}
+            changed = [name for name, size in sizes.items() if size != before[name].world_size]
             self._leaving = {
                 name for name in self._leaving if _role(name) not in changed or _rank(name) >= sizes[_role(name)]
             }
+
+    @property
+    def groups(self) -> Mapping[str, Group]:
+        """Return the groups that the spec asks for, by name."""
+        return self._groups
 
     def leave(self, names: Iterable[str]) -> None:
         """Record that these members are to leave: the job does not ask for them any more."""
@@ -80,7 +84,7 @@ class Roster:
     def wanted(self, role: str) -> list[str]:
         """Return the names of the members that a group should have."""
         with self._lock:
-            return [name for name in _names(role, self._sizes[role]) if name not in self._leaving]
+            return [name for name in _names(role, self._groups[role].world_size) if name not in self._leaving]
 
     def pod(self, name: str) -> str:
         """Return the pod of a member."""
@@ -89,7 +93,7 @@ class Roster:
     def missing(self, members: Sequence[Member]) -> list[Missing]:
         """Return the members that the job should have and that are not present in `members`, with the seconds since each was first missing."""
         here = {member.name for member in members if member.state not in ("lost", *LEAVING)}
-        wanted = [name for role in self._sizes for name in self.wanted(role)]
+        wanted = [name for role in self._groups for name in self.wanted(role)]
         now = self._clock()
         with self._lock:
             self._seen |= here
@@ -110,35 +114,36 @@ class Roster:
         """Record the processes that have proved that they serve `version`. Their heartbeats may report it later."""
         self._acked = (version, frozenset(processes))
 
-    def serving(self, version: int) -> int:
-        """Return how many rollouts serve `version`, by their heartbeat or by an acknowledgement that is newer than their heartbeat.
+    def serving(self, role: str, version: int) -> int:
+        """Return how many members of a group serve `version`, by their heartbeat or by an acknowledgement that is newer than their heartbeat.
 
         An acknowledgement counts for the process that gave it only: a replacement of that name has no weights yet.
         """
         acked = self._acked[1] if self._acked[0] == version else frozenset()
         return sum(
             (m.state == "serving" and m.policy_version == version) or (m.name, m.incarnation) in acked
-            for m in self._cluster.members(ROLLOUT)
+            for m in self._cluster.members(role)
         )
 
-    def least_rollouts(self) -> int:
-        """Return how many rollouts a step needs: minReplicas, but at least one, and at most as many as the job asks for."""
-        return max(min(self._min_rollouts, len(self.wanted(ROLLOUT))), 1)
+    def least(self, role: str) -> int:
+        """Return how many members of an elastic group a step needs: its minReplicas, but at least one, and at most as many as the job asks for.
+
+        It is 0 only for a group that the job gives no replicas.
+        """
+        group = self._groups[role]
+        return max(min(group.min_replicas, len(self.wanted(role))), 1) if group.replicas else 0
 
     def short(self) -> bool:
-        """Return whether a run in a cluster has too few members to go on: no environment, or too few rollouts."""
-        return self.patient and (self.count(ENV) < 1 or self.count(ROLLOUT) < self.least_rollouts())
+        """Return whether a run in a cluster has too few members of an elastic group to go on."""
+        elastic = [name for name, group in self._groups.items() if group.elastic]
+        return self.patient and any(self.count(name) < self.least(name) for name in elastic)
 
     def quorum(self, role: str, least: int, *, waited: float, grace: float) -> int:
         """Return how many members of a starting group to wait for: all, or in a cluster, after `grace` seconds, those that are present."""
         wanted = len(self.wanted(role))
         if not self.patient or waited < grace:
-            return max(wanted, 1)
+            return max(wanted, least)
         return max(least, min(wanted, len(self._cluster.members(role))))
-
-
-def _sizes(spec: RLJobSpec) -> dict[str, int]:
-    return {group.name: group.world_size for group in groups_of(spec).values()}
 
 
 def _names(role: str, size: int) -> list[str]:

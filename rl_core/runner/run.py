@@ -18,6 +18,9 @@ from rl_core.runner.stopping import StopController
 from rl_core.runner.trace import Trace
 from rl_core.workers.group import Cluster, WorkerGroup
 
+IDLE = "rl_core.workers.worker:Worker"
+"""Class of the processes of a group that a program does not use."""
+
 
 class Run:
     """One run of a job under one epoch. A program's builder takes from it what the program needs."""
@@ -62,8 +65,14 @@ class Run:
 
     def launch(self, name: str, *args: Any, **kwargs: Any) -> WorkerGroup:
         """Return the planned group `name`, whose members are constructed with these arguments as they join."""
-        group = WorkerGroup.of(self.planned[name].worker, *args, **kwargs).launch(self.cluster, name=name)
-        self.groups[name] = group
+        return self._launch(name, WorkerGroup.of(self.planned[name].worker, *args, **kwargs))
+
+    def launch_idle(self, name: str) -> WorkerGroup:
+        """Return the planned group `name`, which the program does not use: its members join and do nothing."""
+        return self._launch(name, WorkerGroup.of(IDLE))
+
+    def _launch(self, name: str, group: WorkerGroup) -> WorkerGroup:
+        self.groups[name] = group.launch(self.cluster, name=name)
         return group
 
     def channel(self, name: str, *, local: bool = False) -> Channel:

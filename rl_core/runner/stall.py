@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_core.messages.members import WaitCause
+from rl_core.plan.groups import ACTOR, BUILT_IN
 
-REASON_BY_ROLE = {"rollout": "WaitingForRollout", "env": "WaitingForEnv", "actor": "WaitingForActor"}
+REASONS: Mapping[str, str] = {name: kind.stall_reason for name, kind in BUILT_IN.items()}
+"""Reason of a stall in which the run waits for a built-in group."""
 REASON_BY_CAUSE = {WaitCause.CHANNEL_FULL: "ChannelFull", WaitCause.WEIGHTS: "WaitingForWeights"}
 
 
@@ -38,6 +40,8 @@ class StallDetector:
     seconds: float | None
     """failurePolicy.stall.seconds of the job; None means the larger of 300 s and 5 times the median step time."""
     clock: Callable[[], float] = time.monotonic
+    reasons: Mapping[str, str] = field(default_factory=lambda: REASONS)
+    """Reason of a stall by the group of the job that the run waits for."""
     _seen: int = -1
     _last: float = field(default=0.0)
     _steps: list[float] = field(default_factory=list)
@@ -79,7 +83,7 @@ class StallDetector:
         if silent < self.limit:
             return None
         edges = list(waits)
-        reason, message = explain(edges, list(missing_pods), present)
+        reason, message = explain(edges, list(missing_pods), present, self.reasons)
         return {
             "reason": reason,
             "message": f"no progress for {silent:.0f} s (limit {self.limit:.0f} s): {message}",
@@ -88,7 +92,9 @@ class StallDetector:
         }
 
 
-def explain(edges: list[Wait], missing_pods: list[str], present: Iterable[str] = ()) -> tuple[str, str]:
+def explain(
+    edges: list[Wait], missing_pods: list[str], present: Iterable[str] = (), reasons: Mapping[str, str] = REASONS
+) -> tuple[str, str]:
     """Return (reason, message) for a waits-for graph.
 
     Missing pods are the reason WaitingForPods, and a cycle of waits is a Deadlock. Otherwise the reason is a member or worker group that
@@ -111,12 +117,12 @@ def explain(edges: list[Wait], missing_pods: list[str], present: Iterable[str] =
     )
     # A member that is waited for and declares nothing is the reason. Others may wait for weights or for room meanwhile.
     for edge in edges:
-        if edge.cause is None and edge.on not in waiting and _role(edge.on) in REASON_BY_ROLE:
-            return REASON_BY_ROLE[_role(edge.on)], text
+        if edge.cause is None and edge.on not in waiting and _role(edge.on) in reasons:
+            return reasons[_role(edge.on)], text
     for cause, reason in REASON_BY_CAUSE.items():
         if any(edge.cause is cause for edge in edges):
             return reason, text
-    return "WaitingForActor", text
+    return reasons[ACTOR], text
 
 
 def _role(name: str) -> str:

@@ -1,7 +1,6 @@
-"""Starts a run, in this order: the actor gang, its weights (resumed or fresh), their first publication, rollouts and environments."""
+"""Starts a run, in this order: the gangs, the weights of the actor (resumed or fresh), their first publication, rollouts and environments."""
 
 from rl_core.api.settings import DeadlinesSpec
-from rl_core.plan.groups import ACTOR
 from rl_core.runner.device_schedule import DeviceSchedule
 from rl_core.runner.members import Members, Point
 from rl_core.runner.progress import RunProgress
@@ -33,7 +32,7 @@ class Startup:
     def run(self, *, at: Point) -> None:
         """Return once enough rollouts serve the present weights. Waits for members call `at()`, at which the run may end."""
         seconds, stops, progress = self._deadlines.wait_ready, self._stops, self._progress
-        self._members.await_gang(ACTOR, seconds, at=at)
+        self._members.await_gangs(seconds, at=at)
         # No device lease is needed yet: rollouts use shared devices only once the first generation begins.
         stops.wait(self._actor.init_worker(), seconds)
         with self._schedule.training():

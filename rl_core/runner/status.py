@@ -9,8 +9,8 @@ from statistics import fmean
 from typing import Any
 
 from rl_core.api.job import RLJobSpec
-from rl_core.api.roles import ROLES
 from rl_core.channel import ChannelStats
+from rl_core.plan.groups import ACTOR, ROLLOUT, Group
 from rl_core.runner.history import now_text
 from rl_core.runner.roster import LEAVING, PRESENT, Missing, Roster
 from rl_core.runner.stall import StallDetector, Wait
@@ -43,13 +43,13 @@ GENERATION: Mapping[str, Callable[[Sequence[float]], float]] = {
 }
 """Metrics that engines report with their heartbeats, and how the values of all rollouts become one number of the step."""
 WAITS_FOR = {
-    Phase.GENERATING: "rollout",
-    Phase.VALIDATING: "rollout",
-    Phase.TRAINING: "actor",
-    Phase.SYNCING: "rollout",
-    Phase.DEGRADED: "rollout",
+    Phase.GENERATING: ROLLOUT,
+    Phase.VALIDATING: ROLLOUT,
+    Phase.TRAINING: ACTOR,
+    Phase.SYNCING: ROLLOUT,
+    Phase.DEGRADED: ROLLOUT,
 }
-"""The group that the loop waits for in a phase."""
+"""The group that the loop of a built-in program waits for in a phase."""
 UNWATCHED = frozenset({Phase.STARTING, Phase.FINISHED, Phase.FAILED, Phase.SUSPENDED})
 """DeviceSchedule without a stall bound: the startup has deadlines of its own."""
 
@@ -72,8 +72,10 @@ class StatusBoard:
         self._roster = roster
         self._cluster = cluster
         self._lock = threading.Lock()
-        self._stall = StallDetector(spec.failure_policy.stall.seconds)
+        reasons = {name: group.stall_reason for name, group in roster.groups.items()}
+        self._stall = StallDetector(spec.failure_policy.stall.seconds, reasons=reasons)
         self._phase = Phase.STARTING
+        self._on = ""
         self._phase_since = time.monotonic()
         self._loop_progress = 0
         self._progress_shown = 0
@@ -107,19 +109,20 @@ class StatusBoard:
         return self._phase
 
     @contextmanager
-    def during(self, phase: Phase) -> Iterator[None]:
-        """Be in `phase` while the block runs, then in the one before."""
-        before = self._enter(phase)
+    def during(self, phase: Phase, *, on: str | None = None) -> Iterator[None]:
+        """Be in `phase` while the block runs, then in the one before. `on`: the group that the loop waits for (None: that of WAITS_FOR)."""
+        before = self._enter(phase, WAITS_FOR.get(phase, "") if on is None else on)
         try:
             yield
         finally:
-            self._enter(before)
+            self._enter(*before)
 
-    def _enter(self, phase: Phase) -> Phase:
+    def _enter(self, phase: Phase, on: str = "") -> tuple[Phase, str]:
         with self._lock:
-            before, self._phase, self._phase_since = self._phase, phase, time.monotonic()
+            before = self._phase, self._on
+            self._phase, self._on, self._phase_since = phase, on, time.monotonic()
             self._loop_progress += 1
-            if Phase.DEGRADED in (before, phase):
+            if Phase.DEGRADED in (before[0], phase):
                 self._stall.reset()
             return before
 
@@ -148,11 +151,13 @@ class StatusBoard:
         members = list(self._cluster.members())
         with self._lock:
             failures = {f"failures_total/{name}": float(count) for name, count in self._facts["failures"].items()}
-        lag = self._role("rollout", members, self._roster.wanted("rollout"))["lag"]
+        groups = self._roster.groups
+        lag = max(self._role(group, members, self._roster.wanted(name))["lag"] for name, group in groups.items())
         own: dict[str, float] = {}
         for member in members:
+            counts = member.role in groups and not groups[member.role].holds_model
             for name, value in member.metrics.items():
-                if member.role == "env" or name.endswith("_total"):
+                if counts or name.endswith("_total"):
                     own[name] = own.get(name, 0.0) + float(value)
         reported: dict[str, list[float]] = {}
         for member in members:
@@ -178,7 +183,8 @@ class StatusBoard:
 
     def snapshot(self) -> dict[str, Any]:
         """Return what every program shows in `/status`; a program adds its own part, such as the ledger."""
-        wanted = {role: self._roster.wanted(role) for role in ROLES}
+        groups = self._roster.groups
+        wanted = {name: self._roster.wanted(name) for name in groups}
         present, known, missing, waits = self._look(wanted)
         stall = self._stall_report(present, missing, waits)
         with self._lock:
@@ -187,8 +193,8 @@ class StatusBoard:
         facts["checkpoint"] = {**facts["checkpoint"], "lag": facts["step"] - saved}
         return facts | {
             "phase": self._phase.value,
-            "roles": [self._role(role, present, wanted[role]) for role in ROLES],
-            "members": [_member(member) for member in known],
+            "roles": [self._role(group, present, wanted[name]) for name, group in groups.items()],
+            "members": [_member(member, groups.get(member.role)) for member in known],
             "waits": [wait.as_status() for wait in waits],
             "channels": self._channels,
             "missing": [
@@ -199,7 +205,7 @@ class StatusBoard:
 
     def stall(self) -> dict[str, Any] | None:
         """Return the stall as `/status` shows it, None while there is progress."""
-        present, _, missing, waits = self._look({role: self._roster.wanted(role) for role in ROLES})
+        present, _, missing, waits = self._look({name: self._roster.wanted(name) for name in self._roster.groups})
         return self._stall_report(present, missing, waits)
 
     def _look(
@@ -221,8 +227,8 @@ class StatusBoard:
                 self._progress_shown, self._facts["lastProgress"] = progress, now_text()
             return self._stall.report(progress, waits, missing_pods=short, present=self._waited_for(present))
 
-    def _role(self, role: str, members: Sequence[Member], wanted: Sequence[str]) -> dict[str, Any]:
-        alive = [m for m in members if m.role == role and m.state not in ("lost", *LEAVING)]
+    def _role(self, group: Group, members: Sequence[Member], wanted: Sequence[str]) -> dict[str, Any]:
+        alive = [m for m in members if m.role == group.name and m.state not in ("lost", *LEAVING)]
         ready = [m for m in alive if m.state in PRESENT]
         desired = len(wanted)
         versions: dict[str, int] = {}
@@ -233,22 +239,28 @@ class StatusBoard:
         current = self._facts["policyVersion"]
         lag = (
             max((current - m.policy_version for m in ready if m.policy_version is not None), default=0)
-            if role == "rollout"
+            if group.pulls_weights
             else 0
         )
         return {
-            "name": role,
+            "name": group.name,
             "desired": desired,
             "ready": len(ready),
             "lost": max(desired - len(alive), 0),
-            "versions": versions if role == "rollout" else {},
+            "versions": versions if group.pulls_weights else {},
             "lag": max(lag, 0),
         }
 
     def _waited_for(self, members: Sequence[Member]) -> list[str]:
-        """Return the rollouts that the loop waits for: those that serve; while Degraded those that do not serve."""
-        here = [m for m in members if m.role == "rollout" and m.state not in LEAVING]
-        return [m.name for m in here if (m.state == "serving") is not (self._phase is Phase.DEGRADED)]
+        """Return the members that the loop waits for: of the group that it names, those that have a worker.
+
+        Of groups that pull weights they are those that serve, while Degraded those that do not serve, whatever group the loop names.
+        """
+        groups, here = self._roster.groups, [m for m in members if m.state not in LEAVING]
+        pulling = [m for m in here if m.role in groups and groups[m.role].pulls_weights]
+        serving = [m.name for m in pulling if (m.state == "serving") is not (self._phase is Phase.DEGRADED)]
+        named = self._on in groups and not groups[self._on].holds_model
+        return [*serving, *(m.name for m in here if named and m.role == self._on and m.state in PRESENT)]
 
     def _waits(self, known: Sequence[Member]) -> list[Wait]:
         """Return the waits-for graph: silent members first, as they are at the root, then declared waits and the runner's own phase."""
@@ -262,40 +274,39 @@ class StatusBoard:
             for m in known
             if m.wait and m.state not in ("lost", "drained")
         ]
-        on = WAITS_FOR.get(self._phase)
-        if on is not None:
+        if self._on:
             seconds = time.monotonic() - self._phase_since
-            edges.append(Wait(who="runner", on=on, what=self._phase.value.lower(), since_seconds=seconds))
+            edges.append(Wait(who="runner", on=self._on, what=self._phase.value.lower(), since_seconds=seconds))
         return edges
 
 
-def _member(member: Member) -> dict[str, Any]:
-    lost = member.state == "lost"
+def _member(member: Member, group: Group | None) -> dict[str, Any]:
+    """Return a member as `/status` shows it; `group` None: it is of no group of the job."""
+    lost, pulls = member.state == "lost", group is not None and group.pulls_weights
     return {
         "pod": member.pod,
         "name": member.name,
         "role": member.role,
         "index": member.rank,
-        "state": _public_state(member),
+        "state": _public_state(member, pulls=pulls),
         "detail": member.state,
         "policyVersion": None if lost else member.policy_version,
         "weightsProof": None if lost else member.weights_proof or None,
         "deviceUuids": [] if lost else list(member.device_uuids),
-        "generation": _generation(member),
+        "generation": {} if lost or not pulls else _generation(member),
     }
 
 
-def _public_state(member: Member) -> str:
+def _public_state(member: Member, *, pulls: bool) -> str:
     """Return a member's state as joining, updating, serving, draining, drained or lost; `detail` holds the hub's finer state.
 
-    A rollout that holds its worker still lacks weights, so it is joining; an actor or env then works. A silent member gets no new work.
+    A member that `pulls` weights and holds its worker still lacks weights, so it is joining; any other member then works. A silent member
+    gets no new work.
     """
-    ready = "joining" if member.role == "rollout" else "serving"
+    ready = "joining" if pulls else "serving"
     return {"constructing": "joining", "ready": ready, "suspect": "updating"}.get(member.state, str(member.state))
 
 
 def _generation(member: Member) -> dict[str, float]:
-    """Return what a rollout's engine is doing; empty for other roles, and for one that is lost."""
-    if member.role != "rollout" or member.state == "lost":
-        return {}
+    """Return what the engine of a member is doing."""
     return {name.partition("/")[2]: value for name, value in member.metrics.items() if name in GENERATION}

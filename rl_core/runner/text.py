@@ -189,12 +189,15 @@ def build_dispatcher(
 
 
 def launch_groups(run: Run, *, max_seq_len: int) -> None:
-    """Launch the worker groups actor, rollout and env; their workers are constructed when members join."""
+    """Launch actor, rollout, env and the groups that the job declares; their workers are constructed when members join."""
     spec = run.job.spec
     stable = for_elastic_roles(spec)
     run.launch(ACTOR, spec)
     run.launch(ROLLOUT, stable, {"max_seq_len": max_seq_len})
     run.launch(ENV, stable.env)
+    for name, group in run.planned.items():
+        if group.config is not None:
+            run.launch(name, dict(group.config))
 
 
 def load_data(job: RLJob, tokenizer: Tokenizer, limit: int) -> tuple[PromptDataset, PromptDataset | None]:

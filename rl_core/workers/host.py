@@ -29,7 +29,7 @@ from rl_core.api.user_code import load_extensions
 from rl_core.messages.members import MemberState
 from rl_core.observability import events
 from rl_core.observability.logging import configure_logging
-from rl_core.plan.groups import ACTOR
+from rl_core.plan.groups import ACTOR, kinds_of_environment
 from rl_core.plan.placement import Placement
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.handlers import HandlerLoop
@@ -62,7 +62,8 @@ class Host:
         cannot be found.
         """
         self.identity = identity
-        self._keys = KeyRing(Path(identity.curve_dir), identity.role) if identity.curve_dir else None
+        kinds = kinds_of_environment()
+        self._keys = KeyRing(Path(identity.curve_dir), identity.role, kinds) if identity.curve_dir else None
         self._callers: dict[str, set[str]] = {"runner": {"construct", "execute", "retire"}}
         """Methods of this process by the group that may call them."""
         self._local = self._keys is None or split_address(identity.hub)[0] == "127.0.0.1"
@@ -76,7 +77,7 @@ class Host:
             device_uuids=device_uuids(tuple(placement.visible_accelerators)),
             on_change=lambda: self._registration.report_soon(),
         )
-        self._registration = Registration(self._context, connect=self._connect_hub, start_over=self._reset)
+        self._registration = Registration(self._context, connect=self._connect_hub, start_over=self._reset, kinds=kinds)
         self._methods = MethodServer(
             self._context,
             before_build=self._load_extensions,

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
 from rl_core.api.errors import DeadlineExceeded, EpochFenced, FrameError, InfrastructureError, RLJobError, exit_code
@@ -27,7 +27,7 @@ from rl_core.messages.members import (
     MemberView,
 )
 from rl_core.observability import events
-from rl_core.plan.groups import BUILT_IN
+from rl_core.plan.groups import BUILT_IN, GroupKind
 from rl_core.transports import tokens
 from rl_core.transports.rpc import RpcClient
 from rl_core.workers.context import WorkerContext
@@ -72,12 +72,14 @@ class Registration:
         *,
         connect: Callable[[], RpcClient],
         start_over: Callable[[int], Awaitable[None]],
+        kinds: Mapping[str, GroupKind] = BUILT_IN,
     ) -> None:
         """Prepare to register the process of `context`.
 
         `connect` returns a new RPC client of the hub. `start_over(epoch)` drops everything that belongs to older epochs.
+        `kinds` are the groups of the job.
         """
-        kind = BUILT_IN.get(context.identity.group)
+        kind = kinds.get(context.identity.group)
         self.elastic = kind is not None and kind.elastic
         self.accepted = threading.Event()
         """Set once the hub has accepted a hello and its answer is applied. The runner may already call this process shortly before."""

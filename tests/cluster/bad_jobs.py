@@ -8,6 +8,7 @@ import copy
 
 from tests.cluster.bad_checkpoints import CHECKPOINTS
 from tests.cluster.bad_failure_policies import FAILURE_POLICIES
+from tests.cluster.bad_groups import GROUPS
 from tests.cluster.bad_placements import OWN, PLACEMENTS, SAME
 from tests.cluster.bad_pod_fields import POD_FIELDS
 
@@ -23,6 +24,7 @@ CASES = (
     | CHECKPOINTS
     | FAILURE_POLICIES
     | POD_FIELDS
+    | GROUPS
     | {
         # spec, field, message, whether pydantic says the same words
         "group-of-one": (

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from rl_core.api.errors import ConfigError
+from rl_core.plan.groups import BUILT_IN, ROLLOUT, elastic_block
 from rljob_operator.cli.connection import Connection, Json, explain
 from rljob_operator.errors import ApiError, NotFound
 from rljob_operator.kinds import RLJOB
@@ -45,13 +46,23 @@ def change(connection: Connection, name: str, spec: Json, *, doing: str) -> Json
         return connection.patch(RLJOB, name, {"spec": spec})
 
 
-def scale(connection: Connection, name: str, *, replicas: int | None, envs: int | None) -> None:
-    """Set the number of rollouts by the scale subresource, as an autoscaler does, and that of envs in the spec."""
+def scale(connection: Connection, name: str, counts: Mapping[str, int]) -> None:
+    """Set the number of rollouts by the scale subresource, as an autoscaler does, and that of other elastic groups in the spec.
+
+    Raises ConfigError for a group that the job does not have or that is not elastic.
+    """
     with explained(connection, f"scaling job {name}", name):
-        if replicas is not None:
-            connection.patch(RLJOB, name, {"spec": {"replicas": replicas}}, subresource="scale")
-        if envs is not None:
-            connection.patch(RLJOB, name, {"spec": {"env": {"replicas": envs}}})
+        for group, count in counts.items():
+            if group == ROLLOUT:
+                connection.patch(RLJOB, name, {"spec": {"replicas": count}}, subresource="scale")
+            elif group in BUILT_IN:
+                elastic_block({}, group)
+                connection.patch(RLJOB, name, {"spec": {group: {"replicas": count}}})
+            else:
+                job = connection.read(RLJOB, name)
+                elastic_block(job["spec"], group)["replicas"] = count
+                read = {"resourceVersion": job["metadata"]["resourceVersion"]}  # the list is replaced as a whole
+                connection.patch(RLJOB, name, {"metadata": read, "spec": {"groups": job["spec"]["groups"]}})
 
 
 def condition(job: Json, kind: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from rljob_operator.cli import jobs, logs
 from rljob_operator.cli.connection import ClusterPlace, Connection, Json
@@ -34,8 +34,8 @@ class Targets:
         """Write the logs of the job's pods that match."""
         logs.show(Connection.open(place), name, role=role, index=index, attempt=attempt, follow=follow, write=write)
 
-    def scale(self, name: str, place: ClusterPlace, *, replicas: int | None, envs: int | None) -> str:
-        """Set the number of rollouts or envs; return the job's namespace."""
+    def scale(self, name: str, place: ClusterPlace, counts: Mapping[str, int]) -> str:
+        """Set the number of pods of elastic groups, by name; return the job's namespace."""
         connection = Connection.open(place)
-        jobs.scale(connection, name, replicas=replicas, envs=envs)
+        jobs.scale(connection, name, counts)
         return connection.namespace

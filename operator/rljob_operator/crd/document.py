@@ -14,7 +14,7 @@ from rl_core.api.status import RLJobStatus
 from rl_core.plan.groups import BUILT_IN, ROLLOUT
 from rljob_operator.crd.freeze import transition_rules
 from rljob_operator.crd.rules import Schema, cel_rule, rule_entry, rules_of
-from rljob_operator.crd.structural import structural
+from rljob_operator.crd.structural import FREE_FIELDS, structural
 
 GROUP, VERSION = API_VERSION.split("/")
 HEADER = (
@@ -139,11 +139,17 @@ def _validations(title: str) -> list[Schema]:
 
 def validations_of(model: type[BaseModel]) -> list[Schema]:
     """Return the CEL rules on objects of a model. Raises ValueError when a `@rule` has no CEL."""
-    if missing := [name for name, cel in rules_of(model) if not cel]:
+    rules = [(name, cel) for name, cel in rules_of(model) if _can_be_read(model, name)]
+    if missing := [name for name, cel in rules if not cel]:
         raise ValueError(
             f"every @rule of the CRD must have CEL, got none for {', '.join(missing)}; write @rule(Cel(...))"
         )
-    return [cel_rule(one, model) for _, cel in rules_of(model) for one in cel]
+    return [cel_rule(one, model) for _, cel in rules for one in cel]
+
+
+def _can_be_read(model: type[BaseModel], rule: str) -> bool:
+    """Return whether the API server can check a rule on objects of a model: not a rule on fields that the definition does not describe."""
+    return model.__name__ not in FREE_FIELDS or rule.startswith(f"{model.__name__}.")
 
 
 def _subclasses(model: type[BaseModel]) -> Iterator[type[BaseModel]]:

@@ -17,13 +17,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from rl_core.api.groups import GroupSpec
 from rl_core.api.job import MANAGER, MUTABLE_FIELDS, NUMBERED, OPERATOR_FIELDS, RLJobSpec
 from rl_core.api.pods import PodSpec
 from rl_core.plan.groups import BUILT_IN
 from rljob_operator.crd.rules import Schema, field_at, field_or_default, rule_entry
 
 POD_FIELDS = frozenset(field.alias for field in PodSpec.model_fields.values())
-FREE = (*MUTABLE_FIELDS, *OPERATOR_FIELDS, "env.options")
+FREE = (*MUTABLE_FIELDS, *OPERATOR_FIELDS, "env.options", "groups")
 QUOTED = (
     "model.path",
     "model.dtype",
@@ -78,6 +79,7 @@ def transition_rules() -> list[Schema]:
         *map(_quoted, QUOTED),
         *map(_placed, (name for name, group in BUILT_IN.items() if group.elastic)),
         _synchrony(),
+        *_groups(),
     ]
     return [fixed, *own, *(_block(block, list(paths)) for block, paths in blocks)]
 
@@ -104,6 +106,37 @@ def _synchrony() -> Schema:
         values=(f"({old} > 0 ? 'above 0' : '0')", new),
         field="algorithm",
     )
+
+
+def _groups() -> Iterator[Schema]:
+    """Yield the rules on `groups`: the names stay, as the keys of the job are made for them; of the rest, pod fields and replicas are free.
+
+    The fields that a rule names are those that the definition describes; a change of `config` is refused by the runner.
+    """
+    name = "self.groups.all(g, oldSelf.groups.exists(o, o.name == g.name))"
+    yield rule_entry(
+        holds=f"has(self.groups) == has(oldSelf.groups) && (!has(self.groups) || (self.groups.size() == oldSelf.groups.size() && {name}))",
+        refusal="groups must keep their names; delete the job and create it anew",
+        field="groups",
+    )
+    same = " && ".join(_same(field) for field in ("worker", "lifecycle", "processesPerPod", "gpus", "callers"))
+    lifecycle = f"({field_or_default('lifecycle', GroupSpec, root='g')} == 'elastic' || {_same('replicas')})"
+    yield rule_entry(
+        holds=f"{SUSPENDED} || !has(self.groups) || self.groups.all(g, oldSelf.groups.all(o, o.name != g.name || ({same} && {lifecycle})))",
+        refusal=(
+            f"groups must stay as they are but for replicas of elastic groups and the pod fields {WAY_OUT.format('a change')}"
+        ),
+        field="groups",
+    )
+
+
+def _same(field: str) -> str:
+    """Return the expression that a field of the groups `g` and `o` is equal, absent or default alike."""
+    if field_at(field, GroupSpec).is_required():
+        return f"g.{field} == o.{field}"
+    if field_at(field, GroupSpec).get_default(call_default_factory=True) == []:
+        return f"has(g.{field}) == has(o.{field}) && (!has(g.{field}) || g.{field} == o.{field})"
+    return " == ".join(field_or_default(field, GroupSpec, root=root) for root in "go")
 
 
 def _quoted(path: str) -> Schema:

@@ -13,6 +13,8 @@ from pydantic import BaseModel
 
 from rl_core.api.base import STRING_LIMIT
 from rl_core.api.cel import literal
+from rl_core.api.groups import GroupSpec
+from rl_core.api.pods import PodSpec
 from rljob_operator.crd.rules import Schema, rule_entry
 
 Validations = Callable[[str], list[Schema]]
@@ -36,12 +38,22 @@ LIST_KEYS = {
     "EnvValueFrom": ["name"],
     "Condition": ["type"],
     "RoleStatus": ["name"],
+    "GroupSpec": ["name"],
     "DeviceStatus": ["pod"],
     "Metric": ["name"],
     "PodEnds": ["name"],
     "Draining": ["pod"],
 }
 """Key fields of the lists that are maps by meaning; a key makes an entry unique. Other lists are replaced as a whole."""
+
+
+FREE_FIELDS: Mapping[str, frozenset[str]] = {
+    GroupSpec.__name__: frozenset(field.alias or name for name, field in PodSpec.model_fields.items())
+}
+"""Fields of a model that the definition leaves to the operator, which refuses wrong ones with the words of the schema.
+
+The pod fields of a role take 50 KB; written a fourth time, they would not fit into the annotation in which kubectl keeps the definition.
+"""
 
 
 def structural(model: type[BaseModel], *, validations: Validations) -> Schema:
@@ -105,6 +117,9 @@ class _Converter:
     def _object(self, node: Schema, path: str) -> Schema:
         result: Schema = {"type": "object"} | _copied(node)
         if "properties" in node:
+            if free := FREE_FIELDS.get(node["title"]):
+                node = node | {"properties": {name: of for name, of in node["properties"].items() if name not in free}}
+                result["x-kubernetes-preserve-unknown-fields"] = True
             result["properties"] = {
                 name: self.convert(inner, f"{path}.{name}") for name, inner in node["properties"].items()
             }

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from rl_core.api.defaults import Defaults
-from rl_core.plan.groups import BUILT_IN
+from rl_core.plan.groups import group_blocks
 from rljob_operator import kinds
 from rljob_operator.errors import NotFound
 from rljob_operator.model import Object, Observed, OperatorConfig, Plan, Progress
@@ -236,5 +236,5 @@ def epoch_of(job: Object) -> int:
 def claim_names(job: Object) -> list[str]:
     """Return the names of the PersistentVolumeClaims that the volumes of the groups mount."""
     spec = job.get("spec") or {}
-    volumes = [volume for group in BUILT_IN for volume in (spec.get(group) or {}).get("volumes") or []]
+    volumes = [volume for pods in group_blocks(spec).values() for volume in pods.get("volumes") or []]
     return sorted({claim["claimName"] for volume in volumes if (claim := volume.get("persistentVolumeClaim"))})

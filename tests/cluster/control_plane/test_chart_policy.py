@@ -26,6 +26,14 @@ STRICT = {
 POLICIES = {"defaults": {}, "strict": STRICT}
 KINDS = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
 ASK = "or ask the cluster administrator (chart value policy."
+ELASTIC = {"name": "judge", "worker": "judges:Judge"}
+
+
+def of_group(**fields):
+    """Return a spec with a group of these fields beside one that obeys."""
+    return {"groups": [{**ELASTIC, "name": "scorer"}, {**ELASTIC, **fields}]}
+
+
 CAPABILITIES = {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}}
 
 
@@ -122,6 +130,21 @@ def users(control_plane: Access) -> Iterator[dict[str, User]]:
         ("strict", {"actor": {"gpus": 5, "resourceClaims": [{"name": "a", "resourceClaimTemplateName": "four"}]}}, "must not exceed 8, got 9"),
         ("strict", {"actor": {"resourceClaims": [{"name": "a", "resourceClaimName": "unknown"}]}},
          f'spec.actor.resourceClaims must name claims or templates whose devices are known, ["four", "nic"], got ["unknown"]; use gpus with gpuAllocation dra, {ASK}claimDevices)'),
+        ("defaults", of_group(priorityClassName="system-node-critical"), "spec.groups: priorityClassName must not be one of the system"),
+        ("defaults", of_group(serviceAccountName="admin"), "spec.groups: serviceAccountName must be one of default; choose one"),
+        ("defaults", of_group(tolerations=[{"operator": "Exists"}]), "spec.groups: tolerations must name a taint that is not forbidden"),
+        ("defaults", of_group(volumes=[{"name": "v", "csi": {"driver": "host.example.com"}}]), "spec.groups: inline CSI drivers must be among []"),
+        ("defaults", of_group(volumes=[{"name": "v", "nfs": {"server": "nfs.test", "path": "/home"}}]), "spec.groups: NFS servers must be among []"),
+        ("defaults", of_group(**CAPABILITIES), "spec.groups: securityContext.capabilities must be empty"),
+        ("strict", of_group(image="docker.io/evil"),
+         'spec.groups: images must begin with one of ["registry.test/", "ghcr.io/team/"], got [[], ["docker.io/evil"]]; use such an image'),
+        ("strict", of_group(initContainers=[{"name": "i", "image": "evil"}]), 'got [[], ["evil"]]; use such an image'),
+        ("strict", of_group(priorityClassName="urgent"), "spec.groups: priorityClassName must be one of low, high; choose one"),
+        ("strict", {"actor": {"gpus": 4}, **of_group(gpus=1, replicas=5)}, "must not exceed 8, got 9"),
+        ("strict", of_group(resources={"limits": {"nvidia.com/mig-1g.10gb": 3}}, replicas=3), "must not exceed 8, got 9"),
+        ("strict", of_group(gpus=1, resourceClaims=[{"name": "a", "resourceClaimTemplateName": "four"}], replicas=2), "must not exceed 8, got 10"),
+        ("strict", of_group(resourceClaims=[{"name": "a", "resourceClaimName": "unknown"}]),
+         'spec.groups: resourceClaims must name claims or templates whose devices are known, ["four", "nic"], got [[], ["unknown"]]; use gpus'),
         ("strict", {"rollout": {"resources": {"limits": {"amd.com/gpu": 1}}}},
          "spec.rollout.maxReplicas must be given where devices per job are limited, got none; set it to the most rollouts that `kubectl scale` may ask for"),
     ],
@@ -135,13 +158,15 @@ def test_what_the_policy_refuses_a_user_with_field_rule_value_and_way_out(users,
     ("policy", "spec"),
     [
         ("defaults", {}),
+        ("defaults", of_group(image="any", gpus=64, serviceAccountName="default", priorityClassName="high")),
+        ("strict", of_group(image="registry.test/judge", gpus=4, replicas=2, priorityClassName="low", **CAPABILITIES)),
         ("defaults", {"actor": {"image": "any", "gpus": 64, "serviceAccountName": "default", "priorityClassName": "high"}}),
         ("defaults", {"env": {"tolerations": [{"key": "gpu", "operator": "Exists"}], "resourceClaims": [{"name": "a", "resourceClaimName": "b"}]}}),
         ("strict", {"actor": {"resourceClaims": [{"name": "a", "resourceClaimTemplateName": "nic"}], "gpus": 8, **CAPABILITIES, "hostNetwork": True}}),
         ("strict", {"env": {"resources": {"limits": {"rdma/hca": 100, "cpu": 64}}, "serviceAccountName": "trainer"}}),
         ("strict", {"env": {"volumes": [{"name": "a", "nfs": {"server": "nfs.test", "path": "/x"}}, {"name": "b", "csi": {"driver": "secrets-store.csi.k8s.io"}}]}}),
     ],
-    ids=["plain", "much by default", "claims without a limit", "rdma", "network cards", "volumes"],
+    ids=["plain", "groups", "groups within limits", "much by default", "claims without a limit", "rdma", "network cards", "volumes"],
 )  # fmt: skip
 def test_what_the_policy_lets_a_user_have(users, policy, spec):
     assert users[policy].tries(**spec) == ""

@@ -125,6 +125,21 @@ def test_rollouts_that_a_placement_numbers_are_scaled_in_two_writes(control_plan
     assert kept["placement"] == {"componentPlacement": {"actor": 0, "rollout": "1-3"}}
 
 
+def test_groups_keep_their_names_and_change_in_number_only(control_plane, namespace):
+    judge = {"name": "judge", "worker": "judges:Judge", "config": {"levels": [1, {"deep": True}]}, "image": "judges:1"}
+    jury = {"name": "jury", "worker": "judges:Jury", "lifecycle": "gang", "callers": ["judge"]}
+    control_plane.apply(with_spec(groups=[judge, jury], program="judges:Program"), namespace=namespace)
+    assert control_plane.get("rljob", "job", namespace=namespace)["spec"]["groups"] == [judge, jury]
+    edit(control_plane, namespace, groups=[judge | {"replicas": 3, "image": "judges:2", "lifecycle": "elastic"}, jury])
+    fixed = "groups must stay as they are but for replicas of elastic groups and the pod fields while the job is not suspended"
+    for change in ([judge, jury | {"replicas": 2}], [judge | {"worker": "a:B"}, jury], [judge, jury | {"callers": []}]):
+        assert fixed in edit(control_plane, namespace, check=False, groups=change).stderr
+    named = "groups must keep their names; delete the job and create it anew"
+    edit(control_plane, namespace, suspend=True, groups=[judge | {"worker": "a:B", "gpus": 1}, jury | {"replicas": 2}])
+    for change in ([judge], [judge, jury | {"name": "other"}], None):
+        assert named in edit(control_plane, namespace, check=False, groups=change).stderr
+
+
 def test_columns_tell_the_run_at_a_glance(control_plane, stored):
     status = {
         "phase": "Running",

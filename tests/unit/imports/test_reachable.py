@@ -17,6 +17,7 @@ STARTED = {
     "rljob_operator.crd.__main__": "make docs",
 }
 FACES = {
+    "rl_core.runner.group_program": "programs of users derive from it",
     "rl_core.rollouts.sglang.cpu.stand_in.sgl_kernel": "what sglang itself imports as sgl_kernel, in its processes on a CPU",
     "rl_core.rollouts.sglang.cpu.stand_in.triton": "what sglang itself imports as triton, in its processes on a CPU",
     "rl_core.rollouts.sglang.cpu.stand_in.triton.runtime": "a part of it",

@@ -6,6 +6,7 @@ from rl_core.plan.launch import Ports, build_launch_plan
 from rljob_operator import manifests, naming
 from rljob_operator.model import Observed
 from rljob_operator.reconcile import pod_views, reconcile
+from rljob_operator.runtime.controller import claim_names
 from tests.unit.operator.manifest_samples import CONFIG, MASTER, make_job
 from tests.unit.operator.network_policies import Endpoint, allows
 from tests.unit.operator.simulator import CONFIG as IMAGES
@@ -121,3 +122,31 @@ def _bound(pod):
     """Return a pod as a cluster has it: with a uid, bound to a node."""
     meta = {**pod["metadata"], "uid": pod["metadata"]["name"], "creationTimestamp": "2026-01-01T00:00:00Z"}
     return {**pod, "metadata": meta, "spec": {**pod["spec"], "nodeName": "n"}, "status": {"phase": "Running"}}
+
+
+def test_a_group_that_the_job_declares_has_pods_keys_status_and_claims():
+    block = {
+        "name": JUDGE, "worker": "judges:Judge", "replicas": 2, "callers": ["rollout"], "image": "registry.test/judge:1",
+        "config": {"threshold": 0.5}, "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "judges"}}],
+    }  # fmt: skip
+    world = World(simulated_job(groups=[block], program="judges:Program"))
+    claims = {"judges": {"spec": {"accessModes": ["ReadWriteMany"]}}}
+    plan = reconcile(world.job, pod_views.observe(pods=(), claims=claims), START, config=IMAGES)
+    pods = {pod["metadata"]["name"]: pod for pod in plan.create}
+    assert {"x-judge-0", "x-judge-1"} < set(pods) and claim_names(world.job) == ["judges"]
+    assert [role["name"] for role in plan.status["roles"]] == ["actor", "rollout", "env", JUDGE]
+    (container,) = pods["x-judge-0"]["spec"]["containers"]
+    assert container["image"] == "registry.test/judge:1"
+    keys = manifests.secret.build(world.job, master=MASTER)["data"]
+    assert {"judge.secret", "judge.public", "actor.secret"} < set(keys)
+    mounted = next(v["projected"]["sources"] for v in pods["x-judge-0"]["spec"]["volumes"] if "projected" in v)
+    assert {item["key"] for source in mounted for item in source["secret"]["items"]} <= set(keys)
+
+
+def test_bad_pod_fields_of_a_declared_group_are_refused_by_the_operator():
+    block = {"name": JUDGE, "worker": "judges:Judge", "hostNetwork": True}
+    plan = reconcile(World(simulated_job(groups=[block])).job, Observed(), START, config=IMAGES)
+    (accepted,) = [c for c in plan.status["conditions"] if c["type"] == "Accepted"]
+    assert (
+        accepted["reason"] == "InvalidSpec" and "spec.groups.0.hostNetwork" in accepted["message"] and not plan.create
+    )

@@ -18,6 +18,7 @@ from rl_core.plan.groups import (
     ACTOR,
     BUILT_IN,
     ENV,
+    KINDS_VARIABLE,
     ROLLOUT,
     ChannelUse,
     Group,
@@ -25,6 +26,7 @@ from rl_core.plan.groups import (
     Lifecycle,
     WeightSource,
     groups_of,
+    kinds_of_environment,
 )  # fmt: skip
 from rl_core.plan.keys import key_files, write_key_folder
 from rl_core.plan.launch import build_launch_plan
@@ -116,7 +118,11 @@ class TestAFourthGroup:
         job, groups = four
         before = build_launch_plan(job, name="sums", uid="u")
         after = build_launch_plan(job, name="sums", uid="u", groups=groups)
-        assert [pod for pod in after.pods if pod.role != JUDGE] == list(before.pods)
+        told = [process.env for pod in after.pods for c in pod.containers for process in c.processes]
+        assert all(set(kinds_of_environment(env)) == set(groups) for env in told)
+        assert kinds_of_environment(told[0])[JUDGE].callers == {ROLLOUT} and kinds_of_environment({}) == BUILT_IN
+        others = [_untold(pod) for pod in after.pods if pod.role != JUDGE]
+        assert others == list(before.pods)
 
     def test_that_is_a_gang_meets_at_its_own_pod_0(self, four):
         job, groups = four
@@ -163,3 +169,13 @@ class TestAFourthGroup:
             "roles": [{"name": JUDGE, "desired": 1}],
         }
         assert follow(status, {"j-judge-0": True, "j-judge-1": True}, groups).drain == ("j-judge-1",)
+
+
+def _untold(pod):
+    """Return a planned pod whose processes are not told of further groups."""
+    (container,) = pod.containers
+    processes = [
+        replace(process, env={name: value for name, value in process.env.items() if name != KINDS_VARIABLE})
+        for process in container.processes
+    ]
+    return replace(pod, containers=(replace(container, processes=tuple(processes)),))

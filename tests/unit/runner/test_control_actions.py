@@ -37,7 +37,7 @@ def test_drain_tells_each_member_once_and_names_unknown_pods():
 
 def test_an_actor_pod_cannot_be_drained():
     cluster = FakeCluster(member("actor:0"), member("rollout:0"))
-    with pytest.raises(ValueError, match=r"must be of rollouts or envs, got j-actor-0"):
+    with pytest.raises(ValueError, match=r"must be of elastic groups, got j-actor-0"):
         drain(["j-rollout-0", "j-actor-0"], cluster=cluster, roster=roster(spec()))
     assert cluster.retired == []
 

@@ -194,7 +194,7 @@ def test_a_wait_in_a_cluster_has_no_bound_and_ends_at_its_point():
     assert looks == ["Degraded"] * 3
 
 
-@pytest.mark.parametrize("await_group", ["await_gang", "await_weightless"])
+@pytest.mark.parametrize("await_group", ["await_gangs", "await_weightless"])
 def test_a_local_wait_for_processes_ends_with_a_stop(await_group):
     run = Run(Cluster(member(state=MemberState.JOINING)))
     run.cluster.wait_ready = lambda groups, seconds, *, on_poll: on_poll()
@@ -202,9 +202,8 @@ def test_a_local_wait_for_processes_ends_with_a_stop(await_group):
     def stop():
         raise Stopped("the user asked for it")
 
-    arguments = ("actor", 600.0) if await_group == "await_gang" else (600.0,)
     with pytest.raises(Stopped):
-        getattr(run.members, await_group)(*arguments, at=stop)
+        getattr(run.members, await_group)(600.0, at=stop)
 
 
 def test_a_join_wakes_the_wait():

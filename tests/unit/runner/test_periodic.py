@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 from rl_core.channel import Channel
+from rl_core.plan.groups import BUILT_IN
 from rl_core.runner.periodic import PeriodicTasks
 from rl_core.runner.status import Phase
 from rl_core.runner.stopping import StopController, StopKind
@@ -28,7 +29,7 @@ class Run:
         self.account, self.seen, self.stalls = Account(lease_seconds=2.0), [], iter(())
         self.stops = StopController(lambda: Phase.SYNCING)
         self.channel = Channel.create("trajectories", local=True)
-        cluster = SimpleNamespace(members=lambda role, **also: list(actors))
+        cluster = SimpleNamespace(kinds=BUILT_IN, members=lambda role, **also: list(actors))
         board = SimpleNamespace(show_channels=self.seen.append, stall=lambda: next(self.stalls))
         also = (self.account.dispatcher.tick,)
         self.tasks = PeriodicTasks(cluster, board, self.stops, channels=[self.channel], also=also)

@@ -87,16 +87,16 @@ def test_a_change_of_another_role_brings_nobody_back():
 def test_who_serves_a_version_says_so_or_has_acknowledged_it():
     here = [member("rollout:0", version=3), member("rollout:1", version=2), member("rollout:2", "updating", version=3)]
     present = roster(spec(replicas=3), *here)
-    assert present.serving(3) == 1
+    assert present.serving("rollout", 3) == 1
     present.acknowledged(3, [("rollout:1", (0, 0))])
-    assert present.serving(3) == 2 and present.serving(4) == 0
+    assert present.serving("rollout", 3) == 2 and present.serving("rollout", 4) == 0
 
 
 def test_the_acknowledgement_of_a_killed_rollout_is_not_its_successor_s():
     """Counted by name, a process without weights let minReplicas pass with nobody serving."""
     present = roster(spec(), member("rollout:0", "joining", incarnation=(0, 1)))
     present.acknowledged(3, [("rollout:0", (0, 0))])
-    assert present.serving(3) == 0
+    assert present.serving("rollout", 3) == 0
 
 
 @pytest.mark.parametrize(("patient", "waited", "expected"), [(False, 99.0, 3), (True, 1.0, 3), (True, 99.0, 1)])

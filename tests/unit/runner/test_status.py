@@ -185,7 +185,7 @@ def test_who_holds_which_group_since_when_is_shown_beside_the_numbers_of_the_led
     held_groups = [held, taken]
     steps = SimpleNamespace(metrics=lambda: {"ledger/leased": 1.0}, held=lambda: held_groups)
     prompts = Prompts(
-        dispatcher=None, steps=steps, workload=Workload(), mover=None, trajectories=None, ledger_file=None
+        dispatcher=None, steps=steps, workload=Workload(), mover=None, trajectories=None, ledger_file=None, samples=None
     )
     ledger = prompts.status()["ledger"]
     assert ledger["ledger/leased"] == 1.0

@@ -121,7 +121,7 @@ def test_agreeing_rollouts_pass_and_are_known_to_serve():
     run = Run({"rollout:0": probe(-1.0, -1.0005), "rollout:1": probe(-1.0, -0.9995)})
     run.sync.publish(3)
     run.check.confirm()
-    assert run.roster.serving(3) == 2 and run.roster.serving(2) == 0 and run.sync.digest == "d"
+    assert run.roster.serving("rollout", 3) == 2 and run.roster.serving("rollout", 2) == 0 and run.sync.digest == "d"
     assert run.served == [([("rollout:0", (0, 0)), ("rollout:1", (0, 0))], 3)]
     assert run.sync.metrics() == {
         "weights/version": 3.0,
@@ -198,7 +198,7 @@ class FailingResult(FakeResult):
 def test_a_version_is_published_though_its_only_rollout_dies_while_it_is_sent():
     run = Run({"rollout:0": probe(-1.0)}, LosingActor)
     run.sync.publish(3)
-    assert run.actor.asked == [(["rollout:0"], 1), ([], 0)] and run.roster.serving(3) == 0
+    assert run.actor.asked == [(["rollout:0"], 1), ([], 0)] and run.roster.serving("rollout", 3) == 0
 
 
 class RefusedActor(LosingActor):

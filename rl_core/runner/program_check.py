@@ -1,0 +1,50 @@
+"""Checks for `rljob validate` whether the program and the worker classes of a job can be used. Runs user code in a child process.
+
+`python -m rl_core.runner.program_check program|worker MODULE:CLASS` ends with 0, or with the problem as the last line of its errors.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+
+from rl_core.api.errors import ConfigError
+from rl_core.api.job import RLJobSpec
+from rl_core.api.user_code import check_in_child, import_reference
+from rl_core.runner.programs import PROGRAMS, load_program
+from rl_core.workers.group import check_class
+
+
+def check_program(spec: RLJobSpec, *, search_path: str) -> Iterator[str]:
+    """Yield the problem of the program and of each worker class of `spec.groups`, as `path: rule, got value; way out`.
+
+    `search_path`: the folder with user code (the job file's).
+    """
+    named = [(f"groups.{group.name}.worker", "worker", group.worker) for group in spec.groups]
+    if spec.program is not None and spec.program not in PROGRAMS:
+        named.insert(0, ("program", "program", spec.program))
+    for field, kind, name in named:
+        if problem := check_in_child(__name__, kind, name, name=name, search_path=search_path):
+            yield f"spec.{field}: {problem.removeprefix(f'{kind}: ')}"
+
+
+def check_worker(name: str) -> None:
+    """Raise ConfigError or ValueError unless `name` is a worker class that can be constructed with its `config`."""
+    found = import_reference(name, field="worker")
+    if not isinstance(found, type):
+        raise ConfigError(
+            f"worker: must be a class, got {name!r}, which is {found!r}; name a subclass of rl_core.workers.worker.Worker"
+        )
+    check_class(found)
+    try:
+        inspect.signature(found).bind({})
+    except TypeError as error:
+        raise ConfigError(
+            f"worker: must be constructed with config alone, got {name!r}: {error}; give other arguments a default"
+        ) from error
+
+
+if __name__ == "__main__":
+    try:
+        {"program": load_program, "worker": check_worker}[sys.argv[1]](sys.argv[2])
+    except (ConfigError, ValueError) as problem:
+        sys.exit(" ".join(str(problem).split()))

@@ -1,0 +1,131 @@
+"""A program and a group of the user in a real run: real hub, launcher, supervisors and processes."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import yaml
+
+from rl_core.cli.local_control import connect, scale
+from tests import ROOT
+from tests.e2e.harness import Run
+
+CODE = """
+import os, pathlib, time
+
+from rl_core.runner.group_program import GroupProgram
+from rl_core.workers.worker import Worker
+
+FOLDER = pathlib.Path(__file__).parent
+
+
+class Counter(Worker):
+    def __init__(self, config):
+        self.factor = config["factor"]
+
+    def times(self, number):
+        go, held = FOLDER / f"go-{number}", FOLDER / f"held-{number}"
+        if number in (23, 33) and not go.exists():
+            held.write_text(f"{self.rank} {os.getpid()}")
+            while not go.exists():
+                time.sleep(0.05)
+        return self.factor * number
+
+
+class Totals(GroupProgram):
+    def __init__(self, run, saving, members):
+        super().__init__(run, saving, members)
+        self.totals = []
+        saving.register("totals", self)
+
+    def state_dict(self):
+        return {"totals": self.totals}
+
+    def load_state_dict(self, state):
+        self.totals = state["totals"]
+
+    def loop(self):
+        for step in self.steps():
+            with step as metrics:
+                numbers = [10 * (self.progress.step + 1) + k for k in range(5)]
+                self.totals.append(sum(self.each("counter", "times", numbers)))
+                metrics["reward/mean"] = float(self.totals[-1])
+                metrics["totals"] = float(len(self.totals))
+"""
+GROUP = {"name": "counter", "worker": "own:Counter", "replicas": 2, "config": {"factor": 3}}
+SPEC = {
+    "program": "own:Totals",
+    "groups": [GROUP],
+    "rollout": {"replicas": 0, "minReplicas": 0},
+    "env": {"type": "math", "reward": None, "replicas": 0},
+    "algorithm": {"steps": 3},
+}
+
+
+def total(step):
+    return 3 * sum(10 * step + k for k in range(5))
+
+
+def test_a_call_to_a_killed_member_goes_to_another_and_the_group_grows_while_it_runs(start):
+    run = start(**SPEC)
+    folder = run.job.parent
+    (folder / "own.py").write_text(CODE)
+    run.start()
+    _, pid = map(int, run.until(lambda: _read(folder / "held-23"), "the call that is held").split())
+    status = connect(run.output).status()
+    assert counter(run) == (2, 2) and status["step"] == 1
+    assert [role["name"] for role in status["roles"]] == ["actor", "rollout", "env", "counter"]
+    assert {m["name"] for m in status["members"]} == {"actor:0", "counter:0", "counter:1"}
+    scale(run.output, {"counter": 3})
+    os.kill(pid, signal.SIGKILL)
+    (folder / "go-23").touch()
+    run.until(lambda: counter(run) == (3, 3), "a third counter and the successor of the killed one")
+    (folder / "go-33").touch()
+    assert run.wait() == 0, run.text + run.logs()
+    lines = run.lines("metrics.jsonl")
+    assert [(line["step"], line["reward/mean"], line["totals"]) for line in lines] == [
+        (step, total(step), step) for step in (1, 2, 3)
+    ]
+    assert lines[-1]["failures_total/counter/lost"] == 1 and lines[-1]["epoch"] == 0
+    assert run.status()["checkpoint"]["lastStep"] == 3 and run.processes() == []
+
+
+def test_a_run_is_resumed_with_the_state_that_the_program_registered(start):
+    run = start(**SPEC)
+    (run.job.parent / "own.py").write_text(CODE)
+    (run.job.parent / "go-23").touch()
+    (run.job.parent / "go-33").touch()
+    assert run.run("--set", "algorithm.steps=2") == 0, run.text + run.logs()
+    assert run.run("--resume", "auto") == 0, run.text + run.logs()
+    assert [line["totals"] for line in run.lines("metrics.jsonl")] == [1, 2, 3]
+
+
+def counter(run):
+    """Return the counters that the job asks for and those that are ready, as the runner tells them now."""
+    (role,) = [role for role in connect(run.output).status()["roles"] if role["name"] == "counter"]
+    return role["desired"], role["ready"]
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def test_the_example_of_rejection_sampling_learns(tmp_path, tiny):
+    example = ROOT / "examples" / "own_program"
+    document = yaml.safe_load((example / "job.yaml").read_text())
+    spec = document["spec"]
+    spec["model"]["path"], spec["data"]["train"] = str(tiny / "model"), str(tiny / "data" / "train.jsonl")
+    spec["algorithm"] |= {"promptsPerStep": 8, "steps": 8}
+    sampler, learner = spec["groups"]
+    sampler["config"] = {"reward": "reward:letter_a", "maxNewTokens": 8}
+    learner["config"] = {"learningRate": 3.0e-3, "epochs": 4}
+    run = Run(tmp_path / "run", document, python_path=tiny)
+    shutil.copy(example / "program.py", run.job.parent)
+    try:
+        assert run.run() == 0, run.text + run.logs()
+        rewards = [line["reward/mean"] for line in run.lines("metrics.jsonl")]
+        assert len(rewards) == 8 and rewards[-1] > rewards[0] + 0.2, rewards
+        assert all(line["reward/best"] >= line["reward/mean"] for line in run.lines("metrics.jsonl"))
+    finally:
+        run.end()
