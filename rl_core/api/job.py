@@ -60,10 +60,7 @@ NAME_PATTERN = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 ON_DEVICE = (
     "weights.transport must be auto unless roles take turns on GPUs, got ipc; on one host auto takes shared memory"
 )
-TURNS = (
-    "placement.mode colocated needs one rollout in each actor pod, hybrid at least one, with as many gpus, in turns; change rollout's replicas "
-    "or gpus, or write maxStaleness: 0; "
-)
+SHARES = "$placement.mode != 'disaggregated'"
 NAME_REFUSAL = (
     "name must be a DNS-1123 label of at most 40 characters (a-z, 0-9, -; a letter first), got %s; rename the job"
 )
@@ -287,13 +284,34 @@ class RLJobSpec(Spec):
 
     @rule(
         Cel(
-            holds=(
-                "$placement.mode == 'disaggregated' || ([$rollout.gpus - $actor.gpus, $algorithm.maxStaleness] == [0, 0] && "
-                "($placement.mode == 'hybrid' ? $rollout.replicas >= $actor.replicas : $rollout.replicas == $actor.replicas))"
+            holds=f"!({SHARES}) || $algorithm.maxStaleness == 0",
+            refusal=(
+                "algorithm.maxStaleness must be 0 with placement.mode %s, where trainer and rollouts take turns, got %d; "
+                "write maxStaleness: 0 or placement.mode: disaggregated"
             ),
-            refusal=TURNS + "got %s",
-            values=("$placement.mode",),
-            field="placement.mode",
+            values=("$placement.mode", "$algorithm.maxStaleness"),
+            field="algorithm.maxStaleness",
+        ),
+        Cel(
+            holds=f"!({SHARES}) || $algorithm.maxStaleness != 0 || $rollout.gpus == $actor.gpus",
+            refusal=(
+                "rollout.gpus must equal actor.gpus with placement.mode %s, which puts both on the same devices, got %d beside %d; "
+                "write the same number"
+            ),
+            values=("$placement.mode", "$rollout.gpus", "$actor.gpus"),
+            field="rollout.gpus",
+        ),
+        Cel(
+            holds=(
+                f"!({SHARES}) || [$algorithm.maxStaleness, $rollout.gpus] != [0, $actor.gpus]"
+                " || ($placement.mode == 'hybrid' ? $rollout.replicas >= $actor.replicas : $rollout.replicas == $actor.replicas)"
+            ),
+            refusal=(
+                "rollout.replicas must be actor.replicas with placement.mode colocated, and no fewer with hybrid, got %s with %d beside %d; "
+                "change rollout.replicas"
+            ),
+            values=("$placement.mode", "$rollout.replicas", "$actor.replicas"),
+            field="rollout.replicas",
         ),
     )
     def _turns_can_be_taken(self) -> Iterator[str]:
@@ -302,10 +320,20 @@ class RLJobSpec(Spec):
             return
         actor, rollout, staleness = self.actor, self.rollout, self.algorithm.max_staleness
         paired = rollout.replicas >= actor.replicas if mode == "hybrid" else rollout.replicas == actor.replicas
-        if not paired or rollout.gpus != actor.gpus or staleness:
+        if staleness:
             yield (
-                f"{TURNS}got {mode} with {rollout.replicas} rollouts of {rollout.gpus} gpus beside {actor.replicas} actor pods "
-                f"of {actor.gpus}, and maxStaleness {staleness}"
+                f"algorithm.maxStaleness must be 0 with placement.mode {mode}, where trainer and rollouts take turns, got {staleness}; "
+                "write maxStaleness: 0 or placement.mode: disaggregated"
+            )
+        elif rollout.gpus != actor.gpus:
+            yield (
+                f"rollout.gpus must equal actor.gpus with placement.mode {mode}, which puts both on the same devices, got {rollout.gpus} beside "
+                f"{actor.gpus}; write the same number"
+            )
+        elif not paired:
+            yield (
+                f"rollout.replicas must be actor.replicas with placement.mode colocated, and no fewer with hybrid, got {mode} with "
+                f"{rollout.replicas} beside {actor.replicas}; change rollout.replicas"
             )
         if self.weights.transport == "nccl":
             yield f"weights.transport must not be nccl with placement.mode {mode}, as NCCL takes no device twice, got nccl; write auto"

@@ -1,14 +1,14 @@
 """All problems of a job, each as one line: `path: rule, got value, what to do`."""
 
 import copy
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, cast
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rl_core.api.job import RLJob
+from rl_core.cli.field_hints import fields_at, suggest, take_snake_case
 
 MAX_PASSES = 6
 PLACEHOLDER = "placeholder"
@@ -20,12 +20,12 @@ def find_problems(document: Any) -> tuple[RLJob | None, list[str]]:
     Cross-field rules are only checked by pydantic once their parts are right; so wrong parts are replaced by their defaults
     and the document is checked again, until nothing new is found.
     """
-    problems: dict[str, None] = {}
     attempt = copy.deepcopy(document)
-    for number in range(MAX_PASSES):
+    problems = dict.fromkeys(take_snake_case(attempt))
+    for _ in range(MAX_PASSES):
         try:
             job = RLJob.model_validate(attempt)
-            return (job if number == 0 else None), list(problems)
+            return (None if problems else job), list(problems)
         except ValidationError as error:
             details = error.errors(include_url=False)
         before = len(problems)
@@ -50,7 +50,7 @@ def _describe_field(detail: ErrorDetails) -> str:
     got = _show(detail["input"])
     kind = detail["type"]
     if kind == "extra_forbidden":
-        return f"{path}: is not a known field, got {got}, {_suggest(detail['loc'])}"
+        return f"{path}: is not a known field, got {got}, {suggest(detail['loc'])}"
     if kind == "missing":
         return f"{path}: must be given, got nothing, add it"
     if kind == "model_type":
@@ -72,36 +72,6 @@ def _show(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _suggest(loc: tuple[int | str, ...]) -> str:
-    known = _fields_at(loc[:-1])
-    close = difflib.get_close_matches(str(loc[-1]), known, n=1)
-    if close:
-        return f"did you mean {close[0]}?"
-    return f"remove it or use one of: {', '.join(sorted(known))}" if known else "remove it"
-
-
-def _fields_at(loc: Iterable[int | str]) -> list[str]:
-    """Return the field names (aliases) of the model at a path of the schema."""
-    model: Any = RLJob
-    for part in loc:
-        fields: Mapping[str, Any] = getattr(model, "model_fields", {})
-        found = next((field for name, field in fields.items() if (field.alias or name) == part), None)
-        if found is None:
-            return []
-        model = _model_of(found.annotation)
-    if not (isinstance(model, type) and issubclass(model, BaseModel)):
-        return []
-    return [field.alias or name for name, field in model.model_fields.items()]
-
-
-def _model_of(annotation: Any) -> Any:
-    """Return the model class inside `X | None` or list[X]."""
-    for inner in getattr(annotation, "__args__", ()):
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            return inner
-    return annotation
-
-
 def _mend(document: dict[str, Any], details: Iterable[ErrorDetails]) -> None:
     """Replace an invalid value by its default, or by a placeholder where it is required, so that the other fields can be checked."""
     for detail in details:
@@ -112,7 +82,7 @@ def _mend(document: dict[str, Any], details: Iterable[ErrorDetails]) -> None:
         if not isinstance(holder, dict):
             continue
         if detail["type"] == "missing":
-            holder[cast(str, last)] = {} if _fields_at(detail["loc"]) else REQUIRED.get(detail["loc"], PLACEHOLDER)
+            holder[cast(str, last)] = {} if fields_at(detail["loc"]) else REQUIRED.get(detail["loc"], PLACEHOLDER)
         elif detail["loc"] in REQUIRED:
             holder[cast(str, last)] = REQUIRED[detail["loc"]]
         else:

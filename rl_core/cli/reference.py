@@ -1,4 +1,5 @@
-"""Generates the reference of the job schema: `examples/reference.yaml` (every field with its default) and a Markdown page.
+"""Generates the reference of the job schema: `examples/reference.yaml` (every field with its default), a Markdown table, and the table of
+other libraries' names.
 
 python -m rl_core.cli.reference [--check]     # --check: exit 1 when a file differs from the schema
 """
@@ -17,12 +18,14 @@ from rl_core.api.job import API_VERSION, RLJobSpec
 from rl_core.api.pods import PodSpec
 from rl_core.api.roles import ROLES
 from rl_core.api.status import RLJobStatus
+from rl_core.cli.foreign_names import render_page
 from rl_core.cli.reference_rows import Row, rows
 
 YAML_PATH = Path("examples/reference.yaml")
 MARKDOWN_PATH = Path("docs/reference/rljob.md")
 MAX_LINE = 140
 """Most characters of a line of the page."""
+NAMES_PATH = Path("docs/coming-from.md")
 REQUIRED_EXAMPLES = {"model.path": "model", "data.train": "data/train.jsonl"}
 """Values of required fields in the reference job."""
 GENERATED = "Generated from rl_core.api.job by `make docs`; edit the schema's docstrings instead."
@@ -112,7 +115,7 @@ def _default(row: Row) -> str:
 
 def main(arguments: list[str]) -> int:
     """Write the files, or with --check compare them; return the exit code."""
-    wanted = {YAML_PATH: render_yaml(), MARKDOWN_PATH: render_markdown()}
+    wanted = {YAML_PATH: render_yaml(), MARKDOWN_PATH: render_markdown(), NAMES_PATH: render_page()}
     stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
     if "--check" in arguments:
         for path in stale:

@@ -73,7 +73,8 @@ def find_file_problems(file: Path, settings: Sequence[str]) -> Iterator[str]:
         if block == "model":
             yield from _open_model(absolute(file, reference))[1]
         else:
-            yield from _bad_rows(f"{block}.{field}", partial(read_rows, absolute(file, reference)))
+            path = absolute(file, reference)
+            yield from _bad_rows(f"{block}.{field}", partial(read_rows, path), Path(path))
 
 
 def _at(document: Any, *path: str) -> Any:
@@ -137,6 +138,7 @@ def _check_files(job: RLJob) -> Iterator[str]:
             yield from (f"spec: {line}" for line in unsupported_settings(job.spec, config))
     for field, reference in (("data.train", data.train), ("data.validation", data.validation)):
         if reference is None or reference.startswith(HUB_SCHEME):
+            yield from _hub_data_problems(field, reference)
             continue
         read: Callable[..., object]
         if tokenizer is None:
@@ -144,7 +146,7 @@ def _check_files(job: RLJob) -> Iterator[str]:
         else:
             task = job.spec.env.type
             read = partial(load_prompts, reference, data, tokenizer, task_name=task, max_seq_len=limit)
-        yield from _bad_rows(field, read)
+        yield from _bad_rows(field, read, Path(reference))
 
 
 def _open_model(path: str) -> tuple["tuple[Tokenizer, dict[str, Any]] | None", list[str]]:
@@ -154,7 +156,9 @@ def _open_model(path: str) -> tuple["tuple[Tokenizer, dict[str, Any]] | None", l
 
     folder, opened, problems = Path(path), None, []
     if not (folder / "config.json").is_file():
-        return None, [f"spec.model.path: must be a folder with config.json, got {folder}, check the path"]
+        return None, [
+            f"spec.model.path: must be a folder with config.json, got {folder}, check the path{hub_hint(folder)}"
+        ]
     try:
         opened = Tokenizer.from_folder(folder), json.loads((folder / "config.json").read_text())
     except RLJobError as error:
@@ -171,12 +175,31 @@ def _open_model(path: str) -> tuple["tuple[Tokenizer, dict[str, Any]] | None", l
     return opened, problems
 
 
-def _bad_rows(field: str, read: Callable[..., object]) -> Iterator[str]:
+def _hub_data_problems(field: str, reference: str | None) -> Iterator[str]:
+    """Yield the problem of a data reference to the hub that names no file."""
+    if reference is not None and reference.removeprefix(HUB_SCHEME).count("/") < 2:
+        yield (
+            f"spec.{field}: must name a file of the data set, hf://owner/name[@revision]/FILE with .parquet or .jsonl, got {reference}; "
+            "add the file, as main/train-00000-of-00001.parquet"
+        )
+
+
+def hub_hint(path: Path, *, file: str = "") -> str:
+    """Return what to write where `path` reads like owner/name of the hub, as its parent folder does not exist; "" elsewhere."""
+    if path.parent.exists() or not path.parent.parent.exists():
+        return ""
+    return f", or write hf://{path.parent.name}/{path.name}{file} for that name on the Hugging Face hub"
+
+
+def _bad_rows(field: str, read: Callable[..., object], path: Path | None = None) -> Iterator[str]:
     """Yield the problems of the rows of a data reference, for which `read(field=...)` raises, one line each."""
     try:
         read(field=field)
     except RLJobError as error:
-        yield from (f"spec.{field}: {line.removeprefix(field).lstrip(': ')}" for line in str(error).splitlines())
+        missing = hub_hint(path, file="/FILE.parquet") if path is not None and not path.suffix else ""
+        yield from (
+            f"spec.{field}: {line.removeprefix(field).lstrip(': ')}{missing}" for line in str(error).splitlines()
+        )
 
 
 def _example_rows(job: RLJob) -> dict[str, "EnvRow"]:

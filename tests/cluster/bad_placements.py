@@ -3,21 +3,17 @@
 SAME, OWN = True, False
 """Whether pydantic says the words of the API server, or its own."""
 
-PAIRS = (
-    "placement.mode colocated needs one rollout in each actor pod, hybrid at least one, with as many gpus, in turns; change rollout's replicas "
-    "or gpus, or write maxStaleness: 0; got {}"
-)
 PLACEMENTS = {
     "unequal-halves": (
         {"placement": {"mode": "colocated"}, "rollout": {"replicas": 2, "gpus": 1}},
-        "spec.placement.mode",
-        PAIRS.format("colocated"),
+        "spec.rollout.gpus",
+        "rollout.gpus must equal actor.gpus with placement.mode colocated, which puts both on the same devices, got 1 beside 0",
         SAME,
     ),
     "turns-beside-generation": (
         {"placement": {"mode": "colocated"}, "algorithm": {"maxStaleness": 1}},
-        "spec.placement.mode",
-        PAIRS.format("colocated"),
+        "spec.algorithm.maxStaleness",
+        "algorithm.maxStaleness must be 0 with placement.mode colocated, where trainer and rollouts take turns, got 1",
         SAME,
     ),
     "autoscaling-of-numbered-rollouts": (
@@ -31,8 +27,8 @@ PLACEMENTS = {
     ),
     "hybrid-with-an-actor-pod-that-has-no-rollout": (
         {"placement": {"mode": "hybrid"}, "actor": {"replicas": 2}},
-        "spec.placement.mode",
-        PAIRS.format("hybrid"),
+        "spec.rollout.replicas",
+        "rollout.replicas must be actor.replicas with placement.mode colocated, and no fewer with hybrid, got hybrid with 1 beside 2",
         SAME,
     ),
     "device-memory-mapped-from-another-device": (

@@ -127,3 +127,14 @@ def test_of_a_document_of_another_shape_the_schema_alone_is_told(tmp_path, spec)
     with pytest.raises(JobProblems) as error:
         validate_file(tmp_path / "job.yaml", [])
     assert not [line for line in error.value.problems if "config.json" in line or "existing file" in line]
+
+
+def test_a_name_of_the_hub_gets_its_scheme(tmp_path):
+    spec = "{model: {path: Qwen/Qwen2.5-0.5B}, data: {train: openai/gsm8k, validation: hf://openai/gsm8k}}"
+    (tmp_path / "job.yaml").write_text((JOB % "a").replace("{}", spec))
+    with pytest.raises(JobProblems) as error:
+        validate_file(tmp_path / "job.yaml", [])
+    model, train, validation = error.value.problems
+    assert "or write hf://Qwen/Qwen2.5-0.5B for that name on the Hugging Face hub" in model
+    assert "or write hf://openai/gsm8k/FILE.parquet" in train
+    assert "must name a file of the data set" in validation

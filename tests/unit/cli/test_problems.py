@@ -4,6 +4,8 @@ import copy
 
 import pytest
 
+from rl_core.cli.field_hints import fields_at
+from rl_core.cli.foreign_names import FOREIGN_NAMES
 from rl_core.cli.problems import find_problems
 
 GOOD = {
@@ -54,6 +56,62 @@ def test_a_problem_names_path_rule_value_and_way_out(spec, words):
     found, problems = find_problems(job(**spec))
     assert found is None and len(problems) == 1, problems
     assert all(word in problems[0] for word in words), problems[0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "hint"),
+    [
+        ({"algorithm": {"num_generations": 8}}, "write algorithm.groupSize"),
+        ({"num_generations": 8}, "write algorithm.groupSize"),
+        ({"actor": {"learning_rate": 1e-5}}, "write actor.optimizer.learningRate"),
+        ({"actor": {"learningRate": 1e-5}}, "did you mean actor.optimizer.learningRate?"),
+        ({"algorithm": {"learningrate": 1e-5}}, "did you mean actor.optimizer.learningRate?"),
+        ({"rollout": {"temperature": 0.5}}, "write rollout.sampling.temperature"),
+        ({"rollout": {"gpu": 1}}, "did you mean gpus?"),
+        ({"actor": {"xyzzy": 1}}, "remove it; docs/reference/rljob.md lists the fields"),
+        ({"algorithm": {"loss": {"clip_low": 0.1}}}, "write clipLow"),
+        ({"trackers": [{"name": "wandb", "projects": "x"}]}, "did you mean project?"),
+    ],
+)
+def test_an_unknown_field_gets_the_name_it_has_here(spec, hint):
+    (problem,) = find_problems(job(**spec))[1]
+    assert "is not a known field" in problem and problem.endswith(hint), problem
+
+
+def test_snake_case_is_refused_and_the_value_is_checked_nevertheless():
+    problems = find_problems(job(algorithm={"group_size": 1, "prompts_per_step": 8}))[1]
+    assert problems[:2] == [
+        "spec.algorithm.group_size: is not a known field, write groupSize",
+        "spec.algorithm.prompts_per_step: is not a known field, write promptsPerStep",
+    ]
+    assert "groupSize must be at least 2" in problems[2] and len(problems) == 3
+
+
+def test_keys_that_the_user_chooses_may_be_of_any_case():
+    spec = {"env": {"options": {"my_key": 1}}, "actor": {"labels": {"image_pull_policy": "x"}}}
+    assert find_problems(job(**spec))[1] == []
+
+
+def test_every_name_of_another_library_leads_to_a_field_that_exists():
+    for setting in FOREIGN_NAMES:
+        block, _, field = setting.ours.rpartition(".")
+        if setting.ours.startswith("rljob "):
+            continue
+        where = ("spec", *filter(None, block.split(".")))
+        assert field in fields_at(("metadata",) if block == "metadata" else where), setting.ours
+
+
+@pytest.mark.parametrize(
+    ("spec", "cause"),
+    [
+        ({"algorithm": {"maxStaleness": 2}, "rollout": {"replicas": 3, "gpus": 1}}, "algorithm.maxStaleness must be 0"),
+        ({"rollout": {"replicas": 3, "gpus": 1}}, "rollout.gpus must equal actor.gpus"),
+        ({"rollout": {"replicas": 3}}, "rollout.replicas must be actor.replicas"),
+    ],
+)
+def test_a_combination_is_refused_by_its_first_cause(spec, cause):
+    (problem,) = find_problems(job(placement={"mode": "colocated"}, **spec))[1]
+    assert problem.startswith(f"spec: {cause}"), problem
 
 
 def test_independent_problems_are_told_together_with_cross_field_ones():

@@ -1,0 +1,120 @@
+"""Hints for field names of a job that do not exist: another library's name, snake_case, the nearest name at any depth."""
+
+import difflib
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.alias_generators import to_camel
+
+from rl_core.api.job import RLJob
+from rl_core.cli.foreign_names import by_name
+
+MOST_NAMES = 15
+"""Blocks with more fields than this are not listed in a hint."""
+SIMILAR, SIMILAR_ELSEWHERE = 0.7, 0.8
+"""Least similarity (difflib's ratio) of a suggested name in the same block, and in another."""
+Location = tuple[int | str, ...]
+
+
+def suggest(loc: Location) -> str:
+    """Return what to do about the unknown field at `loc`, a path of the document."""
+    name, block, known = str(loc[-1]), loc[:-1], fields_at(loc[:-1])
+    camel = to_camel(name)
+    if camel != name and camel in known:
+        return f"write {camel}"
+    if setting := by_name().get(name):
+        return f"write {setting.ours}" + (f" ({setting.note.rstrip('.')})" if setting.note else "")
+    for word in (camel, name):
+        if close := difflib.get_close_matches(word, known, n=1, cutoff=SIMILAR):
+            return f"did you mean {close[0]}?"
+    if elsewhere := _elsewhere(camel, block):
+        return f"did you mean {elsewhere}?"
+    if known and len(known) <= MOST_NAMES:
+        return f"remove it or use one of: {', '.join(sorted(known))}"
+    return "remove it; docs/reference/rljob.md lists the fields" if known else "remove it"
+
+
+def _elsewhere(name: str, block: Location) -> str:
+    """Return the path below spec of the most similar field of the schema, of equal ones that nearest to `block`; "" for none."""
+    paths = _paths()
+    close = difflib.get_close_matches(name, sorted(paths), n=1, cutoff=SIMILAR_ELSEWHERE)
+    if not close:
+        return ""
+    within = [part for part in block if isinstance(part, str)][1:2]
+    return min(paths[close[0]], key=lambda path: (path.split(".")[:1] != within, path.count("."), path))
+
+
+@functools.cache
+def _paths() -> Mapping[str, list[str]]:
+    """Return the paths of all fields below spec by their last part."""
+    found: dict[str, list[str]] = {}
+    for path in _walk(_model_of(RLJob.model_fields["spec"].annotation), ()):
+        found.setdefault(path[-1], []).append(".".join(path))
+    return found
+
+
+def _walk(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for name, field in model.model_fields.items():
+        here = (*path, field.alias or name)
+        yield here
+        inner = _model_of(field.annotation)
+        if is_model(inner) and len(here) < 6:
+            yield from _walk(inner, here)
+
+
+def fields_at(loc: Iterable[int | str]) -> list[str]:
+    """Return the field names (aliases) of the model at a path of the schema; none where there is no model."""
+    model = _model_at(loc)
+    return [field.alias or name for name, field in model.model_fields.items()] if is_model(model) else []
+
+
+def _model_at(loc: Iterable[int | str]) -> Any:
+    model: Any = RLJob
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        fields: Mapping[str, Any] = getattr(model, "model_fields", {})
+        found = next((field for name, field in fields.items() if (field.alias or name) == part), None)
+        if found is None:
+            return None
+        model = _model_of(found.annotation)
+    return model
+
+
+def _model_of(annotation: Any) -> Any:
+    """Return the model class inside `X | None`, list[X] or Annotated[...]."""
+    if is_model(annotation):
+        return annotation
+    for inner in getattr(annotation, "__args__", ()):
+        if is_model(found := _model_of(inner)):
+            return found
+    return annotation
+
+
+def is_model(value: Any) -> bool:
+    """Return whether `value` is a class of the schema."""
+    return isinstance(value, type) and issubclass(value, BaseModel)
+
+
+def take_snake_case(document: Any, loc: Location = ()) -> Iterator[str]:
+    """Replace snake_case names of fields in `document` by the camelCase ones; yield one problem for each.
+
+    The schema itself takes both, for Python code; a job with snake_case names would run on one machine and be refused by a cluster.
+    """
+    if isinstance(document, list):
+        for index, item in enumerate(document):
+            yield from take_snake_case(item, (*loc, index))
+        return
+    model = _model_at(loc)
+    if not isinstance(document, dict) or not is_model(model):
+        return
+    aliases = {name: field.alias for name, field in model.model_fields.items() if field.alias not in (None, name)}
+    for name in [key for key in document if key in aliases]:
+        value = document.pop(name)
+        path = ".".join(str(part) for part in (*loc, name))
+        yield f"{path}: is not a known field, write {aliases[name]}"
+        document.setdefault(aliases[name], value)
+    for name, value in document.items():
+        yield from take_snake_case(value, (*loc, name))
