@@ -17,6 +17,8 @@ from rl_core.launch.workspace import is_abandoned
 from rl_core.plan.groups import ROLLOUT
 
 REFRESH_S = 1.0
+NARROW: dict[str, Any] = {"box": SIMPLE, "padding": 0, "show_edge": False}
+"""Layout with which the widest table fits 80 columns."""
 FINAL = frozenset({"Finished", "Failed", "Suspended"})
 KILLED = "the launcher of the run was killed, and its processes with it; continue with rljob run --resume auto"
 
@@ -85,7 +87,7 @@ def run_table(status: dict[str, Any]) -> Table:
     metrics = status.get("metrics", {})
     rollout: dict[str, Any] = next((role for role in status.get("roles", []) if role["name"] == ROLLOUT), {})
     table = Table(
-        "PHASE", "STEP", "REWARD", "VAL", "VERSION", "LAG", "ROLLOUTS", "SAVED", "EPOCH", "TOK/S", "S/STEP", box=SIMPLE
+        "PHASE", "STEP", "REWARD", "VAL", "VER", "LAG", "ROLLOUTS", "SAVED", "EPOCH", "TOK/S", "S/STEP", **NARROW
     )
     table.add_row(
         status.get("phase", "-"),
@@ -108,7 +110,7 @@ def member_table(status: dict[str, Any]) -> Table | None:
     if not status.get("members"):
         return None
     busy = {rollout["name"]: f"{rollout['busy']:.0%}" for rollout in (status.get("workload") or {}).get("rollouts", [])}
-    table = Table("MEMBER", "POD", "STATE", "VERSION", "BUSY", box=SIMPLE)
+    table = Table("MEMBER", "POD", "STATE", "VERSION", "BUSY", **NARROW)
     for member in status["members"]:
         version = "-" if member["policyVersion"] is None else str(member["policyVersion"])
         state = member.get("detail", member["state"])
@@ -121,7 +123,7 @@ def device_table(status: dict[str, Any]) -> Table | None:
     devices = status.get("devices")
     if not devices or status.get("phase") in FINAL:
         return None
-    table = Table("DEVICES FOR", "HELD BY", "SINCE", "EXPIRES IN", "TOKEN", box=SIMPLE)
+    table = Table("DEVICES FOR", "HELD BY", "SINCE", "EXPIRES IN", "TOKEN", **NARROW)
     held = devices["holders"]
     left = min((float(one["expiresIn"]) for one in held), default=None)
     table.add_row(
@@ -141,7 +143,7 @@ def group_table(status: dict[str, Any]) -> Table | None:
         held.setdefault(group["owner"] or group["state"], []).append(group)
     if not held or status.get("phase") in FINAL:
         return None
-    table = Table("HOLDER", "GROUPS", "OLDEST", "FOR", "ATTEMPT", box=SIMPLE)
+    table = Table("HOLDER", "GROUPS", "OLDEST", "FOR", "ATTEMPT", **NARROW)
     for holder, groups in held.items():
         oldest = max(groups, key=lambda group: float(group["seconds"]))
         seconds = f"{_number(oldest['seconds'], 1)} s"
@@ -155,7 +157,7 @@ def wait_table(status: dict[str, Any]) -> Table | None:
         return None
     stall = status.get("stall")
     table = Table(
-        "WHO", "WAITS FOR", "WHAT", "SECONDS", title=f"stall: {stall['message']}" if stall else None, box=SIMPLE
+        "WHO", "WAITS FOR", "WHAT", "SECONDS", title=f"stall: {stall['message']}" if stall else None, **NARROW
     )
     for wait in status.get("waits", []):
         table.add_row(wait["who"], wait["on"], wait["what"], _number(wait["seconds"], 1))

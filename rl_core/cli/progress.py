@@ -4,6 +4,8 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,9 +15,14 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from rl_core.api.job import RLJob
 from rl_core.cli.local_view import FINAL, run_table, wait_table
 
-QUIET_WAIT_S = 10.0
+WAITING_S = 5.0
+"""Seconds without a line after which it is said what the run waits for."""
+JUDGES = frozenset({"math", "reasoning_gym", "exact"})
+"""Environments and built-in rewards whose reward is 1 exactly for a right answer."""
+QUIET_WAIT_S = 5.0
 """Seconds after which a wait is shown."""
 LINE_INTERVAL_S = 0.2
 
@@ -23,8 +30,25 @@ LINE_INTERVAL_S = 0.2
 class Progress:
     """Displays a run; `update` is called with each new status."""
 
-    def __init__(self, folder: Path, *, total: int, live: bool) -> None:
-        """Display the run of `total` steps in `folder`; with `live` False, or without a terminal, as lines."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        total: int,
+        live: bool,
+        measured: "ValidationMetric | None" = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Display the run of `total` steps in `folder`; with `live` False, or without a terminal, as lines.
+
+        `measured` is what validation measures (None = accuracy).
+        """
+        self._measured = measured or ACCURACY
+        self._clock = clock
+        self._began = self._said = clock()
+        self._pause = WAITING_S
+        """Seconds without a line after which the next one says what the run waits for."""
+        self._status: dict[str, Any] = {}
         self._metrics = folder / "metrics.jsonl"
         self._total = total
         self._console = Console()
@@ -69,10 +93,12 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print one line."""
+        self._said = self._clock()
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def update(self, status: dict[str, Any]) -> None:
         """Show a new status."""
+        self._status = status
         phase = str(status.get("phase", ""))
         checkpoint = status.get("checkpoint") or {}
         passed_over = list(checkpoint.get("passedOver") or ())
@@ -110,6 +136,14 @@ class Progress:
             self.say(f"{name} is here again")
         self._silent = set(silent)
 
+    def tell_waiting(self) -> None:
+        """Say what the run waits for when nothing was printed for a while; during the start each 5 s, later at growing intervals."""
+        if self._clock() - self._said < self._pause or self._status.get("phase") in FINAL:
+            return
+        self.say(waiting_line(self._status, self._clock() - self._began))
+        if self._status.get("step"):
+            self._pause *= 2
+
     def finish(self) -> None:
         """Print the remaining lines."""
         self._ended.set()
@@ -121,6 +155,8 @@ class Progress:
         last = False
         while not last:
             last = self._ended.wait(LINE_INTERVAL_S)
+            if not last:
+                self.tell_waiting()
             if not self._metrics.exists():
                 continue
             with self._metrics.open(encoding="utf-8") as file:
@@ -131,19 +167,53 @@ class Progress:
             position = min(position, size) + len(whole.encode())
             for line in whole.splitlines():
                 try:
-                    line_of_step = step_line(json.loads(line), self._total)
+                    line_of_step = step_line(json.loads(line), self._total, self._measured)
                 except (ValueError, KeyError, TypeError):  # torn by a full disk, or a rest
                     continue
                 self.say(line_of_step)
+                self._pause = WAITING_S
         sys.stdout.flush()
 
 
-def step_line(metrics: dict[str, Any], total: int) -> str:
+def waiting_line(status: dict[str, Any], seconds: float) -> str:
+    """Return what a run waits for: by its status, or, `seconds` after its start, the start of its processes."""
+    now = time.strftime("%H:%M:%S")
+    if not status:
+        return f"{now}  starting for {seconds:.0f} s: the runner loads its libraries"
+    waits = sorted(status.get("waits") or [], key=lambda wait: -float(wait["seconds"]))
+    place = f"{status.get('phase', 'starting')}, step {status.get('step', 0)}"
+    told = [f"{wait['who']} waits for {wait['on']}: {wait['what']} ({wait['seconds']:.0f} s)" for wait in waits[:2]]
+    ready = ", ".join(f"{role['name']} {role['ready']}/{role['desired']}" for role in status.get("roles", []))
+    return f"{now}  {place}: {'; '.join(told) or f'ready are {ready}'}"
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationMetric:
+    """A metric of validation as the console shows it."""
+
+    key: str
+    name: str
+
+
+ACCURACY = ValidationMetric("val/accuracy", "accuracy")
+REWARD = ValidationMetric("val/reward_mean", "reward")
+
+
+def validation_metric(job: RLJob) -> ValidationMetric:
+    """Return what validation of `job` measures: accuracy where the environment says what is right, else the mean reward.
+
+    Accuracy is the share of samples with a reward of at least 1, which means nothing for a reward function of any other scale.
+    """
+    env = job.spec.env
+    return ACCURACY if env.type in JUDGES or env.reward in JUDGES else REWARD
+
+
+def step_line(metrics: dict[str, Any], total: int, measured: ValidationMetric = ACCURACY) -> str:
     """Return one readable line of a step's metrics."""
     parts = [time.strftime("%H:%M:%S"), f"step {metrics['step']}/{total}"]
     shown = (
         ("reward/mean", "reward", 3),
-        ("val/accuracy", "val", 3),
+        (measured.key, f"val {measured.name}", 3),
         ("train/grad_norm", "grad", 3),
         ("perf/tokens_per_second", "tok/s", 0),
     )

@@ -18,7 +18,8 @@ import yaml
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJob
 from rl_core.checkpoint.manifest import MANIFEST
-from rl_core.cli.progress import Progress
+from rl_core.cli.progress import Progress, ValidationMetric, validation_metric
+from rl_core.cli.resume import resume_line
 from rl_core.cli.validate import GIB, memory_report, prepare
 from rl_core.launch.local import LocalCluster
 from rl_core.launch.ports import free_ports
@@ -36,10 +37,13 @@ RUN_FOLDER = ".rljob"
 
 def run_job(file: Path, *, output: Path | None, settings: Sequence[str], resume: str, progress: bool) -> int:
     """Run the job to its end; return the exit code (0 success, 2 bad input, 3 or 4 failure, 130 interrupted)."""
+    sys.stdout.write(f"checking {file}: fields, model, data, user code\n")
+    sys.stdout.flush()
     job = prepare(file, settings)
     folder = (output or Path("outputs") / job.metadata.name).resolve()
     check_devices(job)
     check_output(folder, resume)
+    resumed = resume_line(job, folder, resume)
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(file.resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
@@ -55,8 +59,11 @@ def run_job(file: Path, *, output: Path | None, settings: Sequence[str], resume:
         resume=resume_argument(resume),
         groups=groups_of(job.spec),
     )
-    with Progress(folder, total=job.spec.algorithm.steps, live=progress) as display:
+    measured = validation_metric(job)
+    with Progress(folder, total=job.spec.algorithm.steps, live=progress, measured=measured) as display:
         display.say(f"{job.metadata.name}: {job.spec.algorithm.name}, {job.spec.algorithm.steps} steps -> {folder}")
+        if resumed:
+            display.say(resumed)
         code = cluster.run(on_status=display.update, on_interrupt=display.say)
         display.finish()
     return report(job, folder, code)
@@ -173,7 +180,7 @@ def report(job: RLJob, folder: Path, code: int) -> int:
     """Print how the run ended and where its results are; return the exit code."""
     status = json.loads((folder / "status.json").read_text()) if (folder / "status.json").is_file() else {}
     if code == 0:
-        sys.stdout.write(success_text(folder, status))
+        sys.stdout.write(success_text(folder, status, validation_metric(job)))
         return 0
     failure = status.get("failure") or {}
     message = failure.get("message") or "no cause was recorded"
@@ -186,14 +193,14 @@ def report(job: RLJob, folder: Path, code: int) -> int:
     return code
 
 
-def success_text(folder: Path, status: dict[str, Any]) -> str:
+def success_text(folder: Path, status: dict[str, Any], measured: ValidationMetric) -> str:
     """Return the closing lines of a run that ended well."""
-    accuracy = [line["val/accuracy"] for line in read_metrics(folder) if "val/accuracy" in line]
+    values = [line[measured.key] for line in read_metrics(folder) if measured.key in line]
     lines = [
         f"step {status.get('step')}/{status.get('totalSteps')}, policy version {status.get('policyVersion')}, epoch {status.get('epoch')}"
     ]
-    if accuracy:
-        lines.append(f"validation accuracy: {accuracy[0]:.3f} before, {accuracy[-1]:.3f} after")
+    if values:
+        lines.append(f"validation {measured.name}: {values[0]:.3f} before, {values[-1]:.3f} after")
     lines += [
         f"model: {folder / 'model'}",
         f"metrics: {folder / 'metrics.jsonl'}",

@@ -41,7 +41,6 @@ RUNNER_SHARE = 0.7
 """Share of STOP_SECONDS in which the runner may save a checkpoint."""
 STATUS_SECONDS = 1.0
 ANNOUNCED = {
-    Action.FAIL: "ending the run",
     Action.PAUSE: "ending the run until somebody resumes it",
     Action.RESTART_POD: "starting a new pod",
     Action.RESTART_ROLE: "restarting all pods of the role",
@@ -241,7 +240,8 @@ class LocalCluster:
         if action is Action.FINISH:
             self._begin_end(decision.code, "", STOP_SECONDS)
             return
-        self._say(f"{ANNOUNCED[action]}: {brief(decision.reason)}")
+        if action is not Action.FAIL:  # the reason of a failure is printed once, at the end
+            self._say(f"{ANNOUNCED[action]}: {brief(decision.reason)}")
         if action is Action.FAIL:
             self._begin_end(decision.code, decision.reason, STOP_SECONDS)
         elif action is Action.PAUSE:

@@ -12,14 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl_core.api.errors import ConfigError, DataError, InfrastructureError, RLJobError, StorageFull, WorkerLost
+from rl_core.api.errors import DataError, InfrastructureError, RLJobError, StorageFull, WorkerLost
 from rl_core.api.job import RLJobSpec
 from rl_core.checkpoint.background import begin
 from rl_core.checkpoint.files import write_failure, write_file
 from rl_core.checkpoint.source import find_source
 from rl_core.checkpoint.store import Checkpoint, CheckpointStore
 from rl_core.runner.history import Extent, Tally, cut_back, now_text, take_over, verify
-from rl_core.runner.invariants import changes, digest, other_model, state_of
+from rl_core.runner.invariants import digest, refuse_changes, state_of
 from rl_core.workers.group import WorkerGroup
 from rl_core.workers.result import WorkerErrors, WorkerGroupFuncResult
 
@@ -168,7 +168,7 @@ class Checkpoints:
             raise DataError(
                 f"{checkpoint.path / STATE_FILE} must be readable, got {error}; resume from an older checkpoint"
             ) from error
-        self._refuse_change(state)
+        refuse_changes(state, self._spec)
         load(str(checkpoint.path))
         try:
             extents = (
@@ -238,19 +238,6 @@ class Checkpoints:
                 )
         if aside := self.store.set_aside_after(step, self._epoch):
             logger.warning("checkpoints of a history that is left, steps %s, are kept as lost-step-*", aside)
-
-    def _refuse_change(self, saved: dict[str, Any]) -> None:
-        if other := other_model(saved, self._spec):
-            raise ConfigError(
-                f"a checkpoint must be of the job's model, got {', '.join(other)}; set model.path to the model that the saved run began from, "
-                "or resume from another run"
-            )
-        changed = changes(saved, self._spec)
-        if changed and not self._spec.checkpoint.allow_spec_change:
-            raise ConfigError(
-                f"a resumed job must compute what the saved one did, got changes in {'; '.join(changed)}; restore them, or set "
-                "checkpoint.allowSpecChange: true"
-            )
 
     def save(
         self,

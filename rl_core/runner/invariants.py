@@ -90,6 +90,21 @@ def changes(saved: Mapping[str, Any], spec: RLJobSpec) -> list[str]:
     return found
 
 
+def refuse_changes(saved: Mapping[str, Any], spec: RLJobSpec) -> None:
+    """Raise ConfigError where a run of `spec` cannot continue from the checkpoint with the state `saved`, as `state_of` made it."""
+    if other := other_model(saved, spec):
+        raise ConfigError(
+            f"a checkpoint must be of the job's model, got {', '.join(other)}; set model.path to the model that the saved run began from, "
+            "or resume from another run"
+        )
+    changed = changes(saved, spec)
+    if changed and not spec.checkpoint.allow_spec_change:
+        raise ConfigError(
+            f"a resumed job must compute what the saved one did, got changes in {'; '.join(changed)}; restore them, or set "
+            "checkpoint.allowSpecChange: true"
+        )
+
+
 def invariants(spec: RLJobSpec) -> dict[str, Any]:
     """Return the values of the invariant fields by YAML path."""
     whole = spec.model_dump(mode="json", by_alias=True)

@@ -7,13 +7,13 @@ PLACEMENTS = {
     "unequal-halves": (
         {"placement": {"mode": "colocated"}, "rollout": {"replicas": 2, "gpus": 1}},
         "spec.rollout.gpus",
-        "rollout.gpus must equal actor.gpus with placement.mode colocated, which puts both on the same devices, got 1 beside 0",
+        "rollout.gpus must equal actor.gpus with placement.mode colocated, which puts both on the same devices, got 1 beside 0; write the same number",
         SAME,
     ),
     "turns-beside-generation": (
         {"placement": {"mode": "colocated"}, "algorithm": {"maxStaleness": 1}},
         "spec.algorithm.maxStaleness",
-        "algorithm.maxStaleness must be 0 with placement.mode colocated, where trainer and rollouts take turns, got 1",
+        "algorithm.maxStaleness must be 0 with placement.mode colocated, where trainer and rollouts take turns, got 1; write maxStaleness: 0 or placement.mode: disaggregated",
         SAME,
     ),
     "autoscaling-of-numbered-rollouts": (
@@ -28,7 +28,7 @@ PLACEMENTS = {
     "hybrid-with-an-actor-pod-that-has-no-rollout": (
         {"placement": {"mode": "hybrid"}, "actor": {"replicas": 2}},
         "spec.rollout.replicas",
-        "rollout.replicas must be actor.replicas with placement.mode colocated, and no fewer with hybrid, got hybrid with 1 beside 2",
+        "rollout.replicas must be actor.replicas with placement.mode colocated, and no fewer with hybrid, got hybrid with 1 beside 2; change rollout.replicas",
         SAME,
     ),
     "device-memory-mapped-from-another-device": (

@@ -55,12 +55,17 @@ def submit(
 
 def suspend(name: JobName, namespace: Namespace = None, context: Context = None) -> None:
     """Checkpoint a job and free its pods; `rljob resume` goes on from there."""
-    _run(lambda: _suspend(name, Here(namespace=namespace, context=context)))
+    _run(lambda: _suspend(_job_name(name, "stop it with Ctrl-C"), Here(namespace=namespace, context=context)))
 
 
 def resume(name: JobName, namespace: Namespace = None, context: Context = None) -> None:
     """Let a suspended or paused job go on."""
-    _run(lambda: _resume(name, Here(namespace=namespace, context=context)))
+    _run(
+        lambda: _resume(
+            _job_name(name, "continue it with rljob run FILE --output DIR --resume auto"),
+            Here(namespace=namespace, context=context),
+        )
+    )
 
 
 def checkpoint(name: JobName, namespace: Namespace = None, context: Context = None) -> None:
@@ -81,6 +86,15 @@ def checkpoint(name: JobName, namespace: Namespace = None, context: Context = No
         return 0
 
     _run(command)
+
+
+def _job_name(name: str, instead: str) -> str:
+    """Return the name of a job. Raises ConfigError for the output folder of a local run, with what to do `instead`."""
+    from rl_core.api.errors import ConfigError
+
+    if "/" in name or Path(name).is_dir():
+        raise ConfigError(f"NAME must be a job of a cluster, got {name}, the folder of a local run; {instead}")
+    return name
 
 
 def _suspend(name: str, place: Here) -> int:

@@ -6,9 +6,10 @@ import json
 import pytest
 from rich.console import Console
 
+from rl_core.api.job import RLJob
 from rl_core.cli.local_view import read_status, render
-from rl_core.cli.progress import Progress
-from rl_core.cli.run import read_step
+from rl_core.cli.progress import Progress, step_line, validation_metric
+from rl_core.cli.run import read_step, success_text
 from rl_core.launch.workspace import Workspace
 
 
@@ -103,3 +104,71 @@ def test_top_shows_who_holds_how_many_groups_and_the_oldest_of_each():
         ["rollout:0", "(0.0)", "2", "0-2", "9.0", "s", "3"],
         ["consumed", "1", "0-3", "1.0", "s", "1"],
     ]
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_quiet_run_says_every_five_seconds_what_it_waits_for(tmp_path, capsys):
+    clock = Clock()
+    display = Progress(tmp_path, total=4, live=False, clock=clock)
+    for clock.now in (4.0, 5.0, 6.0, 10.0):
+        display.tell_waiting()
+    wait = {"who": "runner", "on": "rollout-0", "what": "load of the model", "seconds": 11.2}
+    display.update({"phase": "Starting", "step": 0, "waits": [wait]})
+    for clock.now in (14.0, 15.0):
+        display.tell_waiting()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[10:] for line in lines] == [
+        "starting for 5 s: the runner loads its libraries",
+        "starting for 10 s: the runner loads its libraries",
+        "Starting, step 0: runner waits for rollout-0: load of the model (11 s)",
+    ]
+
+
+def test_once_steps_finish_the_pauses_between_such_lines_grow(tmp_path, capsys):
+    clock = Clock()
+    display = Progress(tmp_path, total=4, live=False, clock=clock)
+    role = {"name": "rollout", "ready": 1, "desired": 2}
+    display.update({"phase": "Generating", "step": 2, "roles": [role]})
+    for clock.now in map(float, range(40)):
+        display.tell_waiting()
+    assert capsys.readouterr().out.count("Generating, step 2: ready are rollout 1/2") == 3  # at 5, 15 and 35 s
+
+
+@pytest.mark.parametrize(
+    ("env", "told"),
+    [
+        ({"type": "math"}, "accuracy"),
+        ({"type": "reward", "reward": "exact"}, "accuracy"),
+        ({"type": "reward", "reward": "mine:score"}, "reward"),
+        ({"type": "mine:Game"}, "reward"),
+    ],
+)
+def test_validation_is_called_accuracy_only_where_the_environment_judges(tmp_path, env, told):
+    spec = {"model": {"path": "m"}, "data": {"train": "t"}, "env": env}
+    head = {"apiVersion": "rljob.dev/v1alpha1", "kind": "RLJob", "metadata": {"name": "a"}}
+    measured = validation_metric(RLJob.model_validate(head | {"spec": spec}))
+    lines = [{"step": n, "val/accuracy": 0.0, "val/reward_mean": n - 0.05} for n in range(2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    shown = {"accuracy": "0.000 before, 0.000 after", "reward": "-0.050 before, 0.950 after"}[told]
+    assert f"validation {told}: {shown}" in success_text(tmp_path, {}, measured)
+    assert f"val {told}" in step_line(lines[1], 2, measured)
+
+
+def test_the_tables_fit_80_columns():
+    status = {
+        "phase": "Initializing", "step": 1000, "totalSteps": 1000, "reward": -0.123, "policyVersion": 1000, "epoch": 12,
+        "roles": [{"name": "rollout", "lag": 12, "ready": 16, "desired": 16}], "checkpoint": {"lastStep": 1000},
+        "metrics": {"val/accuracy": 0.123, "perf/tokens_per_second": 123456, "time/step": 123.45},
+    }  # fmt: skip
+    console = Console(file=io.StringIO(), width=80)
+    console.print(render(status))
+    text = console.file.getvalue()
+    words = "PHASE STEP REWARD VAL VER LAG ROLLOUTS SAVED EPOCH TOK/S S/STEP Initializing 1000/1000 123456 123.45"
+    assert "…" not in text and all(word in text for word in words.split())

@@ -1,0 +1,70 @@
+"""What `rljob run --resume` continues: checked and reported before anything in the output folder is written."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_core.api.defaults import short
+from rl_core.api.job import RLJob
+from rl_core.checkpoint.manifest import MANIFEST
+from rl_core.runner.checkpoints import STATE_FILE
+from rl_core.runner.invariants import refuse_changes
+
+MOST = 8
+"""Most differences that are listed."""
+DEFAULT = "its default"
+
+
+def resume_line(job: RLJob, folder: Path, resume: str) -> str:
+    """Return which step of which folder the run continues, and every field that has another value now; "" for a fresh start.
+
+    `resume` is auto, none or the path of a checkpoint. Raises ConfigError where the runner would refuse the job beside that checkpoint.
+    The runner chooses the checkpoint itself: where the newest one is damaged, it takes an older one and says so.
+    """
+    found = _newest(job, folder, resume)
+    if found is None:
+        return ""
+    checkpoint, state = found
+    refuse_changes(state, job.spec)
+    before, now = dict(_leaves(state["changed"])), dict(_leaves(short(job.spec)))
+    listed = [
+        f"{path} {_word(before.get(path))} -> {_word(now.get(path))}"
+        for path in sorted({*before, *now})
+        if before.get(path) != now.get(path)
+    ]
+    more = f" and {len(listed) - MOST} more" if len(listed) > MOST else ""
+    changed = f"; different: {', '.join(listed[:MOST])}{more}" if listed else ""
+    return f"resumes at step {state.get('step')} of {checkpoint.parent.parent}{changed}"
+
+
+def _newest(job: RLJob, folder: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest checkpoint whose state can be read, with that state; None where there is none."""
+    if resume == "none":
+        return None
+    root = Path(job.spec.checkpoint.path) if job.spec.checkpoint.path else folder / "checkpoints"
+    candidates = root.glob(f"step-*/{MANIFEST}") if resume == "auto" else [Path(resume) / MANIFEST]
+    states = [found for path in candidates for found in _read(path.parent)]
+    return max(states, key=lambda found: int(found[1].get("step", -1)), default=None)
+
+
+def _read(checkpoint: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    try:
+        state = json.loads((checkpoint / STATE_FILE).read_text())
+    except (OSError, ValueError):
+        return
+    if isinstance(state, dict) and {"mathematics", "changed"} <= state.keys():
+        yield checkpoint.resolve(), state
+
+
+def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (path, value) of every field that is no block."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
+def _word(value: Any) -> str:
+    return DEFAULT if value is None else json.dumps(value) if not isinstance(value, str) else value

@@ -1,0 +1,52 @@
+"""`rljob run --resume` says what it continues and what is different, and refuses before it writes."""
+
+import json
+
+import pytest
+
+from rl_core.api.errors import ConfigError
+from rl_core.api.job import RLJob
+from rl_core.cli.resume import resume_line
+from rl_core.runner.checkpoints import STATE_FILE
+from rl_core.runner.invariants import state_of
+
+
+def job(**spec):
+    head = {"apiVersion": "rljob.dev/v1alpha1", "kind": "RLJob", "metadata": {"name": "a"}}
+    return RLJob.model_validate(head | {"spec": {"model": {"path": "m"}, "data": {"train": "t"}, **spec}})
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A folder with checkpoints of the steps 2 and 10, and one that was not completed."""
+    for step in (2, 10, 12):
+        folder = tmp_path / f"checkpoints/step-{step}"
+        folder.mkdir(parents=True)
+        (folder / STATE_FILE).write_text(json.dumps({"step": step, **state_of(job().spec)}))
+        if step < 12:
+            (folder / "manifest.json").write_text("{}")
+    return tmp_path
+
+
+def test_a_fresh_run_says_nothing(run, tmp_path):
+    assert resume_line(job(), run, "none") == ""
+    assert resume_line(job(), tmp_path / "empty", "auto") == ""
+
+
+def test_the_step_and_the_folder_are_named(run):
+    assert resume_line(job(), run, "auto") == f"resumes at step 10 of {run}"
+    assert resume_line(job(), run, str(run / "checkpoints/step-2")) == f"resumes at step 2 of {run}"
+
+
+def test_every_field_that_has_another_value_is_named(run):
+    changed = job(actor={"optimizer": {"learningRate": 5e-4}}, model={"path": "other"})
+    assert resume_line(changed, run, "auto") == (
+        f"resumes at step 10 of {run}; different: actor.optimizer.learningRate its default -> 0.0005, model.path m -> other"
+    )
+
+
+def test_a_job_that_computes_something_else_is_refused(run):
+    before = sorted(run.rglob("*"))
+    with pytest.raises(ConfigError, match=r"algorithm.groupSize: 8 \(saved\), 4 \(now\)"):
+        resume_line(job(algorithm={"groupSize": 4}), run, "auto")
+    assert sorted(run.rglob("*")) == before
