@@ -52,7 +52,7 @@ FOREIGN_NAMES = (
         ("per_device_train_batch_size", "generation_batch_size"),
         ("data.train_batch_size",),
         ("batch_size",),
-        "Prompts, not completions: completions of a step are promptsPerStep x groupSize, over all devices.",
+        "Prompts of all devices; a step has promptsPerStep x groupSize completions.",
     ),
     ForeignName(
         "algorithm.steps",
