@@ -47,11 +47,13 @@ def aggregate(
     normalizers: LossNormalizers | None = None,
     max_tokens: int | None = None,
 ) -> Tensor:
-    """Return this batch's share of the step's aggregated `values` [B, T], 0-d, attached to the graph.
+    """Return the part of a step's loss that this batch contributes, from per-token `values` [B, T].
 
-    Shares of micro-batches and ranks are summed. `normalizers=None` counts the given mask. `max_tokens` (the configured
-    response length) belongs to `seq-mean-token-sum-norm`. An all-masked batch gives 0 with zero gradients.
-    Raises TypeError for half-precision values, ValueError for an unknown mode or a missing `max_tokens`.
+    The result is 0-d and attached to the graph.
+
+    The parts of all micro-batches and ranks are summed. `normalizers` are the counts of the whole step; None counts the given mask.
+    `max_tokens` (the configured response length) is needed by `seq-mean-token-sum-norm` only. A batch without a trainable token gives 0
+    with zero gradients. Raises TypeError for half-precision values, ValueError for an unknown mode or a missing `max_tokens`.
     """
     _check(values, mask, mode, max_tokens)
     trainable = _rows(mask)

@@ -38,9 +38,9 @@ def overlong_filter(valid: Tensor, truncated: Tensor, *, keep_in_baseline: bool 
 def sequence_error_mask(
     rollout_log_probs: Tensor, train_log_probs: Tensor, mask: Tensor, *, threshold: float
 ) -> Tensor:
-    """Return [B] bool: the mean of exp|rollout - train| over the row's trainable tokens is at most `threshold`.
+    """Return [B] bool that is true for rows to keep: those whose mean of exp|rollout - train| over trainable tokens is at most `threshold`.
 
-    Rows without trainable tokens are false. It narrows `mask` [B, T], so it runs before `count_normalizers`.
+    Rows without trainable tokens are false. The result narrows `mask` [B, T], so this runs before `count_normalizers`.
     """
     require_float32(rollout_log_probs=rollout_log_probs, train_log_probs=train_log_probs)
     require_bool(mask=mask)
@@ -62,9 +62,9 @@ def down_sample(
 ) -> Tensor:
     """Return [B] bool that keeps `keep` valid rows per group, or all of them when there are fewer.
 
-    `spread` takes the k lowest and keep - k highest rewards of the largest variance (ties: the smallest k, then the
-    lowest row); `random` draws with `generator`. Advantages are computed on the kept rows.
-    Source: Xu et al., "Not All Rollouts are Useful" (PODS, 2025).
+    `spread` keeps the k lowest and keep - k highest rewards, with the k that gives the largest variance (ties: the smallest k, then the
+    lowest row). `random` draws with `generator`. Advantages are computed on the kept rows. Source: Xu et al., "Not All Rollouts are Useful"
+    (PODS, 2025).
     """
     require_choice("strategy", strategy, STRATEGIES)
     if keep < 1:

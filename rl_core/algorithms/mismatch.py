@@ -1,4 +1,4 @@
-"""How far the engine that sampled and the trainer are apart on the same tokens. Legend: B rows, T tokens."""
+"""How far the log-probabilities of the sampling engine and of the trainer are apart on the same tokens. Legend: B rows, T tokens."""
 
 import math
 
@@ -12,9 +12,9 @@ PREFIX = "mismatch/"
 PARTS = "rollout/mismatch_"
 """Prefix of the same numbers over a part of the tokens."""
 LENGTHS = (0, 256, 1024, 4096, 16384)
-"""Rows are told apart by trained tokens: so many and more, below the next."""
+"""Lower bounds of the classes by number of trained tokens of a row."""
 OLDEST = 8
-"""Ages above are reported as this one."""
+"""Largest age that is reported; older tokens count as this age."""
 
 
 def mismatch_stats(
@@ -26,13 +26,17 @@ def mismatch_stats(
     ages: Tensor | None = None,
     max_age: int = 0,
 ) -> dict[str, Stat]:
-    """Return the statistics of d = train - rollout over the tokens under `mask` that the trainer's own version sampled.
+    """Return statistics of d = train - rollout log-probability over the tokens under `mask` that the trainer's own version sampled.
 
-    `mismatch/kl`: mean of exp(d) - 1 - d, which estimates KL(rollout || trainer); `mean_abs_diff`: mean |d|; `max_ratio`: exp(max |d|);
-    `share_clipped`: share of tokens with exp(d) outside `bounds`. `rollout/mismatch_kl/length_N`: kl of the rows whose trained tokens number
-    N or more, up to the next of LENGTHS. `ages` [B, T]: versions a token is older, None = none is; with it, `rollout/mismatch_kl/age_N` and
-    `rollout/mismatch_abs_diff/age_N` tell of each age from 1 to `max_age`, which then also hold what was learnt since.
-    A statistic over no token has count 0. Source: Schulman, "Approximating KL divergence" (2020).
+    - `mismatch/kl`: mean of exp(d) - 1 - d, which estimates KL(rollout || trainer).
+    - `mismatch/mean_abs_diff`: mean of |d|. `mismatch/max_ratio`: exp(max |d|).
+    - `mismatch/share_clipped`: fraction of tokens with exp(d) outside `bounds`.
+    - `rollout/mismatch_kl/length_N`: kl of rows with at least N trained tokens and fewer than the next of LENGTHS.
+    - `rollout/mismatch_kl/age_N`, `rollout/mismatch_abs_diff/age_N`: the same for tokens of each age from 1 to `max_age`. They also contain
+      the change of the policy since that version.
+
+    `ages` [B, T] is the number of versions by which a token is older than the trainer's; None means that no token is older. A statistic
+    over no token has count 0. Source: Schulman, "Approximating KL divergence" (2020).
     """
     require_bool(mask=mask)
     require_float32(train_log_probs=train_log_probs, rollout_log_probs=rollout_log_probs)

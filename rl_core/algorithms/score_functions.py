@@ -43,7 +43,7 @@ class VocabularyShard:
         return rows.where(here, 0), here
 
     def hide_padding(self, block: Tensor) -> None:
-        """Give the padding of float32 logits [n, rows] no probability."""
+        """Set the padding columns of the float32 logits [n, rows] so that they get probability 0, in place."""
         block[:, self.tokens :] = float("-inf")
 
 

@@ -16,12 +16,16 @@ from rl_core.algorithms.arguments import require_choice
 StatKind = Literal["mean", "std", "sum", "max", "min"]
 _KINDS = ("mean", "std", "sum", "max", "min")
 EXTREMES = ("max", "min")
-"""Kinds that mean nothing without data."""
+"""Kinds that have no value without data."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stat:
-    """One metric: `float(stat)` finishes it. `total` and `count` are kept as float64 0-d tensors without gradient."""
+    """One metric. `float(stat)` returns its value.
+
+    `kind` is one of mean (total / count), std (sample deviation), sum, max and min. `total` and `count` are kept as float64 0-d tensors
+    without gradient.
+    """
 
     kind: StatKind
     """mean = total / count; std = the sample deviation; sum, max and min = total."""
@@ -45,7 +49,7 @@ class Stat:
         return _finish(self.kind, *(float(part) for part in self.parts()))
 
     def parts(self) -> list[Tensor]:
-        """Return total, count and, where there are any, squares: what the other end makes `Stat(kind, *parts)` of."""
+        """Return the tensors from which another process rebuilds it as `Stat(kind, *parts)`: total, count and, for std, squares."""
         return [self.total, self.count] if self.squares is None else [self.total, self.count, self.squares]
 
 

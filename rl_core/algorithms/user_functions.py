@@ -15,9 +15,9 @@ Result = TypeVar("Result")
 
 
 def call(kind: str, name: str, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
-    """Return `function(*args, **options)`; for a `module:function` any exception of its code becomes a ConfigError.
+    """Return `function(*args, **options)`. For a `module:function` of the user any exception becomes a ConfigError.
 
-    Running out of memory stays what it is: it depends on the device and not on the code alone.
+    Running out of memory is passed on unchanged, because it depends on the device and not only on the code.
     """
     if ":" not in name:
         return function(*args, **options)

@@ -22,7 +22,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def confine(hidden: Sequence[str]) -> str:
-    """Isolate this process and cover the `hidden` folders; return "", or the reason why the kernel does not allow it.
+    """Isolate this process and hide the folders in `hidden`. Returns "", or the reason why the kernel does not allow it.
 
     The process must have a single thread. It is isolated completely or not at all: a forked copy tries it first.
     """

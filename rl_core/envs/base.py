@@ -1,8 +1,8 @@
 """The parts that all environments share: the interface, the base of configuration models, and helpers that build an `EnvironmentReturn`.
 
 Built-in environments return `rewards` and `terminateds` as torch tensors (float32, bool, shape [B]) in a process that has imported torch,
-and as numpy arrays of the same type in others, so that env processes never import torch. Rewards with a None (not applicable: the sample
-is masked) are a list.
+and as numpy arrays of the same type in others, so that env processes never import torch. Rewards that contain None are a list; None means
+that no reward applies to the sample, which is then masked, that is, left out of the loss.
 """
 
 import sys

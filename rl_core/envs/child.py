@@ -70,7 +70,10 @@ def memory_here() -> int:
 
 
 def end_copy(first: int, error: BaseException | None = None) -> None:
-    """Exit if this process is a forked copy of the process `first`, with the exit code that `error` would give."""
+    """Exit if this process is a forked copy of the process with pid `first`; otherwise do nothing.
+
+    The exit code is the one that Python would give for `error`; 0 for None.
+    """
     if os.getpid() == first:
         return
     if error is not None and not isinstance(error, SystemExit):
@@ -90,6 +93,7 @@ class Server:
     """Builds one environment and answers the requests to it."""
 
     def __init__(self, source: EnvSettings) -> None:
+        """Build the environment that `source` describes. Raises ConfigError when it cannot be built."""
         sys.path[:0] = source.search_path
         if source.memory_bytes:
             resource.setrlimit(resource.RLIMIT_AS, (source.memory_bytes,) * 2)
@@ -109,12 +113,12 @@ class Server:
 
     @property
     def max_turns(self) -> int | None:
-        """Return how many turns of an episode the environment declares, None where it declares none."""
+        """Number of turns of an episode that the environment declares; None if it declares none."""
         declared = getattr(self._env, "max_turns", None)
         return declared if type(declared) is int else None
 
     def answer(self, rows: list[EnvRow]) -> bytes:
-        """Return the packed answer to the rows of one request; any failure of the environment is an error in the answer."""
+        """Run one request and return the packed answer. A failure of the environment is an error in the answer."""
         self._limit_cpu()
         try:
             result = self._env.step([row.messages for row in rows], [row.metadata for row in rows])

@@ -15,7 +15,7 @@ from rl_core.envs.cpu_time import CpuLimitReached, cpu_limit
 from rl_core.envs.metrics import math_metrics
 
 Verdict = tuple[bool, str | None]
-"""Whether the answer is right, and the text that was taken as the answer."""
+"""(whether the answer is right, the text that was taken as the answer or None)."""
 Comparator = Callable[[str, str], Verdict]
 """f(completion, ground truth); raises ValueError when the ground truth cannot be read."""
 
@@ -40,7 +40,10 @@ class MathConfig(EnvConfig):
 
 
 class MathEnvironment(EnvironmentInterface):
-    """Scores the last assistant text of each log and ends the episode; `answers` has the text that was taken as the answer."""
+    """Scores the last assistant text of each log and ends the episode.
+
+    The field `answers` of its result holds the text that was taken as the answer.
+    """
 
     config_model = MathConfig
 

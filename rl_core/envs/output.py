@@ -14,7 +14,7 @@ _LAST_CHUNKS = 16
 
 
 class BoundedOutput:
-    """Writes output to `write` up to a limit per time window; the number of bytes left out is written at the window's end."""
+    """Writes output up to a limit of bytes per time window. At the end of a window it writes how many bytes were left out."""
 
     def __init__(
         self,
@@ -24,6 +24,7 @@ class BoundedOutput:
         window: float = WINDOW_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Pass output to `write`. `most` is the largest number of bytes per window of `window` seconds; `clock` returns seconds."""
         self._write, self._most, self._window, self._clock = write, most, window, clock
         self._began = clock()
         self._passed = self._left_out = 0
@@ -52,10 +53,10 @@ def _to_standard_output(data: bytes) -> None:
     os.write(1, data)
 
 
-class Relay:
+class PipeCopier:
     """Copies the data of a pipe to the standard output of this process, or to `write`. Used on the event loop.
 
-    asyncio's own subprocess pipes do not serve here: with them the end of a process is reported only when all processes that it started
+    asyncio's own subprocess pipes are not used, because with them the end of a process is reported only when all processes that it started
     have closed the pipe.
     """
 
@@ -79,7 +80,7 @@ class Relay:
         return bool(data)
 
     def close(self) -> None:
-        """Read what is in the pipe and stop."""
+        """Read what is left in the pipe and stop."""
         for _ in range(_LAST_CHUNKS):
             if not (self._open and self._read()):
                 break

@@ -70,7 +70,7 @@ class _Slot:
 
 
 class EnvPool:
-    """Runs an environment in `processes` children; every row is answered, by a result or by a typed error."""
+    """Runs an environment in several child processes. Every row is answered, by a result or by a typed error."""
 
     def __init__(
         self,
@@ -82,6 +82,14 @@ class EnvPool:
         on_event: Event | None = None,  # None if processes are not reported
         waiting: Waiting = lambda process: nullcontext(),
     ) -> None:
+        """Prepare a pool of `processes` children; `start` starts them.
+
+        - `source`: the environment that each child builds.
+        - `step_deadline`: seconds of one call of the environment.
+        - `start_deadline`: seconds in which a child must have built it.
+        - `on_event`: called when a child starts and ends; None calls nothing.
+        - `waiting`: declares a wait for a process while a block runs.
+        """
         self._source = source
         self._step_deadline, self._start_deadline = step_deadline, start_deadline
         self._on_event, self._waiting_for = on_event, waiting
@@ -96,11 +104,11 @@ class EnvPool:
 
     @property
     def answer_seconds(self) -> float:
-        """Return the seconds after which a row is answered in any case: two steps and the start of a process."""
+        """Seconds after which a row is answered in any case: two steps and the start of a process."""
         return 2 * self._step_deadline + min(MAX_START_SECONDS, 5.0 + 2 * self._start_seconds)
 
     async def start(self) -> None:
-        """Start all processes. Raises what the first failing one raised: ConfigError, DeadlineExceeded, Infrastructure."""
+        """Start all processes. Raises the error of the first that fails: ConfigError, DeadlineExceeded or InfrastructureError."""
         results = await asyncio.gather(*(self._start_process(slot) for slot in self._slots), return_exceptions=True)
         failure = next((result for result in results if isinstance(result, BaseException)), None)
         if failure is not None:
@@ -109,7 +117,7 @@ class EnvPool:
         self._tasks = [asyncio.create_task(self._serve(slot), name=f"env process {slot.index}") for slot in self._slots]
 
     async def close(self) -> None:
-        """Kill all processes; rows that wait are answered with InfrastructureError."""
+        """Kill all processes. Rows that wait are answered with InfrastructureError."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -142,7 +150,7 @@ class EnvPool:
         try:
             await asyncio.wait([entry.answer for entry in waiting], timeout=self.answer_seconds)
             for entry in waiting:
-                if entry.open:
+                if entry.is_open:
                     entry.fail(RolloutTimeout, self._no_answer())
         finally:
             for entry in waiting:
@@ -283,7 +291,7 @@ class EnvPool:
     def _try_alone(self, batch: list[WaitingRow]) -> None:
         for row in batch:
             row.alone = True
-        self._enqueue(row for row in batch if row.open)
+        self._enqueue(row for row in batch if row.is_open)
 
     async def _start_process(self, slot: _Slot) -> None:
         began = time.monotonic()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rl_core.api.errors import ConfigError, DeadlineExceeded, FrameError, InfrastructureError, RolloutTimeout
-from rl_core.envs.output import Relay
+from rl_core.envs.output import PipeCopier
 from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvReady, EnvRow, EnvSettings
 from rl_core.plan.launch import CURVE_PATH
 from rl_core.transports import pipe
@@ -40,7 +40,7 @@ class EnvProcess:
         process: asyncio.subprocess.Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        relay: Relay,
+        relay: PipeCopier,
         label: str,
         mark: str,
     ) -> None:
@@ -56,12 +56,12 @@ class EnvProcess:
 
     @property
     def pid(self) -> int:
-        """Return the process id."""
+        """Process id of the child."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Return whether the process has not been seen to end."""
+        """Whether the process has not been seen to end."""
         return not self._ended.done()
 
     async def ended_or(self, event: asyncio.Event) -> None:
@@ -74,9 +74,9 @@ class EnvProcess:
 
     @classmethod
     async def start(cls, source: EnvSettings, *, deadline: float, quiet: bool = False) -> Self:
-        """Start a child and wait until it has built its environment; `quiet` drops what its code prints.
+        """Start a child and wait until it has built its environment. `deadline` is in seconds; `quiet` discards what its code prints.
 
-        Raises ConfigError (the environment cannot be built), DeadlineExceeded, InfrastructureError (the child ended).
+        Raises ConfigError when the environment cannot be built, DeadlineExceeded, and InfrastructureError when the child ended.
         """
         child = await cls._spawn(source.label, hidden_folders(os.environ) if source.barrier else [], quiet=quiet)
         try:
@@ -129,13 +129,13 @@ class EnvProcess:
             far.close()
             os.close(output)
         reader, writer = await asyncio.open_connection(sock=near)
-        relay = Relay(printed, lambda data: None) if quiet else Relay(printed)
+        relay = PipeCopier(printed, lambda data: None) if quiet else PipeCopier(printed)
         return cls(process, reader, writer, relay, label, mark)
 
     async def call(self, rows: list[EnvRow], *, deadline: float) -> list[EnvAnswer] | EnvFailure:
-        """Return the child's answers, one per row, or its one failure for all of them.
+        """Send `rows` to the child and return one answer per row, or one EnvFailure when the environment failed as a whole.
 
-        Past the deadline the child is killed and RolloutTimeout raised; a child that ends raises InfrastructureError.
+        After `deadline` seconds the child is killed and RolloutTimeout is raised. Raises InfrastructureError when the child ends.
         """
         try:
             answer = await self._exchange(rows, deadline)

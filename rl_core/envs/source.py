@@ -21,7 +21,7 @@ class LimitsSpec(Spec):
 def env_source(
     spec: EnvSpec, *, seed: int = 0, extensions: list[str] | None = None, search_path: list[str] | None = None
 ) -> EnvSettings:
-    """Return the source of a job's `spec.env`. Raises ConfigError for bad `limits`."""
+    """Return the record from which child processes build the environment of `spec.env`. Raises ConfigError for bad `limits`."""
     options = dict(spec.options)
     limits = parse_config(LimitsSpec, options.pop("limits", None), where="env.options.limits")
     if spec.reward is not None:

@@ -1,4 +1,4 @@
-"""Rows that wait for a process of the pool, and the samples that made a process hang or die."""
+"""Rows that wait for a process of the pool, and the samples that made a process hang or die when they were called alone."""
 
 import asyncio
 from collections import Counter, OrderedDict, deque
@@ -25,17 +25,17 @@ class WaitingRow:
 
     @property
     def key(self) -> str:
-        """Return the sample id."""
+        """Id of the row's sample."""
         return self.row.key
 
     @property
-    def open(self) -> bool:
-        """Return whether a caller still waits for the answer."""
+    def is_open(self) -> bool:
+        """Whether a caller still waits for the answer."""
         return not self.answer.done()
 
     def resolve(self, answer: EnvAnswer | EnvFailure) -> None:
         """Answer the row, unless it is answered or its caller has left."""
-        if self.open:
+        if self.is_open:
             self.answer.set_result(answer)
 
     def fail(self, kind: type[RLJobError], message: str) -> None:
@@ -48,16 +48,19 @@ def pop_batch(queue: deque[WaitingRow], limit: int) -> list[WaitingRow]:
     batch: list[WaitingRow] = []
     while queue and len(batch) < limit:
         head = queue[0]
-        if head.open and batch and (head.alone or batch[0].alone or head.row.task_name != batch[0].row.task_name):
+        if head.is_open and batch and (head.alone or batch[0].alone or head.row.task_name != batch[0].row.task_name):
             break
         queue.popleft()
-        if head.open:
+        if head.is_open:
             batch.append(head)
     return batch
 
 
 class Suspects:
-    """Counts how often each sample, called alone, made its process hang or die."""
+    """Counts for each sample how often it made its process hang or die when it was called alone.
+
+    Counts are kept per sample, over all its rows.
+    """
 
     def __init__(self) -> None:
         self._strikes: OrderedDict[str, Counter[str]] = OrderedDict()
@@ -66,15 +69,15 @@ class Suspects:
         return key in self._strikes
 
     def clear(self, key: str) -> None:
-        """Forget a sample that succeeded."""
+        """Forget the sample with id `key`, because it succeeded."""
         self._strikes.pop(key, None)
 
     def timed_out(self, row: WaitingRow, message: str) -> None:
-        """Answer a row whose call, alone, passed its deadline."""
+        """Count and answer a row that missed its deadline when it was called alone."""
         self._strike(row, message, "timeout", TIMEOUTS_OF_A_SAMPLE, RolloutTimeout)
 
     def died(self, row: WaitingRow, message: str) -> None:
-        """Answer a row whose call, alone, ended its process."""
+        """Count and answer a row whose process ended when it was called alone."""
         self._strike(row, message, "death", DEATHS_OF_A_SAMPLE, InfrastructureError)
 
     def _strike(self, row: WaitingRow, message: str, what: str, limit: int, kind: type[RLJobError]) -> None:

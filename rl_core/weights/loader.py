@@ -28,6 +28,7 @@ class WeightLoader:
     """Feeds `target` from the sources that `reader` opens, one transfer at a time."""
 
     def __init__(self, target: WeightTarget, reader: SourceReader) -> None:
+        """Load into `target` from the sources that `reader` opens."""
         self._target, self._reader = target, reader
         self._cancelled = threading.Event()
         """Set by `cancel`. The loading thread checks it before each tensor."""

@@ -53,7 +53,7 @@ class PullServer:
         self._settled.set()
 
     def settle(self) -> None:
-        """Let joiners wait no longer: the publish has ended, with or without a commit."""
+        """Let waiting joiners proceed, because the publish has ended, with or without a commit."""
         self._settled.set()
 
     async def pull(self, request: PullRequest) -> PullOffer | PullRefusal:

@@ -266,7 +266,7 @@ def records_of(inputs) -> list[PromptGroupRecord]:
 def test_every_backend_takes_the_gradient_of_trl(trainer, batch, folder, monkeypatch, backend, name):
     case, (module, _, actor_class) = CASES[name], TRAINERS[backend].partition(":")
     if backend in STRATEGIES:  # one rank has a plain model otherwise
-        monkeypatch.setattr(STRATEGIES[backend], "shards", property(lambda self: True))
+        monkeypatch.setattr(STRATEGIES[backend], "is_sharded", property(lambda self: True))
     one_prompt = batch | {"prompt_ids": batch["prompt_ids"][GROUP_IDS * 4]}
     advantages = compute_advantages(
         case.name, AdvantageInputs(mask=batch["completion_mask"].bool(), group_ids=GROUP_IDS, rewards=REWARDS)

@@ -14,7 +14,7 @@ from rl_core.algorithms.advantages.groups import (
     token_metrics,
 )
 from rl_core.algorithms.advantages.types import AdvantageInputs, AdvantageResult, Reduce
-from rl_core.algorithms.advantages.whitening import clip_advantages, this_rank_alone
+from rl_core.algorithms.advantages.whitening import clip_advantages, no_reduce
 from rl_core.algorithms.advantages.whitening import whiten as whiten_values
 from rl_core.algorithms.arguments import require_bool, require_rows
 from rl_core.algorithms.registry import builtin, option_names, require_options, resolve
@@ -39,14 +39,17 @@ def compute_advantages(
     reduce: Reduce | None = None,
     **options: Any,
 ) -> AdvantageResult:
-    """Return the advantages of the registered estimator `name` and the metrics all estimators share.
+    """Return the advantages of the registered estimator `name`, and the metrics that all estimators share.
 
-    `clip` bounds them to +- itself, before they are whitened, also by an estimator that whitens (gdpo excepted, which has to).
-    `whiten` whitens over the trainable tokens of valid rows of all ranks; `reduce` sums over ranks (None = this rank). Without rows only
-    an estimator that takes `reduce` is called.
-    Invalid rows and masked tokens have advantage 0 and enter no metric, whatever the estimator makes of them.
-    Raises ValueError for an unknown name or option, a missing input, and `whiten` on an estimator that whitens itself; of an estimator's
-    result ConfigError for another type or shape, DataError for an advantage of a trainable token that is not finite.
+    - `clip`: limit of their absolute value; None does not limit. Clipping precedes whitening, also for an estimator that whitens its
+      result; only gdpo whitens first.
+    - `whiten`: whiten over the trainable tokens of valid rows of all ranks.
+    - `reduce`: sums a tensor over ranks; None means one rank.
+
+    A rank without rows only calls estimators that take `reduce`. Invalid rows and masked tokens have advantage 0 and enter no metric,
+    whatever the estimator returns. Raises ValueError for an unknown name or option, a missing input, and `whiten` for an estimator that
+    whitens itself. Of an estimator's result, raises ConfigError for another type or shape, and DataError for an advantage of a trainable
+    token that is not finite.
     """
     estimator = resolve("advantage", name)
     require_options("advantage", name, estimator, options)
@@ -56,7 +59,7 @@ def compute_advantages(
     if clip is not None and estimator in SELF_WHITENING and "whiten" in accepted:
         whiten, options["whiten"] = True, False
     if "reduce" in accepted:
-        options["reduce"] = reduce or this_rank_alone
+        options["reduce"] = reduce or no_reduce
     if inputs.mask.shape[0] or "reduce" in accepted:
         result = _checked_result(name, call("advantage", name, estimator, inputs, **options), inputs)
     else:  # a rank left without groups; few functions of users expect none, and nobody waits for them in a reduction

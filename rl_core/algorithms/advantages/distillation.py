@@ -1,4 +1,4 @@
-"""On-policy distillation: the teacher's opinion of each token is its advantage. Legend: B rows, T tokens."""
+"""On-policy distillation: the advantage of a token is how much more likely the teacher makes it. Legend: B rows, T tokens."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from rl_core.algorithms.arguments import require_bool, require_float32, require_
 
 
 def opd_advantages(teacher_log_probs: Tensor, log_probs: Tensor, mask: Tensor) -> AdvantageResult:
-    """Return teacher - student log-probability of each trainable token, [B, T] float32, without gradient.
+    """Return teacher minus student log-probability of each trainable token, [B, T] float32, without gradient.
 
     Source: Gu et al., "MiniLLM" (2024); Thinking Machines, "On-Policy Distillation" (2025).
     """

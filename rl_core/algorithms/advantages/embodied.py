@@ -20,9 +20,10 @@ def embodied_gae_advantages(
 ) -> AdvantageResult:
     """Return advantages and returns of every step, float32: [B, N] for chunks, [B, N * C] for actions.
 
-    `rewards` [B, N, C]; `dones` [B, N + 1, C] bool, row 0 before the first chunk; `values` [B, N + 1] for chunks or
-    [B, N * C + 1], the last one the bootstrap. A chunk's reward is the sum, its done the any of its sub-steps. A done
-    cuts bootstrap and trace. Nothing is masked: combine with `embodied_loss_mask`. Source: as `gae_advantages`.
+    `rewards` is [B, N, C]. `dones` is [B, N + 1, C] bool; index 0 of dimension 1 is the state before the first chunk. `values` is [B, N +
+    1] for chunks or [B, N * C + 1] for actions; its last entry is the bootstrap value. The reward of a chunk is the sum over its sub-steps;
+    a chunk is done if any of them is. A done stops bootstrapping and the lambda trace. Nothing is masked: combine with
+    `embodied_loss_mask`. Source: as `gae_advantages`.
     """
     check_discounts(gamma, lam)
     require_float32(values=values)
@@ -42,10 +43,10 @@ def embodied_gae_advantages(
 
 
 def embodied_loss_mask(dones: Tensor, *, level: str = "action") -> tuple[Tensor, Tensor]:
-    """Return (mask, trainable steps per row [B] int64): steps before and including the first done of each row.
+    """Return (mask, number of trainable steps per row [B] int64), where steps up to the first done of a row, inclusive, are trainable.
 
-    `dones` [B, N + 1, C] bool, row 0 before the first chunk (a done there masks everything). The mask is [B, N, C], or
-    [B, N, 1] for chunks, where a chunk that starts undone trains.
+    `dones` is [B, N + 1, C] bool; index 0 of dimension 1 is the state before the first chunk (a done there masks everything). The mask is
+    [B, N, C], or [B, N, 1] for chunks, where a chunk that starts undone is trained.
     """
     require_bool(dones=dones)
     require_choice("level", level, LEVELS)

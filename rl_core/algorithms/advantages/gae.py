@@ -19,10 +19,10 @@ def gae_advantages(
 ) -> AdvantageResult:
     """Return advantages and returns (A + V) of the true tokens of `mask`, both [B, T] float32, 0 elsewhere.
 
-    Masked tokens (tool output, padding) neither cut nor discount: the step after a token is the next trainable one.
-    `bootstrap_values` [B] is the value after the last one, 0 when None. `values=None` (no critic) means V = 0 and needs
-    gamma = lam = 1. Source: Schulman et al., "High-Dimensional Continuous Control" (2016), equation 16.
-    Raises ValueError for other discounts without values, or discounts outside [0, 1].
+    Masked tokens (tool output, padding) are skipped: the step after a token is the next trainable one, with one discount.
+    `bootstrap_values` [B] is the value after the last token; None means 0. `values=None` (no critic) means V = 0 and needs gamma = lam = 1.
+    Source: Schulman et al., "High-Dimensional Continuous Control" (2016), equation 16. Raises ValueError for other discounts without
+    values, or discounts outside [0, 1].
     """
     check_discounts(gamma, lam)
     if values is None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rl_core.algorithms.advantages.group_relative import grpo_advantages, spread
+from rl_core.algorithms.advantages.group_relative import broadcast_to_tokens, grpo_advantages
 from rl_core.algorithms.advantages.types import AdvantageResult, Reduce
 from rl_core.algorithms.advantages.whitening import whiten
 from rl_core.algorithms.arguments import require_bool, require_rows
@@ -46,7 +46,7 @@ def gdpo_advantages(
             f"{key}/{name}": stat for key, stat in part.metrics.items() if key.startswith(("rewards/", "groups/zero"))
         }
     trusted = one_column.squeeze(1) if valid is None else valid
-    advantages = spread(whiten(row, trusted, reduce=reduce), mask)
+    advantages = broadcast_to_tokens(whiten(row, trusted, reduce=reduce), mask)
     return AdvantageResult(advantages, None, metrics)
 
 

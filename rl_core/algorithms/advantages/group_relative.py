@@ -47,7 +47,7 @@ def grpo_advantages(
     if scale == "group_std":
         row = row / (statistics.std + eps)
     usable = valid & (statistics.std > 0)
-    advantages = spread(torch.where(usable, row, 0.0), mask)
+    advantages = broadcast_to_tokens(torch.where(usable, row, 0.0), mask)
     return AdvantageResult(advantages, None, {**reward_metrics(clean, valid), **group_metrics(statistics)})
 
 
@@ -65,10 +65,10 @@ def raw_advantages(rewards: Tensor, mask: Tensor, *, valid: Tensor | None = None
     """Return the reward of each row copied to its trainable tokens, [B, T] float32; 0 in invalid rows."""
     require_bool(mask=mask)
     clean, valid = checked_rewards(rewards, valid, mask=mask)
-    return AdvantageResult(spread(clean, mask), None, reward_metrics(clean, valid))
+    return AdvantageResult(broadcast_to_tokens(clean, mask), None, reward_metrics(clean, valid))
 
 
-def spread(row_values: Tensor, mask: Tensor) -> Tensor:
+def broadcast_to_tokens(row_values: Tensor, mask: Tensor) -> Tensor:
     """Return `row_values` [B] copied to the true entries of `mask` [B, T] (or [B, N, C]) as float32, 0 elsewhere."""
     require_rows("row values", row_values, mask=mask)
     return torch.where(mask, per_row(row_values.float(), mask), 0.0)

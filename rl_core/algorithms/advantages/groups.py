@@ -82,7 +82,10 @@ def reward_metrics(rewards: Tensor, valid: Tensor) -> dict[str, Stat]:
 
 
 def group_metrics(statistics: GroupStatistics) -> dict[str, Stat]:
-    """Return `groups/{total,degenerate,zero_std}`: all, those under two valid rows, those with equal rewards."""
+    """Return the metrics `groups/total` (all groups), `groups/degenerate` and `groups/zero_std`.
+
+    A degenerate group has fewer than two valid rows; zero_std counts groups with at least two whose rewards are all equal.
+    """
     return {
         "groups/total": sum_stat(statistics.group_sizes.shape[0]),
         "groups/degenerate": sum_stat((statistics.group_sizes < 2).sum()),

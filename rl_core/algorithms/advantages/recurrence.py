@@ -20,7 +20,10 @@ def decayed_suffix_sums(values: Tensor, decay: Tensor) -> Tensor:
 
 
 def next_trainable(values: Tensor, mask: Tensor, after_last: Tensor) -> Tensor:
-    """Return, per token, `values` [B, T] at the next true token of `mask`; `after_last` [B] where there is none."""
+    """Return for each token the entry of `values` [B, T] at the next trainable token after it.
+
+    A token is trainable where `mask` is true. If there is none after it, the result is `after_last` [B].
+    """
     rows, width = values.shape
     index = torch.where(mask, torch.arange(width, device=values.device), width)
     following = index.flip(1).cummin(dim=1).values.flip(1)[:, 1:] if width else index

@@ -36,12 +36,12 @@ def reinforce_plus_plus_advantages(
     whiten: bool = True,
     reduce: Reduce | None = None,
 ) -> AdvantageResult:
-    """Return the sum of rewards at and after each trainable token, whitened over all ranks' tokens, [B, T] float32.
+    """Return the sum of rewards at and after each trainable token, whitened over the tokens of all ranks, [B, T] float32.
 
-    The reward [B] stands at the row's last trainable token; `kl_coefficient` times the per-token KL is taken off each
-    token and reported as `kl`. `baseline="group_mean"` first subtracts the mean of the group's valid rewards. `returns` are the sums before
-    whitening. Source: Hu, "REINFORCE++" (2025).
-    Raises ValueError for an unknown baseline, group_mean without group_ids, or a KL without log-probabilities.
+    The reward [B] of a row counts at its last trainable token. `kl_coefficient` times the per-token KL is subtracted from each token's
+    reward and reported as `kl`. `baseline="group_mean"` first subtracts the mean of the group's valid rewards. `returns` are the sums
+    before whitening. Source: Hu, "REINFORCE++" (2025). Raises ValueError for an unknown baseline, group_mean without group_ids, or a KL
+    without log-probabilities.
     """
     require_choice("baseline", baseline, BASELINES)
     require_token_mask(mask)

@@ -17,14 +17,14 @@ Reduce: TypeAlias = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageInputs:
-    """A rank's rows. Groups are complete on the rank; fields an estimator does not need stay None."""
+    """The rows of one rank. All rows of a group are on the same rank. Fields that an estimator does not need are None."""
 
     mask: Tensor
     """[B, T] bool: trainable tokens."""
     group_ids: Tensor | None = None
     """[B] int64: rows of one prompt have equal ids."""
     valid: Tensor | None = None
-    """[B] bool: the row's reward can be trusted; None = all."""
+    """[B] bool: whether the row has a usable reward. None means that all have."""
     rewards: Tensor | None = None
     """[B]; [B, N, C] for embodied_gae."""
     token_rewards: Tensor | None = None
@@ -47,7 +47,7 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageResult:
-    """Advantages and what was seen on the way."""
+    """What an estimator returns."""
 
     advantages: Tensor
     """[B, T] float32, exactly 0 where nothing trains."""

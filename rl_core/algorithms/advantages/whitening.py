@@ -19,7 +19,7 @@ def whiten(values: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Ten
     require_float32(values=values)
     require_bool(mask=mask)
     require_same_shape(values=values, mask=mask)
-    reduce = reduce or this_rank_alone
+    reduce = reduce or no_reduce
     kept = torch.where(mask, values.detach(), 0.0).double()
     total, count = reduce(torch.stack((kept.sum(), mask.sum().double()))).unbind()
     count = count.clamp(min=1)
@@ -38,6 +38,6 @@ def clip_advantages(advantages: Tensor, *, low: float | None = None, high: float
     return advantages.clamp(low, high)
 
 
-def this_rank_alone(value: Tensor) -> Tensor:
-    """Return `value`: the sum over ranks where there is one."""
+def no_reduce(value: Tensor) -> Tensor:
+    """Return `value` unchanged. Used as `reduce` when there is one rank."""
     return value

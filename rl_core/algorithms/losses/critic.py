@@ -23,12 +23,12 @@ def critic_loss(
     normalizers: LossNormalizers | None = None,
     max_tokens: int | None = None,
 ) -> LossResult:
-    """Return the aggregated Huber loss of returns - values over `mask` [B, T]; gradients flow into `values` only.
+    """Return the aggregated Huber loss of returns - values over `mask` [B, T]. Gradients flow into `values` only.
 
-    h(e) = e^2 / 2 up to `huber_delta`, then linear (None: e^2 / 2). With `value_clip` c the larger of h(R - v) and
-    h(R - v'), v' = old_values + clamp(v - old_values, -c, c). Metrics: `value_loss`, `values`, `returns` and, with
-    clipping, `value_clip_ratio` (share with |v - old| > c). Source: Schulman et al., "PPO" (2017) code.
-    Raises ValueError for a clip without `old_values` or a bound that is not positive.
+    h(e) = e^2 / 2 up to `huber_delta`, then linear (None: e^2 / 2 everywhere). With `value_clip` c the loss is the larger of h(R - v) and
+    h(R - v'), where v' = old_values + clamp(v - old_values, -c, c). Metrics: `value_loss`, `values`, `returns` and, with clipping,
+    `value_clip_ratio` (fraction with |v - old| > c). Source: Schulman et al., "PPO" (2017) code. Raises ValueError for a clip without
+    `old_values` or a bound that is not positive.
     """
     _check_bounds(value_clip, huber_delta, old_values)
     require_bool(mask=mask)

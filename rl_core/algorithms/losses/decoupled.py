@@ -1,4 +1,8 @@
-"""Decoupled PPO for tokens of older policy versions: the trust region stands at a proximal policy.
+"""Decoupled PPO for tokens of older policy versions: the trust region is around a proximal policy instead of the one that sampled.
+
+- `log_probs`: current policy, which is trained.
+- `old_log_probs`: behaviour policy, which sampled the tokens.
+- `proximal_log_probs`: policy before this update.
 
 Legend: B rows, T tokens.
 """

@@ -93,11 +93,12 @@ def gspo_loss(
     normalizers: LossNormalizers | None = None,
     max_tokens: int | None = None,
 ) -> LossResult:
-    """Return the clipped surrogate on the geometric mean ratio of each row, in its token form.
+    """Return the clipped surrogate on the geometric mean ratio of each row (GSPO-token).
 
-    Every trainable token of a row has the row's ratio s as value and s times its own log-probability's gradient, which
-    stays right when advantages differ within a row. `seq-mean-token-mean` gives the paper's objective.
-    Source: Zheng et al., "GSPO" (2025), sections 4.1 and 4.3. Metrics (of the row's ratio), errors as `ppo_clip_loss`.
+    Every trainable token of a row has the row's ratio s as its value, and s times the gradient of its own log-probability, which stays
+    correct when advantages differ within a row. `log_ratio_clamp` limits the log-ratio of each token, before the mean. The paper's
+    objective needs `aggregation="seq-mean-token-mean"`. Source: Zheng et al., "GSPO" (2025), sections 4.1 and 4.3. Metrics (of the row's
+    ratio) and errors as `ppo_clip_loss`.
     """
     check_clip(clip_low, clip_high, None, log_ratio_clamp)
     new, old, gains = trainable_only(mask, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)

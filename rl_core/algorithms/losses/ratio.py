@@ -34,9 +34,10 @@ def check_clip(clip_low: float, clip_high: float, dual_clip: float | None, log_r
 
 
 def trainable_only(mask: Tensor, **tensors: Tensor) -> list[Tensor]:
-    """Return the float32 [B, T] `tensors` with 0 where not trained, so that NaN there reaches no arithmetic.
+    """Return the float32 [B, T] `tensors`, in their order, with 0 at tokens that are not trained, so that NaN there reaches no arithmetic.
 
-    Only `log_probs` keeps its gradient. Raises TypeError or ValueError naming a tensor of wrong dtype or shape.
+    Only the tensor passed as the keyword `log_probs` keeps its gradient. Raises TypeError or ValueError naming a tensor of wrong dtype or
+    shape.
     """
     require_bool(mask=mask)
     require_float32(**tensors)

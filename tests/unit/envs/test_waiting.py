@@ -38,7 +38,7 @@ def test_batches_take_each_open_row_once_in_order_and_never_mix_tasks_or_suspect
         batches.append(batch)
     loop.close()
     assert not queue
-    assert [row for batch in batches for row in batch] == [row for row in made if row.open]
+    assert [row for batch in batches for row in batch] == [row for row in made if row.is_open]
     for batch in batches:
         assert len(batch) <= limit
         assert len({row.row.task_name for row in batch}) == 1
