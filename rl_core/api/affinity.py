@@ -62,21 +62,21 @@ class NodeExpression(Spec):
 
 
 class NodeTerm(Spec):
-    """Requirements that hold together."""
+    """Requirements that must all hold."""
 
     match_expressions: Annotated[list[NodeExpression], Field(max_length=16)] = []
     """On labels."""
 
 
 class NodeRequirement(Spec):
-    """One of several terms must hold."""
+    """Terms of which at least one must hold."""
 
     node_selector_terms: Annotated[list[NodeTerm], Field(min_length=1, max_length=16)]
     """The terms."""
 
 
 class NodePreference(Spec):
-    """A weighted wish."""
+    """A preferred node term and its weight."""
 
     weight: Weight
     """1 to 100."""
@@ -85,7 +85,7 @@ class NodePreference(Spec):
 
 
 class NodeAffinity(Spec):
-    """Which nodes."""
+    """Rules about the nodes of the pods."""
 
     required_during_scheduling_ignored_during_execution: NodeRequirement | None = None
     """What must hold."""
@@ -103,7 +103,7 @@ class PodTerm(Spec):
 
 
 class PodPreference(Spec):
-    """A weighted wish."""
+    """A preferred pod term and its weight."""
 
     weight: Weight
     """1 to 100."""

@@ -227,7 +227,10 @@ class AlgorithmSpec(Spec):
 
     @property
     def trusted_ratios(self) -> tuple[float, float]:
-        """Return (low, high), the bounds of the ratio of trainer to rollout per token: those of `importance`, else those of the loss."""
+        """(low, high), the bounds of the probability ratio of trainer to rollout per token.
+
+        They are those of `importance` if it is set, else those of the clipping of the loss.
+        """
         if self.importance is not None:
             return self.importance.bounds
         low, high = self.loss.clip
@@ -245,7 +248,7 @@ class AlgorithmSpec(Spec):
 
     @property
     def needs_scoring(self) -> bool:
-        """Return whether the trainer computes the log-probabilities of the rows of a step before it trains on them."""
+        """Whether the trainer computes log-probabilities or values of the step's completions before it trains on them."""
         return self.recompute_log_probs or self.needs_reference or self.critic_in_use is not None
 
     @rule(

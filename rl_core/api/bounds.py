@@ -82,7 +82,7 @@ ShortName = Annotated[
 
 
 def none_for_zero(value: float | None) -> float | None:
-    """Return None for 0. A null that differs from the default cannot be the only way to say "off": plain `kubectl apply` drops nulls."""
+    """Return None for 0, so that 0 also means "off" for a field whose default is not null: `kubectl apply` drops nulls."""
     return value or None
 
 

@@ -1,7 +1,9 @@
 """The defaults of the schema as a table by class and field, so that a job keeps the defaults with which it was accepted.
 
-An operator keeps the table beside each job (manifests/config.py). A later one that knows another default, or a field more, resolves
-the job with the kept table: `model_validate(spec, context=defaults.context)`. A class or field that the table lacks takes the
+An operator keeps the table beside each job (manifests/config.py). A
+ later release, which may have another
+default or an additional field, resolves
+the job with the stored table: `model_validate(spec, context=defaults.context)`. A class or field that the table lacks takes the
 default of the code, so a schema class that is renamed loses what was kept for it.
 """
 
@@ -41,7 +43,7 @@ class Defaults:
 
 @cache
 def present() -> Defaults:
-    """Return the defaults of this code."""
+    """Return the defaults of the schema of this release."""
     from rl_core.api.job import RLJobSpec
 
     table = {cls.__name__: dict(_of_code(cls)) for cls in _classes(RLJobSpec)}

@@ -1,8 +1,7 @@
-"""The format in which a part of the schema is sent to a process that may have another version: all fields, and the list of those that
-differ from their default.
+"""The format of a part of the schema that is sent to a process of another release: all fields, and which differ from their default.
 
-A reader that lacks a field leaves it out where it holds its default, since what the field adds is then off, and refuses it by name
-otherwise. A reader that knows a field more gives it the default of its own code.
+A reader whose schema lacks a field ignores it if it has its default, because the feature is then off, and refuses it by name otherwise. A
+reader whose schema has an additional field uses the default of its own code.
 """
 
 import json

@@ -58,7 +58,7 @@ Egress = Annotated[list[EgressRule], Field(max_length=32)]
 
 
 def network(cidr: str) -> Network | None:
-    """Return the block of addresses, None for text that is none to the API server: so are IPv4 inside IPv6, and `/08`."""
+    """Return the block of addresses; None for text that the API server rejects, such as IPv4-mapped IPv6 addresses or a prefix `/08`."""
     bits = cidr.rpartition("/")[2]
     if bits != str(int(bits)):
         return None
@@ -77,6 +77,6 @@ def within(block: Network, outer: str) -> bool:
 
 
 def exceptions(cidr: str) -> list[str]:
-    """Return the parts of an accepted block that stay out of reach."""
+    """Return the sub-blocks of an accepted block that may not be reached: link-local addresses and metadata services."""
     block = ipaddress.ip_network(cidr, strict=False)
     return [never for never in NEVER if within(ipaddress.ip_network(never), str(block))]

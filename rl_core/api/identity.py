@@ -18,7 +18,7 @@ class Identity:
     uid: str
     """Unique id of the job object; messages of another uid are refused."""
     epoch: int
-    """Epoch at the start of the process; afterwards the epoch of the hub replaces it."""
+    """Epoch at the start of the process: the number of gang restarts of the job, a fencing token. Later the epoch of the hub is used."""
     role: str
     """runner, channel, supervisor, or for a worker the name of its group."""
     pod: str
@@ -57,7 +57,10 @@ class Identity:
 
     @property
     def incarnation(self) -> tuple[int, int]:
-        """Return (attempt, restarts); a higher one replaces a lower one of the same group and rank."""
+        """(attempt, restarts): the number of the pod's start and of the restarts of the process in it.
+
+        A higher one replaces a lower one.
+        """
         return (self.attempt, self.restarts)
 
     @property

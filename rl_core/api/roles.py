@@ -87,7 +87,7 @@ class ScheduleSpec(Spec):
 
 
 class OptimizerSpec(Spec):
-    """AdamW."""
+    """Settings of the AdamW optimizer."""
 
     learning_rate: float = Field(1.0e-6, gt=0)
     """Peak learning rate."""

@@ -25,7 +25,7 @@ _LARGEST_REWARD = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingBatch:
-    """B completions as tensors; `dataclasses.replace` narrows masks and rewards on the way to the loss."""
+    """B completions as tensors. Later stages replace `loss_mask`, `sample_mask` and `rewards` by `dataclasses.replace`."""
 
     input_ids: Tensor
     """[B, S] int64; pad_token_id on padding."""
@@ -66,7 +66,7 @@ class TrainingBatch:
         return len(self.sample_ids)
 
     def take(self, rows: Sequence[int]) -> TrainingBatch:
-        """Return the batch of `rows`, in that order; group codes keep their meaning."""
+        """Return the batch of `rows`, in that order. `group_texts` is unchanged, so the codes in `group_ids` keep their meaning."""
         index = torch.as_tensor(list(rows), dtype=torch.int64, device=self.input_ids.device)
         changed: dict[str, Any] = {
             field.name: value[index] for field in fields(self) if isinstance(value := getattr(self, field.name), Tensor)

@@ -42,10 +42,10 @@ def compiled(kernel: Callable[..., Ints]) -> Callable[..., Ints]:
 def largest_differencing(costs: Floats, order: Ints, parts: int, chunk: int) -> Ints:
     """Return the part (an arbitrary number in [0, n)) of each item by Karmarkar-Karp largest differencing.
 
-    `costs` [n] >= 0; `order` [n] sorts the items by (-cost, index); `parts` >= 2. A state is a partition of some items into
-    `parts` bags, sorted by (-sum, smallest member); a bag is known by its smallest member. The first states hold `chunk`
-    consecutive items of `order`, one per bag: 1, or `parts` when all parts must have equal size. Then the two states of
-    largest difference (first bag - last bag; ties: smallest member) are joined, first bag onto last, until one is left.
+    `costs` [n] >= 0; `order` [n] sorts the items by (-cost, index); `parts` >= 2. A state is a partition of some items into `parts` sets,
+    sorted by (-sum, smallest member); a set is identified by its smallest member. The first states hold `chunk` consecutive items of
+    `order`, one per set; `chunk` is 1, or `parts` if all parts must have equal size. Then the two states with the largest difference (first
+    set - last set; ties: smallest member) are merged, the first set of one with the last set of the other, until one state is left.
     Source: Karmarkar and Karp, "The differencing method of set partitioning" (1982); k-way: Korf, IJCAI 2009.
     """
     count = len(costs)

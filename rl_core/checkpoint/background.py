@@ -11,7 +11,7 @@ T = TypeVar("T")
 def begin(work: Callable[[], T]) -> "Future[T]":
     """Run `work` on a thread of its own; return the future of its value or error.
 
-    A daemon: a process that is told to end does not wait for a checkpoint that nobody will publish.
+    The thread is a daemon, so a process that has to end does not wait for a checkpoint that will not be published.
     """
     future: Future[T] = Future()
 

@@ -67,7 +67,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, *, where: Path) -> "Manifest":
-        """Return the manifest in `data`; DataError naming `where` when it is not one."""
+        """Return the manifest in `data`, read from the path `where`. Raises DataError if it is invalid."""
         try:
             fields: dict[str, Any] = json.loads(data)
             stored_digest = fields.pop("digest", None)  # absent in one of an earlier release
@@ -94,7 +94,10 @@ class Manifest:
             ) from error
 
     def damage(self, folder: Path) -> str | None:
-        """Return what is missing or of another size in `folder`, None when all files are there (sizes only, no digests)."""
+        """Return a text about the first file that is missing or has another size; None if all sizes are correct.
+
+        Digests are not checked.
+        """
         for name, entry in self.files.items():
             path = folder / name
             if not path.is_file():
@@ -105,13 +108,13 @@ class Manifest:
         return None
 
     def verify(self, folder: Path, names: tuple[str, ...] | None = None) -> None:
-        """Compare the digests of `names` (None: of every file); DataError naming the first file that differs."""
+        """Check the digests of the files `names` (None: of all files). Raises DataError with the first file that differs."""
         damage = self.flaw(folder, names)
         if damage is not None:
             raise DataError(f"checkpoint {folder} is damaged: {damage}; resume from another one")
 
     def flaw(self, folder: Path, names: tuple[str, ...] | None = None) -> str | None:
-        """Return what is missing in `folder` or differs in size or, of `names` (None: of every file), in digest; None when nothing does."""
+        """As `damage`, but also check the digests of the files `names` (None: of all files)."""
         damage = self.damage(folder)
         if damage is not None:
             return damage

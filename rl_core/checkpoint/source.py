@@ -25,8 +25,9 @@ FIELD = "checkpoint.resumeFrom"
 def find_source(wanted: ResumeFromSpec, *, output: Path, bounds: Sequence[Path]) -> Checkpoint:
     """Return the undamaged checkpoint that `checkpoint.resumeFrom` names.
 
-    `output`: this run's own folder, beside which the folders of other runs lie. `bounds`: folders that a checkpoint may lie in, links
-    followed. Raises ConfigError with the way out for a place outside of them and for what is not there, DataError for a damaged one.
+    `output` is the folder of this run; the folders of other runs are beside it. `bounds` are the folders that may contain the checkpoint,
+    after links are resolved. Raises ConfigError for a path outside of them and for a checkpoint that does not exist, DataError for a
+    damaged one.
     """
     folders = [_by_path(wanted.path)] if wanted.path is not None else _by_name(wanted.job or "", output)
     checkpoints = [_choose(_bounded(folder, bounds), str(wanted.step)) for folder in folders]

@@ -110,7 +110,8 @@ class CheckpointStore:
     ) -> Checkpoint:
         """Write the manifest over the files in `staging` (None: the folder begun last), make it visible, retire old ones.
 
-        `digests`: of files whose writers know them, by path in the folder; the other files are read for theirs.
+        `digests` maps paths in the folder to digests that the writers have computed; those of other files are computed here. `versions`,
+        `layout`, `spec_digest`, `metrics` and `passing` are fields of the `Manifest`.
         Raises EpochFenced when a newer epoch began meanwhile; InfrastructureError when the storage refuses, the staging
         folder is then gone and every published checkpoint is untouched.
         """
@@ -153,9 +154,10 @@ class CheckpointStore:
         self._begun = None
 
     def make_room(self) -> str | None:
-        """Delete one folder before its time and return its name: what a resume left behind first, then the oldest, those with the best metric last.
+        """Delete one checkpoint folder to free disk space, and return its name; None if nothing can be deleted.
 
-        The newest checkpoint and the one resumed from stay; None when there is nothing else. Raises OSError when the storage refuses.
+        The order is: lost-step-* folders first, then the oldest checkpoint, and those with the best metric last. The newest checkpoint, the
+        one that the run was resumed from and the last good one are never deleted. Raises OSError if the storage fails.
         """
         checkpoints = self.checkpoints()
         best = {c.path for c in self._ranking(checkpoints)[: self.keep_best]}
@@ -192,8 +194,8 @@ class CheckpointStore:
     def resolve(self, resume: str | os.PathLike[str]) -> Checkpoint | None:
         """Return the checkpoint to resume from: `auto` the newest undamaged one if any, `none` nothing, else the one at a path.
 
-        It is never retired by this store. Raises ConfigError when the given path is no complete checkpoint, DataError when `auto` finds
-        only damaged ones: to begin anew beside them is for a person to decide.
+        The returned checkpoint is never deleted by this store. Raises ConfigError if the path is no complete checkpoint, DataError if
+        `auto` finds only damaged ones: the user must then decide whether to start from step 0.
         """
         if resume == "none":
             return None
@@ -219,10 +221,10 @@ class CheckpointStore:
         return Checkpoint(step=manifest.step, path=path, manifest=manifest)
 
     def set_aside_after(self, step: int, epoch: int) -> list[int]:
-        """Hide the checkpoints after `step`, which a resume from `step` leaves behind; return their steps.
+        """Rename the checkpoints after `step` to `lost-step-...`, because a resume from `step` abandons them; return their steps.
 
-        They stay on the disk as `lost-step-...` (`.1`, `.2` where a name is taken), seen by nobody: else they would be the newest of a
-        history that is not theirs.
+        They stay on the disk (with the suffix `.1`, `.2` if a name is in use) and are ignored. Otherwise a later resume would continue from
+        them.
         Raises EpochFenced when a newer epoch writes here.
         """
         newer = sorted(path for path in self._folders(PUBLISHED) if _step_of(path) > step)
@@ -237,7 +239,10 @@ class CheckpointStore:
         return [_step_of(path) for path in newer]
 
     def newest_intact(self) -> Checkpoint | None:
-        """Return the newest checkpoint whose digests all hold, with those passed over for it."""
+        """Return the newest checkpoint whose digests are all correct; its `passed_over` lists the damaged newer ones.
+
+        None if there is none.
+        """
         damaged: list[str] = []
         for path in sorted(self._folders(PUBLISHED), key=_step_of, reverse=True):
             try:

@@ -49,7 +49,7 @@ Box = tuple[Tensor, tuple[int, ...]]
 def write_shard(folder: Path, parts: Mapping[str, Sequence[Box]], *, rank: int) -> dict[str, str]:
     """Write and sync this rank's `parts`: name -> what the rank holds of the tensor, in boxes that do not overlap.
 
-    A file has one box of a tensor at most: there are as many as the tensor in most boxes has, none for a rank without parts.
+    A file contains at most one box of each tensor, so a rank writes as many files as its tensor with the most boxes has boxes.
     Returns file name -> digest. Raises OSError as the storage does.
     """
     folder.mkdir(parents=True, exist_ok=True)

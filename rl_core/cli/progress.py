@@ -27,7 +27,7 @@ QUIET_WAIT_S = 5.0
 LINE_INTERVAL_S = 0.2
 
 
-class Progress:
+class ProgressDisplay:
     """Displays a run; `update` is called with each new status."""
 
     def __init__(

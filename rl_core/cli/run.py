@@ -18,7 +18,7 @@ import yaml
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJob
 from rl_core.checkpoint.manifest import MANIFEST
-from rl_core.cli.progress import Progress, ValidationMetric, validation_metric
+from rl_core.cli.progress import ProgressDisplay, ValidationMetric, validation_metric
 from rl_core.cli.resume import resume_line
 from rl_core.cli.validate import GIB, memory_report, prepare
 from rl_core.launch.local import LocalCluster
@@ -60,7 +60,7 @@ def run_job(file: Path, *, output: Path | None, settings: Sequence[str], resume:
         groups=groups_of(job.spec),
     )
     measured = validation_metric(job)
-    with Progress(folder, total=job.spec.algorithm.steps, live=progress, measured=measured) as display:
+    with ProgressDisplay(folder, total=job.spec.algorithm.steps, live=progress, measured=measured) as display:
         display.say(f"{job.metadata.name}: {job.spec.algorithm.name}, {job.spec.algorithm.steps} steps -> {folder}")
         if resumed:
             display.say(resumed)
@@ -119,9 +119,9 @@ def check_output(folder: Path, resume: str) -> None:
 
 
 def read_step(folder: Path) -> int | str:
-    """Return the last step of the run in `folder`, "?" when it is not known.
+    """Return the last step of the run in `folder`, "?" if it is not known.
 
-    The history counts beside the status, which starts at 0 anew until a resumed run has read its checkpoint.
+    It is the larger of the steps in status.json and metrics.jsonl: the status of a resumed run starts at 0 until the checkpoint is loaded.
     """
     steps = [int(line.get("step", 0)) for line in read_metrics(folder)[-1:]]
     with contextlib.suppress(OSError, ValueError):
@@ -141,8 +141,8 @@ def next_epoch(folder: Path) -> int:
     return newest + 1
 
 
-def prepare_folder(job: RLJob, folder: Path) -> "PlanFor":
-    """Write job.yaml, the keys and the resolved job; return the function from an epoch to its launch plan."""
+def prepare_folder(job: RLJob, folder: Path) -> "PlanFactory":
+    """Write job.yaml, the keys and the resolved job to the folder; return the factory of launch plans by epoch."""
     private = folder / RUN_FOLDER
     private.mkdir(parents=True, exist_ok=True)
     resolved = job.model_dump(mode="json", by_alias=True)
@@ -151,10 +151,10 @@ def prepare_folder(job: RLJob, folder: Path) -> "PlanFor":
     config.write_text(json.dumps(resolved))
     uid = uuid.uuid4().hex
     write_key_folder(private / "keys", key_files(secrets.token_bytes(MASTER_BYTES), uid, groups_of(job.spec)))
-    return PlanFor(job, uid=uid, config=config)
+    return PlanFactory(job, uid=uid, config=config)
 
 
-class PlanFor:
+class PlanFactory:
     """Makes the launch plan of an epoch. All epochs of a run use the same free ports, so that pods can reconnect."""
 
     def __init__(self, job: RLJob, *, uid: str, config: Path) -> None:

@@ -1,8 +1,8 @@
 """Which library of torch multiplies float32 matrices faster on this machine: MKL, its default on x86, or oneDNN.
 
-MKL runs the processors of other makers than Intel at about half of their speed, oneDNN all alike. On Intel's MKL is the faster one,
-as it copies no operand: by 27 % in generation and 12 % in training of a million parameters (benchmarks/trl_side_by_side.py). The maker
-decides and not a measurement, so that a process started again on the same machine rounds as before.
+On processors that are not from Intel, MKL reaches about half of the speed of oneDNN. On Intel processors MKL is faster, because it copies
+no operand: by 27 % in generation and 12 % in training of a million parameters (benchmarks/trl_side_by_side.py). The choice depends on the
+vendor and not on a measurement, so that a restarted process computes the same rounded results.
 """
 
 from functools import cache

@@ -31,7 +31,7 @@ GENERATION_SECONDS = 600.0
 
 
 def generate_entries(task: str, size: int, seed: int, config: Mapping[str, Any] | None = None) -> list[Entry]:
-    """Return `size` problems as {question, answer, metadata}; equal arguments give equal problems, in any process.
+    """Return `size` problems as {question, answer, metadata}, generated in a child process; equal arguments give equal problems.
 
     `config` holds fields of the task's configuration. `metadata` is {task, config, entry}. Raises ConfigError for an
     unknown task or a field or value the task refuses, DataError when the task fails while it generates.
@@ -73,7 +73,7 @@ def make_entries(task: str, size: int, seed: int, config: Mapping[str, Any]) -> 
 
 
 def scorer(task: str, config: Mapping[str, Any] | None = None) -> Scorer:
-    """Return f(answer or None, entry) -> score in [0, 1] of `task`. Raises ConfigError as `generate_entries`."""
+    """Return the scoring function of `task`: f(answer, entry) is a score in [0, 1]; answer None means no answer. Raises ConfigError."""
     score: Scorer = _dataset(task, json.dumps(dict(config or {}))).score_answer
     return score
 

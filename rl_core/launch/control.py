@@ -29,7 +29,10 @@ class ControlClient:
         return self._ask("GET", "/status")[0]
 
     def finish(self, reason: str = "") -> bool:
-        """Ask for a checkpoint and an orderly end, for good or, with the reason `suspend`, to be resumed; return False without an answer."""
+        """Request a checkpoint and the end of the run; return False if the runner does not answer.
+
+        With the reason "suspend" the run can be resumed; with another reason or none it ends for good.
+        """
         return self._change("POST", "/finish", {"reason": reason}) is not None
 
     def drain(self, pods: Sequence[str]) -> dict[str, Any] | None:

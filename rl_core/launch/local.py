@@ -1,4 +1,4 @@
-"""LocalCluster runs a launch plan as processes of this machine: for `rljob run` it does what the operator does on a cluster.
+"""LocalCluster runs a launch plan as processes of this machine. It does for `rljob run` what the operator does on a cluster.
 
 A thread runs an event loop that starts the pods (`local_pods`), polls the status of the runner, and acts on it by `policy`. When `wait`
 has returned, or this process was killed, no process of the run is left: a supervisor ends when its socket to the launcher closes, its
@@ -20,11 +20,11 @@ from rl_core.launch.control import ControlClient
 from rl_core.launch.local_plan import control_port, localise, under_epoch
 from rl_core.launch.local_pod import LocalPod
 from rl_core.launch.local_pods import LAST_SWEEP_SECONDS, LocalPods
-from rl_core.launch.policy import Action, Decision, RestartPolicy
+from rl_core.launch.policy import Action, RestartDecision, RestartPolicy
 from rl_core.launch.ports import free_ports
 from rl_core.launch.registry import ProcessEntry
 from rl_core.launch.replicas import follow_workload
-from rl_core.launch.scaling import Moves, follow
+from rl_core.launch.scaling import PodChanges, follow
 from rl_core.launch.workspace import INTERRUPTED, Workspace
 from rl_core.plan.groups import BUILT_IN, CONTROL_GROUP, GroupKind
 from rl_core.plan.launch import LaunchPlan, PodPlan
@@ -55,7 +55,7 @@ def brief(reason: str) -> str:
 
 
 class LocalCluster:
-    """Runs a LaunchPlan here. `start`, then `wait`; or `run`, which does both."""
+    """Runs a launch plan on this machine. Call `start` and then `wait`, or `run`, which does both."""
 
     def __init__(
         self,
@@ -69,12 +69,15 @@ class LocalCluster:
         groups: Mapping[str, GroupKind] = BUILT_IN,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        """Prepare to run `plan` with `workdir` as output folder, or as the workspace of one that the caller has locked.
+        """Prepare to run `plan`.
 
-        `plan_for(epoch)` returns the plan of a later epoch, `plan_for(epoch, {group: replicas})` that of a scaled run; None = `plan` with
-        another epoch, never scaled. `policy` None = that of the job, else the defaults. `resume` (auto, none, a path) is used in the first
-        epoch; later epochs resume from what the run has saved. `job` is written for the runner where the file of RLJOB_CONFIG does not
-        exist; `groups` are its groups. `environ` None = the environment of this process.
+        - `workdir`: the output folder, or the workspace of a folder that the caller has locked.
+        - `plan_for(epoch, replicas)` returns the plan of a later epoch; `replicas` is given for a run that was scaled. None: `plan` is used
+        with another epoch, and the run cannot be scaled.
+        - `policy`: None means that of `job`, or the defaults without a job.
+        - `resume` (auto, none or a path) is used in the first epoch; later epochs resume from what the run has saved.
+        - `job` is written for the runner if the file of RLJOB_CONFIG does not exist; `groups` are its worker groups.
+        - `environ`: None means the environment of this process.
         """
         self._space = workdir if isinstance(workdir, Workspace) else Workspace(workdir)
         self.status: dict[str, Any] = {}
@@ -233,7 +236,7 @@ class LocalCluster:
         ended = self._policy.pod_ended
         self._carry_out(self._policy.numbers(last) or ended(pod.role, pod.index, pod.returncode, reason), pod)
 
-    def _carry_out(self, decision: Decision, pod: LocalPod | None = None) -> None:
+    def _carry_out(self, decision: RestartDecision, pod: LocalPod | None = None) -> None:
         action = decision.action
         if action is Action.NONE:
             return
@@ -322,7 +325,7 @@ class LocalCluster:
         if reason := await asyncio.to_thread(follow_workload, self._control, config, status):
             self._say(reason)
 
-    async def _scale(self, moves: Moves) -> None:
+    async def _scale(self, moves: PodChanges) -> None:
         """Start the pods that a changed spec asks for, drain those that it no longer needs, end those that have drained."""
         assert self._control is not None
         for name in moves.end:

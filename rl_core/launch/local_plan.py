@@ -1,4 +1,4 @@
-"""A launch plan as it runs on this machine: the same plan with loopback addresses, local folders and the attempt of each pod."""
+"""Adapts a launch plan to this machine: loopback addresses, local folders, and the attempt (number of the start) of each pod."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ def under_epoch(plan: LaunchPlan, epoch: int) -> LaunchPlan:
 
 
 def as_attempt(pod: PodPlan, attempt: int) -> PodPlan:
-    """Return `pod` as its `attempt`-th start, which its processes tell in their incarnation."""
+    """Return `pod` with the number of its start, which is the first half of the incarnation of its processes."""
     return _with_env(pod, lambda process: {**process.env, "RLJOB_INCARNATION": f"{attempt}.0"})
 
 

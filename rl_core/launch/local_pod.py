@@ -79,7 +79,7 @@ class LocalPod:
 
     @property
     def retired(self) -> bool:
-        """Return whether it was asked to end, and has, without a successor."""
+        """Whether the pod was asked to end and has ended, and is not replaced."""
         return self.expected and not self.running
 
     def terminate(self) -> None:
@@ -89,7 +89,7 @@ class LocalPod:
             processes.kill(self.pid, signal.SIGTERM)
 
     def kill(self, *, expected: bool = True) -> None:
-        """End the pod now: its supervisor kills its processes when the socket closes; `sweep` of the launcher finds the rest."""
+        """Kill the pod: closing the socket makes its supervisor kill all processes. `expected` says whether the end counts as requested."""
         self.expected = self.expected or expected
         if self.running:
             self._lines.close()

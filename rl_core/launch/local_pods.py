@@ -1,7 +1,7 @@
-"""The pods of a local run: started, kept on record, ended; none of their processes is left behind.
+"""Starts and ends the pods of a local run, and makes sure that none of their processes is left behind.
 
-Runs on the launcher's event loop but for `sweep` and `entries`. A killed supervisor cannot end its children and these may have left its
-process group, so that strays are found by a mark in their environment.
+All methods except `sweep` and `entries` run on the launcher's event loop. A killed supervisor cannot end its children, and these may have
+left its process group. Leftover processes are therefore found by an environment variable that all processes of the run inherit.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from rl_core.workers import processes
 logger = logging.getLogger(__name__)
 
 KILL_SECONDS = 2.0
-"""How long a supervisor whose socket was closed has to end its processes, before it is killed itself."""
+"""Seconds that a supervisor has to end its processes after its socket was closed, before it is killed itself."""
 POD_SWEEP_SECONDS, LAST_SWEEP_SECONDS = 0.4, 10.0
-"""How long killed strays of a pod, and at the end of the run, are waited for: what holds much memory or a device takes its time to go."""
+"""Seconds to wait for killed leftover processes of a pod, and at the end of the run. Processes with much memory or a device end slowly."""
 
 
 class LocalPods:
-    """The pods of one run by name; of each its newest start."""
+    """The pods of one run by name; only the newest start of each is kept."""
 
     def __init__(self, space: Workspace, *, environ: Mapping[str, str], on_end: Callable[[LocalPod], None]) -> None:
-        """`environ`: what all pods have in common; `on_end` is called when a pod has ended and its strays are gone."""
+        """`environ` are the environment variables of all pods. `on_end` is called when a pod has ended and no process of it is left."""
         self._space = space
         self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._environ = {
@@ -96,7 +96,10 @@ class LocalPods:
         await self.wait_ended(pods, KILL_SECONDS)
 
     def sweep(self, pod: str | None = None, *, seconds: float = POD_SWEEP_SECONDS) -> None:
-        """Kill what carries our mark and is left (of one pod), until it is gone or `seconds` are over."""
+        """Kill leftover processes of the run, or of one pod, which are found by their environment.
+
+        Returns when none is left, or after `seconds`.
+        """
         marks = [f"RLJOB_LAUNCHER={self._mark}", *([f"RLJOB_POD={pod}"] if pod else [])]
         processes.kill_with_environment(*marks, seconds=seconds)
 

@@ -17,7 +17,7 @@ from rl_core.workers.supervisor import ExitCode
 
 
 class Action(Enum):
-    """What the launcher does next."""
+    """What the launcher does next: see the members."""
 
     NONE = "none"
     FINISH = "finish"
@@ -32,8 +32,8 @@ class Action(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
-    """An action and its arguments."""
+class RestartDecision:
+    """An action of the launcher and its arguments."""
 
     action: Action
     code: int = 0
@@ -69,70 +69,70 @@ class RestartPolicy:
         """Counted restarts that have not been forgiven."""
         return self._budget.restarts
 
-    def pod_ended(self, role: str, index: int, code: int, reason: str) -> Decision:
+    def pod_ended(self, role: str, index: int, code: int, reason: str) -> RestartDecision:
         """Decide what to do about a pod that ended with exit code `code` although nobody asked it to."""
         if role == CONTROL_GROUP and code == ExitCode.DONE:
-            return Decision(action=Action.FINISH) if index == 0 else Decision(action=Action.NONE)
+            return RestartDecision(action=Action.FINISH) if index == 0 else RestartDecision(action=Action.NONE)
         ruling = rules.rule_on(PodEnd(role=role, code=code, message=reason), self._spec.rules, self._groups)
         if ruling.action == "FailJob":
-            return Decision(action=Action.FAIL, code=ExitCode.of(code) or ExitCode.INFRASTRUCTURE, reason=reason)
+            return RestartDecision(action=Action.FAIL, code=ExitCode.of(code) or ExitCode.INFRASTRUCTURE, reason=reason)
         if ruling.action == "RestartJob":
             return self._restart_job(reason, counted=ruling.counted)
         if ruling.action == "RestartRole":
-            return Decision(action=Action.RESTART_ROLE, role=role, reason=reason)
+            return RestartDecision(action=Action.RESTART_ROLE, role=role, reason=reason)
         counted = ruling.counted and ruling.action != "Ignore"
         pause = self._pod_pause(f"{role}-{index}") if counted else 0.0
-        return Decision(action=Action.RESTART_POD, pause=pause, reason=reason)
+        return RestartDecision(action=Action.RESTART_POD, pause=pause, reason=reason)
 
-    def reported(self, status: Mapping[str, Any]) -> Decision:
-        """Decide what to do about a status of the runner, first by its metrics, then by a stall; forgive restarts by its step."""
+    def reported(self, status: Mapping[str, Any]) -> RestartDecision:
+        """Decide what to do after a new status of the runner, first by its metrics, then by a stall. Restarts are forgiven by its step."""
         step = status.get("step")
         if isinstance(step, int):
             self._step = step
             self._budget = self._budget.replenish(step, every=self._spec.forgive_after_steps)
         return self.numbers(status) or self.stalled(status.get("stall"))
 
-    def numbers(self, status: Mapping[str, Any]) -> Decision | None:
-        """Decide what to do about metrics that break a rule of failurePolicy; None when no rule is broken."""
-        trip = rules.tripped(self._spec, status.get("streaks"), status.get("metrics"))
+    def numbers(self, status: Mapping[str, Any]) -> RestartDecision | None:
+        """Decide what to do about metrics that violate a rule of failurePolicy; None if no rule is violated."""
+        trip = rules.fired_rule(self._spec, status.get("streaks"), status.get("metrics"))
         if trip is None:
             return None
         reason = f"{trip.reason}: {trip.message}"
         if trip.action == "RestartFromCheckpoint":
             return self._restart_job(reason)
         if trip.action == "Pause":
-            return Decision(action=Action.PAUSE, reason=reason)
-        return Decision(action=Action.FAIL, code=ExitCode.INFRASTRUCTURE, reason=reason)
+            return RestartDecision(action=Action.PAUSE, reason=reason)
+        return RestartDecision(action=Action.FAIL, code=ExitCode.INFRASTRUCTURE, reason=reason)
 
-    def stalled(self, stall: Mapping[str, Any] | None) -> Decision:
-        """Decide what to do about a stall of the runner, None = there is none: first `stall.action`, then a restart of the job."""
+    def stalled(self, stall: Mapping[str, Any] | None) -> RestartDecision:
+        """Decide what to do about `stall` of the status (None: no stall): first `stall.action`, at the next time a restart of the job."""
         if stall is None:
             self._stall_acted_at = None
-            return Decision(action=Action.NONE)
+            return RestartDecision(action=Action.NONE)
         now, cause = self._clock(), str(stall.get("reason"))
         taken = self._budget.stall_actions
         action, role = rules.rule_on_stall(self._spec.stall, cause, acts=taken, groups=self._groups)
-        due = rules.stall_is_due(float(stall.get("since") or 0.0), at=now, acted_at=self._stall_acted_at)
+        due = rules.stall_action_is_due(float(stall.get("since") or 0.0), at=now, acted_at=self._stall_acted_at)
         if action == "Ignore" or not due:
-            return Decision(action=Action.NONE)
+            return RestartDecision(action=Action.NONE)
         self._stall_acted_at = now
         self._charge(stall_actions=1)
         reason = f"stalled: {cause}: {stall.get('message')}"
         if action == "FailJob":
-            return Decision(action=Action.FAIL, code=ExitCode.INFRASTRUCTURE, reason=reason)
+            return RestartDecision(action=Action.FAIL, code=ExitCode.INFRASTRUCTURE, reason=reason)
         if action == "Pause":
-            return Decision(action=Action.PAUSE, reason=reason)
+            return RestartDecision(action=Action.PAUSE, reason=reason)
         if action == "RestartRole":
-            return Decision(action=Action.RESTART_ROLE, role=role, reason=reason)
+            return RestartDecision(action=Action.RESTART_ROLE, role=role, reason=reason)
         return self._restart_job(reason)
 
-    def _restart_job(self, reason: str, *, counted: bool = True) -> Decision:
+    def _restart_job(self, reason: str, *, counted: bool = True) -> RestartDecision:
         if counted and self._budget.restarts >= self._spec.max_restarts:
             text = f"{reason}; all {self._spec.max_restarts} restarts of failurePolicy.maxRestarts are used"
-            return Decision(action=Action.FAIL, code=ExitCode.INFRASTRUCTURE, reason=text)
+            return RestartDecision(action=Action.FAIL, code=ExitCode.INFRASTRUCTURE, reason=text)
         if counted:
             self._charge(restarts=1)
-        return Decision(action=Action.RESTART_JOB, reason=reason)
+        return RestartDecision(action=Action.RESTART_JOB, reason=reason)
 
     def _charge(self, **charges: int) -> None:
         self._budget = self._budget.consume(**charges, step=self._step, every=self._spec.forgive_after_steps)

@@ -16,8 +16,8 @@ _TRIES = 1_000
 def free_ports(host: str = "127.0.0.1") -> Ports:
     """Return ports that were free a moment ago, all different.
 
-    They lie below the range from which the kernel serves outgoing connections and port 0: nobody is handed one of them by
-    chance before the processes of the run bind it, and a process that connects too early cannot meet itself.
+    They are below the kernel's range of ephemeral ports. The kernel therefore does not give one of them to another process before the run
+    binds it, and a process that connects before the server listens cannot connect to itself (TCP self-connect).
     """
     names = [field.name for field in fields(Ports)]
     first, last = _FIRST, _first_ephemeral() - 1

@@ -10,7 +10,7 @@ LEAVING = ("draining", "drained")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Moves:
+class PodChanges:
     """Names of the pods to start, to drain and to end."""
 
     start: tuple[str, ...] = ()
@@ -18,10 +18,12 @@ class Moves:
     end: tuple[str, ...] = ()
 
 
-def follow(status: Mapping[str, Any], pods: Mapping[str, bool], groups: Mapping[str, GroupKind] = BUILT_IN) -> Moves:
-    """Return what to do so that the pods of elastic groups become those that the runner's status asks for.
+def follow(
+    status: Mapping[str, Any], pods: Mapping[str, bool], groups: Mapping[str, GroupKind] = BUILT_IN
+) -> PodChanges:
+    """Return the pods to start, to drain and to end, so that the elastic worker groups have the sizes of the runner's status.
 
-    `pods` says of each known pod whether it runs or is about to; False = it ended because it had drained.
+    `pods` maps each known pod to True if it runs or is starting, and to False if it has drained and ended.
     """
     elastic = {group.name for group in groups.values() if group.elastic}
     members = [member for member in status.get("members", []) if member["role"] in elastic]
@@ -33,7 +35,7 @@ def follow(status: Mapping[str, Any], pods: Mapping[str, bool], groups: Mapping[
         highest_first = sorted(here, key=lambda member: -member["index"])
         drain += [member["pod"] for member in highest_first[: max(surplus, 0)]]
     drained = [member["pod"] for member in members if member["state"] == "drained"]
-    return Moves(
+    return PodChanges(
         start=tuple(pod for pod in missing if not pods.get(pod, False)),
         drain=tuple(pod for pod in drain if pods.get(pod, False)),
         end=tuple(pod for pod in drained if pods.get(pod, False)),

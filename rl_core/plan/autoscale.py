@@ -4,8 +4,9 @@
     Rollouts are idle                    Fewer: as many as would be idle for targetIdle of the time, at least half as many.
     Otherwise                            The number stays.
 
-On policy nothing can be generated while the trainer trains, whatever the number of rollouts. That idle time therefore never decreases
-the number: only idle time within generation does. It still bounds an increase, because a step cannot become shorter than its training.
+On policy, nothing can be generated while the trainer trains, whatever the number of rollouts. This idle time therefore never decreases the
+number of rollouts; only idle time during generation does. It still limits an increase: with any number of rollouts, a step takes at least
+as long as its training.
 
 The runner starts a new measurement when a rollout joins or leaves, so that each decision rests on a full window with the present number.
 A decrease never goes so far that an increase would follow, and HYSTERESIS keeps noise from changing the number.
@@ -19,44 +20,44 @@ from typing import Any
 from rl_core.api.roles import RolloutSpec
 
 HYSTERESIS = 0.05
-"""Difference between a measured share and its target below which the number stays."""
+"""Difference between a measured fraction and its target below which the number of rollouts is not changed."""
 ROUNDING = 1e-9
 """Tolerance for a product that should be a whole number and exceeds it by rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shares:
-    """Idle times in the measurement window of the runner (`/status.workload`)."""
+class IdleShares:
+    """Idle times as fractions, from 0 to 1, of the measurement window of the runner (`/status.workload`)."""
 
     rollouts: int
     """Number of rollouts measured."""
     starved: float
-    """Average share of the window in which a rollout had nothing to generate."""
+    """Fraction of the window in which a rollout had nothing to generate, mean over the rollouts."""
     trainer_starved: float
-    """Share of the window in which the trainer waited for groups."""
+    """Fraction of the window in which the trainer waited for prompt groups."""
     starved_in_training: float = 0.0
-    """The part of `starved` in which the trainer did not wait for groups."""
+    """The part of `starved` in which the trainer did not wait for prompt groups, as a fraction of the window."""
     seconds: float
-    """Length of the window."""
+    """Length of the window, in seconds."""
 
     @property
     def starved_in_generation(self) -> float:
-        """Average share of the time in which the trainer waited for groups in which a rollout had nothing to generate."""
+        """Fraction of the trainer's waiting time in which a rollout had nothing to generate, mean over the rollouts."""
         idle = max(self.starved - self.starved_in_training, 0.0)
         generation = max(self.trainer_starved, idle)
         return idle / generation if generation else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """A new number of rollouts, and the reason."""
+class ScalingVerdict:
+    """A new number of rollouts, and the reason as text."""
 
     replicas: int
     reason: str
 
 
-def read(workload: Any) -> Shares | None:
-    """Return the idle times of a full window; None while it is not full, or where the values are not valid."""
+def read(workload: Any) -> IdleShares | None:
+    """Return the idle times of `/status.workload`; None while the window is not full, or if a value is invalid."""
     if not isinstance(workload, Mapping) or workload.get("full") is not True:
         return None
     numbers = [workload.get("starved"), workload.get("actorStarved"), workload.get("starvedInTraining", 0.0)]
@@ -67,7 +68,7 @@ def read(workload: Any) -> Shares | None:
     starved, trainer, in_training, seconds = (float(number) for number in numbers if number is not None)
     if not all(0 <= share <= 1 for share in (starved, trainer, in_training)):
         return None
-    return Shares(
+    return IdleShares(
         rollouts=len(measured),
         starved=starved,
         trainer_starved=trainer,
@@ -76,8 +77,8 @@ def read(workload: Any) -> Shares | None:
     )
 
 
-def decide(rollout: RolloutSpec, shares: Shares | None, *, on_policy: bool) -> Verdict | None:
-    """Return the new number of rollouts, None when `rollout.replicas` stays. `on_policy`: algorithm.maxStaleness is 0."""
+def decide(rollout: RolloutSpec, shares: IdleShares | None, *, on_policy: bool) -> ScalingVerdict | None:
+    """Return the new number of rollouts, or None to keep `rollout.replicas`. `on_policy` says whether algorithm.maxStaleness is 0."""
     rule, present = rollout.autoscale, rollout.replicas
     if rule is None or shares is None or shares.rollouts != present:
         return None
@@ -93,11 +94,14 @@ def decide(rollout: RolloutSpec, shares: Shares | None, *, on_policy: bool) -> V
         f"rollout.replicas {present} -> {replicas}: over {shares.seconds:.0f} s rollouts had nothing to generate for {shares.starved:.0%} of the "
         f"time{generation} (targetIdle {rule.target_idle:.0%}), the trainer nothing to train for {shares.trainer_starved:.0%}"
     )
-    return Verdict(replicas=replicas, reason=reason)
+    return ScalingVerdict(replicas=replicas, reason=reason)
 
 
-def _wanted(present: int, shares: Shares, excess: float, target: float) -> int:
-    """Return the number of rollouts within no bounds; `excess` is the share of time in which fewer of them could do the same work."""
+def _wanted(present: int, shares: IdleShares, excess: float, target: float) -> int:
+    """Return the number of rollouts before limits apply.
+
+    `excess` is the fraction of time in which fewer rollouts could do the same work.
+    """
     band = min(HYSTERESIS, target / 2)
     waits = shares.trainer_starved
     if excess > target + band:

@@ -21,7 +21,7 @@ __all__ = ["CapacityReport", "CapacityRow", "ModelFacts", "admit", "estimate"]
 logger = logging.getLogger(__name__)
 
 CHECK_VARIABLE = "CAPACITY_CHECK"
-"""Environment variable; with the value `warn` a device that is too small by the estimate brings a warning instead of an error."""
+"""Environment variable. With the value `warn`, a device that is too small by the estimate causes a warning instead of an error."""
 
 CONTEXT_BYTES = 1024**3
 """Bytes that every process needs besides its tensors: device context, libraries, allocator."""
@@ -64,7 +64,7 @@ class CapacityRow:
 
     @property
     def largest_part(self) -> str:
-        """Return the name of the largest part; context and margin only where there is no other."""
+        """Return the name of the largest part. The device context and the margin are returned only if there is no other part."""
         named = {name: size for name, size in self.parts.items() if name not in ("context", "margin")} or self.parts
         return max(named, key=lambda name: named[name])
 
@@ -84,16 +84,19 @@ class CapacityReport:
     """Bytes of host memory that a pod may use; None = unknown, not checked."""
 
     def peak(self, role: str) -> int:
-        """Return the largest `device` bytes of a process of the group `role` over its phases. Raises KeyError for an unknown group."""
+        """Return the largest `device` bytes of a process of the worker group `role` over its phases.
+
+        Raises KeyError for an unknown group.
+        """
         sizes = [row.device for row in self.rows if row.role == role]
         if not sizes:
             raise KeyError(f"role must be one of {sorted({row.role for row in self.rows})}, got {role!r}")
         return max(sizes)
 
     def check(self, role: str | None = None) -> None:
-        """Raise CapacityError when a process needs more memory than there is.
+        """Raise CapacityError if a process needs more memory than is available.
 
-        The error names the row that lacks most, among those of the group `role` (None: of all groups), with its largest part.
+        The error describes the row that lacks most, with its largest part. `role` restricts the check to one worker group; None checks all.
         """
         lacking: list[tuple[int, str]] = []
         for row in (row for row in self.rows if role in (None, row.role)):
@@ -119,7 +122,7 @@ def estimate(
 ) -> CapacityReport:
     """Return the memory that the groups of `job` (None: those of `groups_of`) need in each phase.
 
-    `device_memory` and `host_memory` are the bytes that are available; None = unknown.
+    `device_memory` and `host_memory` are the available bytes. None means unknown: that memory is then not checked.
     """
     job = job.spec if isinstance(job, RLJob) else job
     groups = groups_of(job) if groups is None else groups
@@ -135,7 +138,7 @@ def estimate(
 
 
 def admit(report: CapacityReport, role: str | None = None) -> None:
-    """Raise CapacityError as `report.check` does; with CAPACITY_CHECK=warn in the environment log a warning instead."""
+    """Call `report.check(role)`; with CAPACITY_CHECK=warn in the environment, log a warning instead of raising CapacityError."""
     try:
         report.check(role)
     except CapacityError as error:

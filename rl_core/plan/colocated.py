@@ -31,7 +31,7 @@ CLAIM_FIELDS = ("gpu_allocation", "device_class")
 
 
 def shape_of(spec: RLJobSpec) -> Shape:
-    """Return whether actor and rollout of a colocated job share a container or only a pod.
+    """Return "processes" if actor and rollout of a colocated job share a container, "containers" if they only share a pod.
 
     A device plugin never gives one accelerator to two containers; a resource claim can be shared, and processes on CPU need none.
     Raises ConfigError for fields of `rollout` that cannot differ from those of the actor in the same pod.
@@ -56,7 +56,7 @@ def shape_of(spec: RLJobSpec) -> Shape:
 def colocate(plan: LaunchPlan, *, shape: Shape, spare: bool = False) -> LaunchPlan:
     """Return `plan` with each actor pod merged with the rollout pod of the same index.
 
-    With `spare` there may be more rollouts than actors; the others keep pods of their own.
+    With `spare` (hybrid placement) there may be more rollouts than actors; the surplus rollouts keep pods of their own.
     Raises ConfigError unless there is a rollout pod for each actor pod, with as many accelerators.
     """
     actors, rollouts = plan.pods_of(ACTOR), plan.pods_of(ROLLOUT)

@@ -1,4 +1,6 @@
-"""Failure rules: what follows from the end of a pod, a stall or bad metrics. The user's rules come first, then the default ones.
+"""Failure rules: the action for the end of a pod, a stall, or metrics that violate a rule.
+
+The user's rules are matched before the default ones.
 
 The functions are pure. The operator and the local launcher both use them, so that a job fails and restarts alike on a laptop and on a
 cluster; both count restarts against maxRestarts themselves.
@@ -57,11 +59,11 @@ class Ruling:
     counted: bool = True
     """Whether the end counts towards maxRestarts, or towards the back-off of the pod."""
     rule: int | None = None
-    """Index in failurePolicy.rules; None = a default rule."""
+    """Index in failurePolicy.rules; None for a default rule."""
 
 
 def rule_on(end: PodEnd, rules: Iterable[FailureRule], groups: Mapping[str, GroupKind] = BUILT_IN) -> Ruling:
-    """Return what to do about `end`: what the first of the user's rules that matches says, else the default for the pod's group."""
+    """Return the action for `end`: that of the first matching rule of the user, else the default action for the pod's worker group."""
     in_gang = _is_gang(end.role, groups)
     for index, rule in enumerate(rules):
         if matches(rule, end):
@@ -119,7 +121,7 @@ class PodFailures:
 
     @property
     def retry_at(self) -> float:
-        """Return the time from which the replacement may be made; 0 = at once."""
+        """Time from which the replacement may be created, in seconds on the clock of `times`; 0 means at once."""
         return self.times[-1] + self.backoff if self.times and self.backoff else 0.0
 
 
@@ -138,20 +140,20 @@ def add_failure(failures: PodFailures, now: float, *, uid: str = "") -> PodFailu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """Restarts that were counted against `failurePolicy.maxRestarts`, and the step at which the next one is restored."""
+    """Restarts that count against `failurePolicy.maxRestarts`, and the step at which the next one is forgiven."""
 
     restarts: int = 0
-    """Counted restarts that have not been restored."""
+    """Counted restarts that are not forgiven yet."""
     stall_actions: int = 0
-    """Actions on stalls that have not been restored."""
+    """Counted actions on stalls that are not forgiven yet."""
     forgive_at: int | None = None
-    """The step at whose end one restart and all actions on stalls are restored; None = nothing was counted, or nothing is ever restored."""
+    """The step after which one restart and all stall actions are forgiven. None if nothing is counted, or forgiveAfterSteps is not set."""
 
     def consume(self, *, restarts: int = 0, stall_actions: int = 0, step: int, every: int | None) -> Budget:
-        """Return the budget after restarts or actions on stalls at `step`; `every`: failurePolicy.forgiveAfterSteps.
+        """Return the budget after counting restarts or stall actions at `step`; `every` is failurePolicy.forgiveAfterSteps.
 
-        `forgive_at` never decreases while something is counted. Otherwise a run that returns to its checkpoint and fails at the same
-        step again would get a restart back for repeating the steps before it.
+        `forgive_at` never decreases while something is counted. Otherwise a run that fails at the same step again and again would be
+        forgiven a restart each time, only for repeating the steps since its checkpoint.
         """
         at = None if every is None else max(step + every, self.forgive_at or 0)
         return Budget(
@@ -159,7 +161,7 @@ class Budget:
         )
 
     def replenish(self, step: int, *, every: int | None) -> Budget:
-        """Return the budget after `step` was finished; `every`: failurePolicy.forgiveAfterSteps."""
+        """Return the budget after `step` was finished: what is due is forgiven. `every` is failurePolicy.forgiveAfterSteps."""
         if every is None or self.forgive_at is None or step < self.forgive_at:
             return self
         given = 1 + (step - self.forgive_at) // every
@@ -167,8 +169,8 @@ class Budget:
         return Budget(restarts=restarts, forgive_at=self.forgive_at + given * every if restarts else None)
 
 
-def stall_is_due(since: float, *, at: float, acted_at: float | None) -> bool:
-    """Return whether an action is due on a stall that at time `at` has lasted `since` seconds; `acted_at` is when the last one was taken.
+def stall_action_is_due(since: float, *, at: float, acted_at: float | None) -> bool:
+    """Return whether to act on a stall that has lasted `since` seconds at time `at`; `acted_at` is the time of the last action, or None.
 
     A stall brings one action at once. It brings another one when it has lasted for as long again as it had before the first.
     """
@@ -181,7 +183,7 @@ def stall_is_due(since: float, *, at: float, acted_at: float | None) -> bool:
 def rule_on_stall(
     stall: StallSpec, reason: str, *, acts: int, groups: Mapping[str, GroupKind] = BUILT_IN
 ) -> tuple[str, str]:
-    """Return (action, group) for a stall with the given reason, after `acts` previous actions; `Ignore` for a shortage of pods."""
+    """Return (action, worker group) for a stall with this reason, after `acts` previous actions; `Ignore` for a shortage of pods."""
     if reason == SHORTAGE:
         return "Ignore", ""
     waited_for = {group.stall_reason: group.name for group in groups.values()}
@@ -192,8 +194,8 @@ def rule_on_stall(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trip:
-    """A rule on metrics whose condition holds."""
+class FiredRule:
+    """A rule of failurePolicy on metrics whose condition holds."""
 
     rule: str
     """nonFiniteLoss, rewardCollapse, klBlowUp or mismatch."""
@@ -201,7 +203,7 @@ class Trip:
     """RestartFromCheckpoint, Pause or FailJob."""
     message: str
     steps: int
-    """Consecutive newest steps that broke the rule."""
+    """Number of newest, consecutive steps that violate the rule."""
 
     @property
     def reason(self) -> str:
@@ -209,11 +211,11 @@ class Trip:
         return "PolicyMismatch" if self.rule == "mismatch" else self.rule[0].upper() + self.rule[1:]
 
 
-def tripped(policy: FailurePolicySpec, streaks: Any, metrics: Any = None) -> Trip | None:
-    """Return the rule on metrics whose condition holds, None when there is none.
+def fired_rule(policy: FailurePolicySpec, streaks: Any, metrics: Any = None) -> FiredRule | None:
+    """Return the rule on metrics whose condition holds; None if there is none.
 
-    `streaks` has the consecutive steps that broke each rule (`/status.streaks`), `metrics` the values of the newest step
-    (`/status.metrics`), which the message quotes.
+    `streaks` has the number of consecutive violating steps by rule (`/status.streaks`), `metrics` the values of the newest step
+    (`/status.metrics`) for the message.
     """
     if not isinstance(streaks, Mapping):
         return None
@@ -227,7 +229,7 @@ def tripped(policy: FailurePolicySpec, streaks: Any, metrics: Any = None) -> Tri
         count = streaks.get(name)
         if rule is not None and isinstance(count, int) and count >= rule.steps:
             message = f"{what} for {rule.steps} or more steps in a row"
-            return Trip(rule=name, action=rule.action, message=message, steps=count)
+            return FiredRule(rule=name, action=rule.action, message=message, steps=count)
     return None
 
 

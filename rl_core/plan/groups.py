@@ -34,16 +34,16 @@ TRAJECTORIES, VALIDATION = "trajectories", "validation"
 
 
 class Lifecycle(StrEnum):
-    """What happens to a group when one of its members fails."""
+    """What happens to a worker group when one of its members fails: GANG or ELASTIC."""
 
     GANG = "gang"
-    """The members have a fixed number; all of them restart together, under a new epoch."""
+    """The number of members is fixed, and all of them restart together under a new epoch (the number of gang restarts of the job)."""
     ELASTIC = "elastic"
     """Each member is replaced alone; the number of members may change while the job runs."""
 
 
 class WeightSource(StrEnum):
-    """Where the members of a group get the weights of the policy."""
+    """Where the members of a worker group get the weights of the policy: see the members of this enum."""
 
     NONE = "none"
     PULLS = "pulls"
@@ -61,7 +61,10 @@ class ChannelUse(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupKind:
-    """What is true of a group whatever the fields of its job say: lifecycle, weights and rights."""
+    """The properties of a worker group that do not depend on the job.
+
+    These are its lifecycle, the source of its weights, and its rights to call other groups and to use channels.
+    """
 
     name: str
     lifecycle: Lifecycle = Lifecycle.ELASTIC
@@ -135,7 +138,7 @@ class Group(GroupKind):
 
     @property
     def world_size(self) -> int:
-        """Return the number of worker processes of all pods."""
+        """Number of worker processes in all pods together."""
         return self.replicas * self.processes_per_pod
 
 

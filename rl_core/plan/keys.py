@@ -23,7 +23,7 @@ def key_names(groups: Iterable[str] = BUILT_IN) -> tuple[str, ...]:
 def derive(master: bytes, uid: str, purpose: str) -> bytes:
     """Return 32 bytes for `purpose` (the name of a key pair, or "control"): BLAKE2b keyed by the master over (uid, purpose).
 
-    Raises ConfigError for a master key of another length.
+    Raises ConfigError if the master key is not 32 bytes long.
     """
     if len(master) != MASTER_BYTES:
         raise ConfigError(

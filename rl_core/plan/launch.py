@@ -64,8 +64,8 @@ def build_launch_plan(
 
     `groups` are the groups to start (None: those of the job). The placement block decides which process gets which accelerators; with
     the modes colocated and hybrid actors and rollouts share pods and claims.
-    `replicas` overrides the pod counts of elastic groups, for example `{"rollout": 4}`. `attempts` maps a group to the first half of
-    the incarnation of its pods; the pod that replaces another one needs a higher number.
+    `replicas` overrides the pod counts of elastic groups, for example `{"rollout": 4}`. `attempts` maps a worker group to the number of the
+    start of its pods, the first half of the incarnation (`Identity.incarnation`); a replacement needs a higher number.
     `host` None is for a cluster: processes find the runner by the name of its pod in the headless Service of the job. Any other
     host, such as 127.0.0.1, is for one machine: all pods run there, and accelerators are numbered over all of them.
     Raises ConfigError for replicas of a group that is not elastic or below 0, for accelerators that do not divide over processes, and for

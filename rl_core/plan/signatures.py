@@ -36,12 +36,12 @@ _HEADER = re.compile(rf"{SCHEME} " + " ".join(rf"{name}=([0-9A-Za-z._-]{{0,128}}
 
 
 class NotTheRunner(Exception):
-    """Raised for an answer that is not signed by the runner of the job."""
+    """An answer is not signed by the runner of the job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peer:
-    """The runner of one job under one epoch."""
+    """What identifies the runner of one job in one epoch, for its callers and for itself: control token, job uid and epoch."""
 
     token: str
     """The job's control token."""
@@ -105,8 +105,8 @@ class ReceivedCall:
         found = _HEADER.fullmatch(headers.get("authorization", ""))
         return cls(method=method, path=path, **dict(zip(FIELDS, found.groups() if found else (), strict=False)))
 
-    def holds(self, body: bytes) -> bool:
-        """Return whether the digest of `body` is the signed one."""
+    def matches_body(self, body: bytes) -> bool:
+        """Return whether `body` has the digest that was signed."""
         return hmac.compare_digest(self.body, _digest(body))
 
     def expected(self, token: str) -> str:
@@ -123,8 +123,8 @@ class Guard:
         self._challenges: OrderedDict[str, float] = OrderedDict()
         """Challenge -> time at which it expires, oldest first."""
 
-    def refuse(self, call: ReceivedCall) -> Refusal | None:
-        """Return why a call is refused, before its body is read. None accepts the call and removes its challenge."""
+    def check(self, call: ReceivedCall) -> Refusal | None:
+        """Check a call before its body is read. Returns the refusal, or None to accept the call; its challenge is then used up."""
         if not hmac.compare_digest(call.mac, call.expected(self._peer.token)):
             return Refusal(status=HTTPStatus.UNAUTHORIZED, message="a call signed with this job's token is required")
         if (call.uid, call.epoch) != (self._peer.uid, str(self._peer.epoch)):

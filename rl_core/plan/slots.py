@@ -2,7 +2,7 @@
 
 Each pod of a group is a node of the Inventory of the group. On one machine all pods share the accelerators of the machine and use its
 numbers. `placement.componentPlacement` numbers the resources of the groups that it places from 0: accelerators, or process slots on CPU.
-All pods of a group are equal, so it must agree with the fields of each group; what it adds is the order of the groups.
+All pods of a group are equal, so `componentPlacement` must agree with the fields of each group; it only adds the order of the groups.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class GroupSlots:
 
     name: str
     pods: int
-    """Pods that the job asks for, whatever the group was scaled to since."""
+    """Number of pods in the job's spec, even if the group was scaled since."""
     gpus: int
     """Accelerators per pod."""
     processes: int
@@ -45,7 +45,7 @@ class GroupSlots:
 
     @property
     def share(self) -> int:
-        """Return the number of resources of one process: its accelerators, or one slot on CPU."""
+        """Number of resources of one process: its accelerators, or one slot on CPU."""
         return self.gpus // self.processes or 1
 
     @property

@@ -41,7 +41,7 @@ def trainer_phases(job: RLJobSpec, facts: ModelFacts) -> dict[str, Parts]:
 
 
 def trainer_host(job: RLJobSpec, facts: ModelFacts) -> int:
-    """Return the further bytes in host memory of a training process.
+    """Return the additional bytes in host memory of a training process.
 
     They are the version of the weights that rank 0 keeps for rollouts that join later, the shards of a reference policy, and the copy from
     which an asynchronous checkpoint is written.

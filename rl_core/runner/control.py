@@ -55,7 +55,7 @@ class ControlServer:
     def _gate(self, request: Request) -> Response | None:
         """Refuse strangers and unknown calls before a body is read."""
         call = ReceivedCall.read(request.method, request.path, request.headers)
-        refusal = self._guard.refuse(call) if self._guard is not None else None
+        refusal = self._guard.check(call) if self._guard is not None else None
         if refusal is not None:
             return self._signed(call, refusal.status, {"error": refusal.message})
         name, known = f"{call.method} {call.path}", ["GET /status", *self._actions]
@@ -66,7 +66,7 @@ class ControlServer:
 
     def _answer(self, request: Request) -> Response:
         call = ReceivedCall.read(request.method, request.path, request.headers)
-        if self._guard is not None and not call.holds(request.body):
+        if self._guard is not None and not call.matches_body(request.body):
             return self._signed(call, HTTPStatus.UNAUTHORIZED, {"error": "the body must be the one that was signed"})
         name = f"{call.method} {call.path}"
         try:

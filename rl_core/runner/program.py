@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from rl_core.api.job import RLJobSpec
-from rl_core.plan.failure_rules import tripped
+from rl_core.plan.failure_rules import fired_rule
 from rl_core.plan.groups import Group, groups_of
 from rl_core.runner.changes import differences
 from rl_core.runner.run import Run
@@ -101,6 +101,6 @@ class Program(ABC):
         """
         policy = self.applied.spec.failure_policy
         self.board.set(streaks=self._violations.observe(metrics))
-        trip = tripped(policy, self._violations.counts, metrics)
+        trip = fired_rule(policy, self._violations.counts, metrics)
         if trip is not None:
             self.stops.stop(f"failurePolicy.{trip.rule} has fired: {trip.message}", StopKind.ROLLBACK)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rl_core.api.errors import ConfigError, InfrastructureError, StorageFull, WorkerLost
-from rl_core.plan.failure_rules import tripped
+from rl_core.plan.failure_rules import fired_rule
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.checkpoints import Checkpoints, merge_errors
 from rl_core.runner.device_schedule import DeviceSchedule
@@ -278,7 +278,7 @@ class Saving:
 
     def _set_aside_violating_steps(self) -> None:
         """Set aside the checkpoints from the first violating step on, so that a resume starts before it."""
-        trip = tripped(self._applied.spec.failure_policy, self._board.fact("streaks"))
+        trip = fired_rule(self._applied.spec.failure_policy, self._board.fact("streaks"))
         if trip is not None:
             path = self.checkpoints.set_aside_after(self._progress.step - trip.steps)
             self._board.set(checkpoint=self.checkpoints.describe(path))

@@ -229,7 +229,7 @@ def _judge_stall(view: JobView, record: Record) -> tuple[Record, list[Finding]]:
     acted_at = acts.times[-1] if acts.times else None
     reason = str(report.stall.get("reason") or "")
     wanted, role = rules.rule_on_stall(view.spec.failure_policy.stall, reason, acts=len(acts.times), groups=view.groups)
-    if wanted == "Ignore" or not rules.stall_is_due(silent, at=report.at, acted_at=acted_at):
+    if wanted == "Ignore" or not rules.stall_action_is_due(silent, at=report.at, acted_at=acted_at):
         return record, []
     act = {"RestartRole": Act.RESTART_ROLE, "Pause": Act.PAUSE, "FailJob": Act.FAIL}.get(wanted, Act.RESTART_JOB)
     if act is Act.RESTART_ROLE and not view.wanted_pod_names(role):
@@ -275,7 +275,7 @@ def _judge_numbers(view: JobView) -> list[Finding]:
     report = view.report
     if report is None:
         return []
-    trip = rules.tripped(view.spec.failure_policy, report.raw.get("streaks"), report.raw.get("metrics"))
+    trip = rules.fired_rule(view.spec.failure_policy, report.raw.get("streaks"), report.raw.get("metrics"))
     if trip is None:
         return []
     act = {"RestartFromCheckpoint": Act.ROLL_BACK, "Pause": Act.PAUSE}.get(trip.action, Act.FAIL)

@@ -45,7 +45,7 @@ class Component:
 
     @property
     def num_processes(self) -> int:
-        """Return its number of processes as written."""
+        """Number of processes in its entry of the map; a packed strategy of `modes` may create another number (`get_world_size`)."""
         return sum(len(part.processes) for part in self.parts)
 
     @property
@@ -137,7 +137,7 @@ class ComponentPlacement:
 
 
 class HybridComponentPlacement(ComponentPlacement):
-    """Components on any resources, without rules about sharing."""
+    """A placement without rules about which components may share resources (mode hybrid)."""
 
 
 def _strategy(labels: tuple[str, ...], units: Sequence[Unit], assigned: list[tuple[int, ...]]) -> PlacementStrategy:

@@ -53,9 +53,9 @@ def parse_ranks(text: Any, available: int | None = None) -> list[int]:
 def parse_placement(value: Any, total: int) -> list[PlacementPart]:
     """Return the parts of a placement map over `total` resources.
 
-    `value` is the text, a bare integer, or a sequence that equals its comma-joined text. Left of ":" are resource ranks,
-    inclusive, ascending and disjoint over the parts; `all` is legal there as the only part. Right of it are process ranks,
-    contiguous from 0 over the parts; omitted, the part's processes are the next ones, one per resource.
+    `value` is the text, an integer, or a sequence whose items are joined with commas. Left of ":" are resource ranks, inclusive, ascending
+    and disjoint over the parts; `all` is allowed if it is the only part. Right of it are process ranks, contiguous from 0 over the parts;
+    if they are omitted, the next processes are used, one per resource.
     Raises PlacementError (PlacementRangeError) naming the part, the rule and the total.
     """
     try:

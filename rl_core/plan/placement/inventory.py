@@ -35,7 +35,7 @@ class NodeInfo:
 
     @property
     def accelerator_numbers(self) -> range:
-        """Return the numbers of its accelerators on their machine."""
+        """Numbers of its accelerators on the machine, as CUDA_VISIBLE_DEVICES uses them."""
         return range(self.first_accelerator, self.first_accelerator + self.accelerators)
 
 
@@ -135,7 +135,7 @@ class Inventory:
         return sum(node.accelerators for node in self.nodes)
 
     def group(self, label: str) -> NodeGroup | None:
-        """Return the declared group of `label`, None for a reserved label; PlacementError when there is none."""
+        """Return the declared node group of `label`, None for a reserved label. Raises PlacementError for an unknown label."""
         if label in (CLUSTER, NODE):
             return None
         for group in self.groups:

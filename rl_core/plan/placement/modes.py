@@ -39,21 +39,22 @@ class RoleParallel:
 
     @property
     def unit(self) -> int:
-        """Return the ranks of one model replica."""
+        """Number of ranks of one model replica: tensor x pipeline x context size."""
         return self.tensor * self.pipeline * self.context
 
     @property
     def data(self) -> int:
-        """Return the number of model replicas."""
+        """Number of model replicas: the data-parallel size."""
         return self.world // self.unit
 
 
 class ModelParallelComponentPlacement(ComponentPlacement):
     """Components `actor` and `rollout`, optionally `inference` (alias `actor_inference`), `critic`, `critic_inference`, `reward`.
 
-    `parallelism` is {component: {"tensor", "pipeline", "context"}}, absent sizes 1. `.mode` is derived from the sets of
-    resources and checked against a written one. Strategies of model-parallel components on hardware are packed: one process
-    per accelerator, one per engine for the rollout. Without `componentPlacement` the written mode lays them out itself.
+    `parallelism` is {component: {"tensor", "pipeline", "context"}}, absent sizes 1. `
+    .mode` is derived from the sets of resources and compared
+    with the mode in `config`, if that has one. Strategies of model-parallel components on hardware are packed: one process
+    per accelerator, one per engine for the rollout. Without `componentPlacement`, the mode in `config` determines the layout.
     """
 
     def __init__(

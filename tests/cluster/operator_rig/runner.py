@@ -59,8 +59,8 @@ class FakeRunner:
         headers, given = {name.lower(): value for name, value in request.headers.items()}, await request.read()
         call = ReceivedCall.read(request.method, request.path, headers)
         guard = await self._guard(call.uid)
-        refusal = guard.refuse(call)
-        if refusal is None and call.holds(given) and request.method != "GET":
+        refusal = guard.check(call)
+        if refusal is None and call.matches_body(given) and request.method != "GET":
             self.calls.append((f"{request.method} {request.path}", json.loads(given or b"null")))
         body = json.dumps(value if refusal is None else {"error": refusal.message}).encode()
         status = 200 if refusal is None else refusal.status.value

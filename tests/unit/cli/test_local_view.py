@@ -8,7 +8,7 @@ from rich.console import Console
 
 from rl_core.api.job import RLJob
 from rl_core.cli.local_view import read_status, render
-from rl_core.cli.progress import Progress, step_line, validation_metric
+from rl_core.cli.progress import ProgressDisplay, step_line, validation_metric
 from rl_core.cli.run import read_step, success_text
 from rl_core.launch.workspace import Workspace
 
@@ -50,7 +50,7 @@ def test_a_run_that_told_its_end_keeps_it(space):
 )
 def test_a_refused_checkpoint_is_told_once_while_the_run_goes_on(tmp_path, capsys, phases, told):
     refused = {"checkpoint": {"error": "step 2: No space left on device"}}
-    display = Progress(tmp_path, total=4, live=False)
+    display = ProgressDisplay(tmp_path, total=4, live=False)
     for phase in phases:
         display.update({"phase": phase, "step": 2, **refused})
     assert capsys.readouterr().out.count("No space left") == told
@@ -59,7 +59,7 @@ def test_a_refused_checkpoint_is_told_once_while_the_run_goes_on(tmp_path, capsy
 def test_a_line_that_is_none_does_not_end_the_lines_of_the_steps(tmp_path, capsys):
     lines = ['{"step": 1, "reward/mean": 0.5}', '{"step": 2, "rew', 'mean": 0.5}', "7", '{"step": 3}']
     (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    display = Progress(tmp_path, total=4, live=False)
+    display = ProgressDisplay(tmp_path, total=4, live=False)
     display._ended.set()
     display._follow(0)
     shown = capsys.readouterr().out
@@ -116,7 +116,7 @@ class Clock:
 
 def test_a_quiet_run_says_every_five_seconds_what_it_waits_for(tmp_path, capsys):
     clock = Clock()
-    display = Progress(tmp_path, total=4, live=False, clock=clock)
+    display = ProgressDisplay(tmp_path, total=4, live=False, clock=clock)
     for clock.now in (4.0, 5.0, 6.0, 10.0):
         display.tell_waiting()
     wait = {"who": "runner", "on": "rollout-0", "what": "load of the model", "seconds": 11.2}
@@ -133,7 +133,7 @@ def test_a_quiet_run_says_every_five_seconds_what_it_waits_for(tmp_path, capsys)
 
 def test_once_steps_finish_the_pauses_between_such_lines_grow(tmp_path, capsys):
     clock = Clock()
-    display = Progress(tmp_path, total=4, live=False, clock=clock)
+    display = ProgressDisplay(tmp_path, total=4, live=False, clock=clock)
     role = {"name": "rollout", "ready": 1, "desired": 2}
     display.update({"phase": "Generating", "step": 2, "roles": [role]})
     for clock.now in map(float, range(40)):

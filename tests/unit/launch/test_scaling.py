@@ -1,6 +1,6 @@
 """A local run follows the number of its rollouts and envs: highest index first, nothing twice."""
 
-from rl_core.launch.scaling import Moves, follow
+from rl_core.launch.scaling import PodChanges, follow
 
 
 def member(name, state="serving"):
@@ -18,7 +18,7 @@ def status(members, *, rollouts, missing=()):
 
 def test_missing_members_without_a_pod_are_started_and_those_with_one_are_left_to_the_restart_rules():
     told = status([member("rollout:0")], rollouts=4, missing=["j-rollout-1", "j-rollout-2", "j-rollout-3", "j-actor-0"])
-    assert follow(told, {"j-rollout-0": True, "j-rollout-1": True, "j-rollout-3": False}) == Moves(
+    assert follow(told, {"j-rollout-0": True, "j-rollout-1": True, "j-rollout-3": False}) == PodChanges(
         start=("j-rollout-2", "j-rollout-3")
     )
 
@@ -32,9 +32,9 @@ def test_surplus_pods_drain_highest_index_first_and_draining_ones_are_not_counte
 
 def test_a_drained_pod_is_ended_once():
     told = status([member("rollout:0"), member("rollout:1", "drained")], rollouts=1)
-    assert follow(told, {"j-rollout-0": True, "j-rollout-1": True}) == Moves(end=("j-rollout-1",))
-    assert follow(told, {"j-rollout-0": True, "j-rollout-1": False}) == Moves()
+    assert follow(told, {"j-rollout-0": True, "j-rollout-1": True}) == PodChanges(end=("j-rollout-1",))
+    assert follow(told, {"j-rollout-0": True, "j-rollout-1": False}) == PodChanges()
 
 
 def test_a_status_without_members_moves_nothing():
-    assert follow({}, {"j-rollout-0": True}) == Moves()
+    assert follow({}, {"j-rollout-0": True}) == PodChanges()

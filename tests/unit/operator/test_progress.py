@@ -65,7 +65,7 @@ async def runner():
         body, headers = await request.read(), {name.lower(): value for name, value in request.headers.items()}
         status, text = server.answers.get(request.path, (200, "{}"))
         call = ReceivedCall.read(request.method, request.path, headers)
-        if guard.refuse(call) is not None or not call.holds(body):
+        if guard.check(call) is not None or not call.matches_body(body):
             status, text = 401, ""
         else:
             asked.append((request.method, request.path, body.decode()))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rl_core.api.roles import RolloutSpec
 from rl_core.plan import autoscale
-from rl_core.plan.autoscale import HYSTERESIS, Shares, read
+from rl_core.plan.autoscale import HYSTERESIS, IdleShares, read
 
 SYNCHRONOUS, ASYNCHRONOUS = "on policy", "asynchronous"
 
@@ -25,7 +25,7 @@ def decide(rollout, measured, *, on_policy=False):
 
 
 def shares(rollouts, *, starved, trainer, seconds=60.0):
-    return Shares(rollouts=rollouts, starved=starved, trainer_starved=trainer, seconds=seconds)
+    return IdleShares(rollouts=rollouts, starved=starved, trainer_starved=trainer, seconds=seconds)
 
 
 class Job:
@@ -117,10 +117,12 @@ def test_idle_rollouts_ask_for_as_many_as_have_the_same_work_at_least_half():
 
 
 def test_on_policy_the_training_time_removes_no_rollout_and_idle_time_within_generation_does():
-    mostly_training = Shares(rollouts=16, starved=0.75, starved_in_training=0.75, trainer_starved=0.25, seconds=60.0)
+    mostly_training = IdleShares(
+        rollouts=16, starved=0.75, starved_in_training=0.75, trainer_starved=0.25, seconds=60.0
+    )
     assert decide(spec(16), mostly_training, on_policy=True) is None
     assert decide(spec(16), mostly_training).replicas == 8, "asynchronous rollouts could generate meanwhile"
-    half_idle = Shares(rollouts=16, starved=0.875, starved_in_training=0.75, trainer_starved=0.25, seconds=60.0)
+    half_idle = IdleShares(rollouts=16, starved=0.875, starved_in_training=0.75, trainer_starved=0.25, seconds=60.0)
     assert half_idle.starved_in_generation == 0.5 and decide(spec(16), half_idle, on_policy=True).replicas == 10
     assert "for 88% of the time, for 50% of generation" in decide(spec(16), half_idle, on_policy=True).reason
 

@@ -14,10 +14,10 @@ from rl_core.plan.failure_rules import (
     PodFailures,
     add_failure,
     contains,
+    fired_rule,
     rule_on,
     rule_on_stall,
-    stall_is_due,
-    tripped,
+    stall_action_is_due,
 )
 
 text = st.text(alphabet="ab ", max_size=12)
@@ -114,7 +114,7 @@ def test_the_pause_doubles_up_to_five_minutes():
 def test_a_silence_is_acted_on_when_it_has_lasted_as_long_once_more(bound, steps):
     now, acts = bound, []
     for step in steps:
-        if stall_is_due(now, at=now, acted_at=acts[-1] if acts else None):
+        if stall_action_is_due(now, at=now, acted_at=acts[-1] if acts else None):
             acts.append(now)
         now += step
     assert acts[0] == bound
@@ -143,26 +143,26 @@ def test_a_role_is_restarted_once_and_then_the_job(sink, acts, expected):
 
 def test_semantic_rules_fire_at_their_number_of_steps():
     policy = FailurePolicySpec.model_validate({"rewardCollapse": {"below": 0.1, "steps": 3, "action": "Pause"}})
-    assert tripped(policy, {"rewardCollapse": 2, "klBlowUp": 99}) is None
-    trip = tripped(policy, {"rewardCollapse": 3})
+    assert fired_rule(policy, {"rewardCollapse": 2, "klBlowUp": 99}) is None
+    trip = fired_rule(policy, {"rewardCollapse": 3})
     assert trip is not None and (trip.rule, trip.action) == ("rewardCollapse", "Pause")
 
 
 def test_a_mismatch_is_told_with_its_numbers():
     policy = FailurePolicySpec.model_validate({"mismatch": {"kl": 0.01, "action": "FailJob"}})
     numbers = {"mismatch/kl": 0.25, "mismatch/max_ratio": 7.0, "mismatch/share_clipped": None}
-    trip = tripped(policy, {"mismatch": 3}, numbers)
+    trip = fired_rule(policy, {"mismatch": 3}, numbers)
     assert trip is not None and (trip.reason, trip.action, trip.steps) == ("PolicyMismatch", "FailJob", 3)
     assert trip.message == (
         "mismatch/kl above failurePolicy.mismatch.kl 0.01 (now mismatch/kl 0.25, mismatch/max_ratio 7) for 3 or more steps in a row"
     )
-    assert "(now" not in tripped(policy, {"mismatch": 3}).message
+    assert "(now" not in fired_rule(policy, {"mismatch": 3}).message
 
 
 @pytest.mark.parametrize("streaks", [None, [], "x", {"rewardCollapse": "3"}, {"rewardCollapse": None}])
 def test_streaks_that_make_no_sense_trip_nothing(streaks):
     policy = FailurePolicySpec.model_validate({"rewardCollapse": {"below": 0.1, "steps": 1, "action": "Pause"}})
-    assert tripped(policy, streaks) is None
+    assert fired_rule(policy, streaks) is None
 
 
 @pytest.mark.parametrize("role", ["actor", "rollout"])
