@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.actors.megatron.guards import refusals
+from rl_core.actors.megatron.guards import unsupported_settings
 from rl_core.api.errors import CapacityError
 from rl_core.cli import plan
 from rl_core.cli.job_file import JobProblems, load_job
@@ -60,7 +60,7 @@ def test_it_is_valid_where_neither_model_nor_prompts_are(name, capsys):
 
 
 def test_the_backend_has_what_the_model_needs(name, job):
-    assert list(refusals(job.spec, COMMON | SHAPES[name])) == []
+    assert list(unsupported_settings(job.spec, COMMON | SHAPES[name])) == []
 
 
 def test_its_ranks_are_laid_out_as_the_readme_says(name, job):
