@@ -183,10 +183,10 @@ def test_a_full_output_folder_holds_the_run_until_there_is_room(start, small_dis
 def test_a_stall_is_found_named_and_acted_on(start, tmp_path, tiny):
     """A reward that hangs once, with deadlines too long to help: the stall rule restarts what is waited for."""
     (tmp_path / "hang.py").write_text(
-        "import pathlib, time\n"
+        "import os, pathlib, time\n"
         "MARK = pathlib.Path(__file__).with_suffix('.done')\n\n"
         "def reward(prompts, completions, **columns):\n"
-        "    if not MARK.exists():\n"
+        "    if 'RLJOB_OUTPUT' in os.environ and not MARK.exists():\n"  # not when `rljob run` tries it at first
         "        MARK.touch()\n"
         "        time.sleep(3600)\n"
         "    return [float(len(text)) for text in completions]\n"
