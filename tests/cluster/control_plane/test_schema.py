@@ -135,7 +135,8 @@ def test_groups_keep_their_names_and_change_in_number_only(control_plane, namesp
     for change in ([judge, jury | {"replicas": 2}], [judge | {"worker": "a:B"}, jury], [judge, jury | {"callers": []}]):
         assert fixed in edit(control_plane, namespace, check=False, groups=change).stderr
     named = "groups must keep their names; delete the job and create it anew"
-    edit(control_plane, namespace, suspend=True, groups=[judge | {"worker": "a:B", "gpus": 1}, jury | {"replicas": 2}])
+    edit(control_plane, namespace, suspend=True)
+    edit(control_plane, namespace, groups=[judge | {"worker": "a:B", "gpus": 1}, jury | {"replicas": 2}])
     for change in ([judge], [judge, jury | {"name": "other"}], None):
         assert named in edit(control_plane, namespace, check=False, groups=change).stderr
 
