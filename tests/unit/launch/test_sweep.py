@@ -38,7 +38,7 @@ class Strays:
 )
 def test_killed_strays_are_waited_for_and_told_when_they_stay(tmp_path, monkeypatch, caplog, takes, seconds, told):
     strays = Strays(takes)
-    for name, value in (("marked", strays.marked), ("kill", strays.kill), ("time", strays)):
+    for name, value in (("with_environment", strays.marked), ("kill", strays.kill), ("time", strays)):
         monkeypatch.setattr(processes, name, value)
     pods = LocalPods(Workspace(tmp_path), environ={}, on_end=lambda pod: None)
     pods.sweep("j-rollout-0", seconds=seconds)
