@@ -29,7 +29,10 @@ CLAIMED = {
             {"actor": {"gpus": 3, "processesPerPod": 2}, "algorithm": {"promptsPerStep": 32}},
             "multiple of processesPerPod 2, got 3",
         ),
-        ({"placement": {"mode": "hybrid"}, "rollout": {"gpus": 1}}, "rollouts of 1 gpus beside 1 actor pods of 0"),
+        (
+            {"placement": {"mode": "hybrid"}, "rollout": {"gpus": 1}},
+            "rollout.gpus must equal actor.gpus with placement.mode hybrid, which puts both on the same devices, got 1 beside 0",
+        ),
         (
             {"placement": {"componentPlacement": {"actor": 0, "rollout": "1-4"}}},
             r"placement.componentPlacement: component rollout: part '1-4': rank 4 is out of range",

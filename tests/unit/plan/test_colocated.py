@@ -129,9 +129,9 @@ def test_a_colocated_rollout_is_known_to_be_in_the_pod_of_its_actor():
 @pytest.mark.parametrize(
     ("blocks", "words"),
     [
-        ({"rollout": {"replicas": 2}}, "got colocated with 2 rollouts of 0 gpus beside 1 actor pods of 0, and maxStaleness 0"),
-        ({"placement": {"mode": "hybrid"}, "actor": {"replicas": 2}}, "got hybrid with 1 rollouts .* beside 2 actor pods"),
-        ({"algorithm": {"maxStaleness": 1}}, "write maxStaleness: 0; got .* and maxStaleness 1"),
+        ({"rollout": {"replicas": 2}}, "rollout.replicas must be actor.replicas .* got colocated with 2 beside 1"),
+        ({"placement": {"mode": "hybrid"}, "actor": {"replicas": 2}}, "and no fewer with hybrid, got hybrid with 1 beside 2"),
+        ({"algorithm": {"maxStaleness": 1}}, "algorithm.maxStaleness must be 0 with placement.mode colocated, .* got 1; write maxStaleness: 0"),
         ({"weights": {"transport": "nccl"}}, "weights.transport must not be nccl .* write auto"),
     ],
     ids=["unequal", "too few", "asynchronous", "nccl"],
