@@ -20,7 +20,7 @@ from _hostile_runners import kind_of
 
 from rljob_operator.model import Progress
 from rljob_operator.runtime.cache import JobKey
-from rljob_operator.runtime.progress import JOBS_PER_SECOND, Poller, RunnerClient, Target
+from rljob_operator.runtime.progress import JOBS_PER_SECOND, Poller, RunnerClient, RunnerTarget
 
 INTERVAL = 5.0
 SPREAD = 1.1
@@ -49,7 +49,7 @@ async def poll(count: int, seconds: float) -> dict:
     """Poll for some time; delays beyond the interval, and memory."""
     words, process = Words(), psutil.Process()
     targets = [
-        Target(
+        RunnerTarget(
             key=JobKey("bench", str(n)),
             job_uid=str(n),
             pod_uid=f"pod-{n}",

@@ -55,12 +55,12 @@ MANIFEST_BYTES = 900
 
 def copies_without_checksums(case):
     """Run a sync of `case` whose publisher takes no checksums either."""
-    from rl_core.weights import words
+    from rl_core.weights import checksums
 
-    own = (words.sum_bytes, words.copy_bytes, words.add)
-    trust_all(None, words)
+    own = (checksums.sum_bytes, checksums.copy_bytes, checksums.add)
+    trust_all(None, checksums)
     case.run()
-    words.sum_bytes, words.copy_bytes, words.add = own
+    checksums.sum_bytes, checksums.copy_bytes, checksums.add = own
 
 
 def in_turns(case, runs, peers, warm=2, run=Case.run):
