@@ -53,7 +53,7 @@ async def test_the_pods_of_a_colocated_job_are_what_the_plan_says(jobs: Jobs, st
         paths = {item["path"] for item in keys["projected"]["sources"][0]["secret"]["items"]}
         assert {"actor.secret", "rollout.secret"} <= paths
     await jobs.wait_roles("active", actor=2, rollout=2)
-    with pytest.raises(Invalid, match="needs one rollout in each actor pod"):
+    with pytest.raises(Invalid, match="rollout.replicas must be actor.replicas with placement.mode colocated"):
         await jobs.change({"rollout": {"replicas": 1}})
 
 
