@@ -98,13 +98,13 @@ class Rank:
     def save_beside(self, path: str, step: int) -> None:
         """Begin to save a checkpoint in the background; it is read from model and optimizer when training is about to change them."""
         background, asked = self.actor.manager._background, threading.Event()
-        copy, release = background._copy_of, background.release
+        copy, wait_copied = background._copy_of, background.wait_copied
 
         def late(part):
             assert asked.wait(300), "training asks before it changes anything"
             return copy(part)
 
-        background._copy_of, background.release = late, lambda: (asked.set(), release())
+        background._copy_of, background.wait_copied = late, lambda: (asked.set(), wait_copied())
         self.written = self.actor.save_checkpoint(path, step, in_background=True)
 
     def saved(self) -> None:
