@@ -243,8 +243,10 @@ class LocalCluster:
         if action is Action.FINISH:
             self._begin_end(decision.code, "", STOP_SECONDS)
             return
-        if action is not Action.FAIL:  # the reason of a failure is printed once, at the end
+        if action is not Action.FAIL:
             self._say(f"{ANNOUNCED[action]}: {brief(decision.reason)}")
+        elif decision.limit:  # the reason itself is printed once, at the end
+            self._say(f"ending the run: {decision.limit}")
         if action is Action.FAIL:
             self._begin_end(decision.code, decision.reason, STOP_SECONDS)
         elif action is Action.PAUSE:

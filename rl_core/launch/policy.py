@@ -43,6 +43,8 @@ class RestartDecision:
     role: str = ""
     """The group to restart, for RESTART_ROLE."""
     reason: str = ""
+    limit: str = ""
+    """For FAIL: the limit that forbids a restart; empty if the failure itself ends the run."""
 
 
 class RestartPolicy:
@@ -128,8 +130,10 @@ class RestartPolicy:
 
     def _restart_job(self, reason: str, *, counted: bool = True) -> RestartDecision:
         if counted and self._budget.restarts >= self._spec.max_restarts:
-            text = f"{reason}; all {self._spec.max_restarts} restarts of failurePolicy.maxRestarts are used"
-            return RestartDecision(action=Action.FAIL, code=ExitCode.INFRASTRUCTURE, reason=text)
+            limit = f"all {self._spec.max_restarts} restarts of failurePolicy.maxRestarts are used"
+            return RestartDecision(
+                action=Action.FAIL, code=ExitCode.INFRASTRUCTURE, reason=f"{reason}; {limit}", limit=limit
+            )
         if counted:
             self._charge(restarts=1)
         return RestartDecision(action=Action.RESTART_JOB, reason=reason)
