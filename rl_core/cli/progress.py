@@ -181,7 +181,8 @@ def waiting_line(status: dict[str, Any], seconds: float) -> str:
     if not status:
         return f"{now}  starting for {seconds:.0f} s: the runner loads its libraries"
     waits = sorted(status.get("waits") or [], key=lambda wait: -float(wait["seconds"]))
-    place = f"{status.get('phase', 'starting')}, step {status.get('step', 0)}"
+    step = status.get("step")  # 0 until a checkpoint is loaded, also of a run that is resumed
+    place = status.get("phase", "Starting") + (f", step {step}" if step else "")
     told = [f"{wait['who']} waits for {wait['on']}: {wait['what']} ({wait['seconds']:.0f} s)" for wait in waits[:2]]
     ready = ", ".join(f"{role['name']} {role['ready']}/{role['desired']}" for role in status.get("roles", []))
     return f"{now}  {place}: {'; '.join(told) or f'ready are {ready}'}"

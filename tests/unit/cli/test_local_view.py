@@ -127,7 +127,7 @@ def test_a_quiet_run_says_every_five_seconds_what_it_waits_for(tmp_path, capsys)
     assert [line[10:] for line in lines] == [
         "starting for 5 s: the runner loads its libraries",
         "starting for 10 s: the runner loads its libraries",
-        "Starting, step 0: runner waits for rollout-0: load of the model (11 s)",
+        "Starting: runner waits for rollout-0: load of the model (11 s)",
     ]
 
 
