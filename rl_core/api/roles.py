@@ -425,7 +425,7 @@ class EnvSpec(RoleSpec):
     """The environments, which answer and score completions."""
 
     type: str = Field("math", min_length=1)
-    """Registered environment (math, reasoning_gym, reward) or `module:Class`."""
+    """Registered environment (math, reasoning_gym, reward, agent) or `module:Class`."""
     replicas: int = Field(1, ge=0, le=1024)
     """Number of pods; 0 only with a program of one's own."""
     max_turns: int = Field(1, ge=1, lt=2**31)
@@ -434,6 +434,8 @@ class EnvSpec(RoleSpec):
     """Processes per pod that run the code of the environment; one that hangs or dies is replaced."""
     reward: str | None = None
     """`module:function` called f(prompts, completions, **columns) -> list[float | None]; for type reward."""
+    agent: str | None = None
+    """`module:function` called f(row, base_url, api_key, model), which calls the model at base_url and returns a reward; for type agent."""
     options: Annotated[dict[str, Any], Field(max_length=64)] = {}
     """Options of the environment type, checked by its own config model."""
     egress: Egress = []
@@ -454,3 +456,15 @@ class EnvSpec(RoleSpec):
             yield (
                 f"reward must be given exactly when type is `reward`, got type {self.type} and reward {self.reward or 'null'}; set both or neither"
             )
+
+    @rule(
+        Cel(
+            holds="($type == 'agent') == has(self.agent)",
+            refusal="agent must be given exactly when type is `agent`, got type %s and agent %s; set both or neither",
+            values=("$type", "has(self.agent) ? self.agent : 'null'"),
+            field="agent",
+        )
+    )
+    def _agent(self) -> Iterator[str]:
+        if (self.type == "agent") != (self.agent is not None):
+            yield f"agent must be given exactly when type is `agent`, got type {self.type} and agent {self.agent or 'null'}; set both or neither"

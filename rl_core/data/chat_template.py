@@ -27,13 +27,13 @@ class GenerationTag(Extension):  # type: ignore[misc] # mypy does not look into 
 
 
 def render(
-    source: str, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, specials: Mapping[str, str]
+    source: str, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
 ) -> str:
-    """Return the conversation rendered by `source`; `specials` are variables such as eos_token. Raises ConfigError."""
+    """Return the conversation rendered by `source`; `variables` are those of the template, such as eos_token. Raises ConfigError."""
     # Some templates test `tools is none` and others `tools is defined`; transformers always defines them.
-    variables = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt, **specials}
+    given = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt, **variables}
     try:
-        return str(_compiled(source).render(messages=list(messages), **variables))
+        return str(_compiled(source).render(messages=list(messages), **given))
     except TemplateError as error:
         raise ConfigError(_error_text(str(error))) from error
     except Exception as error:  # expressions of a template raise as Python's do

@@ -17,6 +17,8 @@ from rl_core.transports import frames
 CHAT_ROLES = frozenset({"system", "user", "assistant", "tool"})
 ANSWERED_TASKS = frozenset({"math"})
 """Environments that need an answer in every row."""
+WHOLE_ROW_TASKS = frozenset({"agent"})
+"""Environments that write the prompt themselves and need its column."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +93,7 @@ def _sample(
     return DatumSpec(
         message_log=log,
         length=length,
-        extra_env_info=env_info(row, data),
+        extra_env_info=env_info(row, data, whole=task_name in WHOLE_ROW_TASKS),
         loss_multiplier=1.0,
         idx=index,
         task_name=task_name,
@@ -141,9 +143,9 @@ def _check_travels(row: Row, *, where: str) -> None:
         ) from error
 
 
-def env_info(row: Row, data: DataSpec) -> dict[str, Any]:
-    """Return the environment's metadata of a row: all columns but the prompt, and the answer also as `ground_truth`."""
-    info = {key: value for key, value in row.items() if key != data.prompt_key}
+def env_info(row: Row, data: DataSpec, *, whole: bool = False) -> dict[str, Any]:
+    """Return the environment's metadata of a row: all columns, the prompt only if `whole`, and the answer also as `ground_truth`."""
+    info = {key: value for key, value in row.items() if whole or key != data.prompt_key}
     if data.answer_key in row:
         info["answer"] = info["ground_truth"] = row[data.answer_key]
     return info

@@ -153,9 +153,17 @@ class Tokenizer:
         return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens))
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False, template: str | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the rendered conversation. Raises ConfigError when there is no template or it fails."""
+        """Return the rendered conversation. Raises ConfigError when there is no template or it fails.
+
+        `template` None = that of the tokenizer; `variables` are further variables of the template, such as `tools`.
+        """
         from rl_core.data.chat_template import render  # jinja2 is needed for message lists only
 
         source = template or self.chat_template
@@ -163,4 +171,9 @@ class Tokenizer:
             raise ConfigError(
                 "data with message lists needs a chat template, got a tokenizer without one; set data.chatTemplate or use text prompts"
             )
-        return render(source, messages, add_generation_prompt=add_generation_prompt, specials=self._specials)
+        return render(
+            source,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            variables={**self._specials, **(variables or {})},
+        )

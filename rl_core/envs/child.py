@@ -56,6 +56,11 @@ def main() -> int:
         sock.sendall(pipe.pack(EnvReady(pid=first, max_turns=server.max_turns)))
         while True:
             sock.sendall(server.answer(pipe.receive_blocking(sock)))
+            if server.spent:
+                logger.warning(
+                    "this process ends, because code that it was to give up still runs in it; another one takes its place"
+                )
+                os._exit(0)
     except (EOFError, ConnectionError):
         return 0
 
@@ -130,6 +135,11 @@ class Server:
         except BaseException as error:  # noqa: BLE001 - user code raises anything, and its sys.exit() is a data failure
             end_copy(self._pid, error)
             return pipe.pack(self._failure(error))
+
+    @property
+    def spent(self) -> bool:
+        """Return whether the environment asks for the end of this process, because it could not stop its own code."""
+        return bool(getattr(self._env, "spent", False))
 
     def _wait(self, awaitable: Any) -> Any:
         if self._loop is None:

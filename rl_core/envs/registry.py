@@ -12,6 +12,7 @@ RewardFunction = Callable[..., Any]
 """f(prompts, completions, **columns) -> list[float | None], sync or async."""
 
 BUILT_IN = {
+    "agent": "rl_core.envs.agent:AgentEnvironment",
     "math": "rl_core.envs.math:MathEnvironment",
     "reasoning_gym": "rl_core.envs.reasoning_gym:ReasoningGymEnvironment",
     "reward": "rl_core.envs.reward:RewardEnvironment",

@@ -24,11 +24,14 @@ def env_source(
     """Return the record from which child processes build the environment of `spec.env`. Raises ConfigError for bad `limits`."""
     options = dict(spec.options)
     limits = parse_config(LimitsSpec, options.pop("limits", None), where="env.options.limits")
+    label = f"environment {spec.type}"
     if spec.reward is not None:
-        options["reward"] = spec.reward
+        options["reward"], label = spec.reward, f"reward {spec.reward}"
+    if spec.agent is not None:
+        options["agent"], label = spec.agent, f"agent {spec.agent}"
     return EnvSettings(
         type=spec.type,
-        label=f"reward {spec.reward}" if spec.reward is not None else f"environment {spec.type}",
+        label=label,
         options=options,
         memory_bytes=limits.memory_bytes,
         cpu_seconds=limits.cpu_seconds,

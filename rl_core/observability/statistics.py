@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+SUMMED = frozenset({"total_turns", "branches", "unspliced"})
+"""Last components of the names of counts, which are added over groups."""
+
 
 def percentile(values: Sequence[float], p: float) -> float:
     """Return percentile `p` (0 to 100) of `values` without interpolation, or 0.0 for no values.
@@ -60,7 +63,7 @@ def aggregate_rollout_metrics(groups: Sequence[Mapping[str, Any]]) -> dict[str, 
     """Combine the metrics of several groups into one mapping.
 
     The last component of a metric's name, or its prefix if there is no "/", selects the rule: the minimum for `min`; the maximum for `max`,
-    or the mean if it is a rate; the sum for `total_turns`; the mean without NaN for all others. Lists are concatenated and maps of counts
+    or the mean if it is a rate; the sum for those of SUMMED; the mean without NaN for all others. Lists are concatenated and maps of counts
     are added. Of other values that are not numbers the last one is kept.
     """
     merged: dict[str, Any] = {}
@@ -76,8 +79,9 @@ def _reduce(name: str, values: list[float]) -> float:
     if not known:
         return math.nan
     last = name.rsplit("/", 1)[-1]
+    last = name.rsplit("/", 1)[-1]
     bare = "/" not in name
-    if name.rsplit("/", 1)[-1] == "total_turns":
+    if last in SUMMED:
         return sum(known)
     if last == "min" or (bare and last.startswith("min_")):
         return min(known)

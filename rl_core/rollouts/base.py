@@ -37,7 +37,7 @@ from rl_core.rollouts.groups import GroupMaker
 from rl_core.rollouts.leases import HubLeases
 from rl_core.rollouts.message_log import as_token_tensor, token_loss_mask
 from rl_core.rollouts.meter import EngineMeter
-from rl_core.rollouts.model_files import max_positions
+from rl_core.rollouts.model_files import generation_eos_ids, max_positions
 from rl_core.rollouts.padded import BatchedDataDict, GenerationInterface
 from rl_core.rollouts.pausing_target import Pause, pausing
 from rl_core.rollouts.recovery import EngineRecovery
@@ -50,6 +50,7 @@ from rl_core.workers.worker import Worker
 
 if TYPE_CHECKING:
     from rl_core.channel import Channel
+    from rl_core.rollouts.agents import AgentEndpoint
 
 __all__ = [
     "BatchedDataDict",
@@ -101,6 +102,8 @@ class _Parts:
     loop: RolloutLoop
     recovery: EngineRecovery
     residency: EngineResidency
+    agents: AgentEndpoint | None
+    """None in jobs whose episodes no agent programs drive."""
 
 
 class RolloutWorkerBase(Worker):
@@ -149,7 +152,9 @@ class RolloutWorkerBase(Worker):
             available=self.view_changed,
             waiting=lambda address: self.waiting("environment step", self._env_at(address)),
         )
-        groups = GroupMaker(spec, Tokenizer.from_files(self.files), engine, environment)
+        tokenizer = Tokenizer.from_files(self.files)
+        agents = self._agent_endpoint(tokenizer, engine)
+        groups = GroupMaker(spec, tokenizer, engine, environment, agents)
         self.report_metrics(lambda: meter.read() | groups.metrics())
         sampling = spec.algorithm.dynamic_sampling
         loop = RolloutLoop(
@@ -177,9 +182,17 @@ class RolloutWorkerBase(Worker):
         recovery = EngineRecovery(receiver, loop, starting=self._on_engine_lost)
         engine.watch(recovery.lost, recovery.back)
         residency = EngineResidency(engine.residency, loop)
-        self._parts = _Parts(engine, environment, groups, receiver, loop, recovery, residency)
+        self._parts = _Parts(engine, environment, groups, receiver, loop, recovery, residency, agents)
         # These objects live as long as the process, and a garbage collection over them takes longer than a decode step.
         gc.freeze()
+
+    def _agent_endpoint(self, tokenizer: Tokenizer, engine: Engine) -> AgentEndpoint | None:
+        """Return the endpoint that agent programs call, None in other jobs: they do not load the HTTP server."""
+        if self.spec.env.type != "agent":
+            return None
+        from rl_core.rollouts.agents import AgentEndpoint
+
+        return AgentEndpoint(self.spec, tokenizer, engine, stop_ids=generation_eos_ids(self.files))
 
     def _pause(self, engine: Engine, loop: RolloutLoop) -> Pause:
         """Return how the worker pauses before weights change: as `weights.onUpdate` says, groups in flight end or are interrupted."""
@@ -208,6 +221,8 @@ class RolloutWorkerBase(Worker):
         Records of training groups go to the channel `trajectories`, and scores of validation groups to `validation`.
         """
         parts = self._built()
+        if parts.agents is not None:
+            await parts.agents.start(self.worker_info.node_ip)
         parts.loop.start(trajectories, validation)
         # Reported again, because the hub has forgotten the version of a member that lost its connection and came back.
         if parts.receiver.state is ReceiverState.SERVING:
@@ -298,6 +313,8 @@ class RolloutWorkerBase(Worker):
             await parts.loop.stop()
             await parts.receiver.close()
             parts.environment.close()
+            if parts.agents is not None:
+                await parts.agents.close()
             await asyncio.to_thread(parts.engine.close)
 
     def status(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from rl_core.rollouts.sampling import SamplingParams, unique
 
 if TYPE_CHECKING:
     from rl_core.api.job import RLJobSpec
+    from rl_core.rollouts.agents import AgentEndpoint
 
 PROBE_SEED = 20260101
 
@@ -22,13 +23,19 @@ class GroupMaker:
     """Generates leased groups, with one RolloutManager for training and one per temperature of validation."""
 
     def __init__(
-        self, spec: RLJobSpec, tokenizer: Tokenizer, engine: Engine, environment: EnvironmentInterface
+        self,
+        spec: RLJobSpec,
+        tokenizer: Tokenizer,
+        engine: Engine,
+        environment: EnvironmentInterface,
+        agents: AgentEndpoint | None = None,
     ) -> None:
-        """Run groups of the job `spec` with `engine` and `environment`."""
+        """Run groups of the job `spec` with `engine` and `environment`; `agents` is for jobs whose episodes agent programs drive."""
         self._spec = spec
         self._tokenizer = tokenizer
         self._engine = engine
         self._environment = environment
+        self._agents = agents
         self._params = training_params(spec)
         self._training = engine.generator(self._params)
         self._managers: dict[tuple[float | None, int], RolloutManager] = {}
@@ -70,6 +77,7 @@ class GroupMaker:
                 group_seconds=spec.runtime.deadlines.rollout,
                 seed=spec.algorithm.seed,
                 env_step_seconds=spec.runtime.deadlines.env_step,
+                **(self._agents.rollout_options() if self._agents is not None else {}),
             )
         return self._managers[kind]
 

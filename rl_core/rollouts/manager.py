@@ -65,6 +65,7 @@ class RolloutManager:
         buffer: Any = None,
         weight_version: Callable[[], int | Awaitable[int]] | None = None,
         group_seconds: float | None = None,
+        implementation: type[AsyncRolloutImpl] = AsyncRolloutImpl,
         **options: Any,
     ) -> None:
         """Create a manager; the arguments that are not listed here are those of `AsyncRolloutImpl`.
@@ -77,7 +78,8 @@ class RolloutManager:
             buffer: Where `generate_and_push` puts groups; see `buffered.BufferedGroups`.
             weight_version: Returns the current policy version for the buffer; None = that of `policy_generation`.
             group_seconds: Deadline of one attempt at a group; None = no deadline.
-            **options: Passed to `AsyncRolloutImpl` (seed, env_step_seconds, greedy).
+            implementation: Runs the groups.
+            **options: Passed to `implementation` (seed, env_step_seconds, greedy).
 
         Raises RolloutConfigError for settings that do not fit together.
         """
@@ -93,7 +95,7 @@ class RolloutManager:
             raise RolloutConfigError(
                 "policy_generation is required for the native async path, got None; pass a backend"
             )
-        self._impl = AsyncRolloutImpl(
+        self._impl = implementation(
             tokenizer,
             task_to_env,
             num_generations_per_prompt,

@@ -26,6 +26,7 @@ INVARIANT_FIELDS = (
     "rollout.maxSequenceLength",
     "env.type",
     "env.reward",
+    "env.agent",
     "env.options",
     "env.maxTurns",
 )

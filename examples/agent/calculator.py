@@ -1,0 +1,57 @@
+"""An agent: it asks the model for a product, runs the calculator that the model calls, and tells it up to twice that an answer is wrong.
+
+Nothing here knows of the training: the `openai` client, a base URL, an API key.
+"""
+
+import json
+
+from openai import OpenAI
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "calculator",
+            "description": "Multiply two numbers, as in 12*34.",
+            "parameters": {
+                "type": "object",
+                "properties": {"expression": {"type": "string"}},
+                "required": ["expression"],
+            },
+        },
+    }
+]
+CALLS, CORRECTIONS = 8, 2
+REWARDS = (1.0, 0.5, 0.25)
+"""Reward of the right answer at the first, second and third attempt."""
+
+
+def run(row, base_url, api_key, model):
+    """Return the reward of one conversation about `row`, which has `prompt` (messages) and `answer`."""
+    messages = list(row["prompt"])
+    wrong = 0
+    with OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        for _ in range(CALLS):
+            reply = client.chat.completions.create(model=model, messages=messages, tools=TOOLS).choices[0].message
+            messages.append(reply)
+            if reply.tool_calls:
+                messages += [
+                    {"role": "tool", "tool_call_id": call.id, "content": calculate(call)} for call in reply.tool_calls
+                ]
+            elif (reply.content or "").strip() == row["answer"]:
+                return {"reward": REWARDS[wrong], "parts": {"first_attempt": float(wrong == 0)}}
+            elif wrong == CORRECTIONS:
+                break
+            else:
+                wrong += 1
+                messages.append({"role": "user", "content": "wrong"})
+    return {"reward": 0.0, "parts": {"first_attempt": 0.0}}
+
+
+def calculate(call):
+    """Return the result of a call of the calculator as text."""
+    try:
+        left, right = json.loads(call.function.arguments)["expression"].split("*")
+        return str(int(left) * int(right))
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return "error"

@@ -1,0 +1,34 @@
+"""What a rollout and an env worker say about the run of an agent program, inside the metadata of an environment step (`EnvRow`, `EnvAnswer`).
+
+The metadata of the request has the columns of the data row and, under REQUEST, where and how long the program may call. The metadata of the
+answer has, under RESULT, which run was scored and why there is no reward if there is none.
+"""
+
+from typing import TypedDict
+
+REQUEST, RESULT = "rljob_agent", "rljob_agent_result"
+
+
+class AgentRequest(TypedDict):
+    """One run of the program to be made."""
+
+    base_url: str
+    """Of the endpoint, with `/v1`."""
+    api_key: str
+    """Key of the sample's session; the program gets it with `.RUN` behind it."""
+    model: str
+    seconds: float
+    """Time of the run."""
+
+
+class AgentResult(TypedDict):
+    """What became of a run."""
+
+    run: str
+    """Name of the run, which stands behind the session's key."""
+    error: str
+    """Why the program has no reward; "" = it has one."""
+    late: bool
+    """Whether it had not ended in time."""
+    parts: dict[str, float]
+    """Parts of the reward by name, for metrics."""

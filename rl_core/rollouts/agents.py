@@ -1,0 +1,200 @@
+"""`AgentRolloutImpl`: runs prompt groups whose episodes are driven by a program of the user that calls the rollout's own endpoint.
+
+    open a session -> environment step: an env worker runs the program -> calls at the endpoint are recorded in the session
+                                                                       -> its reward -> close the session -> sample
+
+Everything but the middle is that of `multi_turn`: seeds, groups, deadlines, failures. A program that fails, is late or never calls the
+model fails its sample; it is never a reward of 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_core.api.errors import ConfigError, RolloutDataFailure, RolloutTimeout
+from rl_core.api.records import Completion, FinishReason, PromptGroupRecord
+from rl_core.messages.agents import REQUEST, RESULT, AgentRequest, AgentResult
+from rl_core.rollouts.endpoint.episodes import AgentEpisode, Episodes
+from rl_core.rollouts.endpoint.server import Endpoint
+from rl_core.rollouts.endpoint.session import Turn
+from rl_core.rollouts.endpoint.template import ChatTemplate
+from rl_core.rollouts.episode import Episode, group_name
+from rl_core.rollouts.message_log import as_token_tensor
+from rl_core.rollouts.multi_turn import AsyncRolloutImpl
+from rl_core.rollouts.sampling import sample_seed
+from rl_core.rollouts.scoring import one_reward
+
+if TYPE_CHECKING:
+    from rl_core.api.job import RLJobSpec
+    from rl_core.data.tokenizer import Tokenizer
+    from rl_core.rollouts.engine import Engine
+
+MODEL_NAME = "policy"
+"""Name of the served model at the endpoint."""
+MAX_CALLS = 64
+"""Default of env.options.maxCalls."""
+TIME_SHARE = 0.9
+"""Share of the deadline of an environment step that a program gets, so that its own failure arrives before that of the step."""
+
+
+class AgentEndpoint:
+    """The endpoint of a rollout worker, and what the runs of its groups need of it."""
+
+    def __init__(self, spec: RLJobSpec, tokenizer: Tokenizer, engine: Engine, *, stop_ids: Collection[int]) -> None:
+        """Serve `engine` to the agent programs of the job `spec`; `stop_ids` end a generation besides the tokenizer's eos token."""
+        sampling = spec.rollout.sampling
+        template = ChatTemplate(
+            tokenizer, {tokenizer.eos_token_id, *stop_ids, *sampling.stop_token_ids}, template=spec.data.chat_template
+        )
+        if not template.present:
+            raise ConfigError(
+                "env.type agent needs a chat template, got a tokenizer without one; save it with the tokenizer or set data.chatTemplate"
+            )
+        max_calls = int(
+            spec.env.options.get("maxCalls", MAX_CALLS)
+        )  # its bounds are checked where the environment is built
+        self._episodes = Episodes(template, max_seq_len=engine.max_seq_len, max_calls=max_calls)
+        self._server = Endpoint(self._episodes, tokenizer, model=MODEL_NAME, max_new_tokens=sampling.max_new_tokens)
+        self._host = ""
+
+    async def start(self, host: str) -> None:
+        """Listen on `host`, unless it does so already."""
+        if not self._host:
+            await self._server.start(host)
+            self._host = host
+
+    async def close(self) -> None:
+        """Stop listening; idempotent."""
+        await self._server.close()
+
+    @property
+    def base_url(self) -> str:
+        """Return the address that OpenAI clients take."""
+        return f"http://{self._host}:{self._server.port}/v1"
+
+    def rollout_options(self) -> dict[str, Any]:
+        """Return the arguments of `RolloutManager` that make it run agent programs."""
+        return {
+            "implementation": AgentRolloutImpl,
+            "episodes": self._episodes,
+            "base_url": lambda: self.base_url,
+            "model": MODEL_NAME,
+        }
+
+
+class AgentRolloutImpl(AsyncRolloutImpl):
+    """Runs prompt groups of agent programs."""
+
+    def __init__(
+        self, *arguments: Any, episodes: Episodes, base_url: Callable[[], str], model: str, **options: Any
+    ) -> None:
+        """Serve sessions of `episodes` at `base_url()` as the model `model`; other arguments are those of `AsyncRolloutImpl`."""
+        super().__init__(*arguments, **options)
+        self._episodes, self._base_url, self._model = episodes, base_url, model
+
+    async def run_rollout(self, input_sample: Mapping[str, Any]) -> PromptGroupRecord:
+        """Return the group of `input_sample`; its prompt is what the first inputs of all samples have in common."""
+        record = await super().run_rollout(input_sample)
+        record.prompt = [{"role": "user", "content": "", "token_ids": common_prefix(record.completions)}]
+        return record
+
+    async def _run_single_rollout(
+        self, input_sample: Mapping[str, Any], traj_idx: int
+    ) -> tuple[Completion, dict[str, Any]]:
+        group_id, attempt = group_name(input_sample), input_sample.get("attempt", 1)
+        seed = sample_seed(self.seed, group_id, traj_idx, attempt)
+        episode = Episode(
+            input_sample, seed=seed if self._generator.honours_seeds else None, key=f"{group_id}_g{traj_idx}"
+        )
+        agent = self._episodes.open(episode.key, self._generator, seed=seed, greedy=self.greedy)
+        episode.env_info = {**(episode.env_info or {}), REQUEST: self._request(agent)}
+        where = f"prompt_idx={episode.prompt_idx} traj_idx={traj_idx}"
+        try:
+            returned = await self._env_step(episode)
+        finally:
+            self._episodes.close(agent)
+            self._release(episode)
+        result: AgentResult = (returned.metadata[0] or {})[RESULT]
+        _check(result, agent, where)
+        _, reward = one_reward(returned.rewards, self._env(episode), where)
+        episode.reward_components = dict(result["parts"])
+        episode.add_reward(reward)
+        self._fill(episode, agent)
+        metrics = episode.metrics() | {"branches": agent.session.branches, "unspliced": agent.session.unspliced}
+        return episode.completion(default_version=self.policy_version), metrics
+
+    def _request(self, agent: AgentEpisode) -> AgentRequest:
+        return AgentRequest(
+            base_url=self._base_url(), api_key=agent.key, model=self._model, seconds=TIME_SHARE * self.env_step_seconds
+        )
+
+    def _fill(self, episode: Episode, agent: AgentEpisode) -> None:
+        """Write the line of calls that ended last into `episode`: what the policy read and what it sampled, in turns."""
+        episode.log, episode.env_info = [], None
+        line = agent.session.lines()[-1]
+        length = 0
+        episode.times = [line[0].times[0]]
+        for turn, following in zip(line, [*line[1:], None], strict=True):
+            length += len(turn.prompt)
+            _add_turn(episode, turn, self._assistant(turn.output), length)
+            length += len(turn.output.ids)
+            episode.times.append(turn.times[1])
+            if following is not None:
+                episode.times.append(following.times[0])
+        episode.mark()
+        episode.truncated, episode.cut = _cut(line[-1].output.finish_reason, agent)
+        episode.terminated = not episode.truncated
+
+    def _aggregate_rollout_metrics(
+        self, completions: Sequence[Completion], all_sample_metrics: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """Return the group's metrics, with the numbers of branches and of calls that could not be spliced."""
+        metrics = super()._aggregate_rollout_metrics(completions, all_sample_metrics)
+        return metrics | {name: sum(row[name] for row in all_sample_metrics) for name in ("branches", "unspliced")}
+
+
+def _check(result: AgentResult, agent: AgentEpisode, where: str) -> None:
+    """Raise the failure of a run that has no reward, or none that belongs to the recorded calls."""
+    if result["late"]:
+        raise RolloutTimeout(f"{result['error']} ({where}); raise runtime.deadlines.envStep")
+    if result["error"]:
+        raise RolloutDataFailure(f"{result['error']} ({where})")
+    if agent.run != result["run"] or not agent.session.turns:
+        raise RolloutDataFailure(
+            f"an agent must call the model at its base_url before it returns a reward, it did not ({where}); a reward without tokens trains nothing"
+        )
+
+
+def _add_turn(episode: Episode, turn: Turn, assistant: dict[str, Any], input_length: int) -> None:
+    """Append a call to the log: the ids that the policy read, then the ids that it sampled."""
+    episode.log.append({"role": "user", "content": "", "token_ids": as_token_tensor(turn.prompt)})
+    if turn.parent is not None:
+        episode.env_tokens += len(turn.prompt)
+    output = turn.output
+    episode.add_response(
+        {**assistant, "content": turn.text},
+        input_length,
+        {
+            "gen_leader_worker_idx": output.worker,
+            "gen_tokens": len(output.ids),
+            "truncated": FinishReason(output.finish_reason).truncated,
+            "finish_reason": output.finish_reason,
+        },
+    )
+
+
+def _cut(last: str, agent: AgentEpisode) -> tuple[bool, str | None]:
+    """Return (truncated, finish reason) of a sample whose last generation ended for the reason `last`."""
+    cut = last if FinishReason(last).truncated else agent.cut
+    return cut is not None, cut
+
+
+def common_prefix(completions: Sequence[Completion]) -> torch.Tensor:
+    """Return the ids [T] int64 that the first messages of all `completions` begin with."""
+    first = [as_token_tensor(completion.message_log[0]["token_ids"]) for completion in completions]
+    length = min(len(ids) for ids in first)
+    same = torch.stack([ids[:length] for ids in first]).eq(first[0][:length]).all(dim=0)
+    return first[0][: int(same.long().cumprod(dim=0).sum())]

@@ -1,0 +1,129 @@
+"""`Endpoint`: the HTTP server of a rollout, on the event loop of its worker.
+
+It answers `/v1/chat/completions`, `/v1/models` and `/tokenize`. Every failure is an answer of the form that OpenAI clients read, and is raised
+nowhere: what became of a sample is decided by its program's result. Bodies, calls of a session and calls in total are bounded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from rl_core.api.errors import RLJobError, RolloutDataFailure, text_of
+from rl_core.data.tokenizer import Tokenizer
+from rl_core.rollouts.endpoint import chat
+from rl_core.rollouts.endpoint.episodes import Episodes, plain_messages
+from rl_core.rollouts.endpoint.errors import EndpointError, bad_request
+
+logger = logging.getLogger(__name__)
+BODY_BYTES = 4 << 20
+"""Largest body of a request."""
+CALLS_AT_ONCE = 2048
+"""Most calls of all sessions in progress; further ones are refused with status 429."""
+STOP_SECONDS = 1.0
+"""How long a stop waits for answers on their way."""
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Endpoint:
+    """Serves the sessions of `episodes`."""
+
+    def __init__(self, episodes: Episodes, tokenizer: Tokenizer, *, model: str, max_new_tokens: int) -> None:
+        """`model` is the name of the served model; a reply has at most `max_new_tokens` tokens."""
+        self._episodes = episodes
+        self._tokenizer = tokenizer
+        self.model = model
+        self._max_new_tokens = max_new_tokens
+        self._runner: web.AppRunner | None = None
+        self._calls = 0
+        self.port = 0
+
+    async def start(self, host: str, port: int = 0) -> None:
+        """Listen on `host`; `port` 0 takes a free one."""
+        app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._answer_errors])
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/tokenize", self._tokenize)
+        # handler_cancellation: the row of a client that goes away leaves the engine.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_SECONDS)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port, backlog=1024)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def close(self) -> None:
+        """Stop serving; idempotent."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    @web.middleware
+    async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self._calls += 1
+        try:
+            if self._calls > CALLS_AT_ONCE:
+                raise EndpointError(
+                    429, "rate_limit_error", f"at most {CALLS_AT_ONCE} calls may be in progress; try again later"
+                )
+            return await handler(request)
+        except web.HTTPException as error:
+            refusal = EndpointError(
+                error.status, "invalid_request_error", f"{error.reason}: {request.method} {request.path}"
+            )
+        except EndpointError as error:
+            refusal = error
+        except ExceptionGroup as group:  # of several choices; the first failure stands for all
+            refusal = _refusal(group.exceptions[0])
+        except Exception as error:  # noqa: BLE001 - task boundary: the client must get an answer
+            refusal = _refusal(error)
+        finally:
+            self._calls -= 1
+        return web.json_response(refusal.body(), status=refusal.status)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        episode = self._episodes.find(request.headers.get("Authorization"))
+        call = chat.ChatRequest.read(await _body(request))
+        if call.stream:
+            raise bad_request("stream must be false")
+        completed = await chat.complete(call, episode, self._tokenizer, max_new_tokens=self._max_new_tokens)
+        return web.json_response(chat.answer(call, completed, model=self.model, tokenizer=self._tokenizer))
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        limit = self._episodes.max_seq_len
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "rljob", "max_model_len": limit}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
+        body = await _body(request)
+        if not isinstance(body, dict):
+            raise bad_request("the body must be an object")
+        if isinstance(body.get("prompt"), str):
+            ids = self._tokenizer(body["prompt"], add_special_tokens=bool(body.get("add_special_tokens", True)))[
+                "input_ids"
+            ]
+        else:
+            call = chat.ChatRequest.read(body)
+            ids = self._episodes.template.whole(plain_messages(call.messages), call.settings)
+        return web.json_response({"count": len(ids), "max_model_len": self._episodes.max_seq_len, "tokens": ids})
+
+
+async def _body(request: web.Request) -> Any:
+    try:
+        return json.loads(await request.read())
+    except (ValueError, RecursionError) as error:
+        raise bad_request(f"the body must be JSON: {error}") from error
+
+
+def _refusal(error: BaseException) -> EndpointError:
+    if isinstance(error, EndpointError):
+        return error
+    if isinstance(error, ValueError | RolloutDataFailure) and not isinstance(error, UnicodeError):
+        return bad_request(text_of(error))
+    if isinstance(error, RLJobError):
+        return EndpointError(503, "server_error", text_of(error), code="unavailable")
+    logger.error("a call failed", exc_info=error)
+    return EndpointError(500, "server_error", f"{type(error).__name__}: {text_of(error)}")

@@ -1,0 +1,202 @@
+"""Agent programs through the endpoint give the rows of our own multi-turn episodes; their failures fail the sample and are never a reward."""
+
+import contextlib
+import sys
+import types
+
+import openai
+import pytest
+import torch
+
+from rl_core.api.errors import RolloutDataFailure, RolloutTimeout
+from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
+from rl_core.batching.collate import collate_groups
+from rl_core.envs.agent import AgentEnvironment, read_reward
+from rl_core.rollouts.agents import AgentRolloutImpl
+from rl_core.rollouts.endpoint.server import Endpoint
+from rl_core.rollouts.multi_turn import AsyncRolloutImpl
+from tests.unit.endpoint.conftest import SampledText, make_episodes
+
+TURNS = ["one", "two", "three"]
+QUESTION = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+AFTER = "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+
+
+def scripted(prompt, seed):
+    """The reply to a prompt by the number of end-of-turn tokens before it; each user message and each reply has one."""
+    return TURNS[prompt.count(3) // 2]
+
+
+class GoOn(EnvironmentInterface):
+    """The environment that does what the program `talk` does."""
+
+    def step(self, message_log_batch, metadata_batch):
+        turns = [sum(message["role"] == "assistant" for message in log) for log in message_log_batch]
+        over = [turn == len(TURNS) for turn in turns]
+        observations = [{"role": "user", "content": "" if done else AFTER} for done in over]
+        rewards = torch.tensor([float(done) for done in over])
+        return EnvironmentReturn(observations, [None] * len(turns), None, rewards, torch.tensor(over), None)
+
+
+async def talk(row, base_url, api_key, model):
+    """Say `go on` until the third reply."""
+    messages = [{"role": "user", "content": row["prompt"]}]
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        for _ in TURNS:
+            answer = await client.chat.completions.create(model=model, messages=messages)
+            messages += [answer.choices[0].message, {"role": "user", "content": "go on"}]
+    return {"reward": 1.0, "parts": {"turns": len(TURNS)}}
+
+
+def talk_in_thread(row, base_url, api_key, model):
+    messages = [{"role": "user", "content": row["prompt"]}]
+    with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        for _ in TURNS:
+            answer = client.chat.completions.create(model=model, messages=messages)
+            messages += [answer.choices[0].message, {"role": "user", "content": "go on"}]
+    return 1.0
+
+
+def silent(row, base_url, api_key, model):
+    return 1.0
+
+
+def raises(row, base_url, api_key, model):
+    raise KeyError("nothing")
+
+
+async def hangs(row, base_url, api_key, model):
+    import asyncio
+
+    await asyncio.Event().wait()
+
+
+async def no_number(row, base_url, api_key, model):
+    await talk(row, base_url, api_key, model)
+    return float("nan")
+
+
+async def not_applicable(row, base_url, api_key, model):
+    await talk(row, base_url, api_key, model)
+
+
+@pytest.fixture(autouse=True)
+def programs(monkeypatch):
+    module = types.ModuleType("agent_programs")
+    for program in (talk, talk_in_thread, silent, raises, hangs, no_number, not_applicable):
+        setattr(module, program.__name__, program)
+    monkeypatch.setitem(sys.modules, "agent_programs", module)
+
+
+def sample(tokenizer):
+    ids = torch.tensor(tokenizer(QUESTION, add_special_tokens=False)["input_ids"])
+    return {
+        "message_log": [{"role": "user", "content": "hi", "token_ids": ids}],
+        "length": len(ids),
+        "extra_env_info": {"prompt": "hi"},
+        "loss_multiplier": 1.0,
+        "idx": 7,
+        "task_name": "agent",
+        "group_id": "0-7",
+    }
+
+
+@contextlib.asynccontextmanager
+async def rollouts(tokenizer, program, *, seconds=20.0, generations=2):
+    episodes = make_episodes(tokenizer)
+    endpoint = Endpoint(episodes, tokenizer, model="policy", max_new_tokens=64)
+    await endpoint.start("127.0.0.1")
+    environment = AgentEnvironment({"agent": f"agent_programs:{program}"})
+    policy = SampledText(tokenizer, scripted)
+    policy.policy_version = 9  # its versions rise at random with the calls; rows are compared without them
+    try:
+        yield AgentRolloutImpl(
+            tokenizer,
+            {"agent": environment},
+            generations,
+            2048,
+            policy,
+            seed=1,
+            env_step_seconds=seconds,
+            episodes=episodes,
+            base_url=lambda: f"http://127.0.0.1:{endpoint.port}/v1",
+            model="policy",
+        )
+    finally:
+        await endpoint.close()
+    assert not episodes._open
+
+
+@pytest.mark.parametrize("program", ["talk", "talk_in_thread"])
+async def test_an_agent_gives_the_rows_of_our_own_episodes(chatml, program):
+    own = AsyncRolloutImpl(chatml, {"agent": GoOn()}, 2, 2048, SampledText(chatml, scripted), seed=1)
+    expected = await own.run_rollout(sample(chatml))
+    async with rollouts(chatml, program) as agents:
+        record = await agents.run_rollout(sample(chatml))
+    ours, theirs = (collate_groups([group], pad_token_id=0, max_length=2048) for group in (expected, record))
+    for field in (
+        "input_ids",
+        "attention_mask",
+        "loss_mask",
+        "raw_rewards",
+        "lengths",
+        "prompt_lengths",
+        "valid",
+        "truncated",
+    ):
+        assert torch.equal(getattr(ours, field), getattr(theirs, field)), field
+    assert ours.loss_mask.sum() == 2 * len("onetwothree+++")
+    assert [completion.seed for completion in record.completions] == [
+        completion.seed for completion in expected.completions
+    ]
+    assert [completion.finish_reason for completion in record.completions] == ["terminated"] * 2
+    assert record.rollout_metrics["turns_per_sample/mean"] == 3
+    assert (record.rollout_metrics["branches"], record.rollout_metrics["unspliced"]) == (0, 0)
+
+
+async def test_log_probabilities_and_versions_are_those_of_the_calls(chatml):
+    async with rollouts(chatml, "talk", generations=1) as agents:
+        [completion] = (await agents.run_rollout(sample(chatml))).completions
+        sampled = [message for message in completion.message_log if message["role"] == "assistant"]
+        for message, (_, ids, logprobs, versions) in zip(sampled, agents.policy_generation.calls, strict=True):
+            assert message["token_ids"].tolist() == ids
+            assert torch.equal(message["generation_logprobs"], torch.tensor(logprobs, dtype=torch.float32))
+            assert message["policy_versions"] == versions
+        assert completion.metrics["reward/turns"] == 3
+
+
+@pytest.mark.parametrize(
+    ("program", "error", "words"),
+    [
+        ("silent", RolloutDataFailure, "must call the model"),
+        ("raises", RolloutDataFailure, "KeyError: 'nothing'"),
+        ("no_number", RolloutDataFailure, "finite number"),
+        ("hangs", RolloutTimeout, "envStep"),
+    ],
+)
+async def test_a_program_without_a_reward_fails_its_sample(chatml, program, error, words):
+    seconds = 0.2 if program == "hangs" else 20.0
+    async with rollouts(chatml, program, seconds=seconds) as agents:
+        with pytest.raises(error, match=words):
+            await agents.run_rollout(sample(chatml))
+
+
+async def test_none_masks_the_sample(chatml):
+    async with rollouts(chatml, "not_applicable") as agents:
+        record = await agents.run_rollout(sample(chatml))
+    assert [completion.loss_multiplier for completion in record.completions] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "returned", ["1", {"score": 1}, {"reward": "1"}, {"reward": 1, "parts": [1]}, float("inf"), object()]
+)
+def test_what_is_no_reward_is_refused(returned):
+    with pytest.raises(ValueError, match=r"reward|agent"):
+        read_reward(returned)
+
+
+def test_rewards_have_three_forms():
+    result = types.SimpleNamespace(reward=2, parts={"a": 1, "b": None})
+    assert read_reward(0.5) == (0.5, {})
+    assert read_reward({"reward": None}) == (None, {})
+    assert read_reward(result) == (2.0, {"a": 1.0})
