@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rl_core.api.settings import DataSpec
-from rl_core.data.dataset import env_info
+from rl_core.data.dataset import WHOLE_ROW_TASKS, env_info
 from rl_core.data.source import Row
 from rl_core.messages.envs import EnvRow
 
@@ -15,8 +15,11 @@ MOST = 8
 def example_rows(rows: Sequence[Row], data: DataSpec, *, field: str, task_name: str) -> dict[str, EnvRow]:
     """Return the first two rows and the first of each further set of filled columns, at most MOST, by place (`data.train row 7`).
 
-    Each is a sample after its first completion. Rows without a usable prompt are left out.
+    Each is a sample after its first completion. Rows without a usable prompt are left out. Empty for an environment
+    that calls the model itself, because there is none at validation.
     """
+    if task_name in WHOLE_ROW_TASKS:
+        return {}
     found: dict[str, EnvRow] = {}
     seen: set[frozenset[str]] = set()
     for number, row in enumerate(rows, start=1):

@@ -200,3 +200,12 @@ def test_rewards_have_three_forms():
     assert read_reward(0.5) == (0.5, {})
     assert read_reward({"reward": None}) == (None, {})
     assert read_reward(result) == (2.0, {"a": 1.0})
+
+
+def test_a_program_is_not_tried_at_validation_because_there_is_no_model():
+    from rl_core.api.settings import DataSpec
+    from rl_core.data.examples import example_rows
+
+    rows, data = [{"prompt": "hi", "answer": "1"}], DataSpec(train="t.jsonl")
+    assert example_rows(rows, data, field="data.train", task_name="agent") == {}
+    assert list(example_rows(rows, data, field="data.train", task_name="math")) == ["data.train row 1"]
