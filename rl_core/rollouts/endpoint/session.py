@@ -106,13 +106,6 @@ class Session:
             break
         return self._prompt(None, [], self.template.whole(messages, settings), digests[-1])
 
-    def begin_ids(self, ids: Sequence[int]) -> Prompt:
-        """Return the input of a call that gives token ids: it continues the call whose path is the longest prefix of `ids`."""
-        parents = [turn for turn in self.turns if list(ids[: len(path := turn.ids)]) == path]
-        parent = max(parents, key=lambda turn: len(turn.ids), default=None)
-        before = parent.ids if parent is not None else []
-        return self._prompt(parent, before, list(ids[len(before) :]), b"")
-
     def _prompt(self, parent: Turn | None, before: list[int], added: list[int], digest: history.Digest) -> Prompt:
         key = id(parent) if parent is not None else 0
         sibling = self._begun.get(key, 0)
