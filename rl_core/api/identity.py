@@ -47,6 +47,8 @@ class Identity:
     """Address under which other pods reach this process; empty = that of its socket."""
     rpc_port: int = 0
     """Port of this worker's RPC server; 0 = any free one."""
+    endpoint_port: int = 0
+    """Port of the OpenAI endpoint of a rollout; 0 = any free one."""
     in_cluster: bool = False
     """Whether the process runs in a pod of a cluster, where the job waits for missing members without a limit."""
 
@@ -118,6 +120,7 @@ class Identity:
             config=text("RLJOB_CONFIG", ""),
             pod_ip=text("RLJOB_POD_IP", ""),
             rpc_port=number("RLJOB_RPC_PORT", "0"),
+            endpoint_port=number("RLJOB_ENDPOINT_PORT", "0"),
             in_cluster=bool(env.get("KUBERNETES_SERVICE_HOST") or env.get("RLJOB_POD_IP")),
         )
 

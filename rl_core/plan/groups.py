@@ -111,6 +111,8 @@ class Group(GroupKind):
     """Replicas without which the job waits, for an elastic group; a gang always needs all of them."""
     config: Mapping[str, Any] | None = None
     """Argument of the worker class; None: the program knows its arguments."""
+    endpoint_callers: frozenset[str] = frozenset()
+    """Groups whose agent programs call the OpenAI endpoint of the members. Members have an endpoint only where a group is named here."""
 
     @classmethod
     def of_kind(
@@ -123,6 +125,7 @@ class Group(GroupKind):
         processes_per_pod: int = 1,
         min_replicas: int = 0,
         config: Mapping[str, Any] | None = None,
+        endpoint_callers: frozenset[str] = frozenset(),
     ) -> Self:
         """Return a group of the given kind."""
         traits = {trait.name: getattr(kind, trait.name) for trait in fields(GroupKind)}
@@ -134,6 +137,7 @@ class Group(GroupKind):
             processes_per_pod=processes_per_pod,
             min_replicas=min_replicas,
             config=config,
+            endpoint_callers=endpoint_callers,
         )
 
     @property
@@ -179,6 +183,7 @@ def groups_of(spec: RLJobSpec) -> dict[str, Group]:
             spec=rollout,
             replicas=rollout.replicas,
             min_replicas=rollout.min_replicas,
+            endpoint_callers=frozenset({ENV}) if env.type == "agent" else frozenset(),
         ),
         Group.of_kind(BUILT_IN[ENV], worker="rl_core.envs.worker:TextEnvWorker", spec=env, replicas=env.replicas),
         *map(_declared, spec.groups),

@@ -183,6 +183,8 @@ def _worker(context: _Context, group: Group, placement: Placement, *, world: int
         env |= {"MASTER_ADDR": first, "MASTER_PORT": str(context.ports.master)}
     elif not context.local:
         env |= {"RLJOB_RPC_PORT": str(context.ports.rpc)}
+        if group.endpoint_callers:
+            env |= {"RLJOB_ENDPOINT_PORT": str(context.ports.endpoint)}
     return ProcessPlan(
         name=f"{name}-{rank}",
         group=name,

@@ -25,6 +25,8 @@ class Ports:
     master: int = 7704
     rpc: int = 7705
     """RPC of the workers of elastic groups on a cluster, where network policies name it; elsewhere workers take a free port."""
+    endpoint: int = 7706
+    """OpenAI endpoint of rollouts on a cluster, in jobs whose environments are agent programs; elsewhere rollouts take a free port."""
 
 
 def _slim(value: Any) -> Any:

@@ -60,10 +60,10 @@ class AgentEndpoint:
         self._server = Endpoint(self._episodes, tokenizer, model=MODEL_NAME, max_new_tokens=sampling.max_new_tokens)
         self._host = ""
 
-    async def start(self, host: str) -> None:
-        """Listen on `host`, unless it does so already."""
+    async def start(self, host: str, port: int = 0) -> None:
+        """Listen on `host`, unless it does so already; `port` 0 takes a free one."""
         if not self._host:
-            await self._server.start(host)
+            await self._server.start(host, port)
             self._host = host
 
     async def close(self) -> None:

@@ -222,7 +222,7 @@ class RolloutWorkerBase(Worker):
         """
         parts = self._built()
         if parts.agents is not None:
-            await parts.agents.start(self.worker_info.node_ip)
+            await parts.agents.start(self.worker_info.node_ip, self.identity.endpoint_port)
         parts.loop.start(trajectories, validation)
         # Reported again, because the hub has forgotten the version of a member that lost its connection and came back.
         if parts.receiver.state is ReceiverState.SERVING:

@@ -185,8 +185,9 @@ def _ports(container: ContainerPlan, health: int) -> dict[str, int]:
     found = {"metrics" if first else f"metrics-{container.name}": health}  # a pod's port names are unique
     for process in container.processes:
         found |= process.ports
-        if "RLJOB_RPC_PORT" in process.env:
-            found["rpc"] = int(process.env["RLJOB_RPC_PORT"])
+        for name in ("rpc", "endpoint"):
+            if number := process.env.get(f"RLJOB_{name.upper()}_PORT"):
+                found[name] = int(number)
     return found
 
 

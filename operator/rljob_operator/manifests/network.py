@@ -3,12 +3,14 @@
 A group is trusted when it holds the weights of the policy: a gang, or a group that loads them. The other groups run code of the user,
 such as environments, and are isolated: they reach what they need and nothing else.
 
-    trusted          in: all ports from the pods of trusted groups (gloo and NCCL listen on ephemeral ports, without authentication)
+    trusted          in: all ports from the pods of trusted groups (gloo and NCCL listen on ephemeral ports, without authentication);
+                     the OpenAI endpoint of rollouts from groups that run agent programs
                      out: to the same, to the RPC port of the groups that it may call, and `egress` of the group; where it is not given,
                      to all addresses but link-local ones
     runner's pod     in: hub and channel from isolated groups; control from the operator
     isolated         in: its RPC port from the groups that may call it and from the runner's pod
-                     out: hub and channel of the runner's pod, the RPC port of the groups that it may call, `egress` of the group
+                     out: hub and channel of the runner's pod, the RPC port of the groups that it may call, the OpenAI endpoint that its
+                     agent programs call, `egress` of the group
     all              in: metrics from labelled namespaces            out: the DNS of the cluster
 
 Policies add up, so the runner's pod has one more than the other pods of its group. Policies select pods by the uid of the job: pods of an
@@ -67,10 +69,19 @@ class _Peers:
         if _is_trusted(group):
             callers = [name for name in self._isolated if name in group.callers]
             calls = [{"from": [_pods(self._job, *callers)], "ports": _tcp(PORTS.rpc)}] if callers else []
-            return [{"from": [_pods(self._job, *self._trusted)]}, *calls]
+            return [{"from": [_pods(self._job, *self._trusted)]}, *calls, *self._calls_of_agents(group)]
         hosts = self._hosts_of_callers(group)
         callers_pods = [_pods(self._job, *hosts)] if hosts else []
         return [{"from": [*callers_pods, _runner_pod(self._job)], "ports": _tcp(PORTS.rpc)}]
+
+    def _calls_of_agents(self, group: Group) -> list[Rule]:
+        """Return the rule by which agent programs reach the OpenAI endpoints in the pods of a group.
+
+        A colocated group that serves an endpoint runs in pods of the control group.
+        """
+        served = [other for other in self.groups.values() if group.name in self._hosts(other)]
+        callers = {caller for other in served for caller in other.endpoint_callers}
+        return [{"from": [_pods(self._job, *sorted(callers))], "ports": _tcp(PORTS.endpoint)}] if callers else []
 
     def ingress_of_runner(self) -> list[Rule]:
         """Return the rule by which isolated groups reach the hub and the channel server."""
@@ -87,7 +98,14 @@ class _Peers:
             outside = _anywhere() if given is None else _given(given)
             return [{"to": [_pods(self._job, *self._trusted)]}, *calls, *outside]
         runner = {"to": [_runner_pod(self._job)], "ports": _tcp(PORTS.hub, PORTS.channel)}
-        return [runner, *calls, *_given(given or [])]
+        hosts = {
+            host
+            for other in self.groups.values()
+            if group.name in other.endpoint_callers
+            for host in self._hosts(other)
+        }
+        models = [{"to": [_pods(self._job, *sorted(hosts))], "ports": _tcp(PORTS.endpoint)}] if hosts else []
+        return [runner, *calls, *models, *_given(given or [])]
 
     def _may_call(self, group: Group, other: Group) -> bool:
         """Return whether a group needs a rule of its own to call another; trusted groups reach each other anyway."""
@@ -96,10 +114,14 @@ class _Peers:
         return group.name in other.callers or (group.name == CONTROL_GROUP and not _is_trusted(other))
 
     def _hosts_of_callers(self, group: Group) -> list[str]:
-        """Return the groups in whose pods callers of a group run: a colocated group runs in pods of the control group."""
-        own = {name: own_pods(self._job.spec, name, self.groups) for name in self.groups if name in group.callers}
-        inside = any(indices.start for indices in own.values())
-        return [name for name in self.groups if own.get(name) or (inside and name == CONTROL_GROUP)]
+        """Return the groups in whose pods callers of a group run."""
+        hosts = {host for name in self.groups if name in group.callers for host in self._hosts(self.groups[name])}
+        return [name for name in self.groups if name in hosts]
+
+    def _hosts(self, group: Group) -> list[str]:
+        """Return the groups in whose pods the members of a group run: its own, and the control group for colocated members."""
+        own = own_pods(self._job.spec, group.name, self.groups)
+        return [*([group.name] if own else []), *([CONTROL_GROUP] if own.start else [])]
 
 
 def _is_trusted(group: Group) -> bool:

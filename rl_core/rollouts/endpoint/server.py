@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -26,6 +26,8 @@ CALLS_AT_ONCE = 2048
 """Most calls of all sessions in progress; further ones are refused with status 429."""
 STOP_SECONDS = 1.0
 """How long a stop waits for answers on their way."""
+SETTINGS_OF_THE_JOB = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "seed")
+"""Fields of a request that are not applied: see `chat`."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -40,6 +42,7 @@ class Endpoint:
         self._max_new_tokens = max_new_tokens
         self._runner: web.AppRunner | None = None
         self._calls = 0
+        self._warned: set[str] = set()
         self.port = 0
 
     async def start(self, host: str, port: int = 0) -> None:
@@ -86,11 +89,23 @@ class Endpoint:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         episode = self._episodes.find(request.headers.get("Authorization"))
-        call = chat.ChatRequest.read(await _body(request))
+        body = await _body(request)
+        call = chat.ChatRequest.read(body)
+        self._warn_of_ignored(body)
         if call.stream:
             raise bad_request("stream must be false")
         completed = await chat.complete(call, episode, self._tokenizer, max_new_tokens=self._max_new_tokens)
         return web.json_response(chat.answer(call, completed, model=self.model, tokenizer=self._tokenizer))
+
+    def _warn_of_ignored(self, body: Mapping[str, Any]) -> None:
+        """Log, once for each field, that the job's sampling settings are used in place of those of a request."""
+        given = {name for name in SETTINGS_OF_THE_JOB if body.get(name) is not None} - self._warned
+        if given:
+            self._warned |= given
+            logger.warning(
+                "the request's %s is not applied: tokens are sampled with rollout.sampling of the job, as the trainer scores them",
+                ", ".join(sorted(given)),
+            )
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         limit = self._episodes.max_seq_len

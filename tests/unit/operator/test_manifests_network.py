@@ -12,7 +12,7 @@ from rljob_operator.manifests import network
 from tests.unit.operator.manifest_samples import CONFIG, UID, make_job
 from tests.unit.operator.network_policies import Endpoint, allows
 
-HUB, CHANNEL, CONTROL, HEALTH, MASTER, RPC = range(7700, 7706)
+HUB, CHANNEL, CONTROL, HEALTH, MASTER, RPC, ENDPOINT = range(7700, 7707)
 JOB = make_job(
     actor={"replicas": 2},
     env={"egress": [{"cidr": "192.0.2.0/24", "ports": [443]}, {"cidr": "198.51.100.7/32"}]},
@@ -162,6 +162,15 @@ def test_the_administrator_says_where_dns_is():
     dns = Endpoint(namespace="x", labels={"dns": "yes"}, namespace_labels={"a": "b"}, ip="10.0.0.56")
     assert allows(policies, PLACES["env"], dns, 53, protocol="UDP")
     assert not any(allows(policies, PLACES["env"], PLACES[name], 53) for name in ("dns", "node-local dns"))
+
+
+def test_agent_programs_reach_the_endpoint_of_rollouts_and_nothing_else_of_them():
+    agents = network.build(make_job(env={"type": "agent", "agent": "program:run"}), config=CONFIG)
+    reached = {port for port in PORTS if allows(agents, PLACES["env"], PLACES["rollout"], port)}
+    assert reached == {ENDPOINT} and not any(allows(POLICIES, PLACES["env"], PLACES["rollout"], port) for port in PORTS)
+    for source in PLACES.keys() - {"actor-0", "actor-1", "rollout", "env"}:
+        assert not allows(agents, PLACES[source], PLACES["rollout"], ENDPOINT), source
+    assert not any(allows(agents, PLACES["env"], PLACES[name], ENDPOINT) for name in ("actor-0", "actor-1", "internet"))
 
 
 def test_there_is_one_policy_per_role_and_one_more_for_actor_0():

@@ -124,3 +124,12 @@ def test_support_objects_are_for_the_pods_that_there_are() -> None:
     assert allows(policies, pod("actor", 1), pod("env", 0), 7705), (
         "the rollout in any pod of the actor calls environments"
     )
+    agents = typed_job(
+        placement=PAIRS["placement"],
+        actor=DRA | {"replicas": 2},
+        rollout=DRA | {"replicas": 2, "minReplicas": 2},
+        env={"type": "agent", "agent": "program:run"},
+    )
+    policies = network.build(agents, config=IMAGES)
+    assert allows(policies, pod("env", 0), pod("actor", 1), 7706), "programs call the rollout in any pod of the actor"
+    assert not allows(policies, pod("env", 0), pod("actor", 1), 7705)

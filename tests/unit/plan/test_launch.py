@@ -204,6 +204,15 @@ def test_on_a_cluster_env_and_rollout_workers_have_a_fixed_port_and_on_one_machi
     assert not any("RLJOB_RPC_PORT" in p.env for p in processes(plan(host="127.0.0.1")))
 
 
+def test_rollouts_have_a_fixed_endpoint_port_in_jobs_of_agent_programs_alone():
+    def ports(written):
+        return {p.group: p.env.get("RLJOB_ENDPOINT_PORT") for p in processes(plan(written))}
+
+    none = dict.fromkeys(("runner", "channel", "actor", "rollout", "env"))
+    assert ports(job()) == none
+    assert ports(job(env={"type": "agent", "agent": "program:run"})) == none | {"rollout": "7706"}
+
+
 def test_attempts_are_told_by_role_and_are_0_otherwise():
     found = {p.name: p.env["RLJOB_INCARNATION"] for p in processes(plan(attempts={"rollout": 3}))}
     assert found["rollout-0"] == found["rollout-1"] == "3.0"
