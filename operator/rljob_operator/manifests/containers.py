@@ -11,7 +11,7 @@ from rl_core.api.pods import InitContainer, Resources
 from rl_core.api.roles import RoleSpec
 from rl_core.api.variables import EnvValueFrom
 from rl_core.plan.colocated import shape_of
-from rl_core.plan.groups import CONTROL_GROUP, Group
+from rl_core.plan.groups import BUILT_IN, CONTROL_GROUP, Group
 from rl_core.plan.launch import ContainerPlan, PodPlan, Ports, ProcessPlan
 from rl_core.plan.slots import own_pods
 from rljob_operator.manifests import claims, meta, volumes
@@ -36,8 +36,12 @@ class ImageMissing(ValueError):
 
 
 def image_of(group: Group, *, config: OperatorConfig) -> str | None:
-    """Return the image of a group: that of the job, else the default of the operator; None when neither names one."""
-    return group.spec.image or config.images.get(group.name)
+    """Return the image of a group: that of the job, else the default of the operator; None when neither names one.
+
+    The default of a group that the job declares is that of the control group, which has torch and this package.
+    """
+    default = group.name if group.name in BUILT_IN else CONTROL_GROUP
+    return group.spec.image or config.images.get(default)
 
 
 def groups_with_containers(job: RLJob, groups: Mapping[str, Group]) -> list[Group]:

@@ -1,9 +1,12 @@
 """A job with a group besides actor, rollout and env: manifests and decisions follow from its description alone."""
 
+from dataclasses import replace
+
 from rl_core.api.roles import RoleSpec
 from rl_core.plan.groups import ENV, ROLLOUT, Group, Lifecycle, groups_of
 from rl_core.plan.launch import Ports, build_launch_plan
 from rljob_operator import manifests, naming
+from rljob_operator.manifests.containers import image_of
 from rljob_operator.model import Observed
 from rljob_operator.reconcile import pod_views, reconcile
 from rljob_operator.runtime.controller import claim_names
@@ -61,6 +64,13 @@ def test_a_pod_of_the_group_has_its_image_claim_keys_and_volumes():
     assert {file for file in files if file.endswith(".secret")} == {"judge.secret"} and "judge.public" in files
     secret = manifests.secret.build(job, master=MASTER, groups=groups(job.spec))
     assert files <= set(secret["data"])
+
+
+def test_a_group_that_names_no_image_has_that_of_the_actor():
+    declared = groups(make_job().spec)
+    plain = replace(declared[JUDGE], spec=RoleSpec.model_validate({}))
+    assert image_of(plain, config=CONFIG) == CONFIG.images["actor"] != CONFIG.images[ROLLOUT]
+    assert image_of(declared[ROLLOUT], config=CONFIG) == CONFIG.images[ROLLOUT]
 
 
 def test_policies_follow_the_callers_of_the_group():
