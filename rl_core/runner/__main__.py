@@ -92,6 +92,8 @@ def main() -> int:
             identity.in_cluster
         ):  # the supervisor reports this file at the pod's end: that of an earlier epoch must not be taken for ours
             write_json(output / "status.json", runner.status())
+        elif not (output / "status.json").exists():  # `rljob status` and `rljob scale` work from the first second on
+            write_status(output, runner.status())
         tasks = runner.periodic_tasks()
         threading.Thread(target=tasks.run, args=(ended,), name="periodic-tasks", daemon=True).start()
         summary = runner.execute()
