@@ -2,7 +2,8 @@
 
 - A citation of a page that is not in the repository, such as `NAME.md 4`, or of a numbered invariant. State the rule itself, or link to
   a page under docs/.
-- A line of docs/ with more than 140 characters.
+- A line of README.md or docs/ with more than 140 characters.
+- A link of README.md or docs/ to a file that is not in the repository.
 """
 
 import re
@@ -19,12 +20,22 @@ CITATION = re.compile(
     r"\b[a-z_]+\.md,? (?:section )?\d|\b(?:protocol|design|findings|style)\.md\b|\b[Ii]nvariants? I\d|[(\"]I[1-9][):, ]|\bspecs/"
 )
 
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#[^)\s]*)?\)")
+
 
 def citations(text: str) -> Iterator[tuple[int, str]]:
     """Yield (line number, line) of each line that cites a page or an invariant that is not in the repository."""
     for number, line in enumerate(text.splitlines(), start=1):
         if CITATION.search(line):
             yield number, line.strip()
+
+
+def broken_links(page: Path, text: str) -> Iterator[tuple[int, str]]:
+    """Yield (line number, message) of each link of a page to a file that does not exist. Links to the web are not checked."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        for target in LINK.findall(line):
+            if target and "://" not in target and not (page.parent / target).exists():
+                yield number, f"links to {target}, which does not exist"
 
 
 def long_lines(text: str) -> Iterator[tuple[int, str]]:
@@ -46,8 +57,9 @@ def main() -> int:
         problems += [
             f"{name}:{number}: cites what is not in the repository: {line}" for number, line in citations(text)
         ]
-        if name.startswith("docs/") and path.suffix == ".md":
-            problems += [f"{name}:{number}: {line}" for number, line in long_lines(text)]
+        if path.suffix == ".md" and (name == "README.md" or name.startswith("docs/")):
+            found = [*long_lines(text), *broken_links(path, text)]
+            problems += [f"{name}:{number}: {line}" for number, line in found]
     sys.stderr.write("".join(f"{problem}\n" for problem in problems))
     return 1 if problems else 0
 
