@@ -14,7 +14,9 @@ logger = logging.getLogger("rl_core.channel")
 
 def main() -> int:
     """Serve at RLJOB_CHANNEL with the identity and keys of the environment; return the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.basicConfig(
+        level=os.environ.get("RLJOB_LOG_LEVEL", "INFO").upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())

@@ -215,10 +215,18 @@ def configure(address: str, keys: KeyRing | None = None, identity: Identity | No
     return _current
 
 
+def release() -> None:
+    """Close the client that `configure` has set. Operations under way fail."""
+    global _current
+    earlier, _current = _current, None
+    if earlier is not None:
+        earlier.close()
+
+
 def current() -> ChannelClient:
     """Return the configured client. Raises ConfigError when there is none."""
     if _current is None:
         raise ConfigError(
-            "this process has no channel server; call rl_core.channel.client.configure(address) or create the channel with local=True"
+            "this process has no channel server; use channels inside `with Cluster.local(...)` or create the channel with local=True"
         )
     return _current

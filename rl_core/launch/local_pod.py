@@ -29,12 +29,15 @@ class LocalPod:
         *,
         attempt: int,
         plan_file: Path,
-        log_file: Path,
+        log_file: Path | None,
         environ: Mapping[str, str],
         on_event: Callable[["LocalPod", dict[str, Any]], None],
         on_end: Callable[["LocalPod"], None],
     ) -> None:
-        """Start the supervisor of `plan` with exactly the environment `environ`; must run on an event loop."""
+        """Start the supervisor of `plan` with exactly the environment `environ`; must run on an event loop.
+
+        All output of the pod goes to `log_file`; None is the standard error of this process.
+        """
         self.plan = plan
         self.attempt = attempt
         self.returncode: int | None = None
@@ -47,7 +50,7 @@ class LocalPod:
         self._on_event, self._on_end = on_event, on_end
         plan_file.write_text(plan.to_json())
         ours, theirs = socket.socketpair()
-        with log_file.open("ab") as log, theirs:
+        with open(2, "ab", closefd=False) if log_file is None else log_file.open("ab") as log, theirs:
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", "rl_core.launch.pod", str(plan_file)],
                 env={**environ, events.VARIABLE: str(theirs.fileno())},

@@ -31,8 +31,19 @@ POD_SWEEP_SECONDS, LAST_SWEEP_SECONDS = 0.4, 10.0
 class LocalPods:
     """The pods of one run by name; only the newest start of each is kept."""
 
-    def __init__(self, space: Workspace, *, environ: Mapping[str, str], on_end: Callable[[LocalPod], None]) -> None:
-        """`environ` are the environment variables of all pods. `on_end` is called when a pod has ended and no process of it is left."""
+    def __init__(
+        self,
+        space: Workspace,
+        *,
+        environ: Mapping[str, str],
+        on_end: Callable[[LocalPod], None],
+        keep_logs: bool = True,
+    ) -> None:
+        """Start pods with the environment variables `environ`.
+
+        `on_end` is called when a pod has ended and no process of it is left. With `keep_logs` false pods write to standard error and not to
+        the log files of `space`.
+        """
         self._space = space
         self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._environ = {
@@ -44,6 +55,7 @@ class LocalPods:
             "RLJOB_LAUNCHER": self._mark,
         }
         self._on_end = on_end
+        self._keep_logs = keep_logs
         self._pods: dict[str, LocalPod] = {}
         self._registry = ProcessRegistry(space.folder / "processes.json")
 
@@ -71,7 +83,7 @@ class LocalPods:
             as_attempt(plan, attempt),
             attempt=attempt,
             plan_file=self._space.plan_file(plan),
-            log_file=self._space.log_file(plan),
+            log_file=self._space.log_file(plan) if self._keep_logs else None,
             environ={**self._environ, "RLJOB_POD": plan.name, **environ},
             on_event=self._note,
             on_end=self._ended,

@@ -6,12 +6,13 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rl_core.api.errors import ConfigError
 from rl_core.plan import keys
+from rl_core.plan.groups import BUILT_IN
 from rl_core.plan.launch import PodPlan
 from rl_core.runner.history import write_json
 
@@ -92,15 +93,18 @@ class Workspace:
             raise ConfigError(f"{self.folder} is in use by another run; choose another folder with --output")
         self._lock = file
 
-    def open(self, *, uid: str, job: "RLJob | None") -> None:
-        """Lock and make the folders, write missing keys and `job`. Raises ConfigError when the folder cannot be used."""
+    def open(self, *, uid: str, job: "RLJob | None", groups: Iterable[str] = BUILT_IN) -> None:
+        """Lock and make the folders, write missing keys and `job`; `groups` have keys of their own.
+
+        Raises ConfigError when the folder cannot be used.
+        """
         self.lock()
         try:
             (self.folder / "logs").mkdir(exist_ok=True)
         except OSError as error:
             raise self._unwritable(error) from error
         if not self.token_file.is_file():
-            keys.write_key_folder(self.key_folder, keys.key_files(secrets.token_bytes(keys.MASTER_BYTES), uid))
+            keys.write_key_folder(self.key_folder, keys.key_files(secrets.token_bytes(keys.MASTER_BYTES), uid, groups))
         if job is not None:
             self.config = self.job_file
             self.config.write_text(job.model_dump_json(by_alias=True))

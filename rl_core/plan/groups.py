@@ -29,6 +29,8 @@ CONTROL_GROUP = ACTOR
 """The group whose pod 0 also runs the runner and the channel server."""
 KINDS_VARIABLE = "RLJOB_GROUPS"
 """Environment variable that tells processes of the groups of their job besides the built-in ones, as JSON."""
+SCRIPT_WORKERS = "script-worker-processes"
+"""Role of the worker processes of a script, which have one key for all groups. Too long for the name of a group of a job."""
 TRAJECTORIES, VALIDATION = "trajectories", "validation"
 """Channels of the built-in programs: groups of samples to train on, and results of a measurement."""
 

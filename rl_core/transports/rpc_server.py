@@ -15,6 +15,7 @@ import zmq
 from rl_core.api.errors import ConfigError, EpochFenced, FrameError
 from rl_core.api.identity import Identity
 from rl_core.messages.rpc import Caller, Hello, Welcome
+from rl_core.plan.groups import SCRIPT_WORKERS
 from rl_core.transports import curve, frames, rpc_wire, sockets, tokens
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.frames import FrameHeader
@@ -220,7 +221,7 @@ class RpcServer:
         """Return why a connection of `caller`, whose key is that of `role` (None = no keys), is refused; "" if it is not."""
         if role is not None and (caller is None or not _same_role(caller, role)):
             return f"the key is that of role {role}, the message says {caller and caller.role}"
-        if role is not None and caller is not None and caller.group != role:
+        if role not in (None, SCRIPT_WORKERS) and caller is not None and caller.group != role:
             return f"the key is that of group {role}, the message says {caller.group}"
         if caller is not None and self._identity is not None and caller.uid != self._identity.uid:
             own = self._identity

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from rl_core.api.errors import DeadlineExceeded, RLJobError, WorkerLost
+from rl_core.api.errors import ConfigError, DeadlineExceeded, RLJobError, WorkerLost
 from rl_core.messages.calls import MethodResult, WorkerSpec
 from rl_core.messages.members import MemberState
 from rl_core.plan.groups import BUILT_IN, GroupKind, groups_of
@@ -97,6 +97,18 @@ class Cluster:
         Members that are lost or have drained are left out unless `lost` or `drained` is true.
         """
         return self.hub.members(role, drained=drained, lost=lost)
+
+    def start_group(self, name: str, placement_strategy: object | None, *, isolate_gpu: bool) -> None:
+        """Do nothing: the launch plan of a job has placed its processes, and the supervisors of the pods start them.
+
+        Raises ConfigError for a placement strategy and for `isolate_gpu` false, which have no effect in a job. The cluster of a script
+        overrides this method.
+        """
+        if placement_strategy is not None or not isolate_gpu:
+            raise ConfigError(
+                f"the launch plan has placed the processes of group {name} with isolated devices; got "
+                f"placement_strategy={placement_strategy!r}, isolate_gpu={isolate_gpu}: set spec.placement of the job instead"
+            )
 
     def wait_ready(
         self, roles: Iterable[str], timeout: float | None = None, *, on_poll: Callable[[], None] = lambda: None

@@ -19,6 +19,7 @@ from rl_core.api.errors import ConfigError
 from rl_core.messages.calls import WorkerSpec
 from rl_core.workers import arguments
 from rl_core.workers.cluster import Cluster, PendingCall
+from rl_core.workers.importable import import_path
 from rl_core.workers.member import Member
 from rl_core.workers.result import WorkerGroupFuncResult
 
@@ -38,14 +39,14 @@ class WorkerGroup:
     def __init__(self, cls: type | str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
         """Choose the class and its constructor arguments.
 
-        `cls` is the class, or `module:Class` as text where importing the class would be slow. Raises ConfigError for a class in `__main__`
-        or inside a function and for arguments that cannot be serialized, and ValueError when a method of the class has the name of a method
-        of WorkerGroup.
+        `cls` is the class, or `module:Class` as text where importing the class would be slow. Raises ConfigError for a class that
+        other processes cannot import by name and for arguments that cannot be serialized, and ValueError when a method of the class has the
+        name of a method of WorkerGroup.
         """
         self._cls: type[Any] | None = None
         if not isinstance(cls, str):
             check_class(cls)
-            self._path, self._cls = f"{cls.__module__}:{cls.__qualname__}", cls
+            self._path, self._cls = import_path(cls), cls
         elif cls.count(":") != 1:
             raise ConfigError(f"a worker class is named module:Class, got {cls!r}")
         else:
@@ -87,10 +88,11 @@ class WorkerGroup:
         isolate_gpu: bool = True,
         timeout: float | None = None,
     ) -> "WorkerGroup":
-        """Construct the class in the processes of the group `name`; return self. This starts no process: the supervisors of the pods do.
+        """Construct the class in the processes of the group `name`; return self. In a job their pods have started them.
 
-        - `placement_strategy`, `isolate_gpu`: accepted for compatibility; any value other than the default raises ConfigError, because the
-          job's `spec.placement` has placed the processes.
+        - `placement_strategy`: which slots of the cluster of a script each process gets (`rl_core.plan.placement`); None means one process
+          in each slot. In a job `spec.placement` places the processes, and any other value than None raises ConfigError.
+        - `isolate_gpu`: whether a process sees its own GPUs only. It must be true in a job.
         - `name`: name of the group; None means the only one.
         - `max_concurrency`: largest number of sync methods, and of async methods, that run at the same time in each worker. None means 1
           and 64.
@@ -100,13 +102,9 @@ class WorkerGroup:
         Afterwards `launch` waits for all ranks of a fixed group, or for the present members of an elastic one, and raises the error of a
         construction.
         """
-        if placement_strategy is not None or not isolate_gpu:
-            raise ConfigError(
-                "the launch plan has placed the processes with isolated devices; got "
-                f"placement_strategy={placement_strategy!r}, isolate_gpu={isolate_gpu}: set spec.placement of the job instead"
-            )
-        self._cluster, self._max_concurrency = cluster, max_concurrency
-        self._name = self._only_group(cluster) if name is None else name
+        name = self._only_group(cluster) if name is None else name
+        cluster.start_group(name, placement_strategy, isolate_gpu=isolate_gpu)
+        self._cluster, self._max_concurrency, self._name = cluster, max_concurrency, name
         limit = cluster.ready_deadline if timeout is None else timeout
         if self._elastic:
             pending = [
@@ -238,13 +236,9 @@ GROUP_NAMES = frozenset(name for name in dir(WorkerGroup) if not name.startswith
 def check_class(cls: type[Any]) -> None:
     """Check that `cls` can be the class of a remote worker.
 
-    Raises ConfigError when it cannot be imported by name or does not derive from Worker, and ValueError when one of its methods has the
+    Raises ConfigError when it does not derive from Worker, and ValueError when one of its methods has the
     name of a method of WorkerGroup.
     """
-    if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
-        raise ConfigError(
-            f"a worker class must be importable by name, got {cls.__module__}.{cls.__qualname__}; move it to a module"
-        )
     if not hasattr(cls, "remote_methods"):
         raise ConfigError(f"{cls.__qualname__} must derive from rl_core.workers.worker.Worker")
     clashes = sorted(GROUP_NAMES & cls.remote_methods())

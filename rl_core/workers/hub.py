@@ -59,6 +59,7 @@ class Hub:
         keys: "KeyRing | None" = None,
         files: Mapping[str, bytes] | None = None,
         bind: str | None = None,
+        kinds: Mapping[str, GroupKind] = BUILT_IN,
         heartbeat_seconds: float = 2.0,
         suspect_seconds: float = 6.0,
         lost_seconds: float = 15.0,
@@ -71,6 +72,7 @@ class Hub:
         - `keys`: CURVE keys of the runner; None serves without authentication, on loopback.
         - `files`: model configuration and tokenizer by file name, sent at registration to the groups that hold the model.
         - `bind`: address to listen on; None derives it from the hub address of the identity.
+        - `kinds`: the groups without a job, by the role of their members; those of a job are its own.
         - `heartbeat_seconds`: time between two heartbeats of a member.
         - `suspect_seconds`, `lost_seconds`: silence after which a member is suspect, and lost.
         - `clock`: returns seconds.
@@ -88,7 +90,7 @@ class Hub:
         self._heartbeat_seconds = heartbeat_seconds
         # Well below the gap between two sweeps that the membership takes for a pause of this process: it extends all deadlines after one.
         self._sweep_seconds = min(_SWEEP_SECONDS, suspect_seconds / 4)
-        self._kinds: Mapping[str, GroupKind] = BUILT_IN if job is None else groups_of(job.spec)
+        self._kinds: Mapping[str, GroupKind] = kinds if job is None else groups_of(job.spec)
         self._membership = Membership(
             uid=identity.uid,
             epoch=identity.epoch,

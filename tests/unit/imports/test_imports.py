@@ -21,6 +21,7 @@ LEAN = [
     "rl_core.envs.child",
     "rl_core.envs.confined",
     "rl_core.launch.local",
+    "rl_core.launch.cluster",
     "rl_core.cli.main",
     "rl_core.cli.run",
     "rljob_operator",

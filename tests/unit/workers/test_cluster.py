@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_core.api.errors import DeadlineExceeded, WorkerLost
+from rl_core.api.errors import ConfigError, DeadlineExceeded, WorkerLost
 from rl_core.api.identity import Identity
 from rl_core.messages.calls import WorkerSpec
 from rl_core.messages.members import MemberState
@@ -13,6 +13,7 @@ from rl_core.runner.stopping import Stopped
 from rl_core.transports.sockets import IoThread
 from rl_core.workers import cluster as module
 from rl_core.workers.cluster import Cluster
+from rl_core.workers.group import WorkerGroup
 from rl_core.workers.member import Member
 
 SPEC = WorkerSpec(path="m:C", args=[], kwargs={})
@@ -107,3 +108,11 @@ def test_a_call_to_a_member_that_is_lost_while_a_connection_to_it_is_made_fails_
     monkeypatch.setattr(module, "RpcClient", Client)
     with pytest.raises(WorkerLost, match="it ended"):
         job.cluster.construct("env:0", SPEC, timeout=60).future.result(0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"placement_strategy": object()}, {"isolate_gpu": False}], ids=["placement", "devices"]
+)
+def test_a_placement_that_cannot_be_honoured_any_more_is_refused(job, options):
+    with pytest.raises(ConfigError, match=r"spec\.placement"):
+        WorkerGroup.of("module:Class").launch(job.cluster, name="env", **options)

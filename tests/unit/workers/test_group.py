@@ -82,14 +82,6 @@ def test_a_group_that_was_not_launched_says_so():
         worker_classes.Plain.create_group().answer(1)
 
 
-@pytest.mark.parametrize(
-    "options", [{"placement_strategy": object()}, {"isolate_gpu": False}], ids=["placement", "devices"]
-)
-def test_a_placement_that_cannot_be_honoured_any_more_is_refused(options):
-    with pytest.raises(ConfigError, match=r"spec\.placement"):
-        worker_classes.Plain.create_group().launch(None, name="actor", **options)
-
-
 @pytest.mark.parametrize("path", ["nowhere_at_all:Plain", "worker_classes:Nobody", "worker_classes:SPEC"])
 def test_a_class_that_cannot_be_loaded_is_a_config_error(path):
     with pytest.raises(ConfigError):

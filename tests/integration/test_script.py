@@ -1,0 +1,115 @@
+"""A script with worker processes of its own: groups, results by rank, placement, failures, and the end of every process."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rl_core import Channel, Cluster
+from rl_core.api.errors import ConfigError, DeadlineExceeded, PlacementError, RemoteError, WorkerLost
+from rl_core.plan.placement import FlexiblePlacementStrategy, PackedPlacementStrategy
+from tests.integration.script_workers import Adder
+
+SCRIPT = Path(__file__).with_name("script_workers.py")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with Cluster.local(processes=3, output=tmp_path_factory.mktemp("script")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def group(cluster):
+    return Adder.create_group({"start": 100}).launch(cluster, name="adder")
+
+
+def test_a_group_has_a_process_in_each_slot_and_results_come_by_rank(group):
+    assert group.add(1).wait(timeout=60) == [101, 111, 121]
+    assert group.execute_on(2, 0).add(1).wait(timeout=60) == [101, 121]
+    names = [name for *name, _ in group.who().wait(timeout=60)]
+    assert names == [["adder", rank, 3] for rank in range(3)]
+
+
+def test_a_channel_goes_from_workers_to_the_script_until_all_producers_are_done(group):
+    channel = Channel.create("items")
+    group.execute_on(1).put(channel, ["a", "b"]).wait(timeout=60)
+    assert [channel.get(timeout=60), channel.get(timeout=60)] == ["a", "b"]
+
+
+def test_a_strategy_places_processes_and_another_group_shares_the_slots(cluster, group):
+    pair = Adder.create_group({"start": 0}).launch(
+        cluster, name="pair", placement_strategy=FlexiblePlacementStrategy([[0], [2]])
+    )
+    assert pair.add(0).wait(timeout=60) == [0, 10]
+    assert not {pid for *_, pid in pair.who().wait(timeout=60)} & {pid for *_, pid in group.who().wait(timeout=60)}
+
+
+def test_what_cannot_be_launched_is_refused_with_a_way_out(cluster, group):
+    made = Adder.create_group({"start": 0})
+    with pytest.raises(ConfigError, match="must be used once in a cluster, got adder again"):
+        made.launch(cluster, name="adder")
+    with pytest.raises(ConfigError, match="DNS-1123"):
+        made.launch(cluster, name="Not A Name")
+    with pytest.raises(ConfigError, match="placement_strategy must be one of"):
+        made.launch(cluster, name="other", placement_strategy="0-1")
+    with pytest.raises(PlacementError, match="out of range"):
+        made.launch(cluster, name="other", placement_strategy=PackedPlacementStrategy(0, 5))
+    with pytest.raises(ConfigError, match="one cluster at a time"):
+        Cluster.local()
+
+
+def test_an_error_of_one_rank_is_raised_with_group_rank_and_method(group):
+    with pytest.raises(RemoteError, match="adder rank 1: fail_on raised KeyError: 'no such row'"):
+        group.fail_on(1).wait(timeout=60)
+
+
+def test_a_wait_is_bounded_and_names_who_is_missing(group):
+    with pytest.raises(DeadlineExceeded, match="adder:0 .*serving|adder:0 .*ready"):
+        group.execute_on(0).sleep(2).wait(timeout=0.1)
+
+
+def test_a_worker_may_print_much(group):
+    assert group.execute_on(0).print_much(100).wait(timeout=120) == ["done"]
+
+
+def test_a_killed_rank_is_named_and_replaced_and_the_others_go_on(cluster, group):
+    before = [pid for *_, pid in group.who().wait(timeout=60)]
+    with pytest.raises(WorkerLost, match="adder:1 is lost: its process ended with code 137"):
+        group.die_on(1).wait(timeout=60)
+    cluster.wait_ready(["adder"], timeout=60)
+    after = [pid for *_, pid in group.who().wait(timeout=60)]
+    assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, True]
+    assert group.add(1).wait(timeout=60) == [101, 111, 121]
+
+
+@pytest.mark.parametrize(("end", "code"), [("raise", 1), (signal.SIGINT, -signal.SIGINT), (signal.SIGKILL, -9)])
+def test_no_process_outlives_the_script(end, code):
+    script = subprocess.Popen(
+        [sys.executable, str(SCRIPT), end if end == "raise" else "wait"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+    )
+    first = script.stdout.readline()
+    assert first.startswith("[6, 16] "), script.communicate(timeout=60)
+    pids = [int(pid) for pid in first.split("] ")[1].split()]
+    if end != "raise":
+        script.send_signal(end)
+    assert script.wait(timeout=60) == code
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, f"left behind: {pids}"
+        time.sleep(0.05)
+    script.communicate()
+
+
+def test_a_class_that_no_other_process_can_import_is_refused():
+    code = "from rl_core import Worker\nclass Mine(Worker): pass\nMine.create_group()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "__main__.Mine: it has no file; write it into a module, for example own.py" in done.stderr
