@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_core.launch.local_pod import LocalPod
@@ -57,7 +58,7 @@ def shared_environment(*, uid: str, hub: str, channel: str) -> dict[str, str]:
 
 def process_environment() -> dict[str, str]:
     """Return the environment of this process, with its `sys.path`, so that worker processes import what the script imports."""
-    paths = [os.path.abspath(path) for path in sys.path]
+    paths = [str(Path(path).absolute()) for path in sys.path]
     return {
         "OMP_NUM_THREADS": "1",
         "RLJOB_LOG_LEVEL": "WARNING",
