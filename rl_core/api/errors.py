@@ -152,3 +152,9 @@ def error_types() -> dict[str, type[RLJobError]]:
             found[kind.__name__] = kind
         pending.extend(kind.__subclasses__())
     return found
+
+
+def public_type(error: RLJobError) -> type[RLJobError]:
+    """Return the class of `error`, or its nearest base class, that an error sent between processes can name."""
+    known = error_types()
+    return next(known[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in known)

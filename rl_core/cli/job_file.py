@@ -14,6 +14,8 @@ from rl_core.data.hub import HUB_SCHEME, REFERENCE_FIELDS
 from rl_core.data.source import GENERATED_SCHEME
 
 PATH_FIELDS = (*REFERENCE_FIELDS, ("checkpoint", "path"))
+MODEL_PATH = "modelPath"
+"""Field of the `config` of a group that holds the folder of its model, a path as `model.path`."""
 
 
 class JobProblems(ConfigError):
@@ -84,6 +86,9 @@ def load_job(file: Path, settings: Sequence[str] = ()) -> RLJob:
         value = spec[block][field]
         if value is not None:
             spec[block][field] = absolute(file, value)
+    for group in spec["groups"]:
+        if isinstance(group["config"].get(MODEL_PATH), str):
+            group["config"][MODEL_PATH] = absolute(file, group["config"][MODEL_PATH])
     source = spec["checkpoint"]["resumeFrom"]
     if source is not None and source["path"] is not None:
         source["path"] = absolute(file, source["path"])

@@ -7,7 +7,8 @@ from rl_core.api.errors import ConfigError, DeadlineExceeded, InfrastructureErro
 from rl_core.api.job import RLJobSpec
 from rl_core.envs.process import EnvProcess
 from rl_core.envs.source import env_source
-from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvRow, EnvSettings
+from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvRow, EnvSettings, MemberCall
+from rl_core.plan.groups import ENV, groups_of
 
 SHOWN = 3
 """Most failing example rows that are reported."""
@@ -35,18 +36,52 @@ def check_env(
             search_path=[search_path] if isinstance(search_path, str) else list(search_path),
         )
         problems = asyncio.run(
-            _try(source, examples or {}, spec.env.max_turns, deadline or bounds.env_reset, deadline or bounds.env_step)
+            _try(
+                source,
+                examples or {},
+                spec.env.max_turns,
+                _Calls(spec),
+                deadline or bounds.env_reset,
+                deadline or bounds.env_step,
+            )
         )
     except (ConfigError, DeadlineExceeded, InfrastructureError) as error:
         problems = str(error).splitlines()
     return [_located(line, spec) for line in problems]
 
 
+class _Calls:
+    """The calls of an environment to groups of the job. No group runs while a job is checked, so each call is refused and remembered."""
+
+    def __init__(self, spec: RLJobSpec) -> None:
+        self._callers = {name: group.callers for name, group in groups_of(spec).items()}
+        self.problems: list[str] | None = None
+        """Problems of the calls so far; None when nothing was called."""
+
+    async def refuse(self, call: MemberCall) -> None:
+        """Remember what is wrong with `call`. Raises ConfigError."""
+        self.problems = self.problems or []
+        if ENV not in self._callers.get(call.group, ()):
+            got = "a group without it" if call.group in self._callers else f"the groups {', '.join(self._callers)}"
+            self.problems.append(
+                f"env.type: calls {call.group}.{call.method}, so spec.groups must have {call.group} with {ENV} in its callers, got {got}; add it"
+            )
+        raise ConfigError("no group runs while a job is checked")
+
+
 async def _try(
-    source: EnvSettings, examples: Mapping[str, EnvRow], max_turns: int, start_seconds: float, step_seconds: float
+    source: EnvSettings,
+    examples: Mapping[str, EnvRow],
+    max_turns: int,
+    calls: _Calls,
+    start_seconds: float,
+    step_seconds: float,
 ) -> list[str]:
-    """Return the problems of calling the environment: per example row, and of all rows in one call where each alone works."""
-    child = await EnvProcess.start(source, deadline=start_seconds, quiet=True)
+    """Return the problems of calling the environment: per example row, and of all rows in one call where each alone works.
+
+    An environment that calls a group of the job is tried up to that call.
+    """
+    child = await EnvProcess.start(source, deadline=start_seconds, quiet=True, call_member=calls.refuse)
     try:
         declared = child.max_turns or 1
         if declared > max_turns:
@@ -58,6 +93,8 @@ async def _try(
         ended = []
         for place, row in examples.items():
             answer = await child.call([row], deadline=step_seconds)
+            if calls.problems is not None:
+                return calls.problems
             if isinstance(answer, EnvFailure):
                 failures.setdefault(answer.message, place)
             else:

@@ -1,6 +1,7 @@
 """The process that runs an environment's code, started by `process.EnvProcess` as `python -m rl_core.envs.confined FD PARENT`.
 
-It exchanges the records of `messages.envs` over the socket FD, one request at a time. The environment's code runs in the main thread,
+It exchanges the records of `messages.envs` over the socket FD, one request at a time. In between, the environment's code may call groups of
+the job. It runs in the main thread,
 because libraries use signals; its output goes to the worker's log. The process ends with the stream, and the kernel kills it when its worker
 dies. If user code forks and the copy returns from the environment's code, the copy ends there: a second answer on the stream would be
 taken for the answer to the next request.
@@ -18,8 +19,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from rl_core.api.errors import ConfigError, RLJobError, error_types, text_of
+from rl_core.api.errors import ConfigError, RLJobError, public_type, text_of
 from rl_core.api.user_code import describe, load_extensions
+from rl_core.envs import member_calls
 from rl_core.envs.answers import answers_of
 from rl_core.envs.registry import make_env
 from rl_core.messages.envs import EnvFailure, EnvReady, EnvRow, EnvSettings
@@ -44,6 +46,7 @@ def main() -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # text that cannot be encoded must not fail the call
     first = os.getpid()
+    member_calls.connect(sock)
     try:
         source: EnvSettings = pipe.receive_blocking(sock)
         try:
@@ -158,8 +161,7 @@ class Server:
 
     def _failure(self, error: BaseException) -> EnvFailure:
         if isinstance(error, RLJobError):
-            public = next(kind for kind in type(error).__mro__ if kind.__name__ in error_types())
-            return EnvFailure(type=public.__name__, message=text_of(error))
+            return EnvFailure(type=public_type(error).__name__, message=text_of(error))
         if self._tracebacks < MAX_TRACEBACKS:
             self._tracebacks += 1
             text = "".join(traceback.format_exception(error, limit=-50))

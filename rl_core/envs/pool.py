@@ -36,7 +36,7 @@ from rl_core.api.errors import (
     RolloutTimeout,
     error_types,
 )
-from rl_core.envs.process import EnvProcess
+from rl_core.envs.process import CallMember, EnvProcess
 from rl_core.envs.waiting import REMEMBERED, Suspects, WaitingRow, pop_batch
 from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvRow, EnvSettings
 
@@ -81,6 +81,7 @@ class EnvPool:
         start_deadline: float,
         on_event: Event | None = None,  # None if processes are not reported
         waiting: Waiting = lambda process: nullcontext(),
+        call_member: CallMember | None = None,
     ) -> None:
         """Prepare a pool of `processes` children; `start` starts them.
 
@@ -89,10 +90,11 @@ class EnvPool:
         - `start_deadline`: seconds in which a child must have built it.
         - `on_event`: called when a child starts and ends; None calls nothing.
         - `waiting`: declares a wait for a process while a block runs.
+        - `call_member`: serves calls of the environment's code to groups of the job; None refuses them.
         """
         self._source = source
         self._step_deadline, self._start_deadline = step_deadline, start_deadline
-        self._on_event, self._waiting_for = on_event, waiting
+        self._on_event, self._waiting_for, self._call_member = on_event, waiting, call_member
         self._slots = [_Slot(index) for index in range(processes)]
         self._shared: deque[WaitingRow] = deque()
         self._sticky: OrderedDict[str, tuple[_Slot, int]] = OrderedDict()
@@ -257,7 +259,14 @@ class EnvPool:
             row.resolve(answer)
 
     def _failed(self, batch: list[WaitingRow], kind: type[RLJobError], message: str) -> None:
-        """Handle a call that returned an error: a single row fails, several are tried alone."""
+        """Handle a call that returned an error: a single row fails, several are tried alone.
+
+        An infrastructure error, such as of a group that the code calls, is no row's fault: all rows fail with it.
+        """
+        if issubclass(kind, InfrastructureError):
+            for row in batch:
+                row.fail(kind, message)
+            return
         if len(batch) > 1:
             self._try_alone(batch)
             return
@@ -295,7 +304,9 @@ class EnvPool:
 
     async def _start_process(self, slot: _Slot) -> None:
         began = time.monotonic()
-        slot.process = await EnvProcess.start(self._source, deadline=self._start_deadline)
+        slot.process = await EnvProcess.start(
+            self._source, deadline=self._start_deadline, call_member=self._call_member
+        )
         self._start_seconds = max(self._start_seconds, time.monotonic() - began)
         slot.starts += 1
         self.counters["starts"] += 1

@@ -7,14 +7,24 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from rl_core.api.errors import ConfigError, DeadlineExceeded, FrameError, InfrastructureError, RolloutTimeout
+from rl_core.api.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    FrameError,
+    InfrastructureError,
+    RLJobError,
+    RolloutDataFailure,
+    RolloutTimeout,
+    public_type,
+    text_of,
+)
 from rl_core.envs.output import PipeCopier
-from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvReady, EnvRow, EnvSettings
+from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvReady, EnvRow, EnvSettings, MemberAnswer, MemberCall
 from rl_core.plan.launch import CURVE_PATH
 from rl_core.transports import pipe
 from rl_core.workers import processes
@@ -30,6 +40,8 @@ LAST_ANSWER_SECONDS = 1.0
 """How long to wait for a last answer after the process has ended."""
 
 logger = logging.getLogger(__name__)
+CallMember = Callable[[MemberCall], Awaitable[Any]]
+"""Calls a member of a group of the job for the code of an environment; returns its value."""
 
 
 class EnvProcess:
@@ -43,8 +55,10 @@ class EnvProcess:
         relay: PipeCopier,
         label: str,
         mark: str,
+        call_member: CallMember | None,
     ) -> None:
         self._process = process
+        self._call_member = call_member
         self._mark = mark
         """`NAME=value` in its environment, inherited by all processes that it starts."""
         self._reader, self._writer = reader, writer
@@ -73,12 +87,18 @@ class EnvProcess:
             wake.cancel()
 
     @classmethod
-    async def start(cls, source: EnvSettings, *, deadline: float, quiet: bool = False) -> Self:
+    async def start(
+        cls, source: EnvSettings, *, deadline: float, quiet: bool = False, call_member: CallMember | None = None
+    ) -> Self:
         """Start a child and wait until it has built its environment. `deadline` is in seconds; `quiet` discards what its code prints.
+
+        `call_member` serves the calls of its code to groups of the job; None refuses them.
 
         Raises ConfigError when the environment cannot be built, DeadlineExceeded, and InfrastructureError when the child ended.
         """
-        child = await cls._spawn(source.label, hidden_folders(os.environ) if source.barrier else [], quiet=quiet)
+        child = await cls._spawn(
+            source.label, hidden_folders(os.environ) if source.barrier else [], quiet=quiet, call_member=call_member
+        )
         try:
             answer = await child._exchange(source, deadline)
             if isinstance(answer, EnvFailure):
@@ -98,7 +118,7 @@ class EnvProcess:
         return child
 
     @classmethod
-    async def _spawn(cls, label: str, hidden: list[str], *, quiet: bool) -> Self:
+    async def _spawn(cls, label: str, hidden: list[str], *, quiet: bool, call_member: CallMember | None) -> Self:
         near, far = socket.socketpair()
         printed, output = os.pipe()
         mark = f"{MARK}={uuid.uuid4().hex}"
@@ -130,7 +150,7 @@ class EnvProcess:
             os.close(output)
         reader, writer = await asyncio.open_connection(sock=near)
         relay = PipeCopier(printed, lambda data: None) if quiet else PipeCopier(printed)
-        return cls(process, reader, writer, relay, label, mark)
+        return cls(process, reader, writer, relay, label, mark, call_member)
 
     async def call(self, rows: list[EnvRow], *, deadline: float) -> list[EnvAnswer] | EnvFailure:
         """Send `rows` to the child and return one answer per row, or one EnvFailure when the environment failed as a whole.
@@ -190,7 +210,25 @@ class EnvProcess:
     async def _send_and_receive(self, packed: bytes) -> Any:
         self._writer.write(packed)
         await self._writer.drain()
-        return await pipe.receive(self._reader)
+        while isinstance(message := await pipe.receive(self._reader), MemberCall):
+            self._writer.write(await self._called(message))
+            await self._writer.drain()
+        return message
+
+    async def _called(self, call: MemberCall) -> bytes:
+        """Return the packed answer to a call that the environment's code makes to a group of the job."""
+        try:
+            if self._call_member is None:
+                raise ConfigError(
+                    f"{self._label} calls {call.group}.{call.method}, but no group of a job is at hand here"
+                )
+            return pipe.pack(MemberAnswer(value=await self._call_member(call)))
+        except RLJobError as error:
+            return pipe.pack(EnvFailure(type=public_type(error).__name__, message=text_of(error)))
+        except (TypeError, ValueError) as error:
+            return pipe.pack(
+                EnvFailure(type=RolloutDataFailure.__name__, message=f"{call.group}.{call.method}: {error}")
+            )
 
     async def _how_it_ended(self) -> str:
         await asyncio.wait({self._ended}, timeout=LAST_ANSWER_SECONDS)

@@ -16,6 +16,7 @@ BUILT_IN = {
     "math": "rl_core.envs.math:MathEnvironment",
     "reasoning_gym": "rl_core.envs.reasoning_gym:ReasoningGymEnvironment",
     "reward": "rl_core.envs.reward:RewardEnvironment",
+    "reward_model": "rl_core.envs.member_scores:MemberScoresEnvironment",
 }
 """Built-in environments, imported at first use because each may need a package of the `env` extra."""
 

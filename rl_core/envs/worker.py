@@ -10,15 +10,18 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar, TypeVar
 
-from rl_core.api.errors import InfrastructureError
+from rl_core.api.errors import DeadlineExceeded, InfrastructureError
 from rl_core.api.roles import EnvSpec
 from rl_core.api.settings import DeadlinesSpec
 from rl_core.envs.pool import EnvPool
 from rl_core.envs.source import env_source
-from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvRow
+from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvRow, MemberCall
 from rl_core.observability import events
+from rl_core.workers.member_calls import MemberCaller
 from rl_core.workers.worker import Worker
 
+CALL_SHARE = 0.8
+"""Share of the deadline of a step that one call to a group may take, so that its failure arrives before that of the step."""
 T = TypeVar("T")
 
 
@@ -44,6 +47,8 @@ class TextEnvWorker(Worker):
             deadlines if deadlines is not None else (spec.runtime.deadlines if spec is not None else DeadlinesSpec())
         )
         bounds = bounds if isinstance(bounds, DeadlinesSpec) else DeadlinesSpec.model_validate(dict(bounds))
+        self._members = MemberCaller(self)
+        self._call_seconds = CALL_SHARE * bounds.env_step
         source = env_source(
             env,
             seed=spec.algorithm.seed if spec is not None else 0,
@@ -56,6 +61,7 @@ class TextEnvWorker(Worker):
             start_deadline=bounds.env_reset,
             on_event=self._report_process,
             waiting=lambda process: self.waiting("step of user code", f"{self.identity.name}/{process}"),
+            call_member=self._call_member,
         )
         self._pool: BackgroundPool | None = BackgroundPool(pool)
 
@@ -82,6 +88,13 @@ class TextEnvWorker(Worker):
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
+
+    async def _call_member(self, call: MemberCall) -> Any:
+        """Call a member of a group for the environment's code. Raises InfrastructureError when none answers in time."""
+        try:
+            return await self._members.call(call.group, call.method, *call.arguments, seconds=self._call_seconds)
+        except DeadlineExceeded as error:
+            raise InfrastructureError(str(error)) from error
 
     def _report_process(self, event: str, pid: int, index: int) -> None:
         """Report the start and end of a child process to the launcher's list of processes."""

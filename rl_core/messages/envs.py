@@ -2,6 +2,7 @@
 
 rollout -> env worker   step_rows([EnvRow]) -> [EnvAnswer | EnvFailure], one per row, in order
 env worker -> child     EnvSettings, answered by EnvReady or EnvFailure; then [EnvRow], answered by [EnvAnswer] or one EnvFailure
+child -> env worker     while it steps: MemberCall, answered by MemberAnswer or EnvFailure
 
 The chat messages, metadata, options and answers in them are values of the user.
 """
@@ -84,3 +85,19 @@ class EnvReady:
     pid: int
     max_turns: int | None = None
     """Turns of an episode that the environment's class declares; None = it declares none."""
+
+
+@record
+class MemberCall:
+    """The code of an environment calls a method of a group of the job."""
+
+    group: str
+    method: str
+    arguments: list[Any]
+
+
+@record
+class MemberAnswer:
+    """What the called method returned."""
+
+    value: Any

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.api.errors import ConfigError, DeadlineExceeded
+from rl_core.api.errors import ConfigError, DeadlineExceeded, WorkerLost
 from rl_core.api.roles import EnvSpec
 from rl_core.envs.pool import EnvPool
 from rl_core.envs.source import env_source
@@ -161,12 +161,24 @@ async def start(folder):
     pools = []
 
     async def start(
-        reward="user_code:score", *, processes=1, events=None, step_deadline=60.0, start_deadline=120.0, **fields
+        reward="user_code:score",
+        *,
+        processes=1,
+        events=None,
+        step_deadline=60.0,
+        start_deadline=120.0,
+        call_member=None,
+        **fields,
     ):
         spec = EnvSpec(**({"type": "reward", "reward": reward} | fields)) if reward else EnvSpec(**fields)
         source = env_source(spec, seed=11, search_path=[str(folder)])
         pool = EnvPool(
-            source, processes=processes, step_deadline=step_deadline, start_deadline=start_deadline, on_event=events
+            source,
+            processes=processes,
+            step_deadline=step_deadline,
+            start_deadline=start_deadline,
+            on_event=events,
+            call_member=call_member,
         )
         await pool.start()
         pools.append(pool)
@@ -447,3 +459,40 @@ async def test_closing_answers_the_rows_that_wait(start):
     await running.pool.close()
     assert [(await call)[0] for call in calls] == [["InfrastructureError"]] * 3
     assert gone(pid)
+
+
+class Groups:
+    """Stands in for the env worker's calls to groups of the job."""
+
+    def __init__(self):
+        self.calls = []
+
+    async def __call__(self, call):
+        self.calls.append((call.group, call.method, len(call.arguments[0])))
+        if any(row["columns"] == {"answer": "nobody there"} for row in call.arguments[0]):
+            raise WorkerLost("reward-model.score was lost with 3 members")
+        texts = [row["messages"][-1]["content"] for row in call.arguments[0]]
+        return [{"error": "no verdict"} if text == "odd" else float(len(text)) for text in texts]
+
+
+async def test_a_group_of_the_job_scores_the_rows_and_its_failures_are_never_rewards(start):
+    groups = Groups()
+    scored = {"reward": None, "type": "reward_model", "options": {"group": "reward-model"}}
+    run = await start(call_member=groups, **scored)
+    assert (await run.ask("four", "to"))[0] == [4.0, 2.0]
+    assert groups.calls == [("reward-model", "score", 2)]
+    rewards, answers = await run.ask("fine", "odd", key="t")
+    assert rewards == [4.0, "RolloutDataFailure"] and "no verdict" in answers[1].message
+    groups.calls.clear()
+    rewards, answers = await run.ask("one", "two", key="u", answer="nobody there")
+    assert rewards == ["WorkerLost"] * 2 and "3 members" in answers[0].message
+    assert len(groups.calls) == 1, "a group that is away is no row's fault: rows are not tried alone"
+    scored["options"]["onFailure"] = "mask"
+    run = await start(call_member=groups, **scored)
+    assert (await run.ask("fine", "odd", key="v"))[0] == [4.0, None]
+
+
+async def test_outside_a_job_a_call_to_a_group_is_refused(start):
+    run = await start(reward=None, type="reward_model", options={"group": "judge"})
+    rewards, answers = await run.ask("any")
+    assert rewards == ["ConfigError"] and "calls judge.score, but no group of a job" in answers[0].message

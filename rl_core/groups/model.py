@@ -1,0 +1,85 @@
+"""What the workers of this package have in common: their options, and the loading of a Hugging Face model for inference."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from transformers import AutoTokenizer
+
+from rl_core.api.base import Spec
+from rl_core.api.errors import ConfigError
+from rl_core.envs.base import Log
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ModelConfig(Spec):
+    """Options that every worker with a model has."""
+
+    model_path: str = Field(min_length=1)
+    """Folder of the model with its tokenizer; relative paths start at the job file."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of the weights; null = bfloat16 on an accelerator and float32 on a CPU."""
+    batch_tokens: int = Field(16384, ge=1)
+    """Largest number of tokens of a forward pass, padding included; a longer row has one of its own."""
+
+
+def load(auto: Any, config: ModelConfig, *, device: str) -> Any:
+    """Return the model of `config`, read with the transformers class `auto`, for inference on `device`.
+
+    Raises ConfigError when the folder holds no such model.
+    """
+    folder = Path(config.model_path)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"config.modelPath must be a folder with config.json, got {folder}; correct the path")
+    dtype = DTYPES[config.dtype or ("float32" if device == "cpu" else "bfloat16")]
+    try:
+        model = auto.from_pretrained(folder, dtype=dtype)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"config.modelPath: {folder} cannot be loaded: {error}; save the model again") from error
+    return model.to(device).eval().requires_grad_(False)
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    """Return the transformers tokenizer of `config`. Raises ConfigError when the folder holds none."""
+    try:
+        return AutoTokenizer.from_pretrained(config.model_path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"config.modelPath: {config.model_path} must hold a tokenizer, got {error}; save it with save_pretrained"
+        ) from error
+
+
+def conversation_ids(tokenizer: Any, messages: Log, *, template: str | None, generate: bool = False) -> list[int]:
+    """Return the token ids of a conversation by its chat template, or of the joined contents where there is none.
+
+    `template` None takes that of the tokenizer; `generate` adds the beginning of an answer.
+    """
+    if template is None and tokenizer.chat_template is None:
+        return list(tokenizer("".join(str(message["content"]) for message in messages))["input_ids"])
+    text = tokenizer.apply_chat_template(
+        list(messages), tokenize=False, chat_template=template, add_generation_prompt=generate
+    )
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def batches(lengths: Sequence[int], *, tokens: int) -> Iterator[list[int]]:
+    """Yield the indices of rows in batches of at most `tokens` with padding, the longest rows first."""
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        if batch and lengths[batch[0]] * (len(batch) + 1) > tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def padded(rows: Sequence[Sequence[int]], *, pad: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (token ids, attention mask), [B, S] int64 each, padded on the right."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows], device=device)
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+    return ids, mask

@@ -1,0 +1,75 @@
+"""Calls from a worker to the members of another group: to the one with the fewest calls in flight, and to another one if it is lost.
+
+The group must name the caller's group in `callers`, and its worker class must name the method in `peer_methods`.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from rl_core.api.errors import DeadlineExceeded, WorkerLost
+from rl_core.messages.members import MemberState, MemberView
+from rl_core.workers.worker import Worker
+
+LEAVING = (MemberState.SUSPECT, MemberState.DRAINING)
+"""States of a member that gets no new call."""
+MOST_LOSSES = 3
+"""Members that may be lost with one call before the call is given up, because the call itself may be what ends them."""
+LOOK_SECONDS = 1.0
+"""Longest time between two looks at the members while none is there."""
+
+
+class MemberCaller:
+    """Calls methods of members of other groups for `worker`. Its coroutines may run on any event loop."""
+
+    def __init__(self, worker: Worker, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` returns seconds."""
+        self._worker, self._clock = worker, clock
+        self._in_flight: Counter[str] = Counter()
+        """Calls without an answer, by address of the member."""
+        self.losses = 0
+        """Calls that were repeated because their member was lost."""
+
+    async def call(self, group: str, method: str, /, *args: Any, seconds: float) -> Any:
+        """Return `method(*args)` of a member of `group`. The method may run twice if a member is lost.
+
+        `seconds` bounds the wait for a member and for the answer together. Raises what the method raised, WorkerLost when MOST_LOSSES
+        members were lost with this call, and DeadlineExceeded.
+        """
+        deadline, losses = self._clock() + seconds, 0
+        while True:
+            with self._worker.waiting(f"{group}.{method}", group):
+                member = await self._free_member(group, method, deadline, seconds)
+                self._in_flight[member.address] += 1
+                try:
+                    client, left = self._worker.peer(member.address), deadline - self._clock()
+                    return await client.call(method, *args, timeout=max(left, 0.0))
+                except WorkerLost as error:
+                    losses += 1
+                    self.losses += 1
+                    if losses >= MOST_LOSSES:
+                        raise WorkerLost(
+                            f"{group}.{method} was lost with {losses} members, the last {member.name}: {error}"
+                        ) from error
+                finally:
+                    self._in_flight[member.address] -= 1
+                    self._in_flight += Counter()  # drops the addresses with none
+
+    async def _free_member(self, group: str, method: str, deadline: float, seconds: float) -> MemberView:
+        """Return the member with the fewest calls in flight; waits until there is one."""
+        while True:
+            ready = [m for m in self._worker.members(group) if m.state.constructed and m.state not in LEAVING]
+            if ready:
+                return min(ready, key=lambda m: (self._in_flight[m.address], m.rank))
+            left = deadline - self._clock()
+            if left <= 0:
+                raise DeadlineExceeded(
+                    f"{group}.{method} must find a member within {seconds:.0f} s, got none; the job needs a group {group} "
+                    f"that names {self._worker.group_name} in callers"
+                )
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left, LOOK_SECONDS)):
+                    await self._worker.view_changed()
