@@ -1,7 +1,7 @@
 """The messages between a rollout worker and the child process that runs its engine (`rollouts.sglang`).
 
 worker -> child   EngineSettings, answered by EngineReady or EngineFailure; then EngineRows, EngineAbort and EngineCall
-child -> worker   EngineOutputs for rows as they end; EngineAnswer or EngineFailure for each call
+child -> worker   EngineTokens for rows that are streamed; EngineOutputs for rows as they end; EngineAnswer or EngineFailure for each call
 """
 
 from typing import Any
@@ -35,6 +35,8 @@ class EngineRow:
     ids: list[int]
     sampling: dict[str, Any]
     """As the engine's own sampling settings."""
+    stream: bool = False
+    """Whether EngineTokens are wanted while the row runs."""
 
 
 @record
@@ -49,6 +51,14 @@ class EngineAbort:
     """Rows to stop now. Each is returned with the tokens that it has."""
 
     keys: list[int]
+
+
+@record
+class EngineTokens:
+    """New ids of a row that still runs. Its output has all ids."""
+
+    key: int
+    ids: list[int]
 
 
 @record

@@ -8,7 +8,7 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from rl_core.rollouts.request_batcher import RequestBatcher, RowGroup
-from rl_core.rollouts.rows import GenerationOutput, Row, RowQueue
+from rl_core.rollouts.rows import GenerationOutput, OnTokens, Row, RowQueue
 from rl_core.rollouts.sampling import SamplingParams
 
 
@@ -34,6 +34,7 @@ class RowGenerator(Protocol):
         max_new_tokens: int | None = None,
         greedy: bool = False,
         group: RowGroup | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> GenerationOutput:
         """Return the continuation of the token ids `prompt`.
 
@@ -44,6 +45,8 @@ class RowGenerator(Protocol):
             max_new_tokens: Length limit of this row; None = that of the sampling settings.
             greedy: Whether to take the most likely token at every position.
             group: Name and size of the prompt group, for backends that run each group as a batch of its own.
+            on_tokens: Called on the caller's event loop with new ids while the row runs, if the backend reports them. What was not
+                reported is in the output.
 
         Raises GenerationUnavailable if the backend is gone, ValueError for a prompt that it cannot run. Cancelling the call
         drops the row from the backend.
@@ -79,12 +82,13 @@ class EngineGenerator:
         max_new_tokens: int | None = None,
         greedy: bool = False,
         group: RowGroup | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> GenerationOutput:
         """Return the continuation of `prompt`; see `RowGenerator.generate_row`."""
         settings = (tuple(stop_strings or ()), max_new_tokens, greedy)
         if settings not in self._row_params:
             self._row_params[settings] = self.params.for_row(*settings)
-        row = Row(key=None, prompt=prompt, params=self._row_params[settings], seed=seed)
+        row = Row(key=None, prompt=prompt, params=self._row_params[settings], seed=seed, on_tokens=on_tokens)
         return await self._batcher().generate(row, group)
 
     def _batcher(self) -> RequestBatcher:

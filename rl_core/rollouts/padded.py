@@ -18,7 +18,7 @@ from rl_core.api.errors import RolloutDataFailure
 from rl_core.api.records import FinishReason
 from rl_core.rollouts.generation import RowGenerator
 from rl_core.rollouts.request_batcher import RowGroup
-from rl_core.rollouts.rows import GenerationOutput
+from rl_core.rollouts.rows import GenerationOutput, OnTokens
 
 
 class BatchedDataDict(dict[str, Any]):
@@ -87,8 +87,9 @@ class PaddedGenerator:
         max_new_tokens: int | None = None,
         greedy: bool = False,
         group: RowGroup | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> GenerationOutput:
-        """Return the continuation of `prompt`; see `RowGenerator.generate_row`. `group` is ignored.
+        """Return the continuation of `prompt`; see `RowGenerator.generate_row`. `group` and `on_tokens` are ignored.
 
         Raises RolloutDataFailure if the backend yields no row.
         """

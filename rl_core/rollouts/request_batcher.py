@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 
-from rl_core.rollouts.rows import GenerationOutput, Result, Row, RowQueue
+from rl_core.rollouts.rows import GenerationOutput, OnTokens, Result, Row, RowQueue
 
 _BATCH_NUMBERS = count(1)
 """Numbers of the engine batches that must stay apart, over all batchers of the process."""
@@ -36,15 +36,29 @@ class RequestBatcher:
         """Return the output of `row`, whose key is replaced; raises the row's failure.
 
         A row of a `group` starts when all rows of the group have been requested (if batches are per group). If the caller is
-        cancelled the engine drops the row.
+        cancelled the engine drops the row. `row.on_tokens` is called on the event loop, and not after the row has its output.
         """
         future: asyncio.Future[GenerationOutput] = self._loop.create_future()
-        self._request(replace(row, key=future), group)
+        on_tokens = None if row.on_tokens is None else self._on_loop(row.on_tokens, future)
+        self._request(replace(row, key=future, on_tokens=on_tokens), group)
         try:
             return await future
         finally:
             if future.cancelled():
                 self._withdraw(future)
+
+    def _on_loop(self, on_tokens: OnTokens, future: asyncio.Future[GenerationOutput]) -> OnTokens:
+        """Return `on_tokens` for the engine's thread."""
+
+        def call(ids: list[int]) -> None:
+            if not future.done():
+                on_tokens(ids)
+
+        def from_thread(ids: list[int]) -> None:
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(call, ids)
+
+        return from_thread
 
     def _request(self, row: Row, group: RowGroup | None) -> None:
         if not self._by_group:

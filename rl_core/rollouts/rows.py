@@ -12,6 +12,10 @@ from typing import Any, Protocol
 from rl_core.api.records import FinishReason
 from rl_core.rollouts.sampling import SamplingParams
 
+OnTokens = Callable[[list[int]], None]
+"""Receives the ids that a row got since the last call, on a thread of the engine; must not block. Ids of the last step may be left out:
+the row's output has all of them."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationOutput:
@@ -41,6 +45,8 @@ class Row:
     """Sampling seed in [0, 2**64)."""
     batch: int | None = None
     """Rows with the same number run as an engine batch of their own; None = in any batch."""
+    on_tokens: OnTokens | None = None
+    """Receives the tokens of the row while it runs; None = nobody waits for them."""
 
 
 Result = tuple[Any, GenerationOutput | BaseException]

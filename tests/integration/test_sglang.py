@@ -245,7 +245,8 @@ def test_an_interrupted_row_goes_on_with_its_tokens_log_probabilities_and_versio
     for _ in range(5):  # the interruption may come after the row's own end
         old, before = published()
         params = SamplingParams(max_new_tokens=60, ignore_eos=True)
-        long = Row(key="long", prompt=[3, 4, 5], params=params, seed=1)
+        reported = []
+        long = Row(key="long", prompt=[3, 4, 5], params=params, seed=1, on_tokens=reported.append)
         short = Row(key="short", prompt=[3, 4, 5], params=SamplingParams(max_new_tokens=4, ignore_eos=True), seed=1)
         futures = submit(world, long, short)
         futures["short"].result(60)
@@ -260,6 +261,9 @@ def test_an_interrupted_row_goes_on_with_its_tokens_log_probabilities_and_versio
             break
     (start, middle, first), (again, end, second) = output.versions
     assert (start, end, first, second) == (0, 60, old, version) and middle == again
+    # Its tokens were reported while it ran, over the interruption, up to those of the last step.
+    streamed = [token for ids in reported for token in ids]
+    assert len(reported) > 5 and len(streamed) >= 50 and streamed == output.ids[: len(streamed)]
     wanted = trainer_logprobs(before, [3, 4, 5], output.ids, 1.0)[:middle]
     assert (torch.tensor(output.logprobs[:middle]) - wanted).abs().max() < 1e-4
     wanted = trainer_logprobs(after, [3, 4, 5], output.ids, 1.0)[middle:]

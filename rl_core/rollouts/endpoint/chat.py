@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -42,6 +43,7 @@ class ChatRequest(BaseModel):
     stop: str | list[str] | None = None
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
@@ -108,29 +110,46 @@ class Completed:
     prompt_ids: list[int]
     choices: list[Choice]
 
+    @property
+    def usage(self) -> dict[str, int]:
+        """Return the numbers of tokens, as the API names them."""
+        read, generated = len(self.prompt_ids), sum(len(choice.output.ids) for choice in self.choices)
+        return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
+
 
 async def complete(
-    request: ChatRequest, episode: AgentEpisode, tokenizer: Tokenizer, *, max_new_tokens: int
+    request: ChatRequest,
+    episode: AgentEpisode,
+    tokenizer: Tokenizer,
+    *,
+    max_new_tokens: int,
+    on_tokens: Callable[[int, list[int]], None] | None = None,
 ) -> Completed:
     """Return the replies to `request`, recorded in the session of `episode`.
 
-    `max_new_tokens` is the job's limit of a reply. Raises EndpointError for a request that cannot be answered.
+    `max_new_tokens` is the job's limit of a reply. `on_tokens` gets the index of a choice and its new ids, if the engine reports them while
+    the row runs. Raises EndpointError for a request that cannot be answered.
     """
     messages, session = plain_messages(request.messages), episode.session
     settings = request.settings
     prompts = [episode.begin(messages, settings) for _ in range(request.n)]
     limit = min(max_new_tokens, request.limit or max_new_tokens)
 
-    async def one(prompt: Prompt) -> Choice:
+    async def one(index: int, prompt: Prompt) -> Choice:
         try:
-            output, times = await episode.generate(prompt, max_new_tokens=limit, stop_strings=request.stops)
+            output, times = await episode.generate(
+                prompt,
+                max_new_tokens=limit,
+                stop_strings=request.stops,
+                on_tokens=None if on_tokens is None else partial(on_tokens, index),
+            )
         except BaseException:
             session.abandon(prompt)
             raise
         return _record(request, session, prompt, output, times, tokenizer)
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(prompt)) for prompt in prompts]
+        tasks = [group.create_task(one(index, prompt)) for index, prompt in enumerate(prompts)]
     return Completed(prompts[0].ids, [task.result() for task in tasks])
 
 
@@ -159,18 +178,13 @@ def _cut(text: str, stops: Sequence[str]) -> str:
 
 def answer(request: ChatRequest, completed: Completed, *, model: str, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the body of the answer."""
-    generated = sum(len(choice.output.ids) for choice in completed.choices)
     body: dict[str, Any] = {
         "id": f"chatcmpl-{uuid4().hex}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
         "choices": [_choice(request, index, choice, tokenizer) for index, choice in enumerate(completed.choices)],
-        "usage": {
-            "prompt_tokens": len(completed.prompt_ids),
-            "completion_tokens": generated,
-            "total_tokens": len(completed.prompt_ids) + generated,
-        },
+        "usage": completed.usage,
     }
     if request.return_token_ids:
         body["prompt_token_ids"] = completed.prompt_ids

@@ -24,7 +24,7 @@ from rl_core.rollouts.endpoint.errors import EndpointError, bad_request, not_per
 from rl_core.rollouts.endpoint.session import Prompt, Session
 from rl_core.rollouts.endpoint.template import ChatTemplate
 from rl_core.rollouts.generation import RowGenerator
-from rl_core.rollouts.rows import GenerationOutput
+from rl_core.rollouts.rows import GenerationOutput, OnTokens
 from rl_core.rollouts.sampling import sample_seed
 
 REMEMBERED_KEYS = 4096
@@ -59,9 +59,14 @@ class AgentEpisode:
     _count: int = 0
 
     async def generate(
-        self, prompt: Prompt, *, max_new_tokens: int | None, stop_strings: Sequence[str]
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int | None,
+        stop_strings: Sequence[str],
+        on_tokens: OnTokens | None = None,
     ) -> tuple[GenerationOutput, tuple[float, float]]:
-        """Return what the policy continues `prompt` with, and start and end of the generation.
+        """Return what the policy continues `prompt` with, and start and end of the generation. `on_tokens`: see `RowGenerator`.
 
         Raises EndpointError for a prompt that leaves no room, RolloutDataFailure for log-probabilities that are not finite.
         """
@@ -77,7 +82,12 @@ class AgentEpisode:
         seed = self.seed if not prompt.sibling else sample_seed(self.seed, "branch", prompt.sibling, len(ids))
         began = time.monotonic()
         output = await self.generator.generate_row(
-            ids, seed=seed, stop_strings=list(stop_strings) or None, max_new_tokens=max_new_tokens, greedy=self.greedy
+            ids,
+            seed=seed,
+            stop_strings=list(stop_strings) or None,
+            max_new_tokens=max_new_tokens,
+            greedy=self.greedy,
+            on_tokens=on_tokens,
         )
         if not math.isfinite(sum(output.logprobs)):
             raise RolloutDataFailure(f"log-probabilities must be finite, got {output.logprobs[:8]} ...")

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from typing import Any
 
 from aiohttp import web
 
 from rl_core.api.errors import RLJobError, RolloutDataFailure, text_of
 from rl_core.data.tokenizer import Tokenizer
-from rl_core.rollouts.endpoint import chat
+from rl_core.rollouts.endpoint import chat, chat_stream
 from rl_core.rollouts.endpoint.episodes import Episodes, plain_messages
 from rl_core.rollouts.endpoint.errors import EndpointError, bad_request
+from rl_core.rollouts.endpoint.pieces import pieces, server_sent
 
 logger = logging.getLogger(__name__)
 BODY_BYTES = 4 << 20
@@ -79,8 +81,6 @@ class Endpoint:
             )
         except EndpointError as error:
             refusal = error
-        except ExceptionGroup as group:  # of several choices; the first failure stands for all
-            refusal = _refusal(group.exceptions[0])
         except Exception as error:  # noqa: BLE001 - task boundary: the client must get an answer
             refusal = _refusal(error)
         finally:
@@ -93,9 +93,28 @@ class Endpoint:
         call = chat.ChatRequest.read(body)
         self._warn_of_ignored(body)
         if call.stream:
-            raise bad_request("stream must be false")
+            parts = pieces(call, episode, self._tokenizer, max_new_tokens=self._max_new_tokens)
+            return await self._send(
+                request, chat_stream.events(call, parts, model=self.model, tokenizer=self._tokenizer)
+            )
         completed = await chat.complete(call, episode, self._tokenizer, max_new_tokens=self._max_new_tokens)
         return web.json_response(chat.answer(call, completed, model=self.model, tokenizer=self._tokenizer))
+
+    async def _send(self, request: web.Request, events: AsyncGenerator[bytes]) -> web.StreamResponse:
+        """Send server-sent events. A failure before the first one is an ordinary answer, a later one an event `error`."""
+        async with aclosing(events):
+            first = await anext(events)
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+            await response.prepare(request)
+            try:
+                await response.write(first)
+                async for event in events:
+                    await response.write(event)
+            except ConnectionError:
+                logger.debug("the client of a stream is gone")
+            except Exception as error:  # noqa: BLE001 - the status is sent, so that the client must get the failure as an event
+                await response.write(server_sent(_refusal(error).body()))
+            return response
 
     def _warn_of_ignored(self, body: Mapping[str, Any]) -> None:
         """Log, once for each field, that the job's sampling settings are used in place of those of a request."""
@@ -134,6 +153,8 @@ async def _body(request: web.Request) -> Any:
 
 
 def _refusal(error: BaseException) -> EndpointError:
+    if isinstance(error, ExceptionGroup):  # of several choices; the first failure stands for all
+        return _refusal(error.exceptions[0])
     if isinstance(error, EndpointError):
         return error
     if isinstance(error, ValueError | RolloutDataFailure) and not isinstance(error, UnicodeError):

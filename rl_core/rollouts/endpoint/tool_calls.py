@@ -7,6 +7,7 @@ import re
 from typing import Any
 from uuid import uuid4
 
+TAG = "<tool_call>"
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 """The form of Qwen, Hermes and many others: one JSON object per pair of tags."""
 
@@ -18,7 +19,7 @@ def read_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     If one of several calls cannot be read, none is: the program sees the text, and can answer the policy.
     """
     tagged = [match.group(1) for match in _TAGGED.finditer(text)]
-    content = text.partition("<tool_call>")[0] if tagged else ""
+    content = text.partition(TAG)[0] if tagged else ""
     if not tagged and text.lstrip().startswith("{"):
         tagged = [text]
     calls = [_read(one) for one in tagged]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -219,6 +219,15 @@ class HFEngine:
         elif len(self._rows):
             ended += self._accept(0, self._decoder.step(self._last))
         return ended
+
+    def new_ids(self, seen: Mapping[int, int]) -> dict[int, list[int]]:
+        """Return ticket -> generated ids of the running rows in `seen`, without the first `seen[ticket]` of each."""
+        requests = enumerate(self._rows.requests)
+        return {
+            request.ticket: self._rows.ids(row, seen[request.ticket])
+            for row, request in requests
+            if request.ticket in seen
+        }
 
     def names_and_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name -> shape of every tensor that `load_weights` expects, by Hugging Face name."""

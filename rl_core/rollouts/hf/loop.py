@@ -17,7 +17,7 @@ from typing import Any
 from rl_core.api.errors import GenerationUnavailable
 from rl_core.rollouts.hf.engine import HFEngine
 from rl_core.rollouts.meter import EngineLoad
-from rl_core.rollouts.rows import Result, Row, Sink
+from rl_core.rollouts.rows import OnTokens, Result, Row, Sink
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ class EngineLoop:
         self._owners: dict[int, tuple[Hashable, Sink]] = {}
         """Key and sink of every row in the engine, by its ticket. Used on the engine's thread only, as is `_tickets`."""
         self._tickets: dict[Hashable, int] = {}
+        self._watched: dict[int, tuple[OnTokens, int]] = {}
+        """Who receives the tokens of a running row, and how many it has received, by ticket. Used on the engine's thread only."""
 
     @property
     def version(self) -> int:
@@ -144,6 +146,8 @@ class EngineLoop:
             else:
                 self._owners[ticket] = (row.key, sink)
                 self._tickets[row.key] = ticket
+                if row.on_tokens is not None:
+                    self._watched[ticket] = (row.on_tokens, 0)
         return refused
 
     def _step(self) -> list[tuple[Sink, Result]]:
@@ -162,23 +166,38 @@ class EngineLoop:
             self._on_tokens(self.engine.num_running + len(ended))
         results: list[tuple[Sink, Result]] = []
         for ticket, output in ended:
-            key, sink = self._owners.pop(ticket)
+            key, sink = self._remove(ticket)
             self._tickets.pop(key, None)
             results.append((sink, (key, output)))
+        if self._watched:
+            self._report_tokens()
         return results
+
+    def _report_tokens(self) -> None:
+        """Report the new tokens of the rows that somebody watches. A row that ended has the last ones in its output."""
+        for ticket, ids in self.engine.new_ids({ticket: seen for ticket, (_, seen) in self._watched.items()}).items():
+            on_tokens, seen = self._watched[ticket]
+            if ids:
+                self._watched[ticket] = (on_tokens, seen + len(ids))
+                on_tokens(ids)
+
+    def _remove(self, ticket: int) -> tuple[Hashable, Sink]:
+        """Forget a row that left the engine; return its key and sink."""
+        self._watched.pop(ticket, None)
+        return self._owners.pop(ticket)
 
     def _drop(self, keys: list[Hashable]) -> None:
         """Drop rows from the engine whose callers have left."""
         tickets = [self._tickets.pop(key) for key in keys if key in self._tickets]
         for ticket in tickets:
-            self._owners.pop(ticket, None)
+            self._remove(ticket)
         if tickets:
             self.engine.abort(tickets)
             if not self._owners:
                 self.engine.reset()
 
     def _fail(self, tickets: list[int], failure: BaseException) -> list[tuple[Sink, Result]]:
-        owners = [self._owners.pop(ticket) for ticket in tickets]
+        owners = [self._remove(ticket) for ticket in tickets]
         for key, _ in owners:
             self._tickets.pop(key, None)
         return [(sink, (key, failure)) for key, sink in owners]

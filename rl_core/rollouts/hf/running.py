@@ -110,9 +110,9 @@ class Rows:
         full: np.ndarray = self._count[part] >= self._limit[part]
         return full
 
-    def ids(self, row: int) -> list[int]:
-        """Return the generated ids of `row`."""
-        ids: list[int] = self._tokens[row, : self._count[row]].tolist()
+    def ids(self, row: int, start: int = 0) -> list[int]:
+        """Return the generated ids of `row` from the one with index `start` on."""
+        ids: list[int] = self._tokens[row, start : self._count[row]].tolist()
         return ids
 
     def output(self, row: int, reason: str, version: int) -> GenerationOutput:

@@ -29,6 +29,7 @@ from rl_core.messages.engine import (
     EngineOutputs,
     EngineRows,
     EngineSettings,
+    EngineTokens,
 )
 from rl_core.rollouts.meter import EngineLoad
 from rl_core.rollouts.rows import Result, Row, Sink, check_prompt
@@ -336,6 +337,11 @@ class SGLangEngine:
     def _handle(self, message: Any) -> None:
         if isinstance(message, EngineOutputs):
             self._deliver(message.outputs)
+        elif isinstance(message, EngineTokens):
+            with self._lock:
+                progress = self._pending.rows.get(message.key)
+            if progress is not None:
+                progress.stream(message.ids)
         elif isinstance(message, EngineAnswer | EngineFailure):
             with self._lock:
                 answer = self._pending.calls.pop(message.call, None)

@@ -31,6 +31,8 @@ class RowProgress:
         self._logprobs: list[float] = []
         self._versions: list[tuple[int, int, int]] = []
         self._resumptions = 0
+        self._reported = 0
+        """Number of ids that were reported while the row ran."""
 
     @property
     def empty(self) -> GenerationOutput | None:
@@ -54,7 +56,18 @@ class RowProgress:
             sampling["stop_token_ids"] = self._stop_ids
         if params.stop_strings:
             sampling["stop"] = list(params.stop_strings)
-        return EngineRow(key=self.number, ids=[*self.row.prompt, *self._ids], sampling=sampling)
+        return EngineRow(
+            key=self.number,
+            ids=[*self.row.prompt, *self._ids],
+            sampling=sampling,
+            stream=self.row.on_tokens is not None,
+        )
+
+    def stream(self, ids: list[int]) -> None:
+        """Report new ids of the row to its caller."""
+        if self.row.on_tokens is not None:
+            self._reported += len(ids)
+            self.row.on_tokens(ids)
 
     def append(self, output: EngineOutput) -> GenerationOutput | BaseException | None:
         """Append an output of the engine. Returns the row's output or failure, or None if the row was aborted and must be requested again."""
@@ -64,6 +77,8 @@ class RowProgress:
             )
         start = len(self._ids)
         self._ids += output.ids
+        if output.reason == "abort" and self._reported < len(self._ids):
+            self.stream(self._ids[self._reported :])  # ids of the step in which it was aborted
         self._logprobs += output.logprobs
         try:
             self._versions += [(start + a, start + b, int(version)) for a, b, version in output.versions if b > a]

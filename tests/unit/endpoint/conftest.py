@@ -1,5 +1,6 @@
 """A character tokenizer, chat templates as models have them, and a policy that answers at random."""
 
+import asyncio
 import random
 
 import pytest
@@ -61,12 +62,16 @@ class SampledText:
         self.random = random.Random(seed)
         self.calls = []
 
-    async def generate_row(self, prompt, *, seed, stop_strings=None, max_new_tokens=None, greedy=False, group=None):
+    async def generate_row(
+        self, prompt, *, seed, stop_strings=None, max_new_tokens=None, greedy=False, group=None, on_tokens=None
+    ):
         text = self.random.choice(self.texts) if isinstance(self.texts, list) else self.texts(list(prompt), seed)
         end, reason = ([], "length") if text.endswith("...") else ([3], "stop")
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] + end
         if max_new_tokens is not None and len(ids) > max_new_tokens:
             ids, reason = ids[:max_new_tokens], "length"
+        if on_tokens is not None:
+            await self.report(ids, on_tokens)
         self.policy_version += self.random.random() < 0.1
         half = len(ids) // 2
         versions = (
@@ -77,6 +82,15 @@ class SampledText:
         logprobs = [-self.random.random() for _ in ids]
         self.calls.append((list(prompt), ids, logprobs, versions))
         return GenerationOutput(ids=ids, logprobs=logprobs, finish_reason=reason, versions=versions)
+
+    async def report(self, ids, on_tokens):
+        """Report all ids but those of the last step, some at a time, as an engine does while a row runs."""
+        at = 0
+        while at < len(ids) - 1:
+            await asyncio.sleep(0)
+            size = self.random.randint(1, 3)
+            on_tokens(ids[at : min(at + size, len(ids) - 1)])
+            at += size
 
 
 def make_episodes(tokenizer, *, max_seq_len=2048, max_calls=64):

@@ -252,3 +252,25 @@ async def test_a_group_that_lost_a_row_before_it_was_complete_takes_another(loop
     await asyncio.wait([cancelled])
     outputs = await asyncio.gather(*[by_group.generate_row([5, 6], seed=seed, group=("a", 2)) for seed in (2, 3)])
     assert all(output.ids for output in outputs)
+
+
+async def test_tokens_are_reported_while_a_row_runs_also_over_an_interruption(loop):
+    generation = EngineGenerator(loop, SamplingParams(max_new_tokens=40, ignore_eos=True))
+    reported, five = [], asyncio.Event()
+
+    def on_tokens(ids):
+        reported.append(ids)
+        if len(reported) == 5:
+            five.set()
+
+    alone = await generation.generate_row([5, 6], seed=7)
+    watched = asyncio.ensure_future(generation.generate_row([5, 6], seed=7, on_tokens=on_tokens))
+    other = asyncio.ensure_future(generation.generate_row([9, 8], seed=8))
+    await five.wait()
+    await asyncio.to_thread(loop.pause)
+    loop.resume()
+    output = await watched
+    await other
+    assert output.ids == alone.ids
+    assert [token for ids in reported for token in ids] == output.ids[:-1]
+    assert len(reported) == 39  # one token a step; the last one is in the output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from rl_core.messages.engine import (
@@ -16,6 +16,7 @@ from rl_core.messages.engine import (
     EngineOutputs,
     EngineRow,
     EngineRows,
+    EngineTokens,
 )
 from rl_core.rollouts.sglang.child.memory import EngineMemory
 from rl_core.rollouts.sglang.child.weights import ChildWeightLoader
@@ -62,13 +63,32 @@ class EngineServer:
     async def _run(self, row: EngineRow) -> None:
         try:
             answer = await self._engine.async_generate(
-                input_ids=row.ids, sampling_params=row.sampling, return_logprob=True, rid=_rid(row.key)
+                input_ids=row.ids,
+                sampling_params=row.sampling,
+                return_logprob=True,
+                rid=_rid(row.key),
+                stream=row.stream,
             )
+            if row.stream:
+                answer = await self._last(row.key, answer)
             self._end(_output(row.key, answer))
         except Exception as error:  # noqa: BLE001 - concerns this row alone; the worker gets it
             message = f"{type(error).__name__}: {error}"
             refused = isinstance(error, ValueError)
             self._end(_failure(row.key, message, data_fault=refused))
+
+    async def _last(self, key: int, answers: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
+        """Return the last of the answers of a row; each holds all ids so far. Ids of the others are sent on as they come."""
+        sent = 0
+        last: dict[str, Any] | None = None
+        async for last in answers:
+            new = list(last["output_ids"][sent:])
+            if new and last["meta_info"]["finish_reason"] is None:
+                sent += len(new)
+                self._writer.write(pipe.pack(EngineTokens(key=key, ids=new)))
+        if last is None:
+            raise RuntimeError("the engine ended a row without an answer")
+        return last
 
     def _end(self, output: EngineOutput) -> None:
         """Send the rows that end in one iteration of the event loop together."""
