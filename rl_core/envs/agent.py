@@ -15,7 +15,7 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -34,6 +34,8 @@ class AgentConfig(EnvConfig):
     """`module:function`; `env.agent` in a job."""
     max_calls: int = Field(64, ge=1, le=4096)
     """Most model calls of a sample."""
+    branches: Literal["whole", "equal", "last"] = "whole"
+    """Reward of the branches of a conversation: the whole reward for each, equal parts of it, or nothing is trained but the last one."""
     arguments: dict[str, Any] = {}
     """Further keyword arguments of every run."""
 

@@ -19,7 +19,7 @@ from rl_core.api.records import Completion, FinishReason, PromptGroupRecord
 from rl_core.messages.agents import REQUEST, RESULT, AgentRequest, AgentResult
 from rl_core.rollouts.endpoint.episodes import AgentEpisode, Episodes
 from rl_core.rollouts.endpoint.server import Endpoint
-from rl_core.rollouts.endpoint.session import Turn
+from rl_core.rollouts.endpoint.session import Branch, Turn
 from rl_core.rollouts.endpoint.template import ChatTemplate
 from rl_core.rollouts.episode import Episode, group_name
 from rl_core.rollouts.message_log import as_token_tensor
@@ -36,6 +36,8 @@ MODEL_NAME = "policy"
 """Name of the served model at the endpoint."""
 MAX_CALLS = 64
 """Default of env.options.maxCalls."""
+BRANCHES = "whole"
+"""Default of env.options.branches."""
 TIME_SHARE = 0.9
 """Share of the deadline of an environment step that a program gets, so that its own failure arrives before that of the step."""
 
@@ -58,6 +60,7 @@ class AgentEndpoint:
         )  # its bounds are checked where the environment is built
         self._episodes = Episodes(template, max_seq_len=engine.max_seq_len, max_calls=max_calls)
         self._server = Endpoint(self._episodes, tokenizer, model=MODEL_NAME, max_new_tokens=sampling.max_new_tokens)
+        self._branches = spec.env.options.get("branches", BRANCHES)
         self._host = ""
 
     async def start(self, host: str, port: int = 0) -> None:
@@ -75,9 +78,10 @@ class AgentEndpoint:
         """Return the address that OpenAI clients take."""
         return f"http://{self._host}:{self._server.port}/v1"
 
-    def rollout_options(self) -> dict[str, Any]:
-        """Return the arguments of `RolloutManager` that make it run agent programs."""
+    def rollout_options(self, *, training: bool) -> dict[str, Any]:
+        """Return the arguments of `RolloutManager` that make it run agent programs. Validation has one sample per episode."""
         return {
+            "branches": self._branches if training else "last",
             "implementation": AgentRolloutImpl,
             "episodes": self._episodes,
             "base_url": lambda: self.base_url,
@@ -89,10 +93,21 @@ class AgentRolloutImpl(AsyncRolloutImpl):
     """Runs prompt groups of agent programs."""
 
     def __init__(
-        self, *arguments: Any, episodes: Episodes, base_url: Callable[[], str], model: str, **options: Any
+        self,
+        *arguments: Any,
+        episodes: Episodes,
+        base_url: Callable[[], str],
+        model: str,
+        branches: str = BRANCHES,
+        **options: Any,
     ) -> None:
-        """Serve sessions of `episodes` at `base_url()` as the model `model`; other arguments are those of `AsyncRolloutImpl`."""
+        """Serve sessions of `episodes` at `base_url()` as the model `model`; other arguments are those of `AsyncRolloutImpl`.
+
+        `branches` says what part of an episode's reward each branch of its conversation gets: the `whole`, an `equal` part, or only the
+        `last` branch is a sample.
+        """
         super().__init__(*arguments, **options)
+        self._branches = branches
         self._episodes, self._base_url, self._model = episodes, base_url, model
 
     async def run_rollout(self, input_sample: Mapping[str, Any]) -> PromptGroupRecord:
@@ -101,9 +116,10 @@ class AgentRolloutImpl(AsyncRolloutImpl):
         record.prompt = [{"role": "user", "content": "", "token_ids": common_prefix(record.completions)}]
         return record
 
-    async def _run_single_rollout(
+    async def _run_samples(
         self, input_sample: Mapping[str, Any], traj_idx: int
-    ) -> tuple[Completion, dict[str, Any]]:
+    ) -> list[tuple[Completion, dict[str, Any]]]:
+        """Return the branches of episode `traj_idx`, the one that ended last first."""
         group_id, attempt = group_name(input_sample), input_sample.get("attempt", 1)
         seed = sample_seed(self.seed, group_id, traj_idx, attempt)
         episode = Episode(
@@ -120,32 +136,46 @@ class AgentRolloutImpl(AsyncRolloutImpl):
         result: AgentResult = (returned.metadata[0] or {})[RESULT]
         _check(result, agent, where)
         _, reward = one_reward(returned.rewards, self._env(episode), where)
-        episode.reward_components = dict(result["parts"])
-        episode.add_reward(reward)
-        self._fill(episode, agent)
-        metrics = episode.metrics() | {"branches": agent.session.branches, "unspliced": agent.session.unspliced}
-        return episode.completion(default_version=self.policy_version), metrics
+        branches = agent.session.branch_samples()[: 1 if self._branches == "last" else None]
+        share = 1.0 / len(branches) if self._branches == "equal" else 1.0
+        samples = []
+        for index, branch in enumerate(branches):
+            sample = Episode(input_sample, seed=episode.seed, key=episode.key)
+            sample.reward_components = {name: share * value for name, value in result["parts"].items()}
+            sample.add_reward(None if reward is None else share * reward)
+            self._fill(sample, branch, agent.cut if index == 0 else None)
+            counted = agent.session if index == 0 else None  # once for the episode
+            metrics = sample.metrics() | {name: getattr(counted, name, 0) for name in ("branches", "unspliced")}
+            completion = sample.completion(default_version=self.policy_version)
+            completion.metrics["reward_share"] = share
+            samples.append((completion, metrics))
+        return samples
 
     def _request(self, agent: AgentEpisode) -> AgentRequest:
         return AgentRequest(
             base_url=self._base_url(), api_key=agent.key, model=self._model, seconds=TIME_SHARE * self.env_step_seconds
         )
 
-    def _fill(self, episode: Episode, agent: AgentEpisode) -> None:
-        """Write the line of calls that ended last into `episode`: what the policy read and what it sampled, in turns."""
+    def _fill(self, episode: Episode, branch: Branch, cut: str | None) -> None:
+        """Write a branch into `episode`: what the policy read and what it sampled, in turns. `cut`: why it could not go on, if so."""
         episode.log, episode.env_info = [], None
-        line = agent.session.lines()[-1]
+        line = branch.turns
         length = 0
         episode.times = [line[0].times[0]]
-        for turn, following in zip(line, [*line[1:], None], strict=True):
+        for turn, following, trains in zip(line, [*line[1:], None], branch.trains, strict=True):
             length += len(turn.prompt)
-            _add_turn(episode, turn, self._assistant(turn.output), length)
+            assistant = self._assistant(turn.output)
+            if not trains:
+                assistant["token_loss_mask"] = torch.zeros(len(turn.output.ids))
+            _add_turn(episode, turn, assistant, length)
             length += len(turn.output.ids)
             episode.times.append(turn.times[1])
             if following is not None:
                 episode.times.append(following.times[0])
         episode.mark()
-        episode.truncated, episode.cut = _cut(line[-1].output.finish_reason, agent)
+        last = line[-1].output.finish_reason
+        episode.cut = last if FinishReason(last).truncated else cut
+        episode.truncated = episode.cut is not None
         episode.terminated = not episode.truncated
 
     def _aggregate_rollout_metrics(
@@ -184,12 +214,6 @@ def _add_turn(episode: Episode, turn: Turn, assistant: dict[str, Any], input_len
             "finish_reason": output.finish_reason,
         },
     )
-
-
-def _cut(last: str, agent: AgentEpisode) -> tuple[bool, str | None]:
-    """Return (truncated, finish reason) of a sample whose last generation ended for the reason `last`."""
-    cut = last if FinishReason(last).truncated else agent.cut
-    return cut is not None, cut
 
 
 def common_prefix(completions: Sequence[Completion]) -> torch.Tensor:

@@ -77,7 +77,7 @@ class GroupMaker:
                 group_seconds=spec.runtime.deadlines.rollout,
                 seed=spec.algorithm.seed,
                 env_step_seconds=spec.runtime.deadlines.env_step,
-                **(self._agents.rollout_options() if self._agents is not None else {}),
+                **(self._agents.rollout_options(training=temperature is None) if self._agents is not None else {}),
             )
         return self._managers[kind]
 

@@ -126,16 +126,22 @@ class AsyncRolloutImpl:
 
     async def _gather(self, input_sample: Mapping[str, Any]) -> list[tuple[Completion, dict[str, Any]]]:
         tasks = [
-            asyncio.ensure_future(self._run_single_rollout(input_sample, index))
+            asyncio.ensure_future(self._run_samples(input_sample, index))
             for index in range(self.num_generations_per_prompt)
         ]
         try:
-            return await asyncio.gather(*tasks)
+            return [sample for samples in await asyncio.gather(*tasks) for sample in samples]
         except BaseException:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
+
+    async def _run_samples(
+        self, input_sample: Mapping[str, Any], traj_idx: int
+    ) -> list[tuple[Completion, dict[str, Any]]]:
+        """Return the samples of episode `traj_idx` and their metrics: one, unless a subclass makes several of an episode."""
+        return [await self._run_single_rollout(input_sample, traj_idx)]
 
     async def _run_single_rollout(
         self, input_sample: Mapping[str, Any], traj_idx: int

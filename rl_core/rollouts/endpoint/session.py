@@ -8,7 +8,8 @@ sampled ones, and the ids of what follows. So the calls of a session are a tree:
     call 5                                a changed history has no earlier call: a branch with a prompt of its own
 
 A path from a root to a leaf is one training sample. Each sampled token is sampled once, in the order of its path, from exactly the ids
-before it on its path; a token that several paths share trains in one of them.
+before it on its path; a token that several paths share trains in one of them
+(`branch_samples`).
 """
 
 from __future__ import annotations
@@ -71,6 +72,15 @@ class Prompt:
     def ids(self) -> list[int]:
         """Return the ids that the model reads."""
         return self.before + self.added
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One path of a session, as a sample to train."""
+
+    turns: list[Turn]
+    trains: list[bool]
+    """Whether the sampled tokens of each turn train in this sample."""
 
 
 @dataclass(slots=True)
@@ -139,3 +149,12 @@ class Session:
     def lines(self) -> list[list[Turn]]:
         """Return the paths of the session, one per call that no other continues, in the order in which those ended."""
         return [turn.path for turn in self.turns if not turn.children]
+
+    def branch_samples(self) -> list[Branch]:
+        """Return the paths with the one that ended last first. A turn of several paths trains in the first of them."""
+        trained: set[int] = set()
+        samples = []
+        for line in reversed(self.lines()):
+            samples.append(Branch(line, [id(turn) not in trained for turn in line]))
+            trained.update(map(id, line))
+        return samples

@@ -48,6 +48,18 @@ async def talk(row, base_url, api_key, model):
     return {"reward": 1.0, "parts": {"turns": len(TURNS)}}
 
 
+async def talk_in_branches(row, base_url, api_key, model):
+    """Two turns; then, from the first turn on, another second turn; then a conversation of its own."""
+    first = [{"role": "user", "content": row["prompt"]}]
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        answer = await client.chat.completions.create(model=model, messages=first)
+        for words in ("go on", "another way"):
+            messages = [*first, answer.choices[0].message, {"role": "user", "content": words}]
+            await client.chat.completions.create(model=model, messages=messages)
+        await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "summary"}])
+    return {"reward": 3.0, "parts": {"turns": 6}}
+
+
 def talk_in_thread(row, base_url, api_key, model):
     messages = [{"role": "user", "content": row["prompt"]}]
     with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
@@ -83,7 +95,7 @@ async def not_applicable(row, base_url, api_key, model):
 @pytest.fixture(autouse=True)
 def programs(monkeypatch):
     module = types.ModuleType("agent_programs")
-    for program in (talk, talk_in_thread, silent, raises, hangs, no_number, not_applicable):
+    for program in (talk, talk_in_branches, talk_in_thread, silent, raises, hangs, no_number, not_applicable):
         setattr(module, program.__name__, program)
     monkeypatch.setitem(sys.modules, "agent_programs", module)
 
@@ -102,7 +114,7 @@ def sample(tokenizer):
 
 
 @contextlib.asynccontextmanager
-async def rollouts(tokenizer, program, *, seconds=20.0, generations=2):
+async def rollouts(tokenizer, program, *, seconds=20.0, generations=2, **options):
     episodes = make_episodes(tokenizer)
     endpoint = Endpoint(episodes, tokenizer, model="policy", max_new_tokens=64)
     await endpoint.start("127.0.0.1")
@@ -121,6 +133,7 @@ async def rollouts(tokenizer, program, *, seconds=20.0, generations=2):
             episodes=episodes,
             base_url=lambda: f"http://127.0.0.1:{endpoint.port}/v1",
             model="policy",
+            **options,
         )
     finally:
         await endpoint.close()
@@ -163,6 +176,31 @@ async def test_log_probabilities_and_versions_are_those_of_the_calls(chatml):
             assert torch.equal(message["generation_logprobs"], torch.tensor(logprobs, dtype=torch.float32))
             assert message["policy_versions"] == versions
         assert completion.metrics["reward/turns"] == 3
+
+
+@pytest.mark.parametrize(("branches", "rewards"), [("whole", [3.0] * 3), ("equal", [1.0] * 3), ("last", [3.0])])
+async def test_branches_are_samples_of_one_episode_and_each_token_trains_once(chatml, branches, rewards):
+    async with rollouts(chatml, "talk_in_branches", generations=2, branches=branches) as agents:
+        record = await agents.run_rollout(sample(chatml))
+        calls = agents.policy_generation.calls
+    assert [completion.reward for completion in record.completions] == rewards * 2
+    assert {completion.metrics["reward_share"] for completion in record.completions} == {rewards[0] / 3}
+    assert {completion.metrics["reward/turns"] for completion in record.completions} == {6 * rewards[0] / 3}
+    assert (record.rollout_metrics["branches"], record.rollout_metrics["unspliced"]) == (4, 0)
+    batch = collate_groups([record], pad_token_id=0, max_length=2048)
+    assert len(batch) == 2 * len(rewards) and bool(batch.sample_mask.all()) and len(batch.group_texts) == 1
+    trained = sorted(batch.input_ids[row][batch.loss_mask[row]].tolist() for row in range(len(batch)))
+    by_call = [call[1] for call in calls]
+    summaries = [ids for prompt, ids, *_ in calls if chatml.decode(prompt).count("summary")]
+    if branches == "last":
+        assert trained == sorted(summaries)
+    else:
+        assert sum(map(len, trained)) == sum(map(len, by_call))
+        starts = [ids for prompt, ids, *_ in calls if chatml.decode(prompt) == QUESTION]
+        others = [ids for prompt, ids, *_ in calls if "go on" in chatml.decode(prompt)]
+        assert len(starts) == len(others) == 2
+        # The first turn trains with the branch that ended later, and is only read in the other one.
+        assert all(ids in trained for ids in others)
 
 
 @pytest.mark.parametrize(

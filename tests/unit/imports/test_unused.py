@@ -35,7 +35,7 @@ EXPECTED = {
     **dict.fromkeys(
         (
             f"rl_core.channel.channel:Channel.{name}"
-            for name in ("get_async", "get_batch", "get_batch_async", "get_nowait", "put_nowait")
+            for name in ("get_async", "get_batch", "get_batch_async", "get_nowait")
         ),
         CHANNEL,
     ),
