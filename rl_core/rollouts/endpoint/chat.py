@@ -6,11 +6,9 @@ the job. A request chooses its messages, tools, length and stop strings.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -135,22 +133,14 @@ async def complete(
     prompts = [episode.begin(messages, settings) for _ in range(request.n)]
     limit = min(max_new_tokens, request.limit or max_new_tokens)
 
-    async def one(index: int, prompt: Prompt) -> Choice:
-        try:
-            output, times = await episode.generate(
-                prompt,
-                max_new_tokens=limit,
-                stop_strings=request.stops,
-                on_tokens=None if on_tokens is None else partial(on_tokens, index),
-            )
-        except BaseException:
-            session.abandon(prompt)
-            raise
-        return _record(request, session, prompt, output, times, tokenizer)
-
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(index, prompt)) for index, prompt in enumerate(prompts)]
-    return Completed(prompts[0].ids, [task.result() for task in tasks])
+    choices = await episode.generate_all(
+        prompts,
+        lambda prompt, output, times: _record(request, session, prompt, output, times, tokenizer),
+        max_new_tokens=limit,
+        stop_strings=request.stops,
+        on_tokens=on_tokens,
+    )
+    return Completed(prompts[0].ids, choices)
 
 
 def _record(
@@ -161,7 +151,7 @@ def _record(
     times: tuple[float, float],
     tokenizer: Tokenizer,
 ) -> Choice:
-    text = _cut(tokenizer.decode(output.ids, skip_special_tokens=True), request.stops)
+    text = cut(tokenizer.decode(output.ids, skip_special_tokens=True), request.stops)
     content, calls = read_tool_calls(text) if request.offered_tools else (text, [])
     message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
     if calls:
@@ -171,7 +161,7 @@ def _record(
     return Choice(message, output, "length" if truncated else "tool_calls" if calls else "stop")
 
 
-def _cut(text: str, stops: Sequence[str]) -> str:
+def cut(text: str, stops: Sequence[str]) -> str:
     """Return `text` before the first stop string; the API leaves stop strings out."""
     return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 

@@ -13,9 +13,10 @@ import math
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from rl_core.api.errors import ConfigError, RolloutDataFailure
 from rl_core.api.records import FinishReason
@@ -27,6 +28,7 @@ from rl_core.rollouts.generation import RowGenerator
 from rl_core.rollouts.rows import GenerationOutput, OnTokens
 from rl_core.rollouts.sampling import sample_seed
 
+T = TypeVar("T")
 REMEMBERED_KEYS = 4096
 """Keys of closed sessions that are told apart from keys that never existed."""
 CALLS_AT_ONCE = 64
@@ -94,6 +96,40 @@ class AgentEpisode:
         if not output.ids:
             raise RolloutDataFailure("a generation must have a token, got none; this is a bug of the engine")
         return output, (began, time.monotonic())
+
+    async def generate_all(
+        self,
+        prompts: Sequence[Prompt],
+        record: Callable[[Prompt, GenerationOutput, tuple[float, float]], T],
+        *,
+        max_new_tokens: int | None,
+        stop_strings: Sequence[str],
+        on_tokens: Callable[[int, list[int]], None] | None = None,
+    ) -> list[T]:
+        """Return what `record` makes of the continuation of each prompt; prompts without one are abandoned.
+
+        `on_tokens` gets the index of a prompt and new ids. Raises an ExceptionGroup with what `generate` raises.
+        """
+
+        async def one(index: int, prompt: Prompt) -> T:
+            report = None if on_tokens is None else partial(on_tokens, index)
+            try:
+                output, times = await self.generate(
+                    prompt, max_new_tokens=max_new_tokens, stop_strings=stop_strings, on_tokens=report
+                )
+            except BaseException:
+                self.session.abandon(prompt)
+                raise
+            return record(prompt, output, times)
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(index, prompt)) for index, prompt in enumerate(prompts)]
+        return [task.result() for task in tasks]
+
+    def begin_tokens(self, ids: Sequence[int]) -> Prompt:
+        """Return the input of a call with token ids. Raises EndpointError after too many calls."""
+        self._admit()
+        return self.session.begin_tokens(ids)
 
     def begin(self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> Prompt:
         """Return the input of a chat call. Raises EndpointError if the template refuses the messages, or after too many calls."""

@@ -87,6 +87,11 @@ def prefixes(digest: Digest, messages: Sequence[Mapping[str, Any]]) -> Iterator[
         yield digest
 
 
+def of_tokens(ids: Sequence[int]) -> Digest:
+    """Return the digest of a history that was given as token ids."""
+    return _digest(b"ids", list(ids))
+
+
 def _digest(before: bytes, value: Any) -> Digest:
     return blake2b(
         before + json.dumps(value, sort_keys=True, default=str).encode("utf-8", "surrogatepass"), digest_size=16

@@ -1,6 +1,7 @@
 """`Endpoint`: the HTTP server of a rollout, on the event loop of its worker.
 
-It answers `/v1/chat/completions`, `/v1/models` and `/tokenize`. Every failure is an answer of the form that OpenAI clients read, and is raised
+It answers `/v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/messages`, `/inference/v1/generate`, `/v1/models` and `/tokenize`.
+Every failure is an answer of the form that OpenAI clients read, and is raised
 nowhere: what became of a sample is decided by its program's result. Bodies, calls of a session and calls in total are bounded.
 """
 
@@ -16,10 +17,10 @@ from aiohttp import web
 
 from rl_core.api.errors import RLJobError, RolloutDataFailure, text_of
 from rl_core.data.tokenizer import Tokenizer
-from rl_core.rollouts.endpoint import chat, chat_stream
-from rl_core.rollouts.endpoint.episodes import Episodes, plain_messages
+from rl_core.rollouts.endpoint import chat, chat_stream, messages, responses, tokens
+from rl_core.rollouts.endpoint.episodes import AgentEpisode, Episodes, plain_messages
 from rl_core.rollouts.endpoint.errors import EndpointError, bad_request
-from rl_core.rollouts.endpoint.pieces import pieces, server_sent
+from rl_core.rollouts.endpoint.pieces import Piece, pieces, server_sent
 
 logger = logging.getLogger(__name__)
 BODY_BYTES = 4 << 20
@@ -51,6 +52,10 @@ class Endpoint:
         """Listen on `host`; `port` 0 takes a free one."""
         app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._answer_errors])
         app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/messages", self._messages)
+        app.router.add_post("/v1/responses", self._responses)
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
         # handler_cancellation: the row of a client that goes away leaves the engine.
@@ -88,17 +93,57 @@ class Endpoint:
         return web.json_response(refusal.body(), status=refusal.status)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        episode = self._episodes.find(request.headers.get("Authorization"))
-        body = await _body(request)
+        episode, body = await self._read(request)
         call = chat.ChatRequest.read(body)
-        self._warn_of_ignored(body)
         if call.stream:
-            parts = pieces(call, episode, self._tokenizer, max_new_tokens=self._max_new_tokens)
+            parts = self._pieces(call, episode)
             return await self._send(
                 request, chat_stream.events(call, parts, model=self.model, tokenizer=self._tokenizer)
             )
-        completed = await chat.complete(call, episode, self._tokenizer, max_new_tokens=self._max_new_tokens)
+        completed = await self._complete(call, episode)
         return web.json_response(chat.answer(call, completed, model=self.model, tokenizer=self._tokenizer))
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        episode, body = await self._read(request)
+        call = chat.ChatRequest.read(messages.as_chat(body))
+        if call.stream:
+            return await self._send(request, messages.events(self._pieces(call, episode), model=self.model))
+        return web.json_response(messages.answer(await self._complete(call, episode), model=self.model))
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        episode, body = await self._read(request)
+        call = chat.ChatRequest.read(responses.as_chat(body))
+        return web.json_response(responses.answer(await self._complete(call, episode), model=self.model))
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        episode, body = await self._read(request)
+        call = tokens.CompletionRequest.read(body)
+        completed = await self._continue(call, episode)
+        return web.json_response(tokens.answer(call, completed, model=self.model, tokenizer=self._tokenizer))
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        episode, body = await self._read(request)
+        call = tokens.CompletionRequest.read(tokens.as_completion(body))
+        return web.json_response(tokens.generated(await self._continue(call, episode), tokenizer=self._tokenizer))
+
+    async def _read(self, request: web.Request) -> tuple[AgentEpisode, Any]:
+        """Return the session of the request's key, and its body."""
+        key = request.headers.get("x-api-key")
+        episode = self._episodes.find(request.headers.get("Authorization", f"Bearer {key}" if key else None))
+        body = await _body(request)
+        if not isinstance(body, dict):
+            raise bad_request("the body must be an object")
+        self._warn_of_ignored(body)
+        return episode, body
+
+    async def _complete(self, call: chat.ChatRequest, episode: AgentEpisode) -> chat.Completed:
+        return await chat.complete(call, episode, self._tokenizer, max_new_tokens=self._max_new_tokens)
+
+    def _pieces(self, call: chat.ChatRequest, episode: AgentEpisode) -> AsyncGenerator[Piece | chat.Completed]:
+        return pieces(call, episode, self._tokenizer, max_new_tokens=self._max_new_tokens)
+
+    async def _continue(self, call: tokens.CompletionRequest, episode: AgentEpisode) -> chat.Completed:
+        return await tokens.complete(call, episode, self._tokenizer, max_new_tokens=self._max_new_tokens)
 
     async def _send(self, request: web.Request, events: AsyncGenerator[bytes]) -> web.StreamResponse:
         """Send server-sent events. A failure before the first one is an ordinary answer, a later one an event `error`."""

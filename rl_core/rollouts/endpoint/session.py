@@ -116,6 +116,16 @@ class Session:
             break
         return self._prompt(None, [], self.template.whole(messages, settings), digests[-1])
 
+    def begin_tokens(self, ids: Sequence[int]) -> Prompt:
+        """Return the input of a call with token ids. It continues the longest earlier call whose ids begin `ids`."""
+        given, parent, before = list(ids), None, list[int]()
+        for turn in self.turns:
+            path = turn.ids
+            if len(before) < len(path) < len(given) and given[: len(path)] == path:
+                parent, before = turn, path
+        digest = history.of_tokens(given)
+        return self._prompt(parent, before, given[len(before) :], digest)
+
     def _prompt(self, parent: Turn | None, before: list[int], added: list[int], digest: history.Digest) -> Prompt:
         key = id(parent) if parent is not None else 0
         sibling = self._begun.get(key, 0)

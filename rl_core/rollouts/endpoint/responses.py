@@ -1,0 +1,98 @@
+"""`/v1/responses`: the Responses API, translated to a chat call and back. Responses are not stored: `previous_response_id` is refused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+from rl_core.rollouts.endpoint.chat import Completed
+from rl_core.rollouts.endpoint.errors import bad_request
+from rl_core.rollouts.endpoint.history import text_of_content
+
+
+def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body as one of a chat call. Raises EndpointError for what this endpoint does not offer."""
+    if body.get("stream"):
+        raise bad_request("stream must be false here; stream calls of /v1/chat/completions or /v1/messages")
+    if body.get("previous_response_id") or body.get("conversation"):
+        raise bad_request("responses are not stored here; send the whole conversation as input")
+    given = body.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
+    messages = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
+    try:
+        for item in items:
+            _add(messages, item)
+        tools = [
+            {
+                "type": "function",
+                "function": {key: value for key, value in tool.items() if key not in ("type", "strict")},
+            }
+            for tool in body.get("tools") or ()
+        ]
+        if any(tool["type"] != "function" for tool in body.get("tools") or ()):
+            raise ValueError("tools must be functions")
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise bad_request(f"input and tools must have the form of the API: {error}") from error
+    return {
+        "messages": messages,
+        "tools": tools or None,
+        "tool_choice": "none" if body.get("tool_choice") == "none" else None,
+        "max_tokens": body.get("max_output_tokens"),
+    }
+
+
+def _add(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
+    """Append an item of the input. Items of one reply, its text and its calls, become one message."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        messages.append({"role": item["role"], "content": text_of_content(item["content"])})
+    elif kind == "function_call":
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        call = {"id": item["call_id"], "type": "function", "function": function}
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        content = text_of_content(item["output"])
+        messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+    elif kind != "reasoning":
+        raise ValueError(f"an item must be a message, function_call, function_call_output or reasoning, got {kind!r}")
+
+
+def answer(completed: Completed, *, model: str) -> dict[str, Any]:
+    """Return the body of the answer."""
+    [choice] = completed.choices
+    cut = choice.finish_reason == "length"
+    status = "incomplete" if cut else "completed"
+    output: list[dict[str, Any]] = []
+    calls = choice.message.get("tool_calls", ())
+    if choice.message["content"] or not calls:
+        part: dict[str, Any] = {"type": "output_text", "text": choice.message["content"] or "", "annotations": []}
+        message = {"type": "message", "id": f"msg_{uuid4().hex}", "role": "assistant", "status": status}
+        output.append({**message, "content": [part]})
+    for call in calls:
+        one = {"type": "function_call", "id": f"fc_{uuid4().hex}", "call_id": call["id"], "status": "completed"}
+        output.append({**one, **call["function"]})
+    usage = completed.usage
+    return {
+        "id": f"resp_{uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "status": status,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "error": None,
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        },
+    }

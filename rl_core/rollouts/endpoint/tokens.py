@@ -1,0 +1,138 @@
+"""`/v1/completions` and `/inference/v1/generate`: calls whose input is a text or token ids, without a chat template.
+
+A call continues the earlier call of its session whose ids its own ids begin with. Ids are never tokenized again; a text is, so that a client
+that continues a conversation should send ids.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rl_core.api.records import FinishReason
+from rl_core.data.tokenizer import Tokenizer
+from rl_core.rollouts.endpoint.chat import MOST_CHOICES, Choice, Completed, cut, token_logprobs
+from rl_core.rollouts.endpoint.episodes import AgentEpisode
+from rl_core.rollouts.endpoint.errors import bad_request
+from rl_core.rollouts.endpoint.session import Prompt
+from rl_core.rollouts.rows import GenerationOutput
+
+
+class CompletionRequest(BaseModel):
+    """The fields of a request that are read; others are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    prompt: str | list[int] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    stop: str | list[str] | None = None
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    stream: bool | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @classmethod
+    def read(cls, body: Any) -> CompletionRequest:
+        """Return `body` as a request. Raises EndpointError for fields that are wrong or that this endpoint does not offer."""
+        try:
+            request = cls.model_validate(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise bad_request(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from error
+        if request.stream or request.echo:
+            raise bad_request("stream and echo must be false here; stream calls of /v1/chat/completions")
+        if not all(request.stops):
+            raise bad_request("stop must be a text or texts that are not empty")
+        return request
+
+    @property
+    def stops(self) -> list[str]:
+        """Return the stop strings of the request."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+
+def as_completion(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body of a `/inference/v1/generate` call as one of `/v1/completions`."""
+    settings = body.get("sampling_params") or {}
+    if not isinstance(settings, Mapping):
+        raise bad_request("sampling_params must be an object")
+    if not isinstance(body.get("token_ids"), list):
+        raise bad_request("token_ids must be a list of token ids")
+    known = {name: settings[name] for name in ("max_tokens", "stop", "n") if settings.get(name) is not None}
+    return {**known, "prompt": body.get("token_ids"), "stream": body.get("stream")}
+
+
+async def complete(
+    request: CompletionRequest, episode: AgentEpisode, tokenizer: Tokenizer, *, max_new_tokens: int
+) -> Completed:
+    """Return the continuations of the request's prompt, recorded in the session of `episode`.
+
+    `max_new_tokens` is the job's limit of a reply. Raises EndpointError for a request that cannot be answered.
+    """
+    ids = tokenizer(request.prompt)["input_ids"] if isinstance(request.prompt, str) else request.prompt
+    prompts = [episode.begin_tokens(ids) for _ in range(request.n)]
+
+    def record(prompt: Prompt, output: GenerationOutput, times: tuple[float, float]) -> Choice:
+        text = cut(tokenizer.decode(output.ids, skip_special_tokens=True), request.stops)
+        episode.session.finish(prompt, output, None, text=text, times=times)
+        reason = "length" if FinishReason(output.finish_reason).truncated else "stop"
+        return Choice({"role": "assistant", "content": text}, output, reason)
+
+    limit = min(max_new_tokens, request.max_tokens or max_new_tokens)
+    choices = await episode.generate_all(prompts, record, max_new_tokens=limit, stop_strings=request.stops)
+    return Completed(list(ids), choices)
+
+
+def answer(request: CompletionRequest, completed: Completed, *, model: str, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the body of an answer of `/v1/completions`."""
+    choices = []
+    for index, choice in enumerate(completed.choices):
+        body: dict[str, Any] = {
+            "index": index,
+            "text": choice.message["content"],
+            "finish_reason": choice.finish_reason,
+            "logprobs": None,
+        }
+        if request.logprobs is not None:
+            body["logprobs"] = _logprobs(choice, tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+        if request.return_token_ids:
+            body |= {"token_ids": choice.output.ids, "prompt_token_ids": completed.prompt_ids}
+        choices.append(body)
+    return {
+        "id": f"cmpl-{uuid4().hex}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": choices,
+        "usage": completed.usage,
+    }
+
+
+def _logprobs(choice: Choice, tokenizer: Tokenizer, *, as_ids: bool) -> dict[str, Any]:
+    entries = token_logprobs(choice.output, tokenizer, as_ids=as_ids)
+    return {
+        "tokens": [entry["token"] for entry in entries],
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": None,
+        "text_offset": [],
+    }
+
+
+def generated(completed: Completed, *, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the body of an answer of `/inference/v1/generate`; its log-probabilities name tokens as `token_id:N`."""
+    choices = [
+        {
+            "index": index,
+            "token_ids": choice.output.ids,
+            "finish_reason": choice.finish_reason,
+            "logprobs": {"content": token_logprobs(choice.output, tokenizer, as_ids=True)},
+        }
+        for index, choice in enumerate(completed.choices)
+    ]
+    return {"request_id": uuid4().hex, "choices": choices, "prompt_logprobs": None, "usage": completed.usage}
