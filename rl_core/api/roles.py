@@ -421,11 +421,15 @@ class RolloutSpec(FabricRoleSpec):
             )
 
 
+PROGRAMS = frozenset({"agent", "environment_factory"})
+"""Types of environments whose episodes are programs that call the model themselves."""
+
+
 class EnvSpec(RoleSpec):
     """The environments, which answer and score completions."""
 
     type: str = Field("math", min_length=1)
-    """Registered environment (math, reasoning_gym, reward, agent, reward_model) or `module:Class`."""
+    """Registered environment (math, reasoning_gym, reward, agent, environment_factory, reward_model) or `module:Class`."""
     replicas: int = Field(1, ge=0, le=1024)
     """Number of pods; 0 only with a program of one's own."""
     max_turns: int = Field(1, ge=1, lt=2**31)
@@ -436,6 +440,8 @@ class EnvSpec(RoleSpec):
     """`module:function` called f(prompts, completions, **columns) -> list[float | None]; for type reward."""
     agent: str | None = None
     """`module:function` called f(row, base_url, api_key, model), which calls the model at base_url and returns a reward; for type agent."""
+    factory: str | None = None
+    """`module:Class` of an environment of TRL (`reset`, tools, `get_reward`), or of a mapping of names to such; for type environment_factory."""
     options: Annotated[dict[str, Any], Field(max_length=64)] = {}
     """Options of the environment type, checked by its own config model."""
     egress: Egress = []
@@ -468,3 +474,23 @@ class EnvSpec(RoleSpec):
     def _agent(self) -> Iterator[str]:
         if (self.type == "agent") != (self.agent is not None):
             yield f"agent must be given exactly when type is `agent`, got type {self.type} and agent {self.agent or 'null'}; set both or neither"
+
+    @rule(
+        Cel(
+            holds="($type == 'environment_factory') == has(self.factory)",
+            refusal="factory must be given exactly when type is `environment_factory`, got type %s and factory %s; set both or neither",
+            values=("$type", "has(self.factory) ? self.factory : 'null'"),
+            field="factory",
+        )
+    )
+    def _factory(self) -> Iterator[str]:
+        if (self.type == "environment_factory") != (self.factory is not None):
+            yield (
+                f"factory must be given exactly when type is `environment_factory`, got type {self.type} and "
+                f"factory {self.factory or 'null'}; set both or neither"
+            )
+
+    @property
+    def calls_model(self) -> bool:
+        """Return whether episodes are programs in the env pods, which call the OpenAI endpoint of rollouts."""
+        return self.type in PROGRAMS

@@ -9,6 +9,7 @@ import numpy as np
 
 from rl_core.api.errors import ConfigError, DataError, shown
 from rl_core.api.records import DatumSpec
+from rl_core.api.roles import PROGRAMS
 from rl_core.api.settings import DataSpec
 from rl_core.data.source import Row, collect, read_rows
 from rl_core.data.tokenizer import Tokenizer, head_of
@@ -17,8 +18,6 @@ from rl_core.transports import frames
 CHAT_ROLES = frozenset({"system", "user", "assistant", "tool"})
 ANSWERED_TASKS = frozenset({"math"})
 """Environments that need an answer in every row."""
-WHOLE_ROW_TASKS = frozenset({"agent"})
-"""Environments that write the prompt themselves and need its column."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +92,7 @@ def _sample(
     return DatumSpec(
         message_log=log,
         length=length,
-        extra_env_info=env_info(row, data, whole=task_name in WHOLE_ROW_TASKS),
+        extra_env_info=env_info(row, data, whole=task_name in PROGRAMS),
         loss_multiplier=1.0,
         idx=index,
         task_name=task_name,
@@ -144,8 +143,13 @@ def _check_travels(row: Row, *, where: str) -> None:
 
 
 def env_info(row: Row, data: DataSpec, *, whole: bool = False) -> dict[str, Any]:
-    """Return the environment's metadata of a row: all columns, the prompt only if `whole`, and the answer also as `ground_truth`."""
-    info = {key: value for key, value in row.items() if whole or key != data.prompt_key}
+    """Return the environment's metadata of a row: its columns without the prompt, and the answer also as `ground_truth`.
+
+    `whole` is for programs that write the prompt themselves: they get the row as it is.
+    """
+    if whole:
+        return dict(row)
+    info = {key: value for key, value in row.items() if key != data.prompt_key}
     if data.answer_key in row:
         info["answer"] = info["ground_truth"] = row[data.answer_key]
     return info

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from rl_core.api.roles import PROGRAMS
 from rl_core.api.settings import DataSpec
-from rl_core.data.dataset import WHOLE_ROW_TASKS, env_info
+from rl_core.data.dataset import env_info
 from rl_core.data.source import Row
 from rl_core.messages.envs import EnvRow
 
@@ -18,7 +19,7 @@ def example_rows(rows: Sequence[Row], data: DataSpec, *, field: str, task_name: 
     Each is a sample after its first completion. Rows without a usable prompt are left out. Empty for an environment
     that calls the model itself, because there is none at validation.
     """
-    if task_name in WHOLE_ROW_TASKS:
+    if task_name in PROGRAMS:
         return {}
     found: dict[str, EnvRow] = {}
     seen: set[frozenset[str]] = set()

@@ -13,6 +13,7 @@ RewardFunction = Callable[..., Any]
 
 BUILT_IN = {
     "agent": "rl_core.envs.agent:AgentEnvironment",
+    "environment_factory": "rl_core.envs.environment_factory:EnvironmentFactory",
     "math": "rl_core.envs.math:MathEnvironment",
     "reasoning_gym": "rl_core.envs.reasoning_gym:ReasoningGymEnvironment",
     "reward": "rl_core.envs.reward:RewardEnvironment",

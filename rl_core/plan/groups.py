@@ -185,7 +185,7 @@ def groups_of(spec: RLJobSpec) -> dict[str, Group]:
             spec=rollout,
             replicas=rollout.replicas,
             min_replicas=rollout.min_replicas,
-            endpoint_callers=frozenset({ENV}) if env.type == "agent" else frozenset(),
+            endpoint_callers=frozenset({ENV}) if env.calls_model else frozenset(),
         ),
         Group.of_kind(BUILT_IN[ENV], worker="rl_core.envs.worker:TextEnvWorker", spec=env, replicas=env.replicas),
         *map(_declared, spec.groups),

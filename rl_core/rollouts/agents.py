@@ -53,7 +53,7 @@ class AgentEndpoint:
         )
         if not template.present:
             raise ConfigError(
-                "env.type agent needs a chat template, got a tokenizer without one; save it with the tokenizer or set data.chatTemplate"
+                f"env.type {spec.env.type} needs a chat template, got a tokenizer without one; save it with the tokenizer or set data.chatTemplate"
             )
         max_calls = int(
             spec.env.options.get("maxCalls", MAX_CALLS)

@@ -188,7 +188,7 @@ class RolloutWorkerBase(Worker):
 
     def _agent_endpoint(self, tokenizer: Tokenizer, engine: Engine) -> AgentEndpoint | None:
         """Return the endpoint that agent programs call, None in other jobs: they do not load the HTTP server."""
-        if self.spec.env.type != "agent":
+        if not self.spec.env.calls_model:
             return None
         from rl_core.rollouts.agents import AgentEndpoint
 

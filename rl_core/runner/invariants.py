@@ -27,6 +27,7 @@ INVARIANT_FIELDS = (
     "env.type",
     "env.reward",
     "env.agent",
+    "env.factory",
     "env.options",
     "env.maxTurns",
 )

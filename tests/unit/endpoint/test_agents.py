@@ -11,7 +11,8 @@ import torch
 from rl_core.api.errors import RolloutDataFailure, RolloutTimeout
 from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
 from rl_core.batching.collate import collate_groups
-from rl_core.envs.agent import AgentEnvironment, read_reward
+from rl_core.envs.agent import AgentEnvironment
+from rl_core.envs.programs import read_reward
 from rl_core.rollouts.agents import AgentRolloutImpl
 from rl_core.rollouts.endpoint.server import Endpoint
 from rl_core.rollouts.multi_turn import AsyncRolloutImpl

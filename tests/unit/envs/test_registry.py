@@ -51,7 +51,7 @@ def test_built_in_names_make_their_environment():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"env\.type: must be one of agent, math, .*reward.* got 'maths'"):
+    with pytest.raises(ValueError, match=r"env\.type: must be one of agent, .*math, .*reward.* got 'maths'"):
         make_env("maths")
 
 

@@ -1,0 +1,139 @@
+"""`ProgramEnvironment`: the base of environments that run one program per sample, which calls the model itself.
+
+A program gets the row, a base URL, an API key and the name of the model. It returns a number, None (not applicable: the sample is
+masked), or an object or mapping with `reward` and, optionally, `parts` (name -> number, reported as metrics). All rows of a call run at
+the same time.
+
+A program that raises, returns anything else, or does not end in time has no reward; the rollout fails its sample. The failure of one
+program does not affect others. A thread cannot be ended from outside, so if a program in a thread is late, the process ends after its
+answer.
+"""
+
+import abc
+import asyncio
+import math
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
+from rl_core.api.user_code import describe
+from rl_core.envs.base import Log
+from rl_core.messages.agents import REQUEST, RESULT, AgentRequest, AgentResult
+
+_MISSING = object()
+
+
+class ProgramEnvironment(EnvironmentInterface):
+    """Runs the program for each row."""
+
+    def __init__(self, label: str) -> None:
+        """`label` names the program in errors: `agent calculator:run`."""
+        self.label = label
+        self.spent = False
+        """Whether this process must end, because a program still runs in a thread of it."""
+
+    @abc.abstractmethod
+    async def call(self, row: dict[str, Any], *, base_url: str, api_key: str, model: str) -> Any:
+        """Run the program for `row` and return what it returns. Cancelled when its time is up."""
+
+    async def step(
+        self, message_log_batch: Sequence[Log], metadata_batch: Sequence[dict[str, Any] | None]
+    ) -> EnvironmentReturn:
+        """Return the rewards of the runs, None where a run has none; the metadata says why."""
+        runs = await asyncio.gather(*(self._run(metadata or {}) for metadata in metadata_batch))
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": ""} for _ in runs],
+            metadata=[{RESULT: result} for _, result in runs],
+            next_stop_strings=None,
+            rewards=[reward for reward, _ in runs],
+            terminateds=[True] * len(runs),
+            answers=None,
+        )
+
+    async def _run(self, metadata: dict[str, Any]) -> tuple[float | None, AgentResult]:
+        row = {key: value for key, value in metadata.items() if key != REQUEST}
+        request: AgentRequest = metadata[REQUEST]
+        result = AgentResult(run=secrets.token_hex(8), error="", late=False, parts={})
+        try:
+            async with asyncio.timeout(request["seconds"]) as limit:
+                returned = await self.call(
+                    row,
+                    base_url=request["base_url"],
+                    api_key=f"{request['api_key']}.{result['run']}",
+                    model=request["model"],
+                )
+            reward, result["parts"] = read_reward(returned)
+        except TimeoutError as error:
+            if not limit.expired():
+                return None, self._failed(result, error)
+            result["late"] = True
+            result["error"] = f"{self.label} must end within {request['seconds']:g} s, it did not"
+            return None, result
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code raises anything
+            return None, self._failed(result, error)
+        return reward, result
+
+    def _failed(self, result: AgentResult, error: BaseException) -> AgentResult:
+        result["error"] = f"{self.label} must return a reward, it raised {describe(error)}"
+        return result
+
+    async def in_thread(self, function: Callable[[], Any]) -> Any:
+        """Return what `function` returns in a thread of its own; a thread that is given up makes this process `spent`."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+
+        def tell(value: Any, error: BaseException | None) -> None:
+            if answer.done():
+                return
+            if error is None:
+                answer.set_result(value)
+            else:
+                answer.set_exception(error)
+
+        def work() -> None:
+            value: Any = None
+            failure: BaseException | None = None
+            try:
+                value = function()
+            except StopIteration as error:  # a future cannot hold it
+                failure = RuntimeError(f"StopIteration: {error}")
+            except BaseException as error:  # noqa: BLE001 - the user's code raises anything, also SystemExit
+                failure = error
+            loop.call_soon_threadsafe(tell, value, failure)
+
+        threading.Thread(target=work, name="agent", daemon=True).start()
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self.spent = True
+            raise
+
+
+def read_reward(returned: Any) -> tuple[float | None, dict[str, float]]:
+    """Return (reward, parts) of what a program returned. Raises ValueError for anything that is no reward."""
+    if returned is None or isinstance(returned, Real):
+        return _number(returned, "the reward"), {}
+    if isinstance(returned, Mapping):
+        reward, parts = returned.get("reward", _MISSING), returned.get("parts")
+    else:
+        reward, parts = getattr(returned, "reward", _MISSING), getattr(returned, "parts", None)
+    if reward is _MISSING:
+        raise ValueError(
+            f"an agent must return a number, None, or an object with `reward`, got {type(returned).__name__}; return one of these"
+        )
+    if parts is not None and not isinstance(parts, Mapping):
+        raise ValueError(f"parts of a reward must be a mapping of names to numbers, got {type(parts).__name__}")
+    numbers = {str(name): _number(value, f"part {name!r} of the reward") for name, value in (parts or {}).items()}
+    return _number(reward, "the reward"), {name: value for name, value in numbers.items() if value is not None}
+
+
+def _number(value: Any, what: str) -> float | None:
+    if value is None:
+        return None
+    number = float(value) if isinstance(value, Real) else math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{what} must be a finite number or None, got {value!r}")
+    return number
