@@ -95,6 +95,7 @@ def test_no_process_outlives_the_script(end, code):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )
     first = script.stdout.readline()
     assert first.startswith("[6, 16] "), script.communicate(timeout=60)
