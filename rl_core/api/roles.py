@@ -429,7 +429,7 @@ class EnvSpec(RoleSpec):
     """The environments, which answer and score completions."""
 
     type: str = Field("math", min_length=1)
-    """Registered environment (math, reasoning_gym, reward, agent, environment_factory, reward_model) or `module:Class`."""
+    """Name of a built-in environment (math, reasoning_gym, reward, reward_model, agent, environment_factory), or `module:Class` of your own."""
     replicas: int = Field(1, ge=0, le=1024)
     """Number of pods; 0 only with a program of one's own."""
     max_turns: int = Field(1, ge=1, lt=2**31)

@@ -1,29 +1,25 @@
 """The environment `agent`: runs a function of the user once per sample and returns its reward.
 
 The function is `run(row, base_url, api_key, model)`, sync or async. It calls the model at `base_url` with any OpenAI client. Async
-functions run on the event loop, others in a thread each. What they may return, and what becomes of failures, is told at `programs`.
+functions run on the event loop, others in a thread each. `ProgramEnvironment` documents what they may return and how failures are handled.
 """
 
 import functools
 import inspect
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
 from rl_core.api.user_code import import_reference
-from rl_core.envs.base import EnvConfig, parse_config
-from rl_core.envs.programs import ProgramEnvironment
+from rl_core.envs.base import parse_config
+from rl_core.envs.programs import ProgramConfig, ProgramEnvironment
 
 
-class AgentConfig(EnvConfig):
+class AgentConfig(ProgramConfig):
     """Options of `agent`."""
 
     agent: str = Field(min_length=1)
     """`module:function`; `env.agent` in a job."""
-    max_calls: int = Field(64, ge=1, le=4096)
-    """Most model calls of a sample."""
-    branches: Literal["whole", "equal", "last"] = "whole"
-    """Reward of the branches of a conversation: the whole reward for each, equal parts of it, or nothing is trained but the last one."""
     arguments: dict[str, Any] = {}
     """Further keyword arguments of every run."""
 

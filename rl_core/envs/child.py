@@ -1,10 +1,9 @@
 """The process that runs an environment's code, started by `process.EnvProcess` as `python -m rl_core.envs.confined FD PARENT`.
 
-It exchanges the records of `messages.envs` over the socket FD, one request at a time. In between, the environment's code may call groups of
-the job. It runs in the main thread,
-because libraries use signals; its output goes to the worker's log. The process ends with the stream, and the kernel kills it when its worker
-dies. If user code forks and the copy returns from the environment's code, the copy ends there: a second answer on the stream would be
-taken for the answer to the next request.
+It exchanges the records of `messages.envs` over the socket FD, one request at a time. While a request runs, the environment's code may call
+groups of the job over the same socket. The code runs in the main thread, because libraries use signals; its output goes to the worker's log.
+The process ends with the stream, and the kernel kills it when its worker dies. If user code forks and the copy returns from the
+environment's code, the copy ends there: a second answer on the stream would be taken for the answer to the next request.
 """
 
 import asyncio

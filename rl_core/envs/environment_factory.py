@@ -14,15 +14,15 @@ import http.client
 import inspect
 import json
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import Field
 
 from rl_core.api.errors import ConfigError
 from rl_core.api.user_code import describe, import_reference
-from rl_core.envs.base import EnvConfig, parse_config
-from rl_core.envs.programs import ProgramEnvironment
+from rl_core.envs.base import parse_config
+from rl_core.envs.programs import ProgramConfig, ProgramEnvironment
 
 Message = dict[str, Any]
 OWN_METHODS = ("reset", "get_reward")
@@ -32,15 +32,11 @@ EMPTY_PROMPT = [{"role": "user", "content": ""}]
 """Prompt of a row without one: `reset` writes it."""
 
 
-class FactoryConfig(EnvConfig):
+class FactoryConfig(ProgramConfig):
     """Options of `environment_factory`."""
 
     factory: str = Field(min_length=1)
     """`module:Class`, or `module:NAME` of a mapping of names to classes; `env.factory` in a job."""
-    max_calls: int = Field(64, ge=1, le=4096)
-    """Most model calls of a sample."""
-    branches: Literal["whole", "equal", "last"] = "whole"
-    """Reward of the branches of a conversation: the whole reward for each, equal parts of it, or nothing is trained but the last one."""
     max_tool_calling_iterations: int | None = Field(None, ge=0)
     """Most replies of an episode whose tools are run; null = no limit but maxCalls."""
 
@@ -99,7 +95,7 @@ class EnvironmentFactory(ProgramEnvironment):
 
 
 class _Kind:
-    """The instances of one class that are free, and its tools."""
+    """One environment class: the descriptions of its tools, and its instances that no episode uses at the moment."""
 
     def __init__(self, factory: Callable[[], Any], where: str) -> None:
         self._factory = factory

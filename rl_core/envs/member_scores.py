@@ -1,6 +1,6 @@
 """The environment `reward_model`: a group of the job scores the completions.
 
-It calls `score` of a member with the rows of a step, `{messages, columns}` each, and get one result per row: a number, or a mapping with
+It calls `score` of a member with the rows of a step, `{messages, columns}` each, and gets one result per row: a number, or a mapping with
 `error` for a row that has no score.
 """
 

@@ -18,12 +18,23 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+from pydantic import Field
+
 from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
 from rl_core.api.user_code import describe
-from rl_core.envs.base import Log
-from rl_core.messages.agents import REQUEST, RESULT, AgentRequest, AgentResult
+from rl_core.envs.base import EnvConfig, Log
+from rl_core.messages.agents import BRANCHES, MAX_CALLS, REQUEST, RESULT, AgentRequest, AgentResult, Branches
 
 _MISSING = object()
+
+
+class ProgramConfig(EnvConfig):
+    """Options that all environments with a program have."""
+
+    max_calls: int = Field(MAX_CALLS, ge=1, le=4096)
+    """Largest number of model calls of a sample."""
+    branches: Branches = BRANCHES
+    """Reward of each branch of a conversation: the `whole` reward, `equal` parts of it, or only the `last` branch is trained."""
 
 
 class ProgramEnvironment(EnvironmentInterface):

@@ -6,13 +6,12 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer
 
 from rl_core.api.base import Spec
 from rl_core.api.errors import ConfigError
 from rl_core.envs.base import Log
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class ModelConfig(Spec):
@@ -34,7 +33,7 @@ def load(auto: Any, config: ModelConfig, *, device: str) -> Any:
     folder = Path(config.model_path)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"config.modelPath must be a folder with config.json, got {folder}; correct the path")
-    dtype = DTYPES[config.dtype or ("float32" if device == "cpu" else "bfloat16")]
+    dtype = config.dtype or ("float32" if device == "cpu" else "bfloat16")
     try:
         model = auto.from_pretrained(folder, dtype=dtype)
     except (OSError, ValueError, RuntimeError) as error:
@@ -79,7 +78,6 @@ def batches(lengths: Sequence[int], *, tokens: int) -> Iterator[list[int]]:
 
 def padded(rows: Sequence[Sequence[int]], *, pad: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (token ids, attention mask), [B, S] int64 each, padded on the right."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows], device=device)
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
-    return ids, mask
+    ids = [torch.tensor(row) for row in rows]
+    mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
+    return pad_sequence(ids, batch_first=True, padding_value=pad).to(device), mask.to(device)

@@ -52,7 +52,7 @@ class Cluster(WorkerCluster):
     def local(
         cls, processes: int | None = None, *, gpus: int = 0, output: str | os.PathLike[str] | None = None
     ) -> Self:
-        """Return a cluster of this machine with slots for worker processes.
+        """Start a cluster on this machine. A slot is a place for one worker process of each group; a slot may have a GPU.
 
         - `processes`: number of slots. None means one for each GPU, or one without GPUs.
         - `gpus`: number of GPUs of the machine that are used. Each slot is then one of them.
@@ -83,7 +83,7 @@ class Cluster(WorkerCluster):
         self._inventory, self._slots, self._gpus = Inventory([node]), slots, gpus
         self._groups: set[str] = set()
         self._ended: dict[str, str] = {}
-        """Why the processes of a group ended for good, by group."""
+        """Group name -> reason, for groups whose processes have ended and are not started again."""
         self._close_lock = threading.Lock()
         """Guards `_closed`: the end of the script and `close` may come at the same time."""
         self._closed = False

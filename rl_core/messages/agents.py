@@ -4,9 +4,15 @@ The metadata of the request has the columns of the data row and, under REQUEST, 
 answer has, under RESULT, which run was scored and why there is no reward if there is none.
 """
 
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 REQUEST, RESULT = "rljob_agent", "rljob_agent_result"
+Branches = Literal["whole", "equal", "last"]
+"""How the reward of an episode is shared by the branches of its conversation."""
+MAX_CALLS = 64
+"""Default of env.options.maxCalls."""
+BRANCHES: Branches = "whole"
+"""Default of env.options.branches."""
 
 
 class AgentRequest(TypedDict):

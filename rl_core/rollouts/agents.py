@@ -16,7 +16,7 @@ import torch
 
 from rl_core.api.errors import ConfigError, RolloutDataFailure, RolloutTimeout
 from rl_core.api.records import Completion, FinishReason, PromptGroupRecord
-from rl_core.messages.agents import REQUEST, RESULT, AgentRequest, AgentResult
+from rl_core.messages.agents import BRANCHES, MAX_CALLS, REQUEST, RESULT, AgentRequest, AgentResult
 from rl_core.rollouts.endpoint.episodes import AgentEpisode, Episodes
 from rl_core.rollouts.endpoint.server import Endpoint
 from rl_core.rollouts.endpoint.session import Branch, Turn
@@ -34,10 +34,6 @@ if TYPE_CHECKING:
 
 MODEL_NAME = "policy"
 """Name of the served model at the endpoint."""
-MAX_CALLS = 64
-"""Default of env.options.maxCalls."""
-BRANCHES = "whole"
-"""Default of env.options.branches."""
 TIME_SHARE = 0.9
 """Share of the deadline of an environment step that a program gets, so that its own failure arrives before that of the step."""
 
@@ -55,9 +51,7 @@ class AgentEndpoint:
             raise ConfigError(
                 f"env.type {spec.env.type} needs a chat template, got a tokenizer without one; save it with the tokenizer or set data.chatTemplate"
             )
-        max_calls = int(
-            spec.env.options.get("maxCalls", MAX_CALLS)
-        )  # its bounds are checked where the environment is built
+        max_calls = int(spec.env.options.get("maxCalls", MAX_CALLS))  # ProgramConfig checks its bounds
         self._episodes = Episodes(template, max_seq_len=engine.max_seq_len, max_calls=max_calls)
         self._server = Endpoint(self._episodes, tokenizer, model=MODEL_NAME, max_new_tokens=sampling.max_new_tokens)
         self._branches = spec.env.options.get("branches", BRANCHES)

@@ -236,8 +236,7 @@ GROUP_NAMES = frozenset(name for name in dir(WorkerGroup) if not name.startswith
 def check_class(cls: type[Any]) -> None:
     """Check that `cls` can be the class of a remote worker.
 
-    Raises ConfigError when it does not derive from Worker, and ValueError when one of its methods has the
-    name of a method of WorkerGroup.
+    Raises ConfigError when it does not derive from Worker, and ValueError when one of its methods has the name of a method of WorkerGroup.
     """
     if not hasattr(cls, "remote_methods"):
         raise ConfigError(f"{cls.__qualname__} must derive from rl_core.workers.worker.Worker")

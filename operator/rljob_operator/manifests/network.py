@@ -114,7 +114,7 @@ class _Peers:
         return group.name in other.callers or (group.name == CONTROL_GROUP and not _is_trusted(other))
 
     def _hosts_of_callers(self, group: Group) -> list[str]:
-        """Return the groups in whose pods callers of a group run."""
+        """Return the names of the groups whose pods may call `group`: those with a member of a group that `group.callers` names."""
         hosts = {host for name in self.groups if name in group.callers for host in self._hosts(self.groups[name])}
         return [name for name in self.groups if name in hosts]
 

@@ -12,67 +12,42 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from rl_core.api.records import FinishReason
 from rl_core.data.tokenizer import Tokenizer
 from rl_core.rollouts.endpoint import history
 from rl_core.rollouts.endpoint.episodes import AgentEpisode, plain_messages
 from rl_core.rollouts.endpoint.errors import bad_request
+from rl_core.rollouts.endpoint.request import CallRequest
 from rl_core.rollouts.endpoint.session import Prompt, Session
 from rl_core.rollouts.endpoint.tool_calls import read_tool_calls
 from rl_core.rollouts.rows import GenerationOutput
 
-MOST_CHOICES = 64
-MOST_STOPS = 16
-MOST_STOP_CHARACTERS = 256
 
-
-class ChatRequest(BaseModel):
-    """The fields of a request that are read; others are ignored."""
-
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+class ChatRequest(CallRequest):
+    """A request of `/v1/chat/completions`."""
 
     messages: list[Any] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] | None = None
-    n: int = Field(1, ge=1, le=MOST_CHOICES)
-    stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    @classmethod
-    def read(cls, body: Any) -> ChatRequest:
-        """Return `body` as a request. Raises EndpointError for fields that are wrong or that this endpoint does not offer."""
-        try:
-            request = cls.model_validate(body)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise bad_request(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from error
-        if request.top_logprobs:
+    def check_offered(self) -> None:
+        """Check that the endpoint offers what the request asks for. Raises EndpointError."""
+        if self.top_logprobs:
             raise bad_request(
-                f"top_logprobs must be 0, got {request.top_logprobs}: only sampled tokens have log-probabilities here"
+                f"top_logprobs must be 0, got {self.top_logprobs}: only sampled tokens have log-probabilities here"
             )
-        if request.response_format not in (None, {"type": "text"}):
+        if self.response_format not in (None, {"type": "text"}):
             raise bad_request(
                 "response_format must be text: constrained generation would change the distribution that is trained"
             )
-        if len(request.stops) > MOST_STOPS or any(not 0 < len(stop) <= MOST_STOP_CHARACTERS for stop in request.stops):
-            raise bad_request(f"stop must be at most {MOST_STOPS} texts of 1 to {MOST_STOP_CHARACTERS} characters")
-        return request
-
-    @property
-    def stops(self) -> list[str]:
-        """Return the stop strings of the request."""
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     @property
     def limit(self) -> int | None:

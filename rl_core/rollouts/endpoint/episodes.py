@@ -127,12 +127,19 @@ class AgentEpisode:
         return [task.result() for task in tasks]
 
     def begin_tokens(self, ids: Sequence[int]) -> Prompt:
-        """Return the input of a call with token ids. Raises EndpointError after too many calls."""
+        """Start a call whose input is `ids`; return that input, spliced to an earlier call of the session that it continues.
+
+        Raises EndpointError when the sample has made `max_calls` calls already.
+        """
         self._admit()
         return self.session.begin_tokens(ids)
 
     def begin(self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> Prompt:
-        """Return the input of a chat call. Raises EndpointError if the template refuses the messages, or after too many calls."""
+        """Start a call whose input are chat `messages`; return its token ids, spliced to an earlier call that the messages continue.
+
+        `settings` are the variables of the chat template. Raises EndpointError when the template refuses the messages, and when the sample
+        has made `max_calls` calls already.
+        """
         self._admit()
         try:
             return self.session.begin(messages, settings)

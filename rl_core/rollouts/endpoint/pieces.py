@@ -31,7 +31,7 @@ class Piece:
     """Of the choice."""
     text: str
     ids: list[int]
-    """New ids of the reply; their text may come with a later piece."""
+    """Token ids that the reply gained since its last piece. The text of an incomplete character comes with a later piece."""
 
 
 class TextStream:

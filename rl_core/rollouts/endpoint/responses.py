@@ -40,6 +40,7 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         "tools": tools or None,
         "tool_choice": "none" if body.get("tool_choice") == "none" else None,
         "max_tokens": body.get("max_output_tokens"),
+        "response_format": (body.get("text") or {}).get("format"),
     }
 
 

@@ -1,8 +1,8 @@
 """`Endpoint`: the HTTP server of a rollout, on the event loop of its worker.
 
 It answers `/v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/messages`, `/inference/v1/generate`, `/v1/models` and `/tokenize`.
-Every failure is an answer of the form that OpenAI clients read, and is raised
-nowhere: what became of a sample is decided by its program's result. Bodies, calls of a session and calls in total are bounded.
+Every failure is an answer of the form that OpenAI clients read, and is raised nowhere: the result of its program decides about a sample.
+Bodies, calls of a session and calls in total are bounded.
 """
 
 from __future__ import annotations

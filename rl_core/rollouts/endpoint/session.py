@@ -8,8 +8,7 @@ sampled ones, and the ids of what follows. So the calls of a session are a tree:
     call 5                                a changed history has no earlier call: a branch with a prompt of its own
 
 A path from a root to a leaf is one training sample. Each sampled token is sampled once, in the order of its path, from exactly the ids
-before it on its path; a token that several paths share trains in one of them
-(`branch_samples`).
+before it on its path; a token that several paths share trains in one of them (`branch_samples`).
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One path of a session, as a sample to train."""
+    """A training sample: one conversation of a session, from its first call to its last."""
 
     turns: list[Turn]
     trains: list[bool]

@@ -8,53 +8,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
 from rl_core.api.records import FinishReason
 from rl_core.data.tokenizer import Tokenizer
-from rl_core.rollouts.endpoint.chat import MOST_CHOICES, Choice, Completed, cut, token_logprobs
+from rl_core.rollouts.endpoint.chat import Choice, Completed, cut, token_logprobs
 from rl_core.rollouts.endpoint.episodes import AgentEpisode
 from rl_core.rollouts.endpoint.errors import bad_request
+from rl_core.rollouts.endpoint.request import CallRequest
 from rl_core.rollouts.endpoint.session import Prompt
 from rl_core.rollouts.rows import GenerationOutput
 
 
-class CompletionRequest(BaseModel):
-    """The fields of a request that are read; others are ignored."""
+class CompletionRequest(CallRequest):
+    """A request of `/v1/completions`."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(strict=True)
 
     prompt: str | list[int] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] | None = None
-    n: int = Field(1, ge=1, le=MOST_CHOICES)
-    stream: bool | None = None
     logprobs: int | None = None
     echo: bool | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
 
-    @classmethod
-    def read(cls, body: Any) -> CompletionRequest:
-        """Return `body` as a request. Raises EndpointError for fields that are wrong or that this endpoint does not offer."""
-        try:
-            request = cls.model_validate(body)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise bad_request(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from error
-        if request.stream or request.echo:
+    def check_offered(self) -> None:
+        """Check that the endpoint offers what the request asks for. Raises EndpointError."""
+        if self.stream or self.echo:
             raise bad_request("stream and echo must be false here; stream calls of /v1/chat/completions")
-        if not all(request.stops):
-            raise bad_request("stop must be a text or texts that are not empty")
-        return request
-
-    @property
-    def stops(self) -> list[str]:
-        """Return the stop strings of the request."""
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
 
 def as_completion(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +102,7 @@ def _logprobs(choice: Choice, tokenizer: Tokenizer, *, as_ids: bool) -> dict[str
         "tokens": [entry["token"] for entry in entries],
         "token_logprobs": [entry["logprob"] for entry in entries],
         "top_logprobs": None,
-        "text_offset": [],
+        "text_offset": [0, *accumulate(len(entry["token"]) for entry in entries[:-1])],
     }
 
 
