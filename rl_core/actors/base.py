@@ -34,6 +34,7 @@ from rl_core.actors.manager import validated
 from rl_core.actors.publishing import open_publisher
 from rl_core.actors.rows import Columns, StepRows
 from rl_core.actors.step_engine import StepEngine
+from rl_core.actors.teachers import Teachers
 from rl_core.api.errors import ChannelClosed, ConfigError, DeadlineExceeded
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import PromptGroupRecord
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
 
 REWARD = "total_reward/"
 """Prefix of metrics that have no meaning when no sample of the group has a reward."""
+
+TEACHER_SHARE = 0.8
+"""Share of the deadlines of a call and of a collective that the teachers get, so that their failure arrives first."""
 
 
 class Actor(Worker, ABC):
@@ -78,7 +82,16 @@ class Actor(Worker, ABC):
             balance=self.cfg.actor.balance,
             kept_groups=self.cfg.samples.groups,
             progress=lambda: self.record_progress("micro_steps"),
+            teachers=self._teachers(),
         )
+
+    def _teachers(self) -> Teachers | None:
+        """Return the teachers of the job, None without distillation. Other ranks wait for their answers in a collective."""
+        distillation, deadlines = self.cfg.algorithm.distillation, self.cfg.runtime.deadlines
+        if distillation is None:
+            return None
+        seconds = TEACHER_SHARE * min(deadlines.group_method, deadlines.collective)
+        return Teachers(self, distillation, temperature=self.cfg.rollout.sampling.temperature, seconds=seconds)
 
     @abstractmethod
     def _build_backend(self, cfg: RLJobSpec) -> TrainBackend:

@@ -38,6 +38,8 @@ class PreparedBatch:
     """[B, S] log-probabilities of the policy before the update if they are recomputed; otherwise the rollout's are used."""
     ref_log_probs: Tensor | None = None
     """[B, S] log-probabilities of the reference policy if a KL to it is used."""
+    teacher_log_probs: Tensor | None = None
+    """[B, S] log-probabilities of the teachers in on-policy distillation."""
     values: Tensor | None = None
     """[B, S] values of the critic before the update if there is one."""
     weights: Tensor | None = None
@@ -115,6 +117,7 @@ def prepare_for_loss(
         reward_components=_complete(batch) if algorithm.name == "gdpo" else batch.reward_components,
         log_probs=batch.rollout_log_probs if prepared.old_log_probs is None else prepared.old_log_probs,
         ref_log_probs=prepared.ref_log_probs,
+        teacher_log_probs=prepared.teacher_log_probs,
         values=prepared.values,
     )
     coefficient, critic = algorithm.reward_kl_coefficient, algorithm.critic_in_use
@@ -123,6 +126,8 @@ def prepare_for_loss(
         inputs, kl_metrics = _with_token_rewards(inputs, coefficient)
         prepared.metrics |= kl_metrics
         options = {"gamma": critic.gamma, "lam": critic.lam}
+    if algorithm.distillation is not None:
+        options = {"reward_weight": algorithm.distillation.reward_weight}
     result = compute_advantages(
         algorithm.name, inputs, clip=algorithm.advantage_clip, whiten=algorithm.whiten, reduce=reduce, **options
     )

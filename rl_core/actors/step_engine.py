@@ -51,6 +51,7 @@ class StepEngine:
         balance: bool = True,
         kept_groups: int = 0,
         progress: Callable[[], None] = lambda: None,
+        teachers: Callable[[TrainingBatch, Sequence[PromptGroupRecord]], Tensor] | None = None,
     ) -> None:
         """Run steps of `algorithm` with `backend` on this rank of `ranks`.
 
@@ -58,11 +59,12 @@ class StepEngine:
         - `response_limit`: largest number of generated tokens of a row, over all turns.
         - `balance`: assign rows to ranks by cost, otherwise in order.
         - `progress`: called before each micro-batch in training.
+        - `teachers`: returns the teachers' log-probabilities [B, S] of a batch; None in a job without distillation.
         """
         self._backend, self._model = backend, backend.manager
         self._ranks, self._algorithm = ranks, algorithm
         self._micro_batch_tokens, self._response_limit = micro_batch_tokens, response_limit
-        self._balance, self._progress = balance, progress
+        self._balance, self._progress, self._teachers = balance, progress, teachers
         self._objective = PolicyObjective(algorithm, max_tokens=response_limit)
         self._cancellation = Cancellation(ranks)
         self._reduce = ranks.sum_over_data_ranks if ranks.data_size > 1 else None
@@ -93,7 +95,7 @@ class StepEngine:
     def compute_log_probs(self) -> None:
         """Compute what the loss needs for the step's groups.
 
-        These are log-probabilities of the trainer and of the reference policy, and values of the critic. If the step is cancelled
+        These are log-probabilities of the trainer, of the reference policy and of the teachers, and values of the critic. If the step is cancelled
         meanwhile, its groups are dropped.
         """
         prepared, algorithm = self._require_batch("compute_log_probs"), self._algorithm
@@ -103,6 +105,8 @@ class StepEngine:
                 prepared.old_log_probs, prepared.values = self._scored(prepared.collated, **wanted)
             if algorithm.needs_reference:
                 prepared.ref_log_probs = self.score_reference(prepared.collated)
+            if self._teachers is not None:
+                prepared.teacher_log_probs = self._ask_teachers(prepared.collated)
         except StepCancelled:
             self._leave()
 
@@ -110,13 +114,27 @@ class StepEngine:
         """Compute the advantages of the step's groups; return this rank's metrics of rewards, groups and advantages."""
         prepared = self._require_batch("compute_advantages_and_returns")
         lacks_reference = prepared.ref_log_probs is None and self._algorithm.needs_reference
-        if lacks_reference or (prepared.values is None and self._algorithm.critic_in_use is not None):
+        lacks_teacher = prepared.teacher_log_probs is None and self._teachers is not None
+        if lacks_reference or lacks_teacher or (prepared.values is None and self._algorithm.critic_in_use is not None):
             self.compute_log_probs()
         with self._ranks.guard("computing advantages"):
             preparation.prepare_for_loss(
                 prepared, self._algorithm, max_new_tokens=self._response_limit, reduce=self._reduce
             )
         return {name: float(stat) for name, stat in prepared.metrics.items()}
+
+    def _ask_teachers(self, batch: TrainingBatch) -> Tensor:
+        """Return the teachers' log-probabilities of `batch`, [B, S] float32. One rank of a replica asks, and the others get its answer."""
+        assert self._teachers is not None
+        found = self._teachers(batch, self._records) if self._ranks.receives else None
+        if self._ranks.replica_size == 1:
+            assert found is not None
+            return found
+        with self._ranks.guard("handing out the teachers' answers"):
+            answer = self._ranks.broadcast_in_replica(None if found is None else _packed(found))
+        assert answer is not None
+        received: Tensor = torch.as_tensor(_unpacked(answer))
+        return received
 
     def score(self, batch: TrainingBatch) -> Tensor:
         """Return the trainer's log-probabilities of `batch`, [B, S] float32; zeros on a rank that computes none.

@@ -54,6 +54,7 @@ _BUILTIN: dict[str, dict[str, _Builtin]] = {
         "embodied_gae": _Builtin("advantages.embodied:embodied_gae_advantages"),
         "gdpo": _Builtin("advantages.gdpo:gdpo_advantages"),
         "opd": _Builtin("advantages.distillation:opd_advantages"),
+        "distill": _Builtin("advantages.distillation:distill_advantages"),
     },
     "loss": {
         "ppo_clip": _Builtin("losses.policy:ppo_clip_loss"),

@@ -9,9 +9,20 @@ from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import listed
 from rl_core.api.cel import Cel, literal
 from rl_core.api.critic import CriticSpec
+from rl_core.api.distillation import DistillationSpec
 from rl_core.api.loss import Aggregation, ImportanceSpec, LossSpec, one_of_or_function
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "gdpo", "raw")
+ADVANTAGES = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "gae",
+    "gdpo",
+    "raw",
+    "distill",
+)
 ADVANTAGE_ALIASES = {"reinforce++": "reinforce_plus_plus", "ppo": "gae"}
 """Other spellings that a job may use -> the name of the estimator."""
 GROUP_RELATIVE: frozenset[str] = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "gdpo"})
@@ -187,6 +198,8 @@ class AlgorithmSpec(Spec):
     reward_kl_coefficient: float = Field(0.0, ge=0)
     """Weight of the KL penalty in the rewards: KL(policy || reference) per token, estimator k1. Only with gae, reinforce_plus_plus and
     reinforce_plus_plus_baseline."""
+    distillation: DistillationSpec | None = None
+    """Teachers of on-policy distillation; for name distill."""
     reward_scale: RewardScaleSpec | None = None
     """Linear map applied to the rewards before advantages are computed; null = raw rewards."""
     keep_per_group: int | None = Field(None, ge=2, le=1024)
@@ -248,8 +261,21 @@ class AlgorithmSpec(Spec):
 
     @property
     def needs_scoring(self) -> bool:
-        """Whether the trainer computes log-probabilities or values of the step's completions before it trains on them."""
-        return self.recompute_log_probs or self.needs_reference or self.critic_in_use is not None
+        """Whether log-probabilities or values of the step's completions are computed before training, by trainer or teachers."""
+        others = self.needs_reference or self.critic_in_use is not None or self.distillation is not None
+        return self.recompute_log_probs or others
+
+    @rule(
+        Cel(
+            holds="($name == 'distill') == has(self.distillation)",
+            refusal="distillation must be given exactly with name distill, got name %s; set both or neither",
+            values=("$name",),
+            field="distillation",
+        )
+    )
+    def _distills_from_a_teacher(self) -> Iterator[str]:
+        if (self.name == "distill") != (self.distillation is not None):
+            yield f"distillation must be given exactly with name distill, got name {self.name}; set both or neither"
 
     @rule(
         Cel(

@@ -11,6 +11,7 @@ from rl_core.api.algorithm import AlgorithmSpec, is_named
 from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import FUNCTION, Name, Pattern, Seconds, listed
 from rl_core.api.cel import Cel, literal, unique
+from rl_core.api.distillation import TEACHERS_ARE_GROUPS, unknown_teachers
 from rl_core.api.failure import FailurePolicySpec
 from rl_core.api.groups import GroupSpec
 from rl_core.api.roles import ROLES, ActorSpec, EnvSpec, RolloutSpec
@@ -209,6 +210,7 @@ class RLJobSpec(Spec):
             values=(f"self.groups.map(g, has(g.callers) ? g.callers.filter(c, !({KNOWN_CALLER})) : [])",),
             field="groups",
         ),
+        TEACHERS_ARE_GROUPS,
     )
     def _groups_are_known(self) -> Iterator[str]:
         names = [group.name for group in self.groups]
@@ -217,6 +219,7 @@ class RLJobSpec(Spec):
         unknown = [[caller for caller in group.callers if caller not in (*ROLES, *names)] for group in self.groups]
         if any(unknown):
             yield f"groups must name groups of the job in callers, got {json.dumps(unknown)}; correct it"
+        yield from unknown_teachers(self.algorithm.distillation, self.groups)
 
     @rule(
         Cel(

@@ -23,6 +23,7 @@ from rl_core.runner.status import Phase
 from rl_core.runner.step_state import StepState, reward_metrics
 from rl_core.runner.stopping import Stopped
 from rl_core.runner.sync import WeightSync
+from rl_core.runner.teacher_signal import TeacherSignal
 from rl_core.runner.text import build_text_program
 from rl_core.workers.group import WorkerGroupFuncResult
 
@@ -50,6 +51,7 @@ class ReasoningRunner(Program):
         self.actor = run.groups[ACTOR]
         self.startup, self.schedule, self.sync, self.prompts = startup, schedule, sync, prompts
         self.steps, self.workload = prompts.steps, prompts.workload
+        self.teacher_signal = TeacherSignal()
         saving.register("ledger", prompts.steps)
 
     @classmethod
@@ -90,6 +92,7 @@ class ReasoningRunner(Program):
         report.timers.seconds["time/reward"] = received.get("rollout/env_seconds_per_sample/mean", 0.0)
         metrics = reward_metrics(list(taken.admitted.values())) | received | trained | self.steps.metrics() | usage
         self.board.step_took(report.seconds("step"))
+        self.teacher_signal.observe(metrics)
         self.check_metrics(metrics)
         spec = self.applied.spec
         last = self.progress.step == spec.algorithm.steps

@@ -399,7 +399,7 @@ CASES = (
         "unknown-estimator": (
             {"algorithm": {"name": "ppo2"}},
             "spec.algorithm.name",
-            "must be one of grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae, gdpo, raw, reinforce++, ppo or a function of yours as "
+            "must be one of grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae, gdpo, raw, distill, reinforce++, ppo or a function of yours as "
             "module:function, got ppo2; correct the name",
             SAME,
         ),

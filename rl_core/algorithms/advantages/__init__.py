@@ -1,7 +1,7 @@
 """Advantage estimators: one family per file, `compute_advantages` to call one by its registered name."""
 
 from rl_core.algorithms.advantages.compute import compute_advantages
-from rl_core.algorithms.advantages.distillation import opd_advantages
+from rl_core.algorithms.advantages.distillation import distill_advantages, opd_advantages
 from rl_core.algorithms.advantages.embodied import (
     action_log_probs,
     embodied_gae_advantages,
@@ -21,6 +21,7 @@ __all__ = [
     "action_log_probs",
     "clip_advantages",
     "compute_advantages",
+    "distill_advantages",
     "embodied_gae_advantages",
     "embodied_loss_mask",
     "episode_scores",

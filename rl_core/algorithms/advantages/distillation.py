@@ -3,8 +3,14 @@
 import torch
 from torch import Tensor
 
+from rl_core.algorithms.advantages.group_relative import grpo_advantages
+from rl_core.algorithms.advantages.groups import per_row
 from rl_core.algorithms.advantages.types import AdvantageResult
 from rl_core.algorithms.arguments import require_bool, require_float32, require_same_shape
+from rl_core.algorithms.stats import Stat, mean_stat
+
+NOISE = 1e-4
+"""Differences of log-probabilities, in nats, that two engines give for the same float32 model; they are no signal of a teacher."""
 
 
 def opd_advantages(teacher_log_probs: Tensor, log_probs: Tensor, mask: Tensor) -> AdvantageResult:
@@ -17,3 +23,34 @@ def opd_advantages(teacher_log_probs: Tensor, log_probs: Tensor, mask: Tensor) -
     require_same_shape(teacher_log_probs=teacher_log_probs, log_probs=log_probs, mask=mask)
     advantages = torch.where(mask, teacher_log_probs.detach() - log_probs.detach(), 0.0)
     return AdvantageResult(advantages)
+
+
+def distill_advantages(
+    teacher_log_probs: Tensor,
+    log_probs: Tensor,
+    mask: Tensor,
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    valid: Tensor | None = None,
+    reward_weight: float = 0.0,
+) -> AdvantageResult:
+    """Return the advantages of `opd_advantages` plus `reward_weight` times those of `grpo_advantages`, [B, T] float32.
+
+    The teacher's part is minus the gradient coefficient of the reverse KL from the student to the teacher, estimated at the sampled tokens.
+    Metrics: `distill/reverse_kl`, the mean of student minus teacher log-probability, and `distill/teacher_share`, the share of the teacher's
+    part in the sum of the absolute values of both parts, without differences below NOISE.
+    """
+    teacher = opd_advantages(teacher_log_probs, log_probs, mask).advantages
+    rewarded = grpo_advantages(rewards, group_ids, mask, valid=valid)
+    if valid is not None:
+        teacher = torch.where(per_row(valid, teacher), teacher, 0.0)
+    trains = mask if valid is None else mask & per_row(valid, mask)
+    taught = torch.where(teacher.abs() > NOISE, teacher.abs(), 0.0).sum()
+    added = reward_weight * rewarded.advantages.abs().sum()
+    metrics = {
+        **rewarded.metrics,
+        "distill/reverse_kl": mean_stat(-teacher, trains),
+        "distill/teacher_share": Stat("mean", taught, taught + added),
+    }
+    return AdvantageResult(teacher + reward_weight * rewarded.advantages, None, metrics)
