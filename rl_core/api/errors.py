@@ -88,6 +88,10 @@ class DeadlineExceeded(RLJobError, TimeoutError):
     """A wait ended by its deadline; the text names who is missing and for how long."""
 
 
+class Deadlock(DeadlineExceeded):
+    """Workers wait for messages of each other in a cycle; the text names them in order."""
+
+
 class RolloutTimeout(DeadlineExceeded):
     """A rollout or an environment step missed its deadline."""
 

@@ -12,6 +12,7 @@ from rl_core.transports.sockets import IoThread
 
 Value = TypeVar("Value")
 Future = concurrent.futures.Future
+CancelledError = concurrent.futures.CancelledError
 
 
 def wait_sync(start: Callable[[], "Future[Value]"], what: str) -> Value:
@@ -53,6 +54,14 @@ class AsyncHandle(Generic[Value]):
     def done(self) -> bool:
         """Return whether `wait` would return or raise at once."""
         return self._future.done()
+
+    def cancel(self) -> None:
+        """Give up an operation whose result was not read. Items of a take return to the queue; a put is not undone."""
+        with self._receipt:
+            given_up, self._received = not self._received, True
+        if given_up:
+            self._error = CancelledError("the operation was given up")
+            self._abandon(self._future)
 
     def wait(self, timeout: float | None = None) -> Any:
         """Block until the operation has ended and return its result.

@@ -40,6 +40,8 @@ from rl_core.workers.cluster import Cluster as WorkerCluster
 from rl_core.workers.hub import Hub
 
 HOST = "127.0.0.1"
+HEARTBEAT_SECONDS = 0.5
+"""Seconds between heartbeats: workers learn with them that another one is lost."""
 
 
 class Cluster(WorkerCluster):
@@ -108,7 +110,9 @@ class Cluster(WorkerCluster):
             curve_dir=str(self._space.key_folder),
         )
         ring = KeyRing(self._space.key_folder, "runner", script_pods.KINDS)
-        super().__init__(Hub(identity=identity, keys=ring, kinds=script_pods.KINDS))
+        super().__init__(
+            Hub(identity=identity, keys=ring, kinds=script_pods.KINDS, heartbeat_seconds=HEARTBEAT_SECONDS)
+        )
         self._environ = script_pods.shared_environment(uid=uid, hub=identity.hub, channel=identity.channel)
         self._pods = script_pods.ScriptPods(self._space, keep_logs=output is not None, on_end=self._on_end)
         Cluster._open = self

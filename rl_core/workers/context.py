@@ -238,6 +238,11 @@ class WorkerContext:
             present = [m for m in self._members.values() if not m.state.gone and group in (None, m.group)]
         return sorted(present, key=lambda m: (m.group, m.rank))
 
+    def member(self, name: str) -> MemberView | None:
+        """Return the member `group:rank`, also one that is gone. None when this process has not seen it."""
+        with self._lock:
+            return self._members.get(name)
+
     async def view_changed(self) -> None:
         """Wait until the hub reports a change of the members. The wait has no timeout; the caller sets one."""
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
@@ -252,6 +257,15 @@ class WorkerContext:
         finally:
             with self._lock:
                 self._waiting_for_view.discard(wake)
+
+    def wait_view_changed(self, seconds: float) -> None:
+        """Wait at most `seconds` until the hub reports a change of the members."""
+        changed = threading.Event()
+        with self._lock:
+            self._waiting_for_view.add(changed.set)
+        changed.wait(seconds)
+        with self._lock:
+            self._waiting_for_view.discard(changed.set)
 
     # --- connections -----------------------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ from rl_core.transports.rpc import RpcServer, current_caller, current_caller_hos
 from rl_core.transports.sockets import is_loopback, split_address
 from rl_core.workers.member import Member
 from rl_core.workers.membership import Change, Membership
+from rl_core.workers.receive_cycles import ReceiveCycles
 
 if TYPE_CHECKING:
     from rl_core.api.job import RLJob
@@ -44,7 +45,7 @@ __all__ = ["Hub", "Member", "MemberState"]
 logger = logging.getLogger(__name__)
 _SWEEP_SECONDS = 0.5
 _UNFENCED = frozenset({"hello", "heartbeat", "goodbye", "child_ended"})
-_MEMBER_METHODS = frozenset({"hello", "heartbeat", "goodbye"})
+_MEMBER_METHODS = frozenset({"hello", "heartbeat", "goodbye", "receive_cycle"})
 _SUPERVISOR_METHODS = frozenset({"child_ended"})
 
 
@@ -111,11 +112,13 @@ class Hub:
         self._lost: list[Callable[[Member, str], object]] = []
         self._queue: queue.SimpleQueue[Change | None] = queue.SimpleQueue()
         self._ended = threading.Event()
+        self._cycles = ReceiveCycles(self.get, clock=clock)
         handlers = {
             "hello": self._hello,
             "heartbeat": self._heartbeat,
             "goodbye": self._goodbye,
             "child_ended": self._child_ended,
+            "receive_cycle": self._receive_cycle,
         }
         self._callers = {group: set(_MEMBER_METHODS) for group in self._kinds} | {
             "supervisor": set(_SUPERVISOR_METHODS)
@@ -249,6 +252,9 @@ class Hub:
         self._check_host(child, "child_ended")
         with self._changing() as membership:
             membership.child_ended(child, code)
+
+    async def _receive_cycle(self, name: str, waited: float) -> list[str]:
+        return self._cycles.ask(name, waited)
 
     # --- who may speak for whom ------------------------------------------------------------------------------------
     #

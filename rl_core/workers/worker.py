@@ -12,7 +12,7 @@ the restart cannot change anything.
 import logging
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -22,11 +22,12 @@ from rl_core.transports.rpc import RpcClient
 from rl_core.transports.sockets import split_address
 from rl_core.workers.context import WorkerContext
 from rl_core.workers.group import WorkerGroup
+from rl_core.workers.mail import Mail, check_tensor
 from rl_core.workers.timers import PROCESS, worker_timer
 
 if TYPE_CHECKING:
     from rl_core.api.job import RLJob
-    from rl_core.channel import Channel
+    from rl_core.channel import AsyncHandle, Channel
     from rl_core.transports.curve import KeyRing
 
 __all__ = ["Worker", "worker_timer"]
@@ -46,11 +47,13 @@ class Worker:
     peer_methods: ClassVar[Mapping[str, frozenset[str]]] = {}
     """Methods that members of other groups may call, by the group of the caller, in a job with keys. The runner may call all methods."""
     _context: WorkerContext
+    _mail_of_epoch: Mail | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Give the object the context of a worker outside a job, before the `__init__` of the subclass runs."""
         worker = super().__new__(cls)
         worker._context = WorkerContext()
+        worker._mail_of_epoch = None
         return worker
 
     @classmethod
@@ -198,6 +201,74 @@ class Worker:
         from rl_core.channel import Channel
 
         return Channel.create(name, **options)
+
+    # --- messages by name ------------------------------------------------------------------------------------------
+
+    def send(
+        self, obj: Any, dst_group: str, dst_rank: int, *, async_op: bool = False, timeout: float | None = None
+    ) -> "AsyncHandle[None] | None":
+        """Send `obj` to a worker, which gets it with `recv(group_name, rank)` of this worker.
+
+        Returns when the message is stored for the receiver, or with `async_op` a handle at once; arrays of `obj` must not be changed until
+        it is done. Messages of one worker to another arrive in the order of the sends. At most 64 of them wait to be received, then a send
+        waits. `timeout` is in seconds (None: 600). Raises WorkerLost when the receiver is gone, DeadlineExceeded, ValueError for a rank that
+        the group does not have, and TypeError for an object that cannot be serialized.
+        """
+        handle = self._mail.send(obj, f"{dst_group}:{dst_rank}", timeout=timeout)
+        return handle if async_op else handle.wait()
+
+    def recv(self, src_group: str, src_rank: int, *, async_op: bool = False, timeout: float | None = None) -> Any:
+        """Return the next message that a worker has sent to this one, or with `async_op` a `Receipt` at once, to wait for.
+
+        `timeout` is in seconds (None: 600). Raises WorkerLost when the sender is gone and has left no message, Deadlock when this worker
+        and others have waited for each other in a cycle for 5 seconds and none of them is sending, DeadlineExceeded, and ValueError for a
+        rank that the group does not have.
+        """
+        receipt = self._mail.receive(f"{src_group}:{src_rank}", timeout=timeout)
+        return receipt if async_op else receipt.wait()
+
+    def send_tensor(
+        self, tensor: Any, dst_group: str, dst_rank: int, *, async_op: bool = False, timeout: float | None = None
+    ) -> "AsyncHandle[None] | None":
+        """Send a tensor or array as `send` does. One of a device is copied to host memory first."""
+        on_device = getattr(tensor, "device", "cpu") != "cpu" and hasattr(tensor, "cpu")
+        return self.send(
+            tensor.detach().cpu() if on_device else tensor, dst_group, dst_rank, async_op=async_op, timeout=timeout
+        )
+
+    def recv_tensor(self, tensor: Any, src_group: str, src_rank: int, *, timeout: float | None = None) -> None:
+        """Receive a tensor or array into `tensor`, on any device.
+
+        Raises ValueError when the message has another shape or type; the message is dropped then. Other errors are those of `recv`.
+        """
+        found = self.recv(src_group, src_rank, timeout=timeout)
+        check_tensor(tensor, found, f"{src_group}:{src_rank}")
+        tensor[...] = found
+
+    def broadcast(
+        self, obj: Any = None, *, groups: Sequence[str], src: tuple[str, int], timeout: float | None = None
+    ) -> Any:
+        """Return the `obj` of the worker `src`, a pair of group and rank, on each member of `groups`.
+
+        All members of the groups call it, and `src` too, which need not be one of them. `obj` of the others is ignored. `timeout` is in
+        seconds (None: 600). Raises the errors of `send` and `recv`; ValueError for a group that has no members.
+        """
+        source = f"{src[0]}:{src[1]}"
+        if self.identity.name != source:
+            return self.recv(*src, timeout=timeout)
+        receivers = [name for name in self._mail.receivers(groups) if name != source]
+        for handle in [self._mail.send(obj, name, timeout=timeout) for name in receivers]:
+            handle.wait()
+        return obj
+
+    @property
+    def _mail(self) -> Mail:
+        mail = self._mail_of_epoch
+        if mail is None or mail.epoch != self.epoch:
+            mail = self._mail_of_epoch = Mail(self._context)
+        return mail
+
+    # --- ports -----------------------------------------------------------------------------------------------------
 
     def acquire_free_port(self) -> int:
         """Return a TCP port that is free at the moment. It is not reserved, so another process may take it first."""

@@ -5,6 +5,8 @@ import signal
 import sys
 import time
 
+import numpy as np
+
 from rl_core import Channel, Cluster, Worker
 
 
@@ -41,6 +43,42 @@ class Adder(Worker):
         for _ in range(megabytes):
             print("x" * 2**20)
         return "done"
+
+
+class Talker(Worker):
+    """Sends and receives by name."""
+
+    def __init__(self, config):
+        pass
+
+    def send_all(self, items, group, rank):
+        for item in items:
+            self.send(item, group, rank)
+
+    def recv_all(self, count, group, rank, timeout=60):
+        return [self.recv(group, rank, timeout=timeout) for _ in range(count)]
+
+    def exchange(self, group):
+        """Swap an array of 4 MiB with the same rank of another group."""
+        mine = np.full(2**19, float(self.rank))
+        sent = self.send_tensor(mine, group, self.rank, async_op=True)
+        theirs = np.empty_like(mine)
+        self.recv_tensor(theirs, group, self.rank, timeout=60)
+        sent.wait(60)
+        return float(theirs.sum())
+
+    def recv_into(self, shape, group, rank):
+        self.recv_tensor(np.empty(shape, np.float32), group, rank, timeout=60)
+
+    async def echo(self, group, rank):
+        await self.send("ping", group, rank, async_op=True).async_wait(60)
+        return await self.recv(group, rank, async_op=True, timeout=60).async_wait()
+
+    def spread(self, value, groups, src):
+        return self.broadcast(value if self.rank == src[1] else None, groups=groups, src=src, timeout=60)
+
+    def die(self):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A script with worker processes of its own: groups, results by rank, placement, failures, and the end of every process."""
 
+import ast
 import os
 import signal
 import subprocess
@@ -114,3 +115,10 @@ def test_a_class_that_no_other_process_can_import_is_refused():
     code = "from rl_core import Worker\nclass Mine(Worker): pass\nMine.create_group()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "__main__.Mine: it has no file; write it into a module, for example own.py" in done.stderr
+
+
+def test_the_pipeline_example_gives_what_a_loop_in_one_process_gives():
+    example = Path(__file__).parents[2] / "examples/pipeline/pipeline.py"
+    done = subprocess.run([sys.executable, str(example), "30"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert ast.literal_eval(done.stdout) == {row: row * row for row in range(30)}

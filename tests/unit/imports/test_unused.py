@@ -58,6 +58,7 @@ EXPECTED = {
         LIBRARY,
     ),
     "rl_core.rollouts.hf.weights:DecoderWeights.named_tensors": "reads the weights of an engine back, for checks",
+    "rl_core.workers.mail:check_tensor": "called by Worker.recv_tensor",
     "rl_core.workers.result:WorkerGroupFuncResult.consume_duration": WORKER,
     "rl_core.workers.result:WorkerGroupFuncResult.consume_durations": WORKER,
     **dict.fromkeys(
@@ -68,12 +69,11 @@ EXPECTED = {
                     "acquire_free_port",
                     "connect_channel",
                     "create_channel",
-                    "create_group",
                     "log_debug",
                     "log_error",
                     "log_warning",
                 ),
-                *("pop_execution_times", "worker_timer"),
+                *("pop_execution_times", "recv_tensor", "send_tensor", "worker_timer"),
             )
         ),
         WORKER,

@@ -1,0 +1,46 @@
+"""Finds cycles of workers that wait for messages of each other, from the waits that their heartbeats declare. Pure, behind the hub."""
+
+from collections.abc import Callable
+
+from rl_core.workers.member import Member
+
+LEAST_SECONDS = 3.0
+"""Seconds that each member of a cycle has waited. A message on its way arrives sooner."""
+
+
+class ReceiveCycles:
+    """Answers members that ask whether their receive is part of a cycle.
+
+    The first member that asks finds the cycle. The others are told of it too, although the wait of the first has ended then.
+    """
+
+    def __init__(self, get: Callable[[str], Member | None], *, clock: Callable[[], float]) -> None:
+        """`get(name)` returns a member; `clock` returns seconds."""
+        self._get = get
+        self._clock = clock
+        self._found: dict[str, tuple[float, list[str]]] = {}
+        """By member that was not told yet: when its cycle was found, and the cycle."""
+
+    def ask(self, name: str, waited: float) -> list[str]:
+        """Return the members of the cycle in which `name` has waited for `waited` seconds, each waiting for the next. Empty: none."""
+        at, cycle = self._found.pop(name, (0.0, []))
+        if cycle and self._clock() - waited < at:
+            return cycle
+        cycle = self._search(name)
+        for other in cycle[1:]:
+            self._found[other] = (self._clock(), cycle)
+        return cycle
+
+    def _search(self, name: str) -> list[str]:
+        cycle, following = [name], self._awaited(name)
+        while following is not None and following not in cycle:
+            cycle.append(following)
+            following = self._awaited(following)
+        return cycle if following == name else []
+
+    def _awaited(self, name: str) -> str | None:
+        member = self._get(name)
+        wait = None if member is None or member.state.gone else member.wait
+        return (
+            wait.on if wait is not None and wait.what == "a message" and wait.since_seconds >= LEAST_SECONDS else None
+        )

@@ -1,0 +1,94 @@
+"""Messages between workers by group name and rank: order, kinds of payload, broadcasts, and what happens when the other end is gone."""
+
+import numpy as np
+import pytest
+
+from rl_core import Cluster
+from rl_core.api.errors import DeadlineExceeded, Deadlock, RemoteError, WorkerLost
+from rl_core.workers.result import WorkerErrors
+from tests.integration.script_workers import Talker
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with Cluster.local(processes=2, output=tmp_path_factory.mktemp("messages")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def groups(cluster):
+    return [Talker.create_group({}).launch(cluster, name=name) for name in ("left", "right")]
+
+
+def test_messages_of_a_pair_arrive_in_order_whenever_they_are_received(groups):
+    left, right = groups
+    items = [1, "two", {"three": [3.0]}, None, np.arange(3)]
+    left.execute_on(0).send_all(items, "right", 1).wait(timeout=60)
+    [found] = right.execute_on(1).recv_all(len(items), "left", 0).wait(timeout=60)
+    assert found[:4] == items[:4]
+    assert np.array_equal(found[4], items[4])
+
+
+def test_two_groups_swap_arrays_at_the_same_time(groups):
+    left, right = groups
+    calls = [left.exchange("right"), right.exchange("left")]
+    assert [call.wait(timeout=60) for call in calls] == [[0.0, 2.0**19]] * 2
+
+
+def test_async_methods_send_and_receive(groups):
+    left, right = groups
+    call = left.execute_on(0).echo("right", 0)
+    assert right.execute_on(0).recv_all(1, "left", 0).wait(timeout=60) == [["ping"]]
+    right.execute_on(0).send_all(["pong"], "left", 0).wait(timeout=60)
+    assert call.wait(timeout=60) == ["pong"]
+
+
+def test_a_broadcast_reaches_every_member_of_the_groups(groups):
+    left, right = groups
+    value = np.arange(2**17, dtype=np.float64)
+    calls = [group.spread(value, ["left", "right"], ("left", 1)) for group in (left, right)]
+    assert all(np.array_equal(found, value) for call in calls for found in call.wait(timeout=60))
+
+
+@pytest.mark.parametrize("sent", [np.zeros(3, np.float32), np.zeros((2, 2)), {"a": 1}], ids=["shape", "type", "kind"])
+def test_a_tensor_of_another_shape_or_type_is_refused_at_the_receiver(groups, sent):
+    left, right = groups
+    left.execute_on(0).send_all([sent], "right", 0).wait(timeout=60)
+    with pytest.raises(
+        RemoteError, match=r"message of left:0 must be a tensor of shape \(2, 2\) and type float32, got"
+    ):
+        right.execute_on(0).recv_into((2, 2), "left", 0).wait(timeout=60)
+
+
+def test_a_rank_that_the_group_does_not_have_is_refused(groups):
+    with pytest.raises(RemoteError, match=r"rank of group right must be in \[0, 2\), got 7"):
+        groups[0].execute_on(0).send_all([1], "right", 7).wait(timeout=60)
+
+
+def test_a_receive_is_bounded_and_names_both_ends_and_takes_nothing_later(groups):
+    left, right = groups
+    with pytest.raises(DeadlineExceeded, match="left:0 must receive a message of right:0 within 0.3 s"):
+        left.execute_on(0).recv_all(1, "right", 0, timeout=0.3).wait(timeout=60)
+    right.execute_on(0).send_all(["later"], "left", 0).wait(timeout=60)
+    assert left.execute_on(0).recv_all(1, "right", 0).wait(timeout=60) == [["later"]]
+
+
+def test_a_cycle_of_receives_is_named_at_every_member(groups):
+    left, right = groups
+    calls = [left.execute_on(0).recv_all(1, "right", 0), right.execute_on(0).recv_all(1, "left", 0)]
+    for call in calls:
+        with pytest.raises(Deadlock, match="left:0 waits for right:0|right:0 waits for left:0"):
+            call.wait(timeout=60)
+
+
+def test_the_loss_of_a_sender_ends_the_receive_and_a_send_waits_for_the_replacement(cluster, groups):
+    left, right = groups
+    waiting = left.recv_all(1, "right", 1)
+    with pytest.raises(WorkerLost, match="right:1 is lost"):
+        right.execute_on(1).die().wait(timeout=60)
+    with pytest.raises(WorkerErrors) as failed:
+        waiting.wait(timeout=60)
+    assert ["right:1 is gone" in str(error) for error in failed.value.exceptions] == [True, True]
+    cluster.wait_ready(["right"], timeout=60)
+    right.execute_on(1).send_all(["again"], "left", 1).wait(timeout=60)
+    assert left.execute_on(1).recv_all(1, "right", 1).wait(timeout=60) == [["again"]]
