@@ -177,6 +177,16 @@ def view(
 
 
 @app.command()
+def metrics(
+    name: Annotated[str | None, typer.Argument(help="A metric, or a word of one.", show_default="all")] = None,
+) -> None:
+    """Say what the metrics of a run mean."""
+    from rl_core.cli.metrics import show_metrics
+
+    run_command(lambda: show_metrics(name))
+
+
+@app.command()
 def scale(
     target: Target,
     replicas: Annotated[

@@ -1,5 +1,5 @@
-"""Generates the reference of the job schema: `examples/reference.yaml` (every field with its default), a Markdown table, and the table of
-other libraries' names.
+"""Generates the reference of the job schema: `examples/reference.yaml` (every field with its default), a Markdown table, the table of
+other libraries' names, and the list of metrics.
 
 python -m rl_core.cli.reference [--check]     # --check: exit 1 when a file differs from the schema
 """
@@ -20,12 +20,14 @@ from rl_core.api.roles import ROLES
 from rl_core.api.status import RLJobStatus
 from rl_core.cli.foreign_names import render_page
 from rl_core.cli.reference_rows import Row, rows
+from rl_core.observability import metric_list
 
 YAML_PATH = Path("examples/reference.yaml")
 MARKDOWN_PATH = Path("docs/reference/rljob.md")
 MAX_LINE = 140
 """Most characters of a line of the page."""
 NAMES_PATH = Path("docs/coming-from.md")
+METRICS_PATH = Path("docs/metrics.md")
 REQUIRED_EXAMPLES = {"model.path": "model", "data.train": "data/train.jsonl"}
 """Values of required fields in the reference job."""
 GENERATED = "Generated from rl_core.api.job by `make docs`; edit the schema's docstrings instead."
@@ -115,7 +117,12 @@ def _default(row: Row) -> str:
 
 def main(arguments: list[str]) -> int:
     """Write the files, or with --check compare them; return the exit code."""
-    wanted = {YAML_PATH: render_yaml(), MARKDOWN_PATH: render_markdown(), NAMES_PATH: render_page()}
+    wanted = {
+        YAML_PATH: render_yaml(),
+        MARKDOWN_PATH: render_markdown(),
+        NAMES_PATH: render_page(),
+        METRICS_PATH: metric_list.render_page(),
+    }
     stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
     if "--check" in arguments:
         for path in stale:

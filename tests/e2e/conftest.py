@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_core.observability.metric_list import find
 from tests.e2e.harness import Run, job_document
 
 REWARD = '''
@@ -45,6 +46,8 @@ def start(tmp_path, tiny):
     yield make
     for run in made:
         run.end()
+    unknown = {name for run in made if not run.own_metrics for name in run.metric_names() if find(name) is None}
+    assert not unknown, f"metrics that rl_core/observability/metric_list.py does not list: {sorted(unknown)}"
 
 
 @pytest.fixture

@@ -76,6 +76,11 @@ class Run(Output):
         """Where the packages of another version lie; None = this tree."""
         self.process: subprocess.Popen | None = None
         self.text = ""
+        spec = document["spec"]
+        self.own_metrics = (
+            "program" in spec or "modules" in spec or any(":" in str(value) for value in spec["algorithm"].values())
+        )
+        """Whether functions of the job may report metrics of their own."""
 
     def start(self, *more: str) -> "Run":
         command = [
@@ -118,6 +123,10 @@ class Run(Output):
                 )
             time.sleep(0.02)
         pytest.fail(f"{what} did not come within {seconds} s\n{self.logs()}")
+
+    def metric_names(self) -> set[str]:
+        """Return the names of all metrics that the run has written."""
+        return {name for line in self.lines("metrics.jsonl") for name in line}
 
     def at_step(self, step: int) -> None:
         self.until(lambda: any(line["step"] >= step for line in self.lines("metrics.jsonl")[-1:]), f"step {step}")
