@@ -197,7 +197,7 @@ class StepEngine:
                 lengths = batch.lengths.tolist()
                 all_lengths, numbers = number_rows(self._ranks, batch.group_texts, batch.group_ids.tolist(), lengths)
                 if self.sampler is not None and self._ranks.receives:
-                    self.sampler.keep(prepared, self._records, numbers)
+                    self.sampler.remember(prepared, self._records, numbers)
                 rows = StepRows(numbers=numbers, lengths=lengths, columns=columns)
                 for epoch in range(self._algorithm.update_epochs):
                     if report.early_stopped:

@@ -33,11 +33,12 @@ class StepSampler:
         self._limit = rows
         self._log_probs: dict[int, tuple[Tensor, Tensor]] = {}
         """Row number -> the trainer's log-probabilities and mask, [T], on the device."""
-        self._samples: list[KeptSample] = []
+        self._step: tuple[PreparedBatch, list[PromptGroupRecord], list[int]] | None = None
+        """What `remember` was given."""
 
     def clear(self) -> None:
         """Forget the last step."""
-        self._log_probs, self._samples = {}, []
+        self._log_probs, self._step = {}, None
 
     def watching(self, objective: Objective, parts: Sequence[StepRows]) -> Objective:
         """Return `objective`, which also remembers the log-probabilities of kept rows; it is called once per part, in their order.
@@ -61,14 +62,16 @@ class StepSampler:
 
         return call
 
-    def keep(self, prepared: PreparedBatch, records: Sequence[PromptGroupRecord], numbers: Sequence[int]) -> None:
-        """Keep the completions of `records` whose rows are among the first; `numbers` [B] are their row numbers in the step."""
-        try:
-            self._keep(prepared, records, numbers)
-        except Exception:
-            logger.exception("samples of a step are not kept")
+    def remember(self, prepared: PreparedBatch, records: Sequence[PromptGroupRecord], numbers: Sequence[int]) -> None:
+        """Remember the step's groups until `take`. `numbers` [B] are the row numbers, in the step, of the completions of `records`."""
+        self._step = prepared, list(records), list(numbers)
 
-    def _keep(self, prepared: PreparedBatch, records: Sequence[PromptGroupRecord], numbers: Sequence[int]) -> None:
+    def _samples(self) -> list[KeptSample]:
+        """Return the completions of the step whose rows are among the first."""
+        if self._step is None:
+            return []
+        prepared, records, numbers = self._step
+        samples = []
         batch, advantages = prepared.batch, prepared.advantages
         places = [(record, index) for record in records for index in range(len(record.completions))]
         for row, ((record, index), number) in enumerate(zip(places, numbers, strict=True)):
@@ -77,7 +80,7 @@ class StepSampler:
             sample = keep_sample(record, index, group_id=batch.group_texts[int(batch.group_ids[row])])
             length = len(sample.token_ids)
             trains = batch.loss_mask[row, :length].numpy()
-            self._samples.append(
+            samples.append(
                 replace(
                     sample,
                     row=number,
@@ -86,6 +89,7 @@ class StepSampler:
                     advantages=None if advantages is None else advantages[row, :length].numpy().astype(np.float32),
                 )
             )
+        return samples
 
     def take(self) -> StepSamples:
         """Return what was kept of the last step, and forget it."""
@@ -93,6 +97,10 @@ class StepSampler:
         for number, (values, mask) in self._log_probs.items():
             known = values.float().cpu().numpy()
             log_probs.append((number, np.where(mask.cpu().numpy(), known, np.float32(np.nan))))
-        taken = StepSamples(samples=tuple(self._samples), log_probs=tuple(log_probs))
+        try:
+            samples = self._samples()
+        except Exception:
+            logger.exception("samples of a step are not kept")
+            samples = []
         self.clear()
-        return taken
+        return StepSamples(samples=tuple(samples), log_probs=tuple(log_probs))

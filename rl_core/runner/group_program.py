@@ -94,11 +94,12 @@ class GroupProgram(Program):
         self.check_metrics(metrics)
         self.board.set(step=progress.step, reward=progress.reward)
         report.log(metrics | self.board.totals())
+        report.write()
         self.saving.settle()
         if (due := self.saving.due()) is not None:
             with report.measure("checkpoint"):
                 self.saving.try_save(due)
-        report.trace()
+            report.trace()
         self.stops.raise_if_stop_requested()
 
     def close(self) -> None:

@@ -31,6 +31,8 @@ UNBOUNDED_S = 30 * 86400.0
 """Timeout, in seconds, of a call that may have to wait for missing members in a cluster without a limit."""
 SLICE_S = 1.0
 """Seconds between two checks of the members while groups are generated."""
+WRITE_AFTER_S = 0.05
+"""Seconds of generation after which the metrics of the step before are written. Writing earlier would delay the prompts of a short step."""
 
 
 class ReasoningRunner(Program):
@@ -52,6 +54,8 @@ class ReasoningRunner(Program):
         self.startup, self.schedule, self.sync, self.prompts = startup, schedule, sync, prompts
         self.steps, self.workload = prompts.steps, prompts.workload
         self.teacher_signal = TeacherSignal()
+        self._trained: tuple[int, int] | None = None
+        """The step that was trained last and its policy version, until its samples are asked for."""
         saving.register("ledger", prompts.steps)
 
     @classmethod
@@ -73,9 +77,12 @@ class ReasoningRunner(Program):
         self.handle_requests()
         # STARTING has no stall bound and the operator takes it for asleep, so the run counts as generating between two schedule.
         with self.board.during(Phase.GENERATING):
-            while self.progress.step < self.applied.spec.algorithm.steps:
-                self.run_step()
-                self.handle_requests()
+            try:
+                while self.progress.step < self.applied.spec.algorithm.steps:
+                    self.run_step()
+                    self.handle_requests()
+            finally:
+                self.write_last_step()
 
     def run_step(self) -> None:
         """One step: generate -> admit -> train -> acknowledge -> publish -> validate, log, checkpoint."""
@@ -83,7 +90,7 @@ class ReasoningRunner(Program):
         report.begin_step()
         self.workload.begin_step()
         with report.measure("step"):
-            self.startup.await_rollouts(at=self.handle_requests)
+            self.startup.await_rollouts(at=self._while_short)
             received = self.generate()
             trained = self.train()
             taken = self.acknowledge()
@@ -99,11 +106,11 @@ class ReasoningRunner(Program):
         try:
             if last or self.progress.step % spec.validation.every_steps == 0:
                 metrics |= self.evaluate()
-        finally:  # also when validation is left, and before the checkpoint: a resume from it must find the line
-            report.log(metrics | self._rates(taken))
-            report.trace(taken.spans)
+        finally:  # also when the validation is interrupted
+            report.log(metrics | self._rates(taken), taken.spans)
         self.saving.settle()
         if (due := self.saving.due()) is not None:
+            report.write()  # a run that resumes from the checkpoint must find the line of its step
             with report.measure("checkpoint"):
                 self.saving.try_save(due)
             report.trace()
@@ -119,12 +126,31 @@ class ReasoningRunner(Program):
         with self.board.during(Phase.GENERATING), self.schedule.generating(), self.report.measure("rollout"), waiting:
             receiving = self.actor.within(seconds).recv_batch(self.prompts.trajectories, per_rank, step, seconds)
             self.open_step()
+            self._ask_for_samples()
+            if not self.stops.wait_done(receiving, WRITE_AFTER_S):
+                self.report.write()
             received = self._receive(receiving, limit)
             self.cancel_rest()
         if self.sync.check is not None:
             with self.report.measure("check"):
                 self.sync.check.confirm()
         return aggregate_rollout_metrics([metrics for metrics in received if metrics])
+
+    def write_last_step(self) -> None:
+        """Write the metrics, the trace and the samples of the last step, as far as they are not written."""
+        self.report.write()
+        self._ask_for_samples()
+
+    def _ask_for_samples(self) -> None:
+        if (trained := self._trained) is not None:
+            self._trained = None
+            actor = self.actor.within(self.applied.spec.runtime.deadlines.rpc)
+            self.prompts.samples.add_step(*trained, actor.take_samples)
+
+    def _while_short(self) -> None:
+        """Write the last step and handle requests while too few rollouts serve the weights."""
+        self.write_last_step()
+        self.handle_requests()
 
     def cancel_rest(self) -> None:
         """Have the rollouts cancel surplus groups of the step. A rollout that misses the call cancels them when it renews its leases."""
@@ -185,11 +211,12 @@ class ReasoningRunner(Program):
                 # Both are sent at once; a rank runs them in this order.
                 preparing = self.actor.compute_advantages_and_returns()
                 training = self.actor.run_training(self.progress.step + 1)
+                self.report.write()
                 self.stops.wait(preparing)
                 metrics = self.stops.wait(training)[0]
         if metrics is None:
             raise Stopped(f"{self.stops.reason}, in the training of step {self.progress.step + 1}")
-        self.prompts.samples.add_step(self.progress.step + 1, self.progress.version, actor.take_samples)
+        self._trained = self.progress.step + 1, self.progress.version
         return {
             f"train/{key.removeprefix('actor/')}" if key.startswith("actor/") else key: value
             for key, value in metrics.items()

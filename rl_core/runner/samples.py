@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rl_core.api.errors import RLJobError
 from rl_core.api.settings import SamplesSpec
 from rl_core.messages.samples import KeptSample, StepSamples
 from rl_core.observability.trackers import SampleRow, Trackers
@@ -61,9 +62,14 @@ class Samples:
 
     def add_step(self, step: int, version: int, ask: Callable[[], Answer]) -> None:
         """Keep the samples of a training step of `version`. `ask` calls `take_samples` of the data ranks; it must not wait."""
-        if self._spec.groups:
+        if not self._spec.groups:
+            return
+        try:
             answer = ask()
-            self._submit(lambda: self._write_step(step, version, answer))
+        except RLJobError as error:
+            logger.info("the samples of step %s are not kept: %s", step, error)
+            return
+        self._submit(lambda: self._write_step(step, version, answer))
 
     def add_validation(self, step: int, version: int, samples: Sequence[KeptSample]) -> None:
         """Keep the samples of a validation after `step`."""

@@ -43,6 +43,17 @@ class StepTimers:
             self.spans.append(Span(name, began, ended))
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What the trackers and the trace receive of one step."""
+
+    number: int
+    version: int
+    metrics: Mapping[str, Any]
+    spans: Sequence[Span]
+    groups: Sequence[GroupSpan]
+
+
 class StepReport:
     """Measures the parts of a step and reports its metrics. Called by the loop only."""
 
@@ -51,6 +62,7 @@ class StepReport:
     ) -> None:
         self.timers = StepTimers()
         self._progress, self._board, self._trackers, self._trace, self._epoch = progress, board, trackers, trace, epoch
+        self._unwritten: _Step | None = None
 
     def begin_step(self) -> None:
         """Begin to measure the next step."""
@@ -66,13 +78,24 @@ class StepReport:
         """Return the measured seconds of a part of the step, 0 for one that was not measured."""
         return self.timers.seconds.get(f"time/{part}", 0.0)
 
-    def log(self, metrics: Mapping[str, Any]) -> None:
-        """Send the metrics of the latest step, with its timings, to the trackers; `/status` shows those that are finite numbers."""
+    def log(self, metrics: Mapping[str, Any], groups: Sequence[GroupSpan] = ()) -> None:
+        """Report the metrics of the latest step, with its timings. `groups` are the prompt groups that it trained or refused.
+
+        `/status` shows the finite numbers at once. The trackers and the trace receive them with the next `write`.
+        """
+        self.write()
         values = {"policy_version": self._progress.version, "epoch": self._epoch, **metrics, **self.timers.seconds}
-        self._trackers.log(self._progress.step, values)
+        self._unwritten = _Step(self._progress.step, self._progress.version, values, self.timers.take_spans(), groups)
         numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
         self._board.set(metrics={key: value for key, value in numbers.items() if math.isfinite(value)})
 
-    def trace(self, groups: Sequence[GroupSpan] = ()) -> None:
-        """Add to the trace the parts measured since the last call, and the prompt groups that the step trained or refused."""
-        self._trace.add(self._progress.step, self._progress.version, self.timers.take_spans(), groups)
+    def write(self) -> None:
+        """Write the step that was logged to the trackers and the trace, unless it is written."""
+        step, self._unwritten = self._unwritten, None
+        if step is not None:
+            self._trackers.log(step.number, step.metrics)
+            self._trace.add(step.number, step.version, step.spans, step.groups)
+
+    def trace(self) -> None:
+        """Add to the trace the parts measured since the metrics were logged."""
+        self._trace.add(self._progress.step, self._progress.version, self.timers.take_spans())

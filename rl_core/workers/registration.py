@@ -49,6 +49,8 @@ RECONNECT = 3.0
 """Seconds of silence of the hub after which its host name is resolved again. A restarted runner may have another IP address."""
 FIRST_HEARTBEAT = 2.0
 """Seconds between heartbeats until the hub says otherwise."""
+GATHER_S = 0.02
+"""Seconds that a heartbeat which reports a change waits for further changes, because a weight sync changes the state of a member twice."""
 DEFAULT_LOST = 15.0
 """Seconds of silence after which the hub counts as lost, in a process that has not received a job."""
 _STILL_WAITING = 10.0
@@ -228,7 +230,7 @@ class Registration:
         return answer
 
     def report_soon(self) -> None:
-        """Send the next heartbeat at once. May be called from any thread."""
+        """Send the next heartbeat within GATHER_S. May be called from any thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._report_now.set)
 
@@ -251,6 +253,7 @@ class Registration:
             await asyncio.wait_for(self._report_now.wait(), self._heartbeat_seconds)
         except TimeoutError:
             return
+        await asyncio.sleep(GATHER_S)
 
 
 def _read_job(text: str | None) -> "RLJob | None":
