@@ -85,6 +85,16 @@ METRICS = (
     Metric("train/clipped_ratio", "ratio", "mean ratio after clipping"),
     Metric("train/dual_clip_fraction", "share", "trained tokens at the bound of dual clipping"),
     Metric("train/log_ratio_clamp_fraction", "share", "trained tokens whose log-ratio was clamped against overflow"),
+    Metric(
+        "train/distill/reverse_kl",
+        "nats",
+        "mean of the student's minus the teacher's log-probability per trained token",
+    ),
+    Metric(
+        "train/distill/teacher_share",
+        "share",
+        "the teacher's share of the absolute advantages, the rest comes from rewards; see docs/distillation.md",
+    ),
     Metric("train/is_weight", "ratio", "mean weight of `algorithm.importance`: trainer's over engine's probability"),
     Metric("train/is_weight_max", "ratio", "largest of these weights"),
     Metric("train/is_oob_fraction", "share", "trained tokens whose weight was outside the bounds"),
