@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-SUMMED = frozenset({"total_turns", "branches", "unspliced"})
+SUMMED = frozenset({"total_turns", "branches", "unspliced", "masked_rows", "failures"})
 """Last components of the names of counts, which are added over groups."""
 
 

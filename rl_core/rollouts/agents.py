@@ -22,7 +22,7 @@ from rl_core.rollouts.endpoint.server import Endpoint
 from rl_core.rollouts.endpoint.session import Branch, Turn
 from rl_core.rollouts.endpoint.template import ChatTemplate
 from rl_core.rollouts.episode import Episode, group_name
-from rl_core.rollouts.message_log import as_token_tensor
+from rl_core.rollouts.message_log import as_token_tensor, common_prefix
 from rl_core.rollouts.multi_turn import AsyncRolloutImpl
 from rl_core.rollouts.sampling import sample_seed
 from rl_core.rollouts.scoring import one_reward
@@ -208,11 +208,3 @@ def _add_turn(episode: Episode, turn: Turn, assistant: dict[str, Any], input_len
             "finish_reason": output.finish_reason,
         },
     )
-
-
-def common_prefix(completions: Sequence[Completion]) -> torch.Tensor:
-    """Return the ids [T] int64 that the first messages of all `completions` begin with."""
-    first = [as_token_tensor(completion.message_log[0]["token_ids"]) for completion in completions]
-    length = min(len(ids) for ids in first)
-    same = torch.stack([ids[:length] for ids in first]).eq(first[0][:length]).all(dim=0)
-    return first[0][: int(same.long().cumprod(dim=0).sum())]

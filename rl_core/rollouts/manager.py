@@ -19,10 +19,12 @@ from rl_core.rollouts.buffered import BufferedGroups, PushOutcome
 from rl_core.rollouts.episode import group_name
 from rl_core.rollouts.generation import RowGenerator
 from rl_core.rollouts.multi_turn import AsyncRolloutImpl
+from rl_core.rollouts.nemo_gym import AsyncNemoGymRolloutImpl
 from rl_core.rollouts.padded import GenerationInterface
 from rl_core.rollouts.retry import FailureKind, RetryPolicy, classify_failure, deadline
 
 __all__ = [
+    "AsyncNemoGymRolloutImpl",
     "AsyncRolloutImpl",
     "FailureKind",
     "PushOutcome",
@@ -72,14 +74,14 @@ class RolloutManager:
 
         Args:
             max_rollout_turns: Most turns of a sample; None = no limit.
-            generation_config: Settings for NeMo-Gym servers.
-            use_nemo_gym: Not available in this installation.
+            generation_config: Sampling settings of the rows of NeMo-Gym: `temperature`, `top_p` and `max_new_tokens`.
+            use_nemo_gym: Whether the agents of NeMo-Gym servers run the episodes, through `task_to_env["nemo_gym"]`.
             retry: Attempts and delays by kind of failure; None = the defaults of `RetryPolicy`.
             buffer: Where `generate_and_push` puts groups; see `buffered.BufferedGroups`.
             weight_version: Returns the current policy version for the buffer; None = that of `policy_generation`.
             group_seconds: Deadline of one attempt at a group; None = no deadline.
-            implementation: Runs the groups.
-            **options: Passed to `implementation` (seed, env_step_seconds, greedy).
+            implementation: Runs the groups without NeMo-Gym.
+            **options: Passed to `implementation` (seed, env_step_seconds, greedy), or to `AsyncNemoGymRolloutImpl`.
 
         Raises RolloutConfigError for settings that do not fit together.
         """
@@ -87,27 +89,42 @@ class RolloutManager:
             raise RolloutConfigError(
                 f"num_generations_per_prompt must be >= 1, got {num_generations_per_prompt}; raise it"
             )
+        self._counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self._impl: AsyncRolloutImpl | AsyncNemoGymRolloutImpl
         if use_nemo_gym:
             if generation_config is None:
                 raise RolloutConfigError("generation_config is required for the NeMo-Gym path, got None; pass it")
-            raise RolloutConfigError("use_nemo_gym is not part of this installation yet; use the native path (False)")
-        if policy_generation is None:
+            self._impl = AsyncNemoGymRolloutImpl(
+                tokenizer,
+                task_to_env,
+                num_generations_per_prompt,
+                max_seq_len,
+                generation_config,
+                max_rollout_turns,
+                group_seconds=group_seconds,
+                policy_generation=policy_generation,
+                weight_version=weight_version,
+                on_redispatch=self._count_rows_sent_again,
+                **options,
+            )
+            group_seconds = None  # the implementation keeps the deadline, so that its error names the missing rows
+        elif policy_generation is None:
             raise RolloutConfigError(
                 "policy_generation is required for the native async path, got None; pass a backend"
             )
-        self._impl = implementation(
-            tokenizer,
-            task_to_env,
-            num_generations_per_prompt,
-            max_seq_len,
-            policy_generation,
-            UNBOUNDED_TURNS if max_rollout_turns is None else max_rollout_turns,
-            **options,
-        )
+        else:
+            self._impl = implementation(
+                tokenizer,
+                task_to_env,
+                num_generations_per_prompt,
+                max_seq_len,
+                policy_generation,
+                UNBOUNDED_TURNS if max_rollout_turns is None else max_rollout_turns,
+                **options,
+            )
         self.retry = retry or RetryPolicy()
         self.buffer = buffer
         self._group_seconds = group_seconds
-        self._counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._redispatched: Counter[str] = Counter()
         version = weight_version or (lambda: self._impl.policy_version)
         self._buffered = BufferedGroups(buffer, self.retry, version, self._counts)
@@ -162,6 +179,9 @@ class RolloutManager:
         counters = {f"rollout/{name}": value for name, value in self._counts.items()}
         counters["rollout/redispatch_total"] = self._redispatched.total()
         return counters | {f"rollout/redispatch_total/{kind}": count for kind, count in self._redispatched.items()}
+
+    def _count_rows_sent_again(self, rows: int) -> None:
+        self._counts["gym_row_redispatch_total"] += rows
 
     async def _attempts(
         self, sample: Mapping[str, Any], attempt: Callable[[Mapping[str, Any]], Awaitable[PromptGroupRecord]]

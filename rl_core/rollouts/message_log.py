@@ -1,4 +1,4 @@
-"""The loss mask of a message log.
+"""The loss mask of a message log, and the prompt that several logs have in common.
 
 Invariants: the concatenated `token_ids` of a message log are the model's input, and only tokens that the policy sampled can be trained on.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rl_core.api.errors import DataError
+from rl_core.api.records import Completion
 
 
 def as_token_tensor(ids: Any) -> Tensor:
@@ -28,6 +29,14 @@ def token_loss_mask(log: Sequence[Mapping[str, Any]]) -> Tensor:
     """
     parts = [_mask_of(message, f"message {index}") for index, message in enumerate(log)]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+
+
+def common_prefix(completions: Sequence[Completion]) -> Tensor:
+    """Return the ids [T] int64 that the first messages of all `completions` begin with."""
+    first = [as_token_tensor(completion.message_log[0]["token_ids"]) for completion in completions]
+    length = min(len(ids) for ids in first)
+    same = torch.stack([ids[:length] for ids in first]).eq(first[0][:length]).all(dim=0)
+    return first[0][: int(same.long().cumprod(dim=0).sum())]
 
 
 def _mask_of(message: Mapping[str, Any], where: str) -> Tensor:

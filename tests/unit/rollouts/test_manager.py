@@ -93,7 +93,10 @@ def make(fakes, *failures, buffer=None, **retry):
         ({"num_generations_per_prompt": 0}, "num_generations_per_prompt must be >= 1"),
         ({"policy_generation": None}, "policy_generation is required for the native async path"),
         ({"use_nemo_gym": True}, "generation_config is required for the NeMo-Gym path"),
-        ({"use_nemo_gym": True, "generation_config": {}}, "not part of this installation yet"),
+        (
+            {"use_nemo_gym": True, "generation_config": {"top_k": 5}},
+            "top_k is not supported in the generation config in NeMo-Gym path!",
+        ),
         ({"max_rollout_turns": 0}, "max_rollout_turns must be >= 1"),
     ],
 )
