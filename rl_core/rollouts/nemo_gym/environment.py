@@ -130,8 +130,10 @@ class NemoGymEnvironment:
             try:
                 return await self._call(row, number)
             except (_Unavailable, aiohttp.ClientError, TimeoutError, OSError) as error:
-                self._agents = {}  # a restarted agent has another address
-                name = "" if isinstance(error, _Unavailable) else f"{type(error).__name__}: "
+                name = ""
+                if not isinstance(error, _Unavailable):
+                    name = f"{type(error).__name__}: "
+                    self._agents = {}  # a restarted agent has another address
                 failures.append(f"{name}{text_of(error, limit=KEPT_BODY_BYTES)}")
         return RowFailure(reason=f"{self._tries} tries failed, the last: {failures[-1]}")
 
