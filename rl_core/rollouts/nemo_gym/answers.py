@@ -1,8 +1,8 @@
 """The answer of a NeMo-Gym agent to one row: which answers are failures, and the message log of an answer that is none.
 
-An answer holds the output of the Responses API: items of the policy (messages, function calls) and of the environment (outputs of functions,
-messages of the user). The last item that the policy made in a turn carries the token ids of the whole turn. Invariant: every token of a
-log was read or sampled by the policy as the answer states it; nothing is tokenized again.
+An answer holds the output of the Responses API: items of the policy (messages, function calls) and of the environment (outputs of
+functions, messages of the user). The last item that the policy made in a turn carries the token ids of the whole turn. Invariant: every
+token of a log was read or sampled by the policy as the answer states it; nothing is tokenized again.
 """
 
 from __future__ import annotations
@@ -127,19 +127,24 @@ def _says_something(item: Mapping[str, Any]) -> bool:
 
 def _tokens(item: Mapping[str, Any], number: int) -> tuple[list[int], list[int], list[float]]:
     """Return the prompt ids, generated ids and log-probabilities of turn `number`."""
-    prompt, generated, logprobs = (item.get(key) for key in TOKEN_KEYS)
-    for key, ids in (("prompt_token_ids", prompt), ("generation_token_ids", generated)):
-        if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
-            raise GymProtocolFailure(f"{key} of turn {number} must be a list of token ids, got {shown(ids)}")
+    prompt, generated = _ids(item, "prompt_token_ids", number), _ids(item, "generation_token_ids", number)
+    logprobs = item.get("generation_log_probs")
     if not isinstance(logprobs, list) or not all(type(value) in (int, float) for value in logprobs):
         raise GymProtocolFailure(
             f"generation_log_probs of turn {number} must be a list of numbers, got {shown(logprobs)}"
         )
-    if len(logprobs) != len(generated):  # type: ignore[arg-type]
+    if len(logprobs) != len(generated):
         raise GymProtocolFailure(
-            f"generation_log_probs of turn {number} must have one entry per generated token, {len(generated)}, got {len(logprobs)}"  # type: ignore[arg-type]
+            f"generation_log_probs of turn {number} must have one entry per generated token, {len(generated)}, got {len(logprobs)}"
         )
-    return prompt, generated, logprobs  # type: ignore[return-value]
+    return prompt, generated, logprobs
+
+
+def _ids(item: Mapping[str, Any], key: str, number: int) -> list[int]:
+    ids = item.get(key)
+    if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
+        raise GymProtocolFailure(f"{key} of turn {number} must be a list of token ids, got {shown(ids)}")
+    return ids
 
 
 def _without_tokens(answer: Mapping[str, Any]) -> dict[str, Any]:

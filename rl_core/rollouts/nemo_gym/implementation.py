@@ -141,11 +141,13 @@ class AsyncNemoGymRolloutImpl:
         for key in UNSUPPORTED:
             if self.generation_config.get(key):
                 raise RolloutConfigError(
-                    f"{key} is not supported in the generation config in NeMo-Gym path! Got {self.generation_config[key]!r}; remove it"
+                    f"{key} is not supported in the generation config in NeMo-Gym path! "
+                    f"Got {self.generation_config[key]!r}; remove it"
                 )
         if self.max_rollout_turns not in (None, 1):
             raise RolloutConfigError(
-                f"max_rollout_turns must be None or 1 in the NeMo-Gym path, got {self.max_rollout_turns}; the agents of the servers limit turns"
+                f"max_rollout_turns must be None or 1 in the NeMo-Gym path, got {self.max_rollout_turns}; "
+                "the agents of the servers limit turns"
             )
         if self.max_gym_row_attempts < 1:
             raise RolloutConfigError(
@@ -179,8 +181,8 @@ class AsyncNemoGymRolloutImpl:
     ) -> tuple[list[Completion], dict[str, Any]]:
         """Run the rows `inputs` and return their completions, in the order of rows, and the metrics of the group.
 
-        `timer.time(tag)` measures the parts of the run. Raises GymProtocolFailure, a ValueError, for an answer to a row that was not sent or
-        was answered before, GymTransportError for rows that stay without an answer, and RolloutTimeout.
+        `timer.time(tag)` measures the parts of the run. Raises GymProtocolFailure, a ValueError, for an answer to a row that was not sent
+        or was answered before, GymTransportError for rows that stay without an answer, and RolloutTimeout.
         """
         agent = (inputs[0].get("agent_ref") or {}).get("name")
         if not isinstance(agent, str):

@@ -1,7 +1,7 @@
 """The NeMo-Gym path: known episodes become known rows, and a server that misbehaves over HTTP never yields a reward.
 
-The servers are aiohttp servers in this process that answer as those of nemo-gym 0.7.0 do: a head server with the addresses and an agent with
-`/run`, scripted by row.
+The servers are aiohttp servers in this process that answer as those of nemo-gym 0.7.0 do: a head server with the addresses and an agent
+with `/run`, scripted by row.
 """
 
 import asyncio
@@ -340,7 +340,9 @@ async def test_a_failed_row_is_sent_again_and_then_named_with_what_the_server_sa
 
 
 async def test_a_server_that_stays_overloaded_is_given_up_with_its_last_words(fakes):
-    with pytest.raises(GymTransportError, match=r"rows without an answer: \[0, 1\]; row 0: 2 tries failed.*429: slow down"):
+    with pytest.raises(
+        GymTransportError, match=r"rows without an answer: \[0, 1\]; row 0: 2 tries failed.*429: slow down"
+    ):
         await run(
             fakes, {0: [status(429, "slow down")], 1: [drop]}, limits={"tries": 2}, max_gym_row_attempts=1
         )  # fmt: skip
