@@ -14,6 +14,8 @@ from typing import Any
 
 from rl_core.api.errors import RolloutDataFailure, shown
 
+ROW_ID = "_row_id"
+"""Field of a row with its name within the job: `{group}_g{index}_a{attempt}`."""
 TOKEN_KEYS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 """Fields of an output item with the tokens of a turn."""
 POLICY_ITEMS = frozenset({"function_call", "custom_tool_call", "reasoning"})

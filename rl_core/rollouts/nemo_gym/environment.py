@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from rl_core.api.errors import ConfigError, RolloutDataFailure, shown, text_of
-from rl_core.rollouts.nemo_gym.answers import GymProtocolFailure, RowFailure, failure_of, row_result
+from rl_core.rollouts.nemo_gym.answers import ROW_ID, GymProtocolFailure, RowFailure, failure_of, row_result
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +27,6 @@ RETRIED_STATUS = frozenset({408, 429, 502, 503, 504})
 """HTTP statuses after which the same call may succeed."""
 KEPT_BODY_BYTES = 2048
 """Beginning of the body of a failed call that is kept in its error."""
-ROW_ID = "_row_id"
-"""Field of a row with its name within the job: `{group}_g{index}_a{attempt}`."""
 
 
 class _Unavailable(Exception):
