@@ -116,13 +116,6 @@ def status(code, text="sorry"):
     return answer
 
 
-def text(body):
-    async def answer(request):
-        return web.Response(text=body, content_type="application/json")
-
-    return answer
-
-
 async def half_a_body(request):
     response = web.StreamResponse(headers={"Content-Length": "1000"})
     await response.prepare(request)
@@ -247,7 +240,7 @@ async def test_what_truncates_an_episode(fakes, answer, limit, reason):
 )  # fmt: skip
 async def test_an_answer_that_cannot_be_trained_on_is_a_data_failure(fakes, answer, match):
     with pytest.raises(RolloutDataFailure, match=match):
-        await run(fakes, {0: [text(json.dumps(answer))]}, n=1)
+        await run(fakes, {0: [status(200, json.dumps(answer))]}, n=1)
 
 
 def test_no_tokens_at_all_is_also_a_value_error():
@@ -379,9 +372,9 @@ async def test_the_deadline_of_the_group_ends_all_rows_and_names_the_missing(fak
 @pytest.mark.parametrize(
     ("fault", "match"),
     [
-        (text("<html>"), "must answer JSON.*<html>"),
-        (text("[1]"), r"must answer an object, got \[1\]"),
-        (text('"late"'), "must answer an object"),
+        (status(200, "<html>"), "must answer JSON.*<html>"),
+        (status(200, "[1]"), r"must answer an object, got \[1\]"),
+        (status(200, '"late"'), "must answer an object"),
         (episode(_rowidx=0), "must answer the row it was sent, 1, got the answer to row 0"),
         (episode(_rowidx=9), "must answer the row it was sent, 1, got the answer to row 9"),
         (status(422, "unknown field"), "row 1 was refused: .*answered 422: unknown field"),
@@ -396,7 +389,7 @@ async def test_garbage_is_a_data_failure(fakes, fault, match):
 
 async def test_an_answer_of_any_size_is_not_read(fakes):
     with pytest.raises(RolloutDataFailure, match="at most 1000 bytes"):
-        await run(fakes, {1: [text("x" * 5000)]}, limits={"max_answer_bytes": 1000})
+        await run(fakes, {1: [status(200, "x" * 5000)]}, limits={"max_answer_bytes": 1000})
 
 
 async def test_an_unknown_agent_is_a_data_failure(fakes):
@@ -492,7 +485,7 @@ def test_addresses_are_checked(urls):
 
 
 async def test_the_manager_runs_groups_on_the_servers_and_counts_rows_sent_again(fakes):
-    async with serving({1: [status(500), text("<html>"), episode()]}) as gym:
+    async with serving({1: [status(500), status(200, "<html>"), episode()]}) as gym:
         manager = RolloutManager(
             fakes.Tokenizer(), {"nemo_gym": gym.environment}, 2, 100, policy_generation=fakes.Generation(version=4),
             generation_config=SAMPLING, use_nemo_gym=True, retry=RetryPolicy(data_attempts=2), group_seconds=60.0,
