@@ -26,7 +26,6 @@ EXPECTED = {
         ),
         EMBODIED,
     ),
-    "rl_core.api.errors:GymTransportError": "error that NeMo-RL's environments raise",
     "rl_core.api.identity:WorkerAddress.get_name": WORKER,
     "rl_core.api.records:EnvironmentInterface.global_post_process_and_metrics": "method of NeMo-RL's environments",
     "rl_core.envs.math:MathEnvironment.global_post_process_and_metrics": "method of NeMo-RL's environments",
