@@ -12,9 +12,10 @@ from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import FUNCTION, Name, Pattern, Seconds, listed
 from rl_core.api.cel import Cel, literal, unique
 from rl_core.api.distillation import TEACHERS_ARE_GROUPS, unknown_teachers
+from rl_core.api.env import EnvSpec
 from rl_core.api.failure import FailurePolicySpec
 from rl_core.api.groups import GroupSpec
-from rl_core.api.roles import ROLES, ActorSpec, EnvSpec, RolloutSpec
+from rl_core.api.roles import ROLES, ActorSpec, RolloutSpec
 from rl_core.api.settings import (
     CheckpointSpec,
     CodeSpec,

@@ -1,7 +1,7 @@
-"""`spec.actor`, `spec.rollout`, `spec.env`: the groups of worker processes that every job has."""
+"""`spec.actor` and `spec.rollout`, and the fields that they share with `spec.env` (`env.py`)."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, get_args
 
 from pydantic import AfterValidator, Field
 
@@ -419,78 +419,3 @@ class RolloutSpec(FabricRoleSpec):
                 f"parallel.tensor must be gpus with engine sglang, as a pod has one engine, and 1 else, got {self.parallel.tensor} with engine {self.engine} "
                 f"and gpus {self.gpus}; change gpus"
             )
-
-
-PROGRAMS = frozenset({"agent", "environment_factory"})
-"""Types of environments whose episodes are programs that call the model themselves."""
-
-
-class EnvSpec(RoleSpec):
-    """The environments, which answer and score completions."""
-
-    type: str = Field("math", min_length=1)
-    """Name of a built-in environment (math, reasoning_gym, reward, reward_model, agent, environment_factory), or `module:Class` of your own."""
-    replicas: int = Field(1, ge=0, le=1024)
-    """Number of pods; 0 only with a program of one's own."""
-    max_turns: int = Field(1, ge=1, lt=2**31)
-    """Largest number of turns of an episode."""
-    processes: int = Field(1, ge=1, le=256)
-    """Processes per pod that run the code of the environment; one that hangs or dies is replaced."""
-    reward: str | None = None
-    """`module:function` called f(prompts, completions, **columns) -> list[float | None]; for type reward."""
-    agent: str | None = None
-    """`module:function` called f(row, base_url, api_key, model), which calls the model at base_url and returns a reward; for type agent."""
-    factory: str | None = None
-    """`module:Class` of an environment of TRL (`reset`, tools, `get_reward`), or of a mapping of names to such; for type environment_factory."""
-    options: Annotated[dict[str, Any], Field(max_length=64)] = {}
-    """Options of the environment type, checked by its own config model."""
-    egress: Egress = []
-    """Destinations that env pods may reach besides the job, on a cluster that enforces NetworkPolicies."""
-
-    @rule(
-        Cel(
-            holds="($type == 'reward') == has(self.reward)",
-            refusal=(
-                "reward must be given exactly when type is `reward`, got type %s and reward %s; set both or neither"
-            ),
-            values=("$type", "has(self.reward) ? self.reward : 'null'"),
-            field="reward",
-        )
-    )
-    def _reward(self) -> Iterator[str]:
-        if (self.type == "reward") != (self.reward is not None):
-            yield (
-                f"reward must be given exactly when type is `reward`, got type {self.type} and reward {self.reward or 'null'}; set both or neither"
-            )
-
-    @rule(
-        Cel(
-            holds="($type == 'agent') == has(self.agent)",
-            refusal="agent must be given exactly when type is `agent`, got type %s and agent %s; set both or neither",
-            values=("$type", "has(self.agent) ? self.agent : 'null'"),
-            field="agent",
-        )
-    )
-    def _agent(self) -> Iterator[str]:
-        if (self.type == "agent") != (self.agent is not None):
-            yield f"agent must be given exactly when type is `agent`, got type {self.type} and agent {self.agent or 'null'}; set both or neither"
-
-    @rule(
-        Cel(
-            holds="($type == 'environment_factory') == has(self.factory)",
-            refusal="factory must be given exactly when type is `environment_factory`, got type %s and factory %s; set both or neither",
-            values=("$type", "has(self.factory) ? self.factory : 'null'"),
-            field="factory",
-        )
-    )
-    def _factory(self) -> Iterator[str]:
-        if (self.type == "environment_factory") != (self.factory is not None):
-            yield (
-                f"factory must be given exactly when type is `environment_factory`, got type {self.type} and "
-                f"factory {self.factory or 'null'}; set both or neither"
-            )
-
-    @property
-    def calls_model(self) -> bool:
-        """Return whether episodes are programs in the env pods, which call the OpenAI endpoint of rollouts."""
-        return self.type in PROGRAMS

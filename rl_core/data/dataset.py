@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from rl_core.api.env import PROGRAMS
 from rl_core.api.errors import ConfigError, DataError, shown
 from rl_core.api.records import DatumSpec
-from rl_core.api.roles import PROGRAMS
 from rl_core.api.settings import DataSpec
 from rl_core.data.source import Row, collect, read_rows
 from rl_core.data.tokenizer import Tokenizer, head_of

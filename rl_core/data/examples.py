@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rl_core.api.roles import PROGRAMS
+from rl_core.api.env import PROGRAMS
 from rl_core.api.settings import DataSpec
 from rl_core.data.dataset import env_info
 from rl_core.data.source import Row

@@ -1,7 +1,7 @@
 """Turns `spec.env` of a job into the record from which a child process builds the environment."""
 
 from rl_core.api.base import Spec
-from rl_core.api.roles import EnvSpec
+from rl_core.api.env import EnvSpec
 from rl_core.envs.base import parse_config
 from rl_core.messages.envs import EnvSettings
 

@@ -10,8 +10,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar, TypeVar
 
+from rl_core.api.env import EnvSpec
 from rl_core.api.errors import DeadlineExceeded, InfrastructureError
-from rl_core.api.roles import EnvSpec
 from rl_core.api.settings import DeadlinesSpec
 from rl_core.envs.pool import EnvPool
 from rl_core.envs.source import env_source

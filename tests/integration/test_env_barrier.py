@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.api.roles import EnvSpec
+from rl_core.api.env import EnvSpec
 from rl_core.envs.barrier import confine
 from rl_core.envs.pool import EnvPool
 from rl_core.envs.source import env_source

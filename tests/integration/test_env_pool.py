@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rl_core.api.env import EnvSpec
 from rl_core.api.errors import ConfigError, DeadlineExceeded, WorkerLost
-from rl_core.api.roles import EnvSpec
 from rl_core.envs.pool import EnvPool
 from rl_core.envs.source import env_source
 from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvRow

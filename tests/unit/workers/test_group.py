@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rl_core.api.env import EnvSpec
 from rl_core.api.errors import ConfigError, InfrastructureError
-from rl_core.api.roles import EnvSpec
 from rl_core.messages.calls import PackedSpec
 from rl_core.plan.placement import Placement
 from rl_core.workers import arguments
