@@ -7,6 +7,7 @@ those of the pydantic rule) or its own (OWN: types, bounds, enums and required f
 import copy
 
 from tests.cluster.bad_checkpoints import CHECKPOINTS
+from tests.cluster.bad_distillation import DISTILLATION
 from tests.cluster.bad_failure_policies import FAILURE_POLICIES
 from tests.cluster.bad_groups import GROUPS
 from tests.cluster.bad_placements import OWN, PLACEMENTS, SAME
@@ -25,6 +26,7 @@ CASES = (
     | FAILURE_POLICIES
     | POD_FIELDS
     | GROUPS
+    | DISTILLATION
     | {
         # spec, field, message, whether pydantic says the same words
         "group-of-one": (

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.small_models import save_classifier
+from tests.e2e.harness import assert_trained_once
+from tests.small_models import save_classifier, save_policy
 
 CODE = """
 import os, pathlib, time
 
 from rl_core.envs.member_calls import call_member
 from rl_core.groups.reward_model import RewardModel
+from rl_core.groups.teacher import Teacher
 
 FOLDER = pathlib.Path(__file__).parent
 
@@ -29,9 +31,24 @@ class Held(RewardModel):
         return super().score(rows)
 
 
+class HeldTeacher(Teacher):
+    calls = 0
+
+    def log_probs(self, rows, temperature=1.0):
+        HeldTeacher.calls += 1
+        if HeldTeacher.calls == 2 and not (FOLDER / "go").exists():
+            (FOLDER / "held").write_text(str(os.getpid()))
+            while not (FOLDER / "go").exists():
+                time.sleep(0.05)
+        return super().log_probs(rows, temperature)
+
+
 def with_bonus(prompts, completions, messages, **columns):
     return [score + 1.0 for score in call_member("reward-model", "score", messages)]
 """
+
+
+SHORT = {"rollout": {"replicas": 1}, "validation": {"beforeTraining": False}}
 
 
 def read(path: Path) -> str:
@@ -53,17 +70,43 @@ def test_completions_are_scored_although_the_reward_model_is_killed_in_a_call(st
         "callers": ["env"],
         "config": {"modelPath": str(folder)},
     }
-    run = start(
-        groups=[group], env=env, rollout={"replicas": 1}, algorithm={"steps": 3}, validation={"beforeTraining": False}
-    )
+    run = start(groups=[group], env=env, algorithm={"steps": 3}, **SHORT)
+    run_with_a_kill(run, "reward-model")
+
+
+def run_with_a_kill(run, group: str) -> list[dict]:
+    """Run the job of three steps, kill the member of `group` that holds a call, and return the metrics of the steps."""
     (run.job.parent / "own.py").write_text(CODE)
     run.start()
     pid = int(run.until(lambda: read(run.job.parent / "held"), "a call that is held"))
+    assert [line["step"] for line in run.lines("metrics.jsonl")] in ([], [1]), "the step waits for the call"
     os.kill(pid, signal.SIGKILL)
     (run.job.parent / "go").touch()
     assert run.wait() == 0, run.text + run.logs()
+    assert_trained_once(run, steps=3, groups=4)
     lines = run.lines("metrics.jsonl")
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    assert lines[-1]["failures_total/reward-model/lost"] == 1 and lines[-1]["epoch"] == 0
-    trained = [line["group_id"] for line in run.lines("ledger.jsonl")]
-    assert len(trained) == len(set(trained)) == 12
+    assert lines[-1][f"failures_total/{group}/lost"] == 1 and lines[-1]["epoch"] == 0
+    return lines
+
+
+def distilling(folder: Path, worker: str, **algorithm) -> dict:
+    group = {"name": "teacher", "worker": worker, "callers": ["actor"], "config": {"modelPath": str(folder)}}
+    return {
+        "groups": [group],
+        "algorithm": {"name": "distill", "distillation": {"teacher": "teacher"}, **algorithm},
+        "actor": {"optimizer": {"learningRate": 1.0e-3, "weightDecay": 0.0}},
+        **SHORT,
+    }
+
+
+def test_a_step_waits_for_the_successor_of_a_teacher_that_is_killed_in_a_call(start, tmp_path):
+    folder = save_policy(tmp_path / "teacher", seed=3)
+    lines = run_with_a_kill(start(**distilling(folder, "own:HeldTeacher", steps=3)), "teacher")
+    assert all(line["train/distill/teacher_share"] == 1.0 for line in lines)
+
+
+def test_a_run_whose_teacher_says_what_the_student_says_ends_after_three_steps(start, tiny):
+    run = start(**distilling(tiny / "model", "rl_core.groups.teacher:Teacher"))
+    assert run.run() == 2, run.text + run.logs()
+    assert "train/distill/teacher_share must be above 0, got 0 for 3 steps" in run.text
+    assert len(run.lines("ledger.jsonl")) == 12 and run.status()["phase"] == "Failed"

@@ -39,7 +39,8 @@ def distill_advantages(
 
     The teacher's part is minus the gradient coefficient of the reverse KL from the student to the teacher, estimated at the sampled tokens.
     Metrics: `distill/reverse_kl`, the mean of student minus teacher log-probability, and `distill/teacher_share`, the share of the teacher's
-    part in the sum of the absolute values of both parts, without differences below NOISE.
+    part in the sum of the absolute values of both parts, without differences below NOISE. The teacher's part is 0 if all of it is noise:
+    an optimizer that normalizes gradients would make full steps of it.
     """
     teacher = opd_advantages(teacher_log_probs, log_probs, mask).advantages
     rewarded = grpo_advantages(rewards, group_ids, mask, valid=valid)
@@ -47,6 +48,7 @@ def distill_advantages(
         teacher = torch.where(per_row(valid, teacher), teacher, 0.0)
     trains = mask if valid is None else mask & per_row(valid, mask)
     taught = torch.where(teacher.abs() > NOISE, teacher.abs(), 0.0).sum()
+    teacher = torch.where(taught > 0, teacher, 0.0)
     added = reward_weight * rewarded.advantages.abs().sum()
     metrics = {
         **rewarded.metrics,

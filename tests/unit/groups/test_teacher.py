@@ -100,6 +100,7 @@ def test_rewards_are_added_by_weight_and_the_share_of_the_teacher_is_told():
     assert float(mixed.metrics["distill/teacher_share"]) == pytest.approx(1 / (1 + 6 * grpo))
     silent = distill_advantages(student + 1e-6, student, mask, rewards, groups, reward_weight=1.0)
     assert float(silent.metrics["distill/teacher_share"]) == 0.0
+    torch.testing.assert_close(silent.advantages, torch.tensor([[grpo, grpo], [-grpo, 0.0]]))
 
 
 def test_three_steps_without_a_signal_of_the_teacher_end_the_run():
