@@ -52,6 +52,8 @@ class PreparedBatch:
     """[B, S] number of versions by which the policy that sampled a token is older than the trainer's; None if not needed."""
     metrics: dict[str, Stat] = field(default_factory=dict)
     """Metrics of rewards, groups and advantages by name."""
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    """Name -> [B, ...]: what a policy that is no language model takes in place of tokens; see `StepRows`."""
 
     def columns(self, *, decoupled: bool = False) -> Columns:
         """Return the columns of the training rows.

@@ -5,7 +5,7 @@ Legend: B rows on this rank, S padded width, N tokens of the concatenated rows.
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class Columns:
 
     def present(self) -> dict[str, Tensor]:
         """Return the columns that are not None, by name."""
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        columns = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: column for name, column in columns.items() if column is not None}
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Columns":
@@ -67,7 +67,7 @@ class Columns:
 
 
 INTEGERS = ("input_ids", "loss_mask")
-FLOATS = tuple(field.name for field in fields(Columns) if field.name not in INTEGERS)
+FLOATS = tuple(one.name for one in fields(Columns) if one.name not in INTEGERS)
 COLUMN_DTYPES = {"input_ids": torch.int64, "loss_mask": torch.bool, **dict.fromkeys(FLOATS, torch.float32)}
 
 
@@ -81,6 +81,8 @@ class StepRows:
     """[B] number of tokens of each row without padding."""
     columns: Columns
     """Their per-token values, [B, S] each."""
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    """Name -> [B, ...]: what a policy that is no language model takes in place of tokens; empty for a language model."""
 
     def take(self, indices: Sequence[int]) -> "StepRows":
         """Return the rows at the positions `indices`, in that order, padded to the longest of them."""
@@ -91,12 +93,14 @@ class StepRows:
             numbers=[self.numbers[index] for index in indices],
             lengths=lengths,
             columns=self.columns.each(lambda column: column[:, :width].index_select(0, chosen)),
+            inputs={name: tensor.index_select(0, chosen) for name, tensor in self.inputs.items()},
         )
 
     def masked_row(self) -> "StepRows":
         """Return one row with one masked token. A rank without a micro-batch runs it while other ranks have one."""
         columns = self.columns.each(lambda column: torch.zeros(1, 1, dtype=column.dtype))
-        return StepRows(numbers=[-1], lengths=[1], columns=columns)
+        inputs = {name: tensor.new_zeros(1, *tensor.shape[1:]) for name, tensor in self.inputs.items()}
+        return StepRows(numbers=[-1], lengths=[1], columns=columns, inputs=inputs)
 
 
 def natural_key(text: str) -> list[tuple[int, int, str]]:
@@ -145,6 +149,12 @@ def move_rows(ranks: Ranks, rows: StepRows, destination: Sequence[int]) -> StepR
         ranks.exchange_over_data_ranks(_flat(rows, order, floats, torch.float32), token_counts),
         floats,
     )
+    chosen = torch.tensor(order, dtype=torch.int64)
+    inputs = {
+        name: ranks.exchange_over_data_ranks(tensor.index_select(0, chosen), row_counts)
+        for name, tensor in sorted(rows.inputs.items())
+    }
+    received = replace(received, inputs=inputs)
     expected = sorted(number for number, rank in enumerate(destination) if rank == ranks.data_rank)
     if sorted(received.numbers) != expected:
         raise RuntimeError(

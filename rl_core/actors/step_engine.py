@@ -92,6 +92,16 @@ class StepEngine:
         self._forget_samples()
         self._cancellation.begin()
 
+    def load_prepared(self, prepared: PreparedBatch, *, version: int = 0) -> None:
+        """Set the rows of the step where all that the loss needs of them is known already. Not collective.
+
+        They are rows of a policy that is no language model. `version` is as for `load`.
+        """
+        self._objective.version = version
+        self.prepared = prepared
+        self._records = []
+        self._cancellation.begin()
+
     def compute_log_probs(self) -> None:
         """Compute what the loss needs for the step's groups.
 
@@ -198,7 +208,7 @@ class StepEngine:
                 all_lengths, numbers = number_rows(self._ranks, batch.group_texts, batch.group_ids.tolist(), lengths)
                 if self.sampler is not None and self._ranks.receives:
                     self.sampler.remember(prepared, self._records, numbers)
-                rows = StepRows(numbers=numbers, lengths=lengths, columns=columns)
+                rows = StepRows(numbers=numbers, lengths=lengths, columns=columns, inputs=prepared.inputs)
                 for epoch in range(self._algorithm.update_epochs):
                     if report.early_stopped:
                         break

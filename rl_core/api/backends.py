@@ -17,3 +17,5 @@ ENGINES: Mapping[str, str] = {
     "sglang": "rl_core.rollouts.sglang.worker:SGLangWorker",
 }
 """`rollout.engine` -> worker class, `module:Class`."""
+EMBODIED_PROGRAMS = ("embodied",)
+"""Values of `program` with which the policy acts in simulators."""

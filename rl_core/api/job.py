@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from rl_core.api.algorithm import AlgorithmSpec, is_named
+from rl_core.api.backends import EMBODIED_PROGRAMS
 from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import FUNCTION, Name, Pattern, Seconds, listed
 from rl_core.api.cel import Cel, literal, unique
@@ -69,7 +70,7 @@ NAME_REFUSAL = (
 """Pod names are made of the job's and must fit in 63 characters."""
 
 
-BUILT_IN_PROGRAMS = ("reasoning", "asynchronous")
+BUILT_IN_PROGRAMS = ("reasoning", "asynchronous", *EMBODIED_PROGRAMS)
 RANKS = "($actor.replicas * $actor.processesPerPod / ($actor.parallel.tensor * $actor.parallel.pipeline))"
 ROWS = "($algorithm.promptsPerStep * $algorithm.groupSize)"
 PARTS = f"({RANKS} * $algorithm.optimizerStepsPerBatch)"
@@ -116,7 +117,7 @@ class RLJobSpec(Spec):
     groups: Annotated[list[GroupSpec], Field(max_length=16)] = []
     """Further groups of worker processes, for a program of one's own."""
     program: Program | None = None
-    """The loop of the run: reasoning, asynchronous or module:Class of the user; null = asynchronous where algorithm.maxStaleness is above 0,
+    """The loop of the run: reasoning, asynchronous, embodied or module:Class of the user; null = asynchronous where algorithm.maxStaleness is above 0,
     else reasoning."""
     placement: PlacementSpec = PlacementSpec()
     """Which processes share accelerators."""
@@ -225,7 +226,7 @@ class RLJobSpec(Spec):
     @rule(
         Cel(
             holds=(
-                "!has(self.program) || self.program.contains(':')"
+                f"!has(self.program) || self.program.contains(':') || {is_named(EMBODIED_PROGRAMS, 'self.program')}"
                 " || (self.program == 'asynchronous') == ($algorithm.maxStaleness > 0)"
             ),
             refusal="program %s does not fit algorithm.maxStaleness %d: asynchronous needs more than 0, reasoning 0; remove program",
@@ -241,7 +242,7 @@ class RLJobSpec(Spec):
     )
     def _program_fits(self) -> Iterator[str]:
         staleness = self.algorithm.max_staleness
-        if self.program in BUILT_IN_PROGRAMS and (self.program == "asynchronous") != (staleness > 0):
+        if self.program in ("reasoning", "asynchronous") and (self.program == "asynchronous") != (staleness > 0):
             yield (
                 f"program {self.program} does not fit algorithm.maxStaleness {staleness}: asynchronous needs more than 0, reasoning 0; "
                 "remove program"

@@ -170,3 +170,86 @@ class EnvironmentInterface(ABC):
     def health(self) -> bool:
         """Return whether the environment can serve."""
         return True
+
+
+@dataclass(kw_only=True, slots=True)
+class EnvOutput:
+    """What B simulators answer to a chunk of C actions. Arrays are of numpy or torch, of which only the receiver decides."""
+
+    obs: Any
+    """Name -> [B, ...]: the observations to act on. Under auto-reset, those of the new episode where one has begun."""
+    final_obs: Any = None
+    """Name -> [B, ...]: the last observations of episodes that ended, and `obs` of the others; None where no episode has ended."""
+    rewards: Any = None
+    """[B, C] float32; None before the first action."""
+    terminations: Any = None
+    """[B, C] bool: the task ended. Under auto-reset an end is in the last column, whichever action caused it."""
+    truncations: Any = None
+    """[B, C] bool: the episode was cut, as by a time limit."""
+    dones: Any = None
+    """[B, C] bool: either of them."""
+    final_info: list[dict[str, Any]] | None = None
+    """One entry per episode that ended: env, return, length, success_once, success_at_end."""
+    sub_steps: Any = None
+    """[B] int64: actions of the chunk that were made, at most C."""
+    lost: Any = None
+    """[B] bool: the simulator failed and was replaced, so its open episode is lost; None where none did."""
+    env_ids: Any = None
+    """[B] int64: numbers of the simulators in the job."""
+    intervene_actions: Any = None
+    """[B, C, ...]: actions that a person took in place of the policy's; None without."""
+    intervene_flags: Any = None
+    """[B, C] bool: where a person did."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ChunkStepResult:
+    """What a rollout keeps of one decision for B simulators: see `Trajectory` for the fields."""
+
+    actions: Any
+    prev_logprobs: Any
+    prev_values: Any
+    forward_inputs: dict[str, Any]
+    dones: Any = None
+    terminations: Any = None
+    truncations: Any = None
+    rewards: Any = None
+    """[B, C], of the chunk before; None for the first decision."""
+    versions: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class Trajectory:
+    """T decisions for B simulators, time first. Rewards, dones and values have the meaning of `EnvOutput`."""
+
+    actions: Tensor
+    """[T, B, C, ...]"""
+    prev_logprobs: Tensor
+    """[T, B, C, D] float32: of each token or dimension of each action."""
+    prev_values: Tensor
+    """[T + 1, B, 1] float32; the last row is the value of the observations after the last chunk. Zeros without a value head."""
+    rewards: Tensor
+    """[T, B, C] float32, bootstraps of ended episodes added."""
+    dones: Tensor
+    """[T + 1, B, C] bool; row 0 is the state before the first chunk."""
+    terminations: Tensor
+    """[T + 1, B, C] bool."""
+    truncations: Tensor
+    """[T + 1, B, C] bool."""
+    forward_inputs: dict[str, Tensor]
+    """Name -> [T, B, ...]: what `forward_train` of the policy takes."""
+    sub_steps: Tensor
+    """[T, B] int64: actions of the chunk that were made."""
+    valid: Tensor
+    """[T, B] bool: false where the episode was lost with its simulator."""
+    env_ids: Tensor
+    """[B] int64: numbers of the simulators in the job."""
+    versions: Tensor
+    """[T] int64: policy version of each decision."""
+    sender: int = 0
+    """Place of the rollout in the collection."""
+    stage: int = 0
+    part: int = 0
+    """Place among the parts into which the trajectory of a stage was cut for the data ranks."""
+    intervene_flags: Tensor | None = None
+    """[T, B, C] bool; None where no person took part."""

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_core.api.backends import EMBODIED_PROGRAMS
+from rl_core.api.embodied import embodied_options, is_embodied
 from rl_core.api.errors import ConfigError, RLJobError
 from rl_core.api.job import RLJob
 from rl_core.cli.job_file import PATH_FIELDS, JobProblems, absolute, load_job, read_document
@@ -70,6 +72,8 @@ def find_file_problems(file: Path, settings: Sequence[str]) -> Iterator[str]:
         reference = _at(document, "spec", block, field)
         if not isinstance(reference, str) or reference.startswith(HUB_SCHEME):
             continue
+        if block == "model" and _at(document, "spec", "program") in EMBODIED_PROGRAMS:
+            continue
         if block == "model":
             yield from _open_model(absolute(file, reference))[1]
         else:
@@ -125,6 +129,9 @@ def _check_files(job: RLJob) -> Iterator[str]:
     from rl_core.data.source import read_rows
     from rl_core.runner.limits import sequence_limit
 
+    if is_embodied(job.spec):
+        yield from _check_policy(job)
+        return
     data, tokenizer, limit = job.spec.data, None, NO_LIMIT
     if not job.spec.model.path.startswith(HUB_SCHEME):
         opened, problems = _open_model(job.spec.model.path)
@@ -147,6 +154,15 @@ def _check_files(job: RLJob) -> Iterator[str]:
             task = job.spec.env.type
             read = partial(load_prompts, reference, data, tokenizer, task_name=task, max_seq_len=limit)
         yield from _bad_rows(field, read, Path(reference))
+
+
+def _check_policy(job: RLJob) -> Iterator[str]:
+    """Yield the problem of the folder of a policy that acts in simulators, other than of its class, which may be the user's."""
+    config = Path(job.spec.model.path) / "config.json"
+    if not config.is_file():
+        yield f"spec.model.path: must be a folder with config.json, got {config.parent}, check the path"
+    elif "policy" not in json.loads(config.read_text()):
+        yield f'spec.model.path: {config} must have the key "policy", got none; see docs/embodied.md'
 
 
 def _open_model(path: str) -> tuple["tuple[Tokenizer, dict[str, Any]] | None", list[str]]:
@@ -222,7 +238,9 @@ def _check_user_code(job: RLJob, search_path: Path, examples: Mapping[str, "EnvR
     from rl_core.runner.program_check import check_program
 
     yield from check_program(job.spec, search_path=str(search_path))
-    if job.spec.env.replicas:
+    if is_embodied(job.spec):
+        embodied_options(job.spec)
+    elif job.spec.env.replicas:
         yield from check_env(job.spec, search_path=str(search_path), examples=examples)
     yield from check_functions(job.spec.algorithm, search_path=str(search_path))
 

@@ -16,16 +16,20 @@ import socket
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_core.api.errors import ConfigError, RLJobError, public_type, text_of
 from rl_core.api.user_code import describe, load_extensions
 from rl_core.envs import member_calls
 from rl_core.envs.answers import answers_of
 from rl_core.envs.registry import make_env
+from rl_core.messages.embodied import SimulatorSettings
 from rl_core.messages.envs import EnvFailure, EnvReady, EnvRow, EnvSettings
 from rl_core.transports import pipe
 from rl_core.workers.processes import die_with_parent
+
+if TYPE_CHECKING:
+    from rl_core.envs.simulator import SimulatorServer
 
 DEFAULT_MEMORY_SHARE = 0.75
 CGROUP_MEMORY, OOM_SCORE = Path("/sys/fs/cgroup/memory.max"), Path("/proc/self/oom_score_adj")
@@ -47,9 +51,9 @@ def main() -> int:
     first = os.getpid()
     member_calls.connect(sock)
     try:
-        source: EnvSettings = pipe.receive_blocking(sock)
+        source: EnvSettings | SimulatorSettings = pipe.receive_blocking(sock)
         try:
-            server = Server(source)
+            server = Server(source) if isinstance(source, EnvSettings) else _simulator_server(source)
             end_copy(first)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - building runs user code
             end_copy(first, error)
@@ -96,24 +100,36 @@ def _why_not_built(error: BaseException, label: str) -> str:
     return f"env.type: {label} could not be built: {describe(error)}; correct it"
 
 
+def prepare_process(source: EnvSettings | SimulatorSettings) -> None:
+    """Limit the memory of this process and load the extensions of the job, before it runs user code."""
+    sys.path[:0] = source.search_path
+    if source.memory_bytes:
+        resource.setrlimit(resource.RLIMIT_AS, (source.memory_bytes,) * 2)
+    else:
+        resource.setrlimit(resource.RLIMIT_DATA, (int(DEFAULT_MEMORY_SHARE * memory_here()),) * 2)
+    # If memory runs out nevertheless, the kernel kills user code before the job's own processes.
+    OOM_SCORE.write_text("1000")
+    load_extensions(source.extensions)
+
+
+def _simulator_server(source: SimulatorSettings) -> "SimulatorServer":
+    from rl_core.envs.simulator import SimulatorServer  # gymnasium is imported where it is used only
+
+    prepare_process(source)
+    return SimulatorServer(source)
+
+
 class Server:
     """Builds one environment and answers the requests to it."""
 
     def __init__(self, source: EnvSettings) -> None:
         """Build the environment that `source` describes. Raises ConfigError when it cannot be built."""
-        sys.path[:0] = source.search_path
-        if source.memory_bytes:
-            resource.setrlimit(resource.RLIMIT_AS, (source.memory_bytes,) * 2)
-        else:
-            resource.setrlimit(resource.RLIMIT_DATA, (int(DEFAULT_MEMORY_SHARE * memory_here()),) * 2)
-        # If memory runs out nevertheless, the kernel kills user code before the job's own processes.
-        OOM_SCORE.write_text("1000")
+        prepare_process(source)
         self._cpu_seconds = source.cpu_seconds
         self._name = source.label
         self._pid = os.getpid()
         self._tracebacks = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        load_extensions(source.extensions)
         self._env = make_env(source.type, source.options)
         if callable(getattr(self._env, "seed", None)):
             self._env.seed(source.seed)

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from rl_core.api.errors import (
     ConfigError,
@@ -24,6 +24,7 @@ from rl_core.api.errors import (
     text_of,
 )
 from rl_core.envs.output import PipeCopier
+from rl_core.messages.embodied import SimulatorSettings
 from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvReady, EnvRow, EnvSettings, MemberAnswer, MemberCall
 from rl_core.plan.launch import CURVE_PATH
 from rl_core.transports import pipe
@@ -42,6 +43,7 @@ LAST_ANSWER_SECONDS = 1.0
 logger = logging.getLogger(__name__)
 CallMember = Callable[[MemberCall], Awaitable[Any]]
 """Calls a member of a group of the job for the code of an environment; returns its value."""
+Answer = TypeVar("Answer")
 
 
 class EnvProcess:
@@ -88,7 +90,12 @@ class EnvProcess:
 
     @classmethod
     async def start(
-        cls, source: EnvSettings, *, deadline: float, quiet: bool = False, call_member: CallMember | None = None
+        cls,
+        source: EnvSettings | SimulatorSettings,
+        *,
+        deadline: float,
+        quiet: bool = False,
+        call_member: CallMember | None = None,
     ) -> Self:
         """Start a child and wait until it has built its environment. `deadline` is in seconds; `quiet` discards what its code prints.
 
@@ -174,6 +181,26 @@ class EnvProcess:
             raise RolloutTimeout(
                 f"{self._label}: a step of {len(rows)} rows must end within runtime.deadlines.envStep = {deadline:g} s, "
                 f"got no answer; process {self.pid} was killed"
+            ) from error
+        except InfrastructureError:
+            await self.kill()
+            raise
+
+    async def ask(self, message: Any, answer: type[Answer], *, deadline: float) -> Answer | EnvFailure:
+        """Send `message` and return the answer, of the type `answer`, or the EnvFailure that the child answered with.
+
+        After `deadline` seconds the child is killed and RolloutTimeout is raised. Raises InfrastructureError when the child ends, or
+        answers with another type.
+        """
+        try:
+            received = await self._exchange(message, deadline)
+            if not isinstance(received, answer | EnvFailure):
+                raise InfrastructureError(self._unexpected_answer(received))
+            return received
+        except TimeoutError as error:
+            await self.kill()
+            raise RolloutTimeout(
+                f"{self._label}: an answer must come within {deadline:g} s, got none; process {self.pid} was killed"
             ) from error
         except InfrastructureError:
             await self.kill()

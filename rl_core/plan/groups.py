@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 from rl_core.api.backends import ENGINES, TRAINERS
+from rl_core.api.embodied import is_embodied
 from rl_core.api.errors import ConfigError
 from rl_core.api.roles import ROLES
 
@@ -168,26 +169,42 @@ BUILT_IN: Mapping[str, GroupKind] = MappingProxyType(
 """The groups that every job has, for code that runs before it knows the job."""
 
 
+EMBODIED_WORKERS: Mapping[str, str] = MappingProxyType(
+    {
+        ACTOR: "rl_core.actors.embodied:EmbodiedFSDPActor",
+        ROLLOUT: "rl_core.rollouts.multi_step:MultiStepRolloutWorker",
+        ENV: "rl_core.envs.vector_worker:EnvWorker",
+    }
+)
+"""Worker classes of the embodied programs."""
+
+
 def groups_of(spec: RLJobSpec) -> dict[str, Group]:
     """Return the groups of a job by name, in the order in which their pods are planned."""
     actor, rollout, env = spec.actor, spec.rollout, spec.env
+    embodied = is_embodied(spec)
     groups = (
         Group.of_kind(
             BUILT_IN[ACTOR],
-            worker=TRAINERS[actor.backend],
+            worker=EMBODIED_WORKERS[ACTOR] if embodied else TRAINERS[actor.backend],
             spec=actor,
             replicas=actor.replicas,
             processes_per_pod=actor.processes_per_pod,
         ),
         Group.of_kind(
             BUILT_IN[ROLLOUT],
-            worker=ENGINES[rollout.engine],
+            worker=EMBODIED_WORKERS[ROLLOUT] if embodied else ENGINES[rollout.engine],
             spec=rollout,
             replicas=rollout.replicas,
             min_replicas=rollout.min_replicas,
             endpoint_callers=frozenset({ENV}) if env.calls_model else frozenset(),
         ),
-        Group.of_kind(BUILT_IN[ENV], worker="rl_core.envs.worker:TextEnvWorker", spec=env, replicas=env.replicas),
+        Group.of_kind(
+            BUILT_IN[ENV],
+            worker=EMBODIED_WORKERS[ENV] if embodied else "rl_core.envs.worker:TextEnvWorker",
+            spec=env,
+            replicas=env.replicas,
+        ),
         *map(_declared, spec.groups),
     )
     return {group.name: group for group in groups}

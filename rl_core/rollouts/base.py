@@ -23,14 +23,7 @@ from rl_core.api.records import EnvironmentInterface, PromptGroupRecord
 from rl_core.data.tokenizer import Tokenizer
 from rl_core.messages.groups import ProbeAnswer, PromptLease
 from rl_core.messages.members import MemberState
-from rl_core.messages.weights import (
-    ReceiverAck,
-    ReceiverAnswer,
-    ReceiverRefusal,
-    StreamSource,
-    WeightOffer,
-    WeightTransfer,
-)
+from rl_core.messages.weights import ReceiverAck
 from rl_core.rollouts.engine import Engine, Part
 from rl_core.rollouts.environment import RemoteEnvironment
 from rl_core.rollouts.groups import GroupMaker
@@ -44,9 +37,9 @@ from rl_core.rollouts.recovery import EngineRecovery
 from rl_core.rollouts.residency import EngineResidency
 from rl_core.rollouts.rollout_loop import RolloutLoop
 from rl_core.rollouts.sampling import sample_seed
+from rl_core.rollouts.weight_methods import WeightMethods
 from rl_core.weights.receiver import WeightReceiver
 from rl_core.weights.receiver_state import ReceiverState
-from rl_core.workers.worker import Worker
 
 if TYPE_CHECKING:
     from rl_core.channel import Channel
@@ -106,14 +99,10 @@ class _Parts:
     """None in jobs whose episodes no agent programs drive."""
 
 
-class RolloutWorkerBase(Worker):
+class RolloutWorkerBase(WeightMethods):
     """Runs prompt groups with an engine. A subclass per engine sets `build_engine` (`rl_core.api.backends.ENGINES`)."""
 
     build_engine: ClassVar[BuildEngine]
-
-    peer_methods: ClassVar[Mapping[str, frozenset[str]]] = {
-        "actor": frozenset({"weights_offer", "weights_transfer", "weights_commit", "weights_abort", "weights_relay"})
-    }
 
     def __init__(
         self,
@@ -210,10 +199,8 @@ class RolloutWorkerBase(Worker):
 
         Returns their version and digest once they are verified and served.
         """
-        parts = self._built()
-        parts.recovery.joined(publisher_address)
-        version, digest = await parts.receiver.pull(publisher_address)
-        return ReceiverAck(version=version, digest=digest)
+        self._built().recovery.joined(publisher_address)
+        return await super().join(publisher_address)
 
     async def start_rollout(self, trajectories: Channel, validation: Channel) -> None:
         """Start to lease prompt groups from the runner; returns at once.
@@ -234,31 +221,8 @@ class RolloutWorkerBase(Worker):
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
-    async def weights_offer(self, offer: WeightOffer) -> ReceiverAnswer:
-        """Answer the publisher's offer of new weights. The answer is sent once nothing generates any more."""
-        return await self._built().receiver.offer(offer)
-
-    async def weights_transfer(self, transfer: WeightTransfer) -> ReceiverAnswer:
-        """Load the offered version and verify it."""
-        return await self._built().receiver.transfer(transfer)
-
-    async def weights_commit(self, version: int, digest: str) -> ReceiverAnswer:
-        """Start serving the version that was transferred."""
-        return await self._built().receiver.commit(version, digest)
-
-    async def weights_abort(self, generation: int) -> None:
-        """Abort a transfer that waits for a lost member of its process group.
-
-        `generation` is the number of that process group; a group that replaces a failed one has a higher number.
-        """
-        await self._built().receiver.abort(generation)
-
-    async def weights_relay(self, digest: str, encrypted: bool) -> StreamSource | ReceiverRefusal:
-        """Send the verified version `digest` to another rollout, as a stream that is encrypted if `encrypted`.
-
-        Returns where to connect, or why it is refused.
-        """
-        return await self._built().receiver.relay(digest, encrypted)
+    def _receiver(self) -> WeightReceiver:
+        return self._built().receiver
 
     async def occupy(self, parts: list[Part], token: int) -> None:
         """Keep exactly `parts` of the engine's memory on the device; once all parts are there, groups are leased again.

@@ -9,21 +9,23 @@ To prove a version means to report the digest of the weights that the member has
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from rl_core.api.errors import DeadlineExceeded, InfrastructureError
+from rl_core.messages.members import Incarnation
 from rl_core.messages.weights import ReceiverAck
 from rl_core.plan.groups import ACTOR, GroupKind
 from rl_core.runner.device_schedule import DeviceSchedule
-from rl_core.runner.dispatcher import Dispatcher
 from rl_core.runner.member_versions import MemberVersions
 from rl_core.runner.roster import Identity
 from rl_core.workers.group import Cluster, WorkerGroup
 from rl_core.workers.member import Member
 
 logger = logging.getLogger(__name__)
+Release = Callable[[str, Incarnation], object]
+"""A function of the name and the incarnation of a lost process."""
 PULLS_AT_ONCE = 32
 """Most members that pull weights at the same time. With more, each would get so little bandwidth that all would be late."""
 
@@ -69,15 +71,17 @@ class PullingJoin(JoinStrategy):
         cluster: Cluster,
         actor: WorkerGroup,
         versions: MemberVersions,
-        dispatcher: Dispatcher,
+        release: Release,
         schedule: DeviceSchedule,
         seconds: float,
         start_args: tuple[Any, ...],
     ) -> None:
-        """Each call to a member takes at most `seconds`. `start_args`, the channels, are passed to its `start_rollout`."""
+        """`release` gives back what the runner holds for a lost process.
+
+        Each call to a member takes at most `seconds`. `start_args`, the channels, are passed to its `start_rollout`."""
         super().__init__(group)
         self._cluster, self._actor, self._versions = cluster, actor, versions
-        self._dispatcher, self._schedule = dispatcher, schedule
+        self._release, self._schedule = release, schedule
         self._seconds, self._start_args = seconds, start_args
         self._pulls = threading.BoundedSemaphore(PULLS_AT_ONCE)
         self._built: set[Identity] = set()
@@ -106,7 +110,7 @@ class PullingJoin(JoinStrategy):
         """Requeue the prompt groups of the member, and let a publication in progress continue without it."""
         process = (member.name, member.incarnation)
         self._versions.forget(process)
-        self._dispatcher.owner_lost(*process)
+        self._release(*process)
         self._actor.execute_on(0).receiver_lost(member.name, reason)
 
     def _pull(self, member: Member, process: Identity, publisher: str) -> int:
@@ -142,7 +146,7 @@ def build_strategies(
     *,
     cluster: Cluster,
     versions: MemberVersions,
-    dispatcher: Dispatcher,
+    release: Release,
     schedule: DeviceSchedule,
     seconds: float,
     start_args: tuple[Any, ...],
@@ -159,7 +163,7 @@ def build_strategies(
                 cluster=cluster,
                 actor=groups[ACTOR],
                 versions=versions,
-                dispatcher=dispatcher,
+                release=release,
                 schedule=schedule,
                 seconds=seconds,
                 start_args=start_args,

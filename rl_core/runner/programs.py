@@ -8,6 +8,7 @@ from rl_core.runner.program import Program
 PROGRAMS = {
     "reasoning": "rl_core.runner.reasoning:ReasoningRunner",
     "asynchronous": "rl_core.runner.asynchronous:AsyncReasoningRunner",
+    "embodied": "rl_core.runner.embodied:EmbodiedRunner",
 }
 """Name -> "module:Class". To add a program, add its line."""
 

@@ -10,21 +10,19 @@ from typing import Any, Self
 from rl_core.api.errors import DeadlineExceeded
 from rl_core.api.job import RLJobSpec
 from rl_core.observability.statistics import aggregate_rollout_metrics
-from rl_core.plan.groups import ACTOR
 from rl_core.plan.slots import device_count
 from rl_core.runner.device_schedule import DeviceSchedule
 from rl_core.runner.dispatcher import serve_leases
-from rl_core.runner.program import Program
 from rl_core.runner.prompts import Prompts
 from rl_core.runner.run import Run
 from rl_core.runner.saving import Saving
 from rl_core.runner.startup import Startup
 from rl_core.runner.status import Phase
 from rl_core.runner.step_state import StepState, reward_metrics
-from rl_core.runner.stopping import Stopped
 from rl_core.runner.sync import WeightSync
 from rl_core.runner.teacher_signal import TeacherSignal
 from rl_core.runner.text import build_text_program
+from rl_core.runner.training_program import TrainingProgram
 from rl_core.workers.group import WorkerGroupFuncResult
 
 UNBOUNDED_S = 30 * 86400.0
@@ -35,7 +33,7 @@ WRITE_AFTER_S = 0.05
 """Seconds of generation after which the metrics of the step before are written. Writing earlier would delay the prompts of a short step."""
 
 
-class ReasoningRunner(Program):
+class ReasoningRunner(TrainingProgram):
     """A program that trains a language model on single- or multi-turn completions."""
 
     def __init__(
@@ -49,9 +47,8 @@ class ReasoningRunner(Program):
         prompts: Prompts,
     ) -> None:
         """`prompts` leases prompt groups and moves their records, `sync` publishes weights to the rollouts."""
-        super().__init__(run, saving)
-        self.actor = run.groups[ACTOR]
-        self.startup, self.schedule, self.sync, self.prompts = startup, schedule, sync, prompts
+        super().__init__(run, saving, startup=startup, schedule=schedule, sync=sync)
+        self.prompts = prompts
         self.steps, self.workload = prompts.steps, prompts.workload
         self.teacher_signal = TeacherSignal()
         self._trained: tuple[int, int] | None = None
@@ -66,23 +63,10 @@ class ReasoningRunner(Program):
         serve_leases(hub, program.prompts.dispatcher)
         return program
 
-    def start(self) -> None:
-        """Start all worker groups, load the checkpoint to resume from, if any, and publish the initial weights."""
-        self.startup.run(at=self.handle_requests)
-
-    def loop(self) -> None:
-        """Validate the initial weights if the job asks for it, then run step after step."""
-        if self.progress.step == 0 and self.applied.spec.validation.before_training and self.prompts.validation:
-            self.report.log(self.evaluate())
-        self.handle_requests()
-        # STARTING has no stall bound and the operator takes it for asleep, so the run counts as generating between two schedule.
-        with self.board.during(Phase.GENERATING):
-            try:
-                while self.progress.step < self.applied.spec.algorithm.steps:
-                    self.run_step()
-                    self.handle_requests()
-            finally:
-                self.write_last_step()
+    @property
+    def validates(self) -> bool:
+        """Whether the job has a validation split."""
+        return self.prompts.validation is not None
 
     def run_step(self) -> None:
         """One step: generate -> admit -> train -> acknowledge -> publish -> validate, log, checkpoint."""
@@ -108,12 +92,7 @@ class ReasoningRunner(Program):
                 metrics |= self.evaluate()
         finally:  # also when the validation is interrupted
             report.log(metrics | self._rates(taken), taken.spans)
-        self.saving.settle()
-        if (due := self.saving.due()) is not None:
-            report.write()  # a run that resumes from the checkpoint must find the line of its step
-            with report.measure("checkpoint"):
-                self.saving.try_save(due)
-            report.trace()
+        self.save_if_due()
         self.stops.raise_if_stop_requested()
 
     def generate(self) -> dict[str, float]:
@@ -194,33 +173,10 @@ class ReasoningRunner(Program):
         return self.stops.wait(receiving, 0.0)
 
     def train(self) -> dict[str, float]:
-        """Have the actors compute advantages and run the optimizer steps; return `train/*` and `perf/*`. Raises Stopped if cancelled."""
-        spec = self.applied.spec
-        actor = self.actor.within(spec.runtime.deadlines.rpc)
-        with (
-            self.board.during(Phase.TRAINING),
-            self.schedule.training(),
-            self.stops.cancelling(lambda: actor.cancel_training()),
-        ):
-            self.stops.raise_if_stop_requested()  # a stop requested before TRAINING could not cancel it; honour it now
-            if spec.algorithm.needs_scoring:
-                with self.report.measure("inference"):
-                    self.stops.wait(self.actor.compute_log_probs())
-                self.stops.raise_if_stop_requested()
-            with self.report.measure("train"):
-                # Both are sent at once; a rank runs them in this order.
-                preparing = self.actor.compute_advantages_and_returns()
-                training = self.actor.run_training(self.progress.step + 1)
-                self.report.write()
-                self.stops.wait(preparing)
-                metrics = self.stops.wait(training)[0]
-        if metrics is None:
-            raise Stopped(f"{self.stops.reason}, in the training of step {self.progress.step + 1}")
+        """Train as every program does, and note that the samples of the step can be asked for."""
+        metrics = super().train()
         self._trained = self.progress.step + 1, self.progress.version
-        return {
-            f"train/{key.removeprefix('actor/')}" if key.startswith("actor/") else key: value
-            for key, value in metrics.items()
-        }
+        return metrics
 
     def acknowledge(self) -> StepState:
         """Write the step's groups to the ledger file as trained. After this call the step is final."""
@@ -242,13 +198,6 @@ class ReasoningRunner(Program):
             self.progress.step, self.progress.version = taken.step, taken.version + 1
             self.progress.reward = reward_metrics(list(taken.admitted.values())).get("reward/mean")
         return taken
-
-    def publish(self) -> None:
-        """Publish the new version to the rollouts, which continue with it."""
-        progress = self.progress
-        with self.board.during(Phase.SYNCING), self.schedule.syncing(), self.report.measure("sync"):
-            self.sync.publish(progress.version)
-        self.board.set(step=progress.step, policyVersion=progress.version, reward=progress.reward)
 
     def evaluate(self) -> dict[str, float]:
         """Validate the current weights on the validation split; return `val/*`, empty without such a split."""
@@ -288,21 +237,11 @@ class ReasoningRunner(Program):
             **self.board.totals(),
         }
 
-    def idle(self) -> dict[str, float]:
-        """Return `time/idle_actor` and `time/idle_rollout` of the step, in seconds.
-
-        On policy the actor is idle while rollouts generate, and rollouts are idle while the actor trains.
-        """
-        busy_actor = [self.report.seconds(part) for part in ("inference", "train", "sync")]
-        return {"time/idle_actor": self.report.seconds("rollout"), "time/idle_rollout": sum(busy_actor)}
-
     # --- what the runner process calls -------------------------------------------------------------------------------
 
     def apply(self, spec: RLJobSpec, before: RLJobSpec) -> None:
         """Apply a changed learning rate and number of steps to the actors, and changed algorithm settings to the prompt groups."""
-        rate, steps = spec.actor.optimizer.learning_rate, spec.algorithm.steps
-        if (rate, steps) != (before.actor.optimizer.learning_rate, before.algorithm.steps):
-            self.stops.wait(self.actor.set_schedule(rate, steps), spec.runtime.deadlines.rpc)
+        super().apply(spec, before)
         self.steps.adopt(spec.algorithm)
 
     def finish(self, *, resumable: bool) -> None:
@@ -313,7 +252,7 @@ class ReasoningRunner(Program):
 
     def status(self) -> dict[str, Any]:
         """Return the ledger, the workload and the shared devices for `/status`."""
-        return self.prompts.status() | {"devices": self.schedule.devices()}
+        return self.prompts.status() | super().status()
 
     def periodic_tasks(self) -> tuple[Callable[[], None], ...]:
         """Return the expiry of leases and the repetition of failed record moves."""
@@ -321,7 +260,7 @@ class ReasoningRunner(Program):
 
     def close(self) -> None:
         """Stop the joins and the content check, and close the files of ledger and samples."""
-        self.sync.members.close()
+        super().close()
         self.prompts.samples.close()
         if self.sync.check is not None:
             self.sync.check.close()

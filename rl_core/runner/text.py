@@ -110,7 +110,7 @@ def assemble(
         run.groups,
         cluster=run.cluster,
         versions=versions,
-        dispatcher=dispatcher,
+        release=dispatcher.owner_lost,
         schedule=schedule,
         seconds=spec.runtime.deadlines.wait_ready,
         start_args=(trajectories, results),

@@ -44,18 +44,22 @@ class FSDPBackend(TrainBackend):
         manager = self.manager
         with manager.before_micro_batch(manager.model, is_last):
             columns = rows.columns.to(manager.compute_device)
-            log_probs, entropy, values = score(
-                manager.model,
-                self._pack(rows),
-                temperature=self._temperature,
-                entropy=True,
-                values=manager.has_critic,
-            )
-            assert log_probs is not None and entropy is not None
-            result = objective(Scores(log_probs, entropy, values), columns, normalizers)
+            result = objective(self._scores(rows), columns, normalizers)
             # FSDP averages gradients over the ranks, but the shares of the loss must be summed.
             (result.loss * manager.ranks.size).backward()
         return result.metrics
+
+    def _scores(self, rows: StepRows) -> Scores:
+        """Return the outputs of the model for the rows, with gradient."""
+        log_probs, entropy, values = score(
+            self.manager.model,
+            self._pack(rows),
+            temperature=self._temperature,
+            entropy=True,
+            values=self.manager.has_critic,
+        )
+        assert log_probs is not None and entropy is not None
+        return Scores(log_probs, entropy, values)
 
     def score_rows(
         self, micro_batches: Sequence[StepRows], *, proceed: Proceed, log_probs: bool = True, values: bool = False

@@ -69,7 +69,7 @@ class Run:
             dict.fromkeys(BUILT_IN, cluster.group),
             cluster=cluster,
             versions=self.versions,
-            dispatcher=self.account.dispatcher,
+            release=self.account.dispatcher.owner_lost,
             schedule=schedule or DisaggregatedSchedule(),
             seconds=30.0,
             start_args=("trajectories", "validation"),

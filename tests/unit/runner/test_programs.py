@@ -37,7 +37,11 @@ def spec(**blocks):
 
 def test_the_schema_knows_the_programs_of_the_table_and_each_can_be_loaded():
     assert tuple(PROGRAMS) == BUILT_IN_PROGRAMS
-    assert [load_program(name).__name__ for name in PROGRAMS] == ["ReasoningRunner", "AsyncReasoningRunner"]
+    assert [load_program(name).__name__ for name in PROGRAMS] == [
+        "ReasoningRunner",
+        "AsyncReasoningRunner",
+        "EmbodiedRunner",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +58,9 @@ def test_the_program_is_the_one_named_else_that_of_the_staleness(blocks, name):
 
 
 def test_a_name_that_is_no_program_is_refused():
-    with pytest.raises(ConfigError, match="must be one of reasoning, asynchronous or module:Class, got 'other'"):
+    with pytest.raises(
+        ConfigError, match="must be one of reasoning, asynchronous, embodied or module:Class, got 'other'"
+    ):
         load_program("other")
 
 

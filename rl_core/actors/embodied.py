@@ -1,0 +1,108 @@
+"""`EmbodiedFSDPActor`: the trainer's worker for policies that act in simulators.
+
+    recv_rollout_trajectories -> compute_advantages_and_returns -> run_training -> sync_model_to_rollout
+
+It trains by the step engine of language models, with `forward_train` of the policy as the forward pass.
+"""
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rl_core.actors.base import Actor
+from rl_core.actors.fsdp.policy import PolicyBackend, PolicyModelManager
+from rl_core.actors.trajectories import merge_trajectories, prepare_rows
+from rl_core.api.embodied import embodied_options
+from rl_core.api.errors import ConfigError, DeadlineExceeded
+from rl_core.api.job import RLJobSpec
+from rl_core.api.records import Trajectory
+from rl_core.batching.collate import TrainingBatch
+from rl_core.channel import Channel
+from rl_core.messages.embodied import CollectionRound
+
+
+class EmbodiedFSDPActor(Actor):
+    """One rank of a trainer with `actor.backend` fsdp1 or fsdp2 and a policy that acts in simulators."""
+
+    def __init__(self, cfg: RLJobSpec | Mapping[str, Any], placement: Any = None, role: str = "actor") -> None:
+        """Join the other ranks; no model is built yet. Raises ConfigError for settings that do not fit each other."""
+        super().__init__(cfg, placement, role)
+        self.options = embodied_options(self.cfg)
+        rows = self.options.num_envs * self.cfg.env.replicas * self.options.horizon // self.options.chunk
+        parts = self.ranks.size * self.cfg.algorithm.optimizer_steps_per_batch
+        if rows % parts:
+            raise ConfigError(
+                f"the {rows} decisions of a step must be divisible by actor processes x algorithm.optimizerStepsPerBatch = {parts}; "
+                "change env.options.horizon or optimizerStepsPerBatch"
+            )
+        self._trajectory: Trajectory | None = None
+
+    def _build_backend(self, cfg: RLJobSpec) -> PolicyBackend:
+        """Return the backend of this rank; all ranks are data-parallel."""
+        level = embodied_options(cfg).log_prob_level
+        return PolicyBackend(PolicyModelManager(cfg, self.world_size, self.rank), level=level)
+
+    def model_provider_func(self) -> Any:
+        """Return the policy of `model.path`. Raises ConfigError when it has no `forward_train`."""
+        return self.manager.model_provider_func()  # type: ignore[attr-defined]
+
+    async def recv_rollout_trajectories(
+        self, input_channel: Channel, round: CollectionRound | None = None, seconds: float | None = None
+    ) -> dict[str, float]:
+        """Receive this rank's parts of the trajectories of a collection, and keep them for training. Not collective.
+
+        `round` None: one env worker and one rollout. `seconds` None means deadlines.rollout. Raises DeadlineExceeded with the senders that
+        are missing, and DataError for trajectories that do not fit each other.
+        """
+        round = round or CollectionRound(
+            number=0, step=self.global_step + 1, envs=(0,), rollouts=(0,), actors=self.ranks.size
+        )
+        senders = len(round.rollouts) * self.options.stages
+        wanted = math.lcm(senders, round.actors) // round.actors
+        limit = self.cfg.runtime.deadlines.rollout if seconds is None else seconds
+        deadline = time.monotonic() + limit
+        received: list[Trajectory] = []
+        with self.waiting("trajectories", "rollout"):
+            while len(received) < wanted:
+                left = max(deadline - time.monotonic(), 0.001)
+                try:
+                    key = round.trajectory_key(self.ranks.data_rank)
+                    received.append(await input_channel.get_async(key=key, timeout=left))
+                except DeadlineExceeded as error:
+                    missing = sorted(
+                        set(range(senders)) - {one.sender * self.options.stages + one.stage for one in received}
+                    )
+                    raise DeadlineExceeded(
+                        f"{wanted} trajectories of collection {round.number} must come within {limit:.0f} s, got {len(received)}; "
+                        f"senders {missing} are missing"
+                    ) from error
+                self.record_progress("trajectories")
+        self.load_trajectories(received)
+        return {}
+
+    def load_trajectories(self, trajectories: list[Trajectory]) -> None:
+        """Set the trajectories that this rank trains in the next step. Not collective."""
+        self._trajectory = merge_trajectories(trajectories)
+
+    def compute_log_probs(self, batch: TrainingBatch | None = None) -> None:
+        """Do nothing: the log-probabilities and values before the update are those of the rollout, with the same weights."""
+
+    def compute_advantages_and_returns(self) -> dict[str, float]:
+        """Compute the advantages of the step's trajectories and, with a critic, the returns. Returns this rank's metrics.
+
+        Raises RuntimeError when no trajectories were received.
+        """
+        if self._trajectory is None:
+            raise RuntimeError("compute_advantages_and_returns needs trajectories, got none; receive them first")
+        with self.ranks.guard("computing advantages"):
+            prepared = prepare_rows(
+                self._trajectory,
+                self.cfg.algorithm,
+                self.options,
+                version=self.global_step,
+                reduce=self.ranks.sum_over_data_ranks if self.ranks.data_size > 1 else None,
+            )
+        self._trajectory = None
+        self.engine.load_prepared(prepared, version=self.global_step)
+        return {name: float(stat) for name, stat in prepared.metrics.items()}

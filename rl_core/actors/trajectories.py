@@ -1,0 +1,175 @@
+"""Turns the trajectories of a step into training rows: masks, advantages, returns and the inputs of the policy.
+
+Legend: T decisions of a trajectory, E rollout epochs, N = T / E, B simulators, C actions of a chunk, D tokens of an action, R rows = B * N,
+S numbers of a row that the loss sees.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_core.actors.fsdp.policy import by_level
+from rl_core.actors.preparation import PreparedBatch
+from rl_core.algorithms.advantages import AdvantageInputs, compute_advantages, embodied_loss_mask, episode_scores
+from rl_core.algorithms.losses.critic import explained_variance
+from rl_core.algorithms.stats import Stat, mean_stat
+from rl_core.api.algorithm import AlgorithmSpec
+from rl_core.api.embodied import EmbodiedOptions
+from rl_core.api.errors import DataError
+from rl_core.api.records import Trajectory
+from rl_core.batching.collate import TrainingBatch
+
+Reduce = Callable[[Tensor], Tensor] | None
+TIME_FIRST = ("actions", "prev_logprobs", "prev_values", "rewards", "dones", "sub_steps", "valid")
+
+
+def merge_trajectories(trajectories: Sequence[Trajectory]) -> Trajectory:
+    """Return the trajectories as one, sorted by (sender, stage, part) and joined at the simulators.
+
+    Raises DataError when one has another number of decisions or other inputs of the policy.
+    """
+    ordered = sorted(trajectories, key=lambda one: (one.sender, one.stage, one.part))
+    first = ordered[0]
+    for one in ordered:
+        if one.rewards.shape[0] != first.rewards.shape[0] or one.forward_inputs.keys() != first.forward_inputs.keys():
+            raise DataError(
+                f"trajectories of a step must have {first.rewards.shape[0]} decisions and inputs {sorted(first.forward_inputs)}, got "
+                f"{one.rewards.shape[0]} and {sorted(one.forward_inputs)} from sender {one.sender}; all rollouts must run the same policy"
+            )
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(one, name) for one in ordered], dim=1)
+
+    return Trajectory(
+        **{name: joined(name) for name in (*TIME_FIRST, "terminations", "truncations")},
+        forward_inputs={
+            name: torch.cat([one.forward_inputs[name] for one in ordered], dim=1) for name in first.forward_inputs
+        },
+        env_ids=torch.cat([one.env_ids for one in ordered]),
+        versions=first.versions,
+        sender=first.sender,
+    )
+
+
+def trained_mask(trajectory: Trajectory, options: EmbodiedOptions) -> Tensor:
+    """Return [B, N, C] bool: the actions that were made, in episodes that were not lost and had not ended."""
+    width = trajectory.rewards.shape[2]
+    made = torch.arange(width) < trajectory.sub_steps.transpose(0, 1)[..., None]
+    mask = made & trajectory.valid.transpose(0, 1)[..., None]
+    if not options.auto_reset:
+        mask &= embodied_loss_mask(trajectory.dones.transpose(0, 1))[0]
+    return mask
+
+
+def prepare_rows(
+    trajectory: Trajectory,
+    algorithm: AlgorithmSpec,
+    options: EmbodiedOptions,
+    *,
+    version: int = 0,
+    reduce: Reduce = None,
+) -> PreparedBatch:
+    """Return the rows of a step, one per decision, with advantages and, with a critic, returns.
+
+    `version` is that of the weights in training; `reduce` sums a tensor over the data ranks.
+    """
+    rewards, dones = trajectory.rewards.transpose(0, 1), trajectory.dones.transpose(0, 1)
+    mask_BNC = trained_mask(trajectory, options)
+    kept, metrics = _filtered(rewards, dones, mask_BNC, algorithm, options)
+    mask_BNC &= kept[:, None, None]
+    decided_BN = mask_BNC.any(dim=2)
+    values = trajectory.prev_values.transpose(0, 1)[..., 0].contiguous()
+    critic = algorithm.critic_in_use
+    shared: dict[str, Any] = {"clip": algorithm.advantage_clip, "whiten": algorithm.whiten, "reduce": reduce}
+    if critic is not None:
+        inputs = AdvantageInputs(mask=decided_BN, rewards=rewards, dones=dones, values=values)
+        result = compute_advantages("embodied_gae", inputs, gamma=critic.gamma, lam=critic.lam, level="chunk", **shared)
+        advantages, returns = result.advantages, result.returns
+    else:
+        groups = trajectory.env_ids // algorithm.group_size
+        inputs = AdvantageInputs(
+            mask=decided_BN,
+            group_ids=groups,
+            valid=kept & decided_BN.any(dim=1),
+            rewards=episode_scores(rewards, dones),
+        )
+        result = compute_advantages(algorithm.name, inputs, **shared)
+        advantages, returns = result.advantages, None
+    old = by_level(_rows(trajectory.prev_logprobs), options.log_prob_level)
+    mask = _level_mask(mask_BNC, trajectory.prev_logprobs.shape[-1], options.log_prob_level)
+    metrics |= result.metrics
+
+    def wide(values_BN: Tensor) -> Tensor:
+        return values_BN.reshape(-1, 1).expand_as(old).contiguous()
+
+    prepared = PreparedBatch(
+        collated=(batch := _batch(trajectory, mask, old)),
+        batch=batch,
+        advantages=wide(advantages),
+        metrics=metrics,
+        inputs={name: _rows(tensor) for name, tensor in trajectory.forward_inputs.items()},
+    )
+    if critic is not None and returns is not None:
+        prepared.values, prepared.returns = wide(values[:, :-1]), wide(returns)
+        explained = explained_variance(values[:, :-1].contiguous(), returns, decided_BN, reduce=reduce)
+        metrics["explained_variance"] = Stat("mean", torch.tensor(explained), torch.tensor(1.0))
+    if algorithm.needs_ages:
+        ages = (version - trajectory.versions).clamp(min=0).float()
+        prepared.ages = wide(ages[None].expand(rewards.shape[0], -1))
+    return prepared
+
+
+def _filtered(
+    rewards: Tensor, dones: Tensor, mask: Tensor, algorithm: AlgorithmSpec, options: EmbodiedOptions
+) -> tuple[Tensor, dict[str, Stat]]:
+    """Return [B] bool: simulators whose group passes the reward filter; and the metric of those that do not."""
+    every = torch.ones(len(rewards), dtype=torch.bool)
+    if options.reward_filter is None:
+        return every, {}
+    low, high = options.reward_filter
+    size = algorithm.group_size if algorithm.name == "grpo" else 1
+    means = episode_scores(rewards, dones).reshape(-1, size).mean(dim=1)
+    kept = ((means >= low) & (means <= high)).repeat_interleave(size)
+    return kept, {"groups/filtered": mean_stat((~kept).float(), every)}
+
+
+def _level_mask(mask_BNC: Tensor, tokens: int, level: str) -> Tensor:
+    """Return the mask of actions as [R, S]."""
+    rows = mask_BNC.flatten(0, 1)
+    if level == "chunk":
+        return rows.any(dim=1, keepdim=True)
+    return rows if level == "action" else rows.repeat_interleave(tokens, dim=1)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Return a tensor [T, B, ...] as rows [B * T, ...], simulator by simulator."""
+    return tensor.transpose(0, 1).flatten(0, 1).contiguous()
+
+
+def _batch(trajectory: Trajectory, mask: Tensor, log_probs: Tensor) -> TrainingBatch:
+    """Return the rows in the form that the training step takes. A row stands in the group of its simulator."""
+    steps, simulators = trajectory.rewards.shape[:2]
+    rows, width = mask.shape
+    texts = [f"simulator {number}" for number in trajectory.env_ids.tolist()]
+    groups = torch.arange(simulators).repeat_interleave(steps)
+    return TrainingBatch(
+        input_ids=torch.zeros(rows, width, dtype=torch.int64),
+        attention_mask=torch.ones(rows, width, dtype=torch.bool),
+        position_ids=torch.zeros(rows, width, dtype=torch.int64),
+        lengths=torch.full((rows,), width),
+        prompt_lengths=torch.zeros(rows, dtype=torch.int64),
+        loss_mask=mask,
+        rollout_log_probs=log_probs,
+        versions=trajectory.versions.repeat(simulators)[:, None].expand(rows, width),
+        rewards=(rewards := trajectory.rewards.transpose(0, 1).sum(dim=2).flatten()),
+        raw_rewards=rewards,
+        reward_components={},
+        group_ids=groups,
+        group_texts=texts,
+        sample_ids=[f"{text} decision {step}" for text in texts for step in range(steps)],
+        truncated=torch.zeros(rows, dtype=torch.bool),
+        valid=mask.any(dim=1),
+        sample_mask=mask.any(dim=1),
+    )

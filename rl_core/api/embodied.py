@@ -1,0 +1,101 @@
+"""`spec.env.options` of a job whose policy acts in simulators (`program: embodied`), and the checks over several fields of such a job."""
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from rl_core.api.backends import EMBODIED_PROGRAMS
+from rl_core.api.base import Spec
+from rl_core.api.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rl_core.api.job import RLJobSpec
+
+SIMULATORS = "gymnasium"
+"""`env.type` of simulators."""
+
+
+class EmbodiedOptions(Spec):
+    """Simulators, the size of a step, and how episodes become training rows."""
+
+    id: str = Field(min_length=1)
+    """Gymnasium id such as CartPole-v1, or `module:Class` of one's own environment with the interface of gymnasium.Env."""
+    num_envs: int = Field(8, ge=1, le=4096)
+    """Simulators of one env pod."""
+    horizon: int = Field(128, ge=1, lt=2**31)
+    """Steps of each simulator in one training step."""
+    chunk: int = Field(1, ge=1, le=1024)
+    """Actions that the policy chooses at once."""
+    stages: Literal[1, 2] = 1
+    """Pipeline stages: with 2, one half of the simulators steps while the policy chooses the actions of the other half."""
+    auto_reset: bool = True
+    """true: a finished simulator begins its next episode at once. false: it rests until the next training step."""
+    vectorization: Literal["process", "sync"] = "process"
+    """process: each simulator runs in a child process, which may hang or end. sync: all run in the process of the env worker."""
+    bootstrap: Literal["standard", "always", "none"] = "standard"
+    """Which ends of an episode add gamma times the value of the final observation to the last reward. standard: truncated ones; always: all
+    ends; none: no end."""
+    log_prob_level: Literal["chunk", "action", "token"] = "chunk"
+    """What the policy ratio is computed for: the whole chunk, each action, or each token or dimension of an action."""
+    reward_filter: tuple[float, float] | None = None
+    """Groups whose mean episode return is outside [low, high] are not trained on; null = all are."""
+    eval_episodes: int = Field(16, ge=1, lt=2**20)
+    """Episodes of an evaluation, over all env pods."""
+    eval_horizon: int = Field(1000, ge=1, lt=2**31)
+    """Longest episode of an evaluation, steps."""
+    kwargs: dict[str, Any] = {}
+    """Further arguments of gymnasium.make, or of the class."""
+
+
+def is_embodied(spec: "RLJobSpec") -> bool:
+    """Return whether the policy of a job acts in simulators."""
+    return spec.program in EMBODIED_PROGRAMS
+
+
+def embodied_options(spec: "RLJobSpec") -> EmbodiedOptions:
+    """Return the options of a job's simulators. Raises ConfigError when one is wrong or does not fit the rest of the job."""
+    if spec.env.type != SIMULATORS:
+        raise ConfigError(f"env.type must be {SIMULATORS} with program {spec.program}, got {spec.env.type}; set it")
+    given = spec.env.options
+    try:
+        options = EmbodiedOptions.model_validate(
+            {**given, "rewardFilter": tuple(given["rewardFilter"])} if given.get("rewardFilter") else given
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"env.options.{where}: {first['msg'].removeprefix('Value error, ')}, got {first['input']!r}; correct it"
+        ) from error
+    check_sizes(spec, options)
+    return options
+
+
+def check_sizes(spec: "RLJobSpec", options: EmbodiedOptions) -> None:
+    """Raise ConfigError naming the first size that does not divide another one it must."""
+    group = spec.algorithm.group_size if spec.algorithm.name == "grpo" else 1
+    per_stage = options.num_envs // options.stages
+    rules = [
+        ("env.options.horizon", options.horizon, "env.options.chunk", options.chunk),
+        ("env.options.numEnvs", options.num_envs, "env.options.stages", options.stages),
+        ("env.options.numEnvs of a stage", per_stage, "algorithm.groupSize", group),
+    ]
+    for field, value, divisor_field, divisor in rules:
+        if value % divisor:
+            raise ConfigError(
+                f"{field} must be divisible by {divisor_field} {divisor}, got {value}; change one of them"
+            )
+    rows, parts = per_stage * spec.env.replicas, spec.rollout.replicas
+    if rows < parts:
+        raise ConfigError(
+            f"rollout.replicas must not exceed the {rows} simulators of a stage, got {parts}; lower it or raise env.options.numEnvs"
+        )
+    if spec.algorithm.name not in ("gae", "grpo"):
+        raise ConfigError(
+            f"algorithm.name must be gae or grpo with program {spec.program}, got {spec.algorithm.name}; choose one"
+        )
+    if spec.algorithm.name == "grpo" and options.auto_reset:
+        raise ConfigError(
+            "env.options.autoReset must be false with algorithm.name grpo, which compares one episode of each simulator of a group, "
+            "got true; set it to false"
+        )

@@ -1,0 +1,249 @@
+"""`GymnasiumVectorEnv`: B simulators that are stepped together, by chunks of actions.
+
+A simulator that raises, hangs or dies loses its own open episode: it is replaced and begins another one, and its row of the output says
+`lost`. The other simulators go on.
+
+Legend: B simulators, C actions of a chunk.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rl_core.api.errors import RolloutDataFailure
+from rl_core.api.records import EnvOutput
+from rl_core.envs.slots import LocalSlots, Outcome, ProcessSlots, Request, Slots
+from rl_core.messages.embodied import SimulatorAnswer, SimulatorChunk, SimulatorReset, SimulatorSettings
+
+logger = logging.getLogger(__name__)
+MOST_FAILURES = 5
+"""Times in a row that the simulator of a slot may fail, without one chunk in between, before the run is told that it does not work."""
+SeedOf = Callable[[int, int], int]
+"""Returns the seed of an episode: (number of the simulator in this environment, number of the episode)."""
+
+
+@dataclass(slots=True)
+class _Episode:
+    """The open episode of a slot."""
+
+    obs: dict[str, np.ndarray] = field(default_factory=dict)
+    total: float = 0.0
+    length: int = 0
+    success_once: bool = False
+    success_at_end: bool = False
+    resting: tuple[bool, bool] | None = None
+    """How it ended, (terminated, truncated), where no other episode has begun."""
+
+
+class GymnasiumVectorEnv:
+    """Steps `num_envs` simulators of one gymnasium id or of one class of the user."""
+
+    def __init__(
+        self,
+        id: str,
+        num_envs: int,
+        *,
+        auto_reset: bool = True,
+        vectorization: str = "sync",
+        seed_of: SeedOf | None = None,
+        settings: SimulatorSettings | None = None,
+        start_seconds: float = 120.0,
+        step_seconds: float = 60.0,
+        **kwargs: Any,
+    ) -> None:
+        """Build the simulators.
+
+        - `id`: a gymnasium id, or `module:Class`; `kwargs` are its arguments.
+        - `auto_reset`: begin the next episode where one ends. Otherwise a simulator rests with reward 0 until `reset`.
+        - `vectorization`: process (a child process per simulator) or sync (in this process).
+        - `seed_of`: seeds of the episodes; None derives them from the argument of `reset`.
+        - `settings`: further settings of the processes.
+        - `start_seconds`, `step_seconds`: time for a child process to be ready, and to answer.
+
+        Raises ConfigError when a simulator cannot be built, and ValueError for another `vectorization`.
+        """
+        if vectorization not in ("process", "sync"):
+            raise ValueError(f"vectorization must be process or sync, got {vectorization!r}; choose one")
+        base = settings or SimulatorSettings(id=id, kwargs=kwargs, auto_reset=auto_reset, label=f"simulator {id}")
+        self._slots: Slots = (
+            LocalSlots(base, num_envs)
+            if vectorization == "sync"
+            else ProcessSlots(base, num_envs, start_seconds=start_seconds, step_seconds=step_seconds)
+        )
+        self.num_envs, self.auto_reset = num_envs, auto_reset
+        self._seed_of = seed_of or self._derived_seed
+        self._seed = 0
+        self._begun = [0] * num_envs
+        """Number of episodes that each slot has begun."""
+        self._failures = [0] * num_envs
+        self._episodes = [_Episode() for _ in range(num_envs)]
+        self._number_of_steps = 0
+
+    @property
+    def slots(self) -> Slots:
+        """The simulators."""
+        return self._slots
+
+    def reset(self, seed: int | Sequence[int] | None = None) -> EnvOutput:
+        """Begin an episode in every simulator; return the first observations, no rewards, and dones that are false, [B, 1].
+
+        `seed`: one number, from which a seed per simulator follows; a seed for each; or None for the next episodes by `seed_of`.
+        """
+        if isinstance(seed, int):
+            self._seed, self._begun = seed, [0] * self.num_envs
+        given = seed if isinstance(seed, Sequence) else None
+        seeds = [self._next_seed(index) if given is None else int(given[index]) for index in range(self.num_envs)]
+        outcomes = self._slots.exchange([SimulatorReset(seed=one) for one in seeds])
+        for index, outcome in enumerate(outcomes):
+            self._begin(index, outcome if isinstance(outcome, SimulatorAnswer) else self._replaced(index, outcome))
+        return self.current()
+
+    def current(self) -> EnvOutput:
+        """Return the present observations without rewards, as the first output of a trajectory."""
+        none = np.zeros((self.num_envs, 1), bool)
+        return EnvOutput(obs=self._observations(), terminations=none, truncations=none.copy(), dones=none.copy())
+
+    def step(self, actions: Any) -> EnvOutput:
+        """Make one action per simulator; `actions` is [B, ...]. The output has C = 1."""
+        return self.chunk_step(np.asarray(actions)[:, None])
+
+    def chunk_step(self, actions: Any) -> EnvOutput:
+        """Make a chunk of actions [B, C, ...] in every simulator, up to the end of its episode."""
+        actions = np.asarray(actions)
+        count, width = actions.shape[:2]
+        if count != self.num_envs:
+            raise ValueError(f"actions must have a row for each of {self.num_envs} simulators, got {count}")
+        requests: list[Request | None] = [
+            None if episode.resting else SimulatorChunk(actions=actions[index], seed=self._peek_seed(index))
+            for index, episode in enumerate(self._episodes)
+        ]
+        outcomes = self._slots.exchange(requests)
+        rewards = np.zeros((count, width), np.float32)
+        ends = np.zeros((2, count, width), bool)
+        sub_steps, lost = np.zeros(count, np.int64), np.zeros(count, bool)
+        final_info: list[dict[str, Any]] = []
+        finals: dict[int, dict[str, np.ndarray]] = {}
+        for index, outcome in enumerate(outcomes):
+            episode = self._episodes[index]
+            if episode.resting is not None:
+                ends[:, index, -1] = episode.resting
+            elif isinstance(outcome, SimulatorAnswer):
+                self._failures[index] = 0
+                rewards[index], sub_steps[index] = outcome.rewards, outcome.sub_steps
+                column = -1 if self.auto_reset else outcome.sub_steps - 1
+                ends[:, index, column] = outcome.terminated, outcome.truncated
+                if outcome.final_obs is not None:
+                    finals[index] = outcome.final_obs
+                if info := self._count(index, outcome):
+                    final_info.append(info)
+            else:
+                lost[index], ends[1, index, -1] = True, True
+                self._begin(index, self._replaced(index, outcome))
+                self._next_seed(index)
+        obs = self._observations()
+        self._number_of_steps += int(sub_steps.sum())
+        return EnvOutput(
+            obs=obs,
+            final_obs=self._final_observations(obs, finals) if finals else None,
+            rewards=rewards,
+            terminations=ends[0],
+            truncations=ends[1],
+            dones=ends[0] | ends[1],
+            final_info=final_info or None,
+            sub_steps=sub_steps,
+            lost=lost if lost.any() else None,
+        )
+
+    @property
+    def all_resting(self) -> bool:
+        """Whether every episode has ended and none begins before `reset`."""
+        return all(episode.resting is not None for episode in self._episodes)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps that the simulators have made."""
+        return self._number_of_steps
+
+    def open_episodes(self) -> list[dict[str, Any]]:
+        """Return what is known of the episodes that have not ended, in the form of `final_info`."""
+        return [self._info(index) for index, episode in enumerate(self._episodes) if episode.resting is None]
+
+    def close(self) -> None:
+        """End the simulators."""
+        self._slots.close()
+
+    def _count(self, index: int, answer: SimulatorAnswer) -> dict[str, Any] | None:
+        """Add an answer to the open episode; return its `final_info` if it ended."""
+        episode = self._episodes[index]
+        episode.total += float(answer.rewards.sum())
+        episode.length += answer.sub_steps
+        episode.success_once |= any(answer.successes)
+        episode.success_at_end = bool(answer.successes) and answer.successes[-1]
+        episode.obs = answer.obs
+        if not (answer.terminated or answer.truncated):
+            return None
+        info = self._info(index)
+        if self.auto_reset:
+            self._next_seed(index)
+            self._begin(index, answer)
+        else:
+            episode.resting = (answer.terminated, answer.truncated)
+        return info
+
+    def _info(self, index: int) -> dict[str, Any]:
+        episode = self._episodes[index]
+        return {
+            "env": index,
+            "return": episode.total,
+            "length": episode.length,
+            "success_once": episode.success_once,
+            "success_at_end": episode.success_at_end,
+        }
+
+    def _begin(self, index: int, answer: SimulatorAnswer) -> None:
+        self._episodes[index] = _Episode(obs=answer.obs)
+
+    def _replaced(self, index: int, why: Outcome | None) -> SimulatorAnswer:
+        """Replace the simulator of a slot until one begins an episode; return its answer. Raises after MOST_FAILURES in a row."""
+        while True:
+            self._failures[index] += 1
+            logger.warning("the simulator of slot %s failed and is replaced: %s", index, why)
+            if self._failures[index] > MOST_FAILURES:
+                raise RolloutDataFailure(
+                    f"a simulator must make a chunk of actions, got {MOST_FAILURES} failures in a row in slot {index}, the last: {why}; "
+                    "correct it"
+                )
+            self._slots.replace(index)
+            requests: list[Request | None] = [None] * self.num_envs
+            requests[index] = SimulatorReset(seed=self._peek_seed(index))
+            answer = self._slots.exchange(requests)[index]
+            if isinstance(answer, SimulatorAnswer):
+                return answer
+            why = answer
+
+    def _observations(self) -> dict[str, np.ndarray]:
+        return {name: np.stack([episode.obs[name] for episode in self._episodes]) for name in self._episodes[0].obs}
+
+    @staticmethod
+    def _final_observations(
+        obs: dict[str, np.ndarray], finals: dict[int, dict[str, np.ndarray]]
+    ) -> dict[str, np.ndarray]:
+        filled = {name: array.copy() for name, array in obs.items()}
+        for index, final in finals.items():
+            for name, array in final.items():
+                filled[name][index] = array
+        return filled
+
+    def _peek_seed(self, index: int) -> int:
+        return self._seed_of(index, self._begun[index])
+
+    def _next_seed(self, index: int) -> int:
+        seed = self._peek_seed(index)
+        self._begun[index] += 1
+        return seed
+
+    def _derived_seed(self, index: int, episode: int) -> int:
+        return int(np.random.SeedSequence([self._seed, index, episode]).generate_state(1)[0]) >> 1

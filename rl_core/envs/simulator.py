@@ -1,0 +1,165 @@
+"""One simulator with the interface of `gymnasium.Env`: its episodes, chunks of actions, and what is refused of its answers.
+
+It runs in a child process of the env worker (`SimulatorServer`), or in the worker itself (`vectorization: sync`). An episode that ends is
+followed by a reset made here, so that the final observation is exact whatever version of gymnasium is installed.
+
+Legend: C actions of a chunk.
+"""
+
+import logging
+import math
+from typing import Any
+
+import numpy as np
+
+from rl_core.api.errors import ConfigError, RLJobError, RolloutDataFailure, text_of
+from rl_core.api.user_code import describe, import_reference
+from rl_core.messages.embodied import SimulatorAnswer, SimulatorChunk, SimulatorReset, SimulatorSettings
+from rl_core.messages.envs import EnvFailure
+from rl_core.transports import pipe
+
+logger = logging.getLogger(__name__)
+SUCCESS = ("success", "is_success")
+"""Keys of the `info` of a step under which a simulator reports that the task is solved."""
+Observation = dict[str, Any]
+
+
+def make_simulator(settings: SimulatorSettings) -> Any:
+    """Return the environment of a gymnasium id, or of a `module:Class` of the user. Raises ConfigError when it cannot be built."""
+    name = settings.id
+    try:
+        if ":" in name and not name.startswith("ALE/"):
+            return import_reference(name, field="env.options.id")(**settings.kwargs)
+        import gymnasium
+
+        return gymnasium.make(name, **settings.kwargs)
+    except ConfigError:
+        raise
+    except ImportError as error:
+        raise ConfigError(
+            f"env.options.id: {name} needs a package that is not installed: {error}; install rljob[simulators] in the env image"
+        ) from error
+    except Exception as error:  # gymnasium and user code raise anything
+        raise ConfigError(f"env.options.id: {name} could not be built: {describe(error)}; correct it") from error
+
+
+class Simulator:
+    """Makes chunks of actions in one environment. Raises RolloutDataFailure for an answer that breaks the interface of gymnasium."""
+
+    def __init__(self, settings: SimulatorSettings) -> None:
+        """Build the environment. Raises ConfigError when it cannot be built."""
+        self._env = make_simulator(settings)
+        self._label, self._auto_reset = settings.label, settings.auto_reset
+        self._space = self._env.action_space
+        self._discrete = type(self._space).__name__ == "Discrete"
+        self._shapes: dict[str, tuple[int, ...]] | None = None
+
+    def reset(self, request: SimulatorReset) -> SimulatorAnswer:
+        """Begin an episode."""
+        return SimulatorAnswer(obs=self._begin(request.seed))
+
+    def chunk(self, request: SimulatorChunk) -> SimulatorAnswer:
+        """Make the actions [C, ...] of a chunk up to the end of the episode. Under auto-reset an end begins the next episode."""
+        rewards = np.zeros(len(request.actions), np.float32)
+        successes: list[bool] = []
+        terminated = truncated = False
+        obs: Observation = {}
+        for index, action in enumerate(request.actions):
+            answer = self._env.step(self._action(action))
+            if not isinstance(answer, tuple) or len(answer) != 5:
+                raise RolloutDataFailure(
+                    f"{self._label}: step must return (observation, reward, terminated, truncated, info), got {type(answer).__name__}"
+                )
+            raw, reward, ended, cut, info = answer
+            obs, rewards[index] = self._observation(raw), self._reward(reward)
+            terminated, truncated = bool(ended), bool(cut)
+            successes.append(any(bool(info.get(name)) for name in SUCCESS))
+            if terminated or truncated:
+                break
+        done = terminated or truncated
+        return SimulatorAnswer(
+            obs=self._begin(request.seed) if done and self._auto_reset else obs,
+            final_obs=obs if done else None,
+            rewards=rewards,
+            terminated=terminated,
+            truncated=truncated,
+            sub_steps=len(successes),
+            successes=tuple(successes),
+        )
+
+    def close(self) -> None:
+        """Release what the environment holds."""
+        self._env.close()
+
+    def _begin(self, seed: int) -> Observation:
+        answer = self._env.reset(seed=seed)
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise RolloutDataFailure(
+                f"{self._label}: reset must return (observation, info), got {type(answer).__name__}"
+            )
+        return self._observation(answer[0])
+
+    def _action(self, action: Any) -> Any:
+        if self._discrete:
+            return int(action) + int(self._space.start)
+        if hasattr(self._space, "low"):
+            return np.clip(np.asarray(action, self._space.dtype), self._space.low, self._space.high).reshape(
+                self._space.shape
+            )
+        return action
+
+    def _reward(self, reward: Any) -> float:
+        number = float(reward) if isinstance(reward, int | float | np.number | np.ndarray) else math.nan
+        if not math.isfinite(number):
+            raise RolloutDataFailure(f"{self._label}: a reward must be a finite number, got {reward!r}")
+        return number
+
+    def _observation(self, raw: Any) -> Observation:
+        """Return an observation as named arrays: `states` for a vector, `pixels` for an image, or the names that it has itself."""
+        if isinstance(raw, dict):
+            named = {str(name): np.asarray(value) for name, value in raw.items()}
+        else:
+            array = np.asarray(raw)
+            named = {"pixels" if array.ndim == 3 else "states": array}
+        found = {}
+        for name, array in named.items():
+            if array.dtype == np.float64:
+                array = array.astype(np.float32)
+            if array.dtype.kind not in "buif" or (array.dtype.kind == "f" and not np.isfinite(array).all()):
+                raise RolloutDataFailure(
+                    f"{self._label}: observation {name} must be finite numbers, got {array.dtype} {array.reshape(-1)[:4]}"
+                )
+            found[name] = np.array(array)  # a copy: simulators write the next observation into the same memory
+        shapes = {name: array.shape for name, array in found.items()}
+        if self._shapes is not None and shapes != self._shapes:
+            raise RolloutDataFailure(f"{self._label}: observations must keep their shapes {self._shapes}, got {shapes}")
+        self._shapes = shapes
+        return found
+
+
+class SimulatorServer:
+    """Answers the requests of the env worker in a child process; see `child`."""
+
+    max_turns = None
+    spent = False
+
+    def __init__(self, settings: SimulatorSettings) -> None:
+        """Build the simulator. Raises ConfigError when it cannot be built."""
+        self._simulator = Simulator(settings)
+
+    def answer(self, request: SimulatorReset | SimulatorChunk) -> bytes:
+        """Run one request and return the packed answer. A failure of the simulator is an EnvFailure in the answer."""
+        try:
+            if isinstance(request, SimulatorReset):
+                return pipe.pack(self._simulator.reset(request))
+            return pipe.pack(self._simulator.chunk(request))
+        except BaseException as error:  # noqa: BLE001 - a simulator raises anything, and its sys.exit() is a failure of it
+            return pipe.pack(failure_of(error))
+
+
+def failure_of(error: BaseException) -> EnvFailure:
+    """Return what is told of an error in a simulator."""
+    if isinstance(error, RLJobError):
+        return EnvFailure(type="RolloutDataFailure", message=text_of(error))
+    logger.error("the simulator raised", exc_info=error)
+    return EnvFailure(type="RolloutDataFailure", message=f"the simulator raised {describe(error)}; correct it")

@@ -1,0 +1,240 @@
+"""The env worker of simulators: it sends observations to the rollouts and makes the actions that they choose.
+
+    runner -- interact(round) --> env worker -- EnvOutput --> rollout
+                                             <-- actions --
+
+There is one vector environment per pipeline stage. While the rollouts choose the actions of one stage, the simulators of the other step.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rl_core.api.embodied import EmbodiedOptions, embodied_options
+from rl_core.api.errors import InfrastructureError
+from rl_core.api.job import RLJobSpec
+from rl_core.api.records import EnvOutput
+from rl_core.channel import Channel
+from rl_core.envs.embodied import eval_seeds, eval_share, train_seed
+from rl_core.envs.gymnasium import GymnasiumVectorEnv
+from rl_core.messages.embodied import CollectionRound, EpisodeStats, SimulatorSettings
+from rl_core.plan.routing import routes
+from rl_core.workers.worker import Worker
+
+
+class EnvWorker(Worker):
+    """Steps `env.options.numEnvs` simulators per process of the group env."""
+
+    def __init__(self, cfg: RLJobSpec | Mapping[str, Any]) -> None:
+        """Build the simulators of `cfg`, the job's spec. Raises ConfigError when one cannot be built."""
+        self.spec = cfg if isinstance(cfg, RLJobSpec) else RLJobSpec.model_validate(dict(cfg))
+        self.options: EmbodiedOptions = embodied_options(self.spec)
+        self.per_stage = self.options.num_envs // self.options.stages
+        self._group = self.spec.algorithm.group_size if self.spec.algorithm.name == "grpo" else 1
+        self._step = 0
+        self._interacting: asyncio.Task[EpisodeStats] | None = None
+        self._prefetched: list[EnvOutput] | None = None
+        self.envs: list[GymnasiumVectorEnv] = []
+        try:
+            for stage in range(self.options.stages):
+                self.envs.append(self._build(self.per_stage, self.options.auto_reset, self._seeds_of(stage)))
+        except BaseException:
+            self.close()
+            raise
+        self._started = [False] * self.options.stages
+        self._evaluation: GymnasiumVectorEnv | None = None
+
+    def init_worker(self) -> None:
+        """Do nothing: the simulators are built with the object."""
+
+    # --- one collection ----------------------------------------------------------------------------------------------
+
+    async def interact(
+        self, input_channel: Channel, output_channel: Channel, round: CollectionRound | None = None
+    ) -> EpisodeStats:
+        """Take part in one collection: send observations to `output_channel`, make the actions from `input_channel`.
+
+        `round` None: this worker and one rollout alone. A collection that is still under way is given up for this one.
+        """
+        round = round or CollectionRound(number=0, step=self._step + 1, envs=(self.rank,), rollouts=(0,))
+        if self._interacting is not None:
+            self._interacting.cancel()
+            await asyncio.wait({self._interacting})
+        work = self._evaluate(input_channel, output_channel, round) if round.mode == "eval" else None
+        self._interacting = asyncio.ensure_future(work or self._collect(input_channel, output_channel, round))
+        return await self._interacting
+
+    async def evaluate(self, input_channel: Channel, output_channel: Channel, round: CollectionRound) -> EpisodeStats:
+        """Take part in an evaluation; see `interact`."""
+        return await self.interact(input_channel, output_channel, round)
+
+    async def _collect(self, actions: Channel, observations: Channel, round: CollectionRound) -> EpisodeStats:
+        self.update_reset_state_ids(round.step)
+        stages, stats = range(self.options.stages), EpisodeStats()
+        before = sum(env.num_steps for env in self.envs)
+        if self._prefetched is None:
+            await asyncio.to_thread(self.prefetch_train_bootstrap)
+        first, self._prefetched = self._prefetched or [], None
+        lost = 0
+        for stage in stages:
+            self._send(observations, round, stage, first[stage])
+        for _ in range(self.options.horizon // self.options.chunk):
+            for stage in stages:
+                chosen = await self._receive(actions, round, stage)
+                output = await asyncio.to_thread(self.env_interact_step, chosen, stage)
+                self._send(observations, round, stage, output)
+                stats.episodes.extend(output.final_info or ())
+                lost += int(output.lost.sum()) if output.lost is not None else 0
+                self.record_progress("env_steps", self.per_stage)
+        steps = sum(env.num_steps for env in self.envs) - before
+        return EpisodeStats(episodes=stats.episodes, steps=steps, lost=lost)
+
+    async def _evaluate(self, actions: Channel, observations: Channel, round: CollectionRound) -> EpisodeStats:
+        place, workers = round.envs.index(self.rank), len(round.envs)
+        count = eval_share(round.episodes, place, workers)
+        if not count:
+            return await self._end_evaluation(observations, round, [])
+        seeds = eval_seeds(self.spec.algorithm.seed, place, workers, count)
+        if self._evaluation is None or self._evaluation.num_envs != count:
+            if self._evaluation is not None:
+                self._evaluation.close()
+            self._evaluation = await asyncio.to_thread(self._build, count, False, None)
+        env = self._evaluation
+        output = await asyncio.to_thread(env.reset, seeds)
+        episodes: list[dict[str, Any]] = []
+        rollout = place % len(round.rollouts)
+        for _ in range(-(-self.options.eval_horizon // self.options.chunk)):
+            observations.put(output, key=round.key(0, place, rollout), async_op=True)
+            chosen = await actions.get_async(key=round.key(0, place, rollout))
+            output = await asyncio.to_thread(env.chunk_step, np.asarray(chosen))
+            episodes.extend(output.final_info or ())
+            self.record_progress("env_steps", count)
+            if env.all_resting:
+                break
+        return await self._end_evaluation(observations, round, episodes + env.open_episodes())
+
+    async def _end_evaluation(
+        self, observations: Channel, round: CollectionRound, episodes: list[dict[str, Any]]
+    ) -> EpisodeStats:
+        """Tell the rollout that no observations follow."""
+        place = round.envs.index(self.rank)
+        await observations.put_async(EnvOutput(obs=None), key=round.key(0, place, place % len(round.rollouts)))
+        return EpisodeStats(episodes=episodes)
+
+    # --- simulators --------------------------------------------------------------------------------------------------
+
+    def bootstrap_step(self, stage: int) -> EnvOutput:
+        """Return the first output of a trajectory: after a reset, or under auto-reset where the episodes stand."""
+        env = self.envs[stage]
+        if self.options.auto_reset and self._started[stage]:
+            return env.current()
+        self._started[stage] = True
+        return env.reset()
+
+    def prefetch_train_bootstrap(self) -> None:
+        """Begin the episodes of the next collection now. Raises RuntimeError when they have been begun already."""
+        if self._prefetched is not None:
+            raise RuntimeError("prefetch_train_bootstrap must be called once per collection, got a second call")
+        self._prefetched = [self.bootstrap_step(stage) for stage in range(self.options.stages)]
+
+    def env_interact_step(self, chunk_actions: Any, stage: int) -> EnvOutput:
+        """Make a chunk of actions [B, C, ...] in the simulators of a stage."""
+        return self.envs[stage].chunk_step(np.asarray(chunk_actions))
+
+    def update_reset_state_ids(self, step: int | None = None) -> None:
+        """Draw new seeds for the episodes of training step `step`; None means the next step."""
+        self._step = self._step + 1 if step is None else step
+
+    def status(self) -> dict[str, Any]:
+        """Return the number of simulators and of the steps that they made."""
+        return {"simulators": self.options.num_envs, "steps": sum(env.num_steps for env in self.envs)}
+
+    def close(self) -> None:
+        """End the simulators."""
+        for env in (*self.envs, *filter(None, [getattr(self, "_evaluation", None)])):
+            env.close()
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _build(self, count: int, auto_reset: bool, seed_of: Any) -> GymnasiumVectorEnv:
+        deadlines, options = self.spec.runtime.deadlines, self.options
+        settings = SimulatorSettings(
+            id=options.id,
+            kwargs=options.kwargs,
+            auto_reset=auto_reset,
+            label=f"simulator {options.id}",
+            extensions=list(self.spec.extensions),
+        )
+        return GymnasiumVectorEnv(
+            options.id,
+            count,
+            auto_reset=auto_reset,
+            vectorization=options.vectorization,
+            seed_of=seed_of,
+            settings=settings,
+            start_seconds=deadlines.env_reset,
+            step_seconds=deadlines.env_step,
+        )
+
+    def _seeds_of(self, stage: int) -> Any:
+        """Return the seeds of a stage. The simulators of a group begin from the same seed, another one in each step."""
+
+        def seed(index: int, episode: int) -> int:
+            group = self._first_env(stage) + index
+            return train_seed(self.spec.algorithm.seed + 7919 * self._step, group // self._group, episode)
+
+        return seed
+
+    def _first_env(self, stage: int) -> int:
+        """Return the number, in the job, of the first simulator of a stage."""
+        return self.rank * self.options.num_envs + stage * self.per_stage
+
+    def _send(self, channel: Channel, round: CollectionRound, stage: int, output: EnvOutput) -> None:
+        """Send each rollout its simulators' part of the output."""
+        place, begin = round.envs.index(self.rank), 0
+        output.env_ids = np.arange(self.per_stage, dtype=np.int64) + self._first_env(stage)
+        for route in routes(self.per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts)):
+            if route.env == place:
+                part = slice_output(output, begin, begin + route.size)
+                channel.put(part, key=round.key(stage, place, route.rollout), async_op=True)
+                begin += route.size
+
+    async def _receive(self, channel: Channel, round: CollectionRound, stage: int) -> np.ndarray:
+        """Return the actions of a stage [B, C, ...] from all rollouts that serve it."""
+        place = round.envs.index(self.rank)
+        parts = []
+        for route in routes(self.per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts)):
+            if route.env == place:
+                with self.waiting("actions", f"rollout:{round.rollouts[route.rollout]}"):
+                    part = np.asarray(await channel.get_async(key=round.key(stage, place, route.rollout)))
+                if len(part) != route.size:
+                    raise InfrastructureError(
+                        f"actions of {route.size} simulators are expected from rollout {route.rollout}, got {len(part)}"
+                    )
+                parts.append(part)
+        return np.concatenate(parts)
+
+
+def slice_output(output: EnvOutput, begin: int, end: int) -> EnvOutput:
+    """Return the rows from `begin` to `end` of an output."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: array[begin:end] for name, array in value.items()}
+        return None if value is None else value[begin:end]
+
+    return EnvOutput(
+        obs=cut(output.obs),
+        final_obs=cut(output.final_obs),
+        rewards=cut(output.rewards),
+        terminations=cut(output.terminations),
+        truncations=cut(output.truncations),
+        dones=cut(output.dones),
+        sub_steps=cut(output.sub_steps),
+        lost=cut(output.lost),
+        env_ids=cut(output.env_ids),
+        intervene_actions=cut(output.intervene_actions),
+        intervene_flags=cut(output.intervene_flags),
+    )

@@ -1,0 +1,97 @@
+"""Messages of the embodied programs: which workers take part in a collection of trajectories, and what came of their episodes.
+
+runner -> env, rollout    CollectionRound, argument of `interact` and `generate`
+env    -> child           SimulatorSettings, SimulatorReset, SimulatorChunk; answers: SimulatorAnswer, or EnvFailure
+env    -> runner          EpisodeStats
+"""
+
+from dataclasses import field
+from typing import Any, Literal
+
+from rl_core.messages.registry import record
+
+
+@record
+class CollectionRound:
+    """One collection: every worker that takes part acts on the same numbers."""
+
+    number: int
+    """Counts the collections of the run, repeated ones included; it is part of every key, so that no message of another one is taken."""
+    step: int
+    """Training step that the trajectories are for."""
+    envs: tuple[int, ...]
+    """Ranks of the env workers, in the order of the simulators."""
+    rollouts: tuple[int, ...]
+    """Ranks of the rollouts."""
+    actors: int = 1
+    """Number of data ranks."""
+    mode: Literal["train", "eval"] = "train"
+    episodes: int = 0
+    """Episodes to evaluate, over all env workers."""
+
+    def key(self, stage: int, env: int, rollout: int) -> str:
+        """Return the key under which the env worker at place `env` and the rollout at place `rollout` exchange messages of a stage."""
+        return f"{self.number} {env}_{rollout}_{self.mode}_{stage}"
+
+    def trajectory_key(self, data_rank: int) -> str:
+        """Return the key under which a data rank finds its trajectories."""
+        return f"collection {self.number} rank {data_rank}"
+
+
+@record
+class EpisodeStats:
+    """The episodes that ended at one env worker in a collection."""
+
+    episodes: list[dict[str, Any]] = field(default_factory=list)
+    """Each has env, return (undiscounted), length, success_once and success_at_end."""
+    steps: int = 0
+    """Steps that the simulators made."""
+    lost: int = 0
+    """Episodes that were lost with their simulator."""
+
+
+@record
+class SimulatorSettings:
+    """How a child process builds its simulator."""
+
+    id: str
+    kwargs: dict[str, Any]
+    auto_reset: bool
+    label: str = "simulator"
+    extensions: list[str] = field(default_factory=list)
+    search_path: list[str] = field(default_factory=list)
+    barrier: bool = True
+    """Whether keys and memory of the pod are hidden from the code of the simulator."""
+    memory_bytes: int | None = None
+    """Limit of the address space; None = a share of the container's memory."""
+
+
+@record
+class SimulatorReset:
+    """Begin an episode."""
+
+    seed: int
+
+
+@record
+class SimulatorChunk:
+    """Make the actions of a chunk, and begin the next episode with `seed` where one ends."""
+
+    actions: Any
+    """[C, ...]"""
+    seed: int
+
+
+@record
+class SimulatorAnswer:
+    """What one simulator answers: to a reset the observation alone."""
+
+    obs: dict[str, Any]
+    final_obs: dict[str, Any] | None = None
+    rewards: Any = None
+    """[C] float32."""
+    terminated: bool = False
+    truncated: bool = False
+    sub_steps: int = 0
+    successes: tuple[bool, ...] = ()
+    """Of each step that was made."""

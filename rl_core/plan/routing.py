@@ -1,0 +1,46 @@
+"""Which env worker sends how many simulators' observations to which rollout, and how trajectories are cut for the data ranks. Pure."""
+
+import math
+from typing import NamedTuple
+
+
+class Route(NamedTuple):
+    """`size` consecutive simulators of one env worker, served by one rollout."""
+
+    env: int
+    rollout: int
+    size: int
+
+
+def shares(total: int, parts: int) -> list[int]:
+    """Return `total` as `parts` sizes that differ by at most 1, larger ones first."""
+    return [total // parts + (index < total % parts) for index in range(parts)]
+
+
+def routes(envs_per_worker: int, *, env_workers: int, rollouts: int) -> list[Route]:
+    """Return the routes in the order of the simulators. Simulators are numbered over the env workers, then cut among the rollouts.
+
+    Raises ValueError when there are fewer simulators than rollouts.
+    """
+    total = envs_per_worker * env_workers
+    if total < rollouts:
+        raise ValueError(f"simulators must not be fewer than rollouts {rollouts}, got {total}; use fewer rollouts")
+    found, begin = [], 0
+    for rollout, size in enumerate(shares(total, rollouts)):
+        end = begin + size
+        for env in range(begin // envs_per_worker, math.ceil(end / envs_per_worker)):
+            first, last = max(begin, env * envs_per_worker), min(end, (env + 1) * envs_per_worker)
+            found.append(Route(env, rollout, last - first))
+        begin = end
+    return found
+
+
+def trajectory_parts(senders: int, actors: int) -> int:
+    """Return into how many parts each of `senders` trajectories is cut, so that all data ranks get equally many parts."""
+    return math.lcm(senders, actors) // senders
+
+
+def data_rank_of(sender: int, part: int, *, senders: int, actors: int) -> int:
+    """Return the data rank that trains a part of the trajectory of `sender`."""
+    parts = trajectory_parts(senders, actors)
+    return (sender * parts + part) * actors // (senders * parts)

@@ -1,0 +1,58 @@
+"""The interface of a policy that acts in simulators.
+
+A policy is a `torch.nn.Module`. A rollout calls `predict` and keeps what it returns; the trainer calls `forward_train` with the kept
+`forward_inputs`, and must get the log-probabilities that `predict` gave as long as the weights are the same.
+
+Legend: B simulators, C actions of a chunk, D tokens or dimensions of an action.
+"""
+
+from abc import abstractmethod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Mode = Literal["train", "eval"]
+
+
+class Policy(nn.Module):  # type: ignore[misc]
+    """A policy; a class of the user need not derive from it, but must have both methods."""
+
+    @abstractmethod
+    def predict(self, obs: dict[str, Tensor], mode: Mode = "train") -> tuple[Tensor, dict[str, Any]]:
+        """Return actions [B, C] (discrete) or [B, C, D], and the values of the policy that chose them.
+
+        `obs` maps names to [B, ...]. In mode "eval" the most likely action is taken. The dict has `prev_logprobs` [B, C, D] float32,
+        `prev_values` [B, 1] float32 or None, and `forward_inputs`, name -> [B, ...]: what `forward_train` needs of the decision.
+        """
+
+    @abstractmethod
+    def forward_train(self, inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
+        """Return `log_probs` and `entropy` [B, C, D], and `values` [B, 1] or None, with gradient, for kept `forward_inputs`."""
+
+
+def layer(inputs: int, outputs: int, gain: float = 2**0.5) -> nn.Linear:
+    """Return a linear layer with orthogonal weights and no bias at first, the usual start of PPO."""
+    linear = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(linear.weight, gain)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+def sample_discrete(logits: Tensor, mode: Mode) -> tuple[Tensor, Tensor]:
+    """Return the chosen classes [...] int64 of `logits` [..., V] and their log-probabilities [...]."""
+    log_probs = torch.log_softmax(logits, dim=-1)
+    if mode == "train":
+        # The largest of log-probabilities with Gumbel noise is a sample of the distribution.
+        noise = -torch.empty_like(log_probs).exponential_().log()
+        chosen = (log_probs + noise).argmax(dim=-1)
+    else:
+        chosen = log_probs.argmax(dim=-1)
+    return chosen, log_probs.gather(-1, chosen[..., None])[..., 0]
+
+
+def discrete_scores(logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities and the entropies [...] of the classes `chosen` [...] under `logits` [..., V]."""
+    log_probs = torch.log_softmax(logits, dim=-1)
+    entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
+    return log_probs.gather(-1, chosen[..., None])[..., 0], entropy

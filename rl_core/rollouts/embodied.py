@@ -1,0 +1,135 @@
+"""What a rollout of an embodied program computes beside its policy: outputs of several env workers merged, rewards with bootstraps. Pure.
+
+Legend: B simulators, C actions of a chunk, T decisions.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_core.api.errors import DataError
+from rl_core.api.records import EnvOutput, Trajectory
+
+FLAGS = ("rewards", "terminations", "truncations", "dones")
+"""Fields that all shards of an output have, or none."""
+
+
+def merge_env_outputs(shards: Sequence[EnvOutput], sizes: Sequence[int]) -> EnvOutput:
+    """Return the outputs of several env workers as one of tensors, their rows in the order of the shards.
+
+    A shard without `final_obs` contributes its `obs`, where another shard has some; one without `intervene_actions` zeros. Raises DataError
+    for a shard of another size than `sizes` says, and ValueError when only some shards have rewards or dones.
+    """
+    for shard, size in zip(shards, sizes, strict=True):
+        rows = len(next(iter(shard.obs.values())))
+        if rows != size:
+            raise DataError(f"an env worker must send {size} observations, got {rows}; env and rollout must agree")
+    merged: dict[str, Any] = {"obs": _merge([shard.obs for shard in shards])}
+    for name in FLAGS:
+        values = [getattr(shard, name) for shard in shards]
+        if any(value is None for value in values) and not all(value is None for value in values):
+            raise ValueError(f"{name} must be given by all env workers or by none, got it from some")
+        merged[name] = None if values[0] is None else _merge(values)
+    merged["final_obs"] = _filled([shard.final_obs for shard in shards], [shard.obs for shard in shards])
+    for name, empty in (("intervene_actions", 0), ("intervene_flags", False), ("lost", False), ("sub_steps", 0)):
+        values = [getattr(shard, name) for shard in shards]
+        like = next((tensor_of(value) for value in values if value is not None), None)
+        if like is None:
+            merged[name] = None
+        else:
+            shapes = [(size, *like.shape[1:]) for size in sizes]
+            filled = [
+                torch.full(shape, empty, dtype=like.dtype) if value is None else tensor_of(value)
+                for value, shape in zip(values, shapes, strict=True)
+            ]
+            merged[name] = torch.cat(filled)
+    ids = [shard.env_ids for shard in shards]
+    merged["env_ids"] = _merge(ids) if all(part is not None for part in ids) else None
+    infos = [info for shard in shards for info in shard.final_info or ()]
+    return EnvOutput(**merged, final_info=infos or None)
+
+
+def bootstrap_rewards(
+    rewards: Tensor,
+    values: Tensor | None,
+    truncations: Tensor,
+    dones: Tensor,
+    *,
+    gamma: float,
+    bootstrap_type: str = "standard",
+) -> Tensor:
+    """Return `rewards` [B, C], with gamma times the value of the final observation added where an episode was cut.
+
+    `values` [B, 1 or more] are those of the final observations, of which the first column counts; None adds nothing. An end counts in
+    the last column. standard: episodes that were truncated and did not terminate; always: every end; none: no end.
+    """
+    result = rewards.detach().clone().cpu().contiguous()
+    if values is None or bootstrap_type == "none":
+        return result
+    ended = dones[:, -1] if bootstrap_type == "always" else truncations[:, -1] & ~_terminated(truncations, dones)
+    worth = values.detach().cpu().float().reshape(len(values), -1)[:, 0]
+    result[:, -1] += torch.where(ended.cpu(), gamma * worth, 0.0)
+    return result
+
+
+def _terminated(truncations: Tensor, dones: Tensor) -> Tensor:
+    """Return where an episode ended without being cut, [B]."""
+    return dones[:, -1] & ~truncations[:, -1]
+
+
+def tensor_of(value: Any) -> Tensor:
+    """Return an array of numpy or torch as a tensor on the CPU."""
+    return torch.from_numpy(np.ascontiguousarray(value)) if isinstance(value, np.ndarray) else value.detach().cpu()
+
+
+def tensors_of(named: dict[str, Any]) -> dict[str, Tensor]:
+    """Return named arrays as tensors."""
+    return {name: tensor_of(array) for name, array in named.items()}
+
+
+def cut_trajectory(trajectory: Trajectory, parts: int) -> list[Trajectory]:
+    """Return the trajectory as `parts` of consecutive simulators, sizes as equal as possible."""
+    if parts == 1:
+        return [trajectory]
+    columns = torch.arange(trajectory.rewards.shape[1]).tensor_split(parts)
+    return [_columns(trajectory, chosen, part) for part, chosen in enumerate(columns)]
+
+
+def _columns(trajectory: Trajectory, chosen: Tensor, part: int) -> Trajectory:
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor.index_select(1, chosen)
+
+    return Trajectory(
+        actions=cut(trajectory.actions),
+        prev_logprobs=cut(trajectory.prev_logprobs),
+        prev_values=cut(trajectory.prev_values),
+        rewards=cut(trajectory.rewards),
+        dones=cut(trajectory.dones),
+        terminations=cut(trajectory.terminations),
+        truncations=cut(trajectory.truncations),
+        forward_inputs={name: cut(tensor) for name, tensor in trajectory.forward_inputs.items()},
+        sub_steps=cut(trajectory.sub_steps),
+        valid=cut(trajectory.valid),
+        env_ids=trajectory.env_ids[chosen],
+        versions=trajectory.versions,
+        sender=trajectory.sender,
+        stage=trajectory.stage,
+        part=part,
+        intervene_flags=None if trajectory.intervene_flags is None else cut(trajectory.intervene_flags),
+    )
+
+
+def _merge(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], dict):
+        return {name: torch.cat([tensor_of(value[name]) for value in values]) for name in values[0]}
+    return torch.cat([tensor_of(value) for value in values])
+
+
+def _filled(values: Sequence[Any], instead: Sequence[Any]) -> Any:
+    """Return the merged values, `instead` where a shard has none; None where no shard has any."""
+    if all(value is None for value in values):
+        return None
+    return _merge([other if value is None else value for value, other in zip(values, instead, strict=True)])

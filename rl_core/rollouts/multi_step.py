@@ -1,0 +1,330 @@
+"""`MultiStepRolloutWorker`: a rollout that chooses the actions of simulators, chunk by chunk, and sends the trajectories to the trainer.
+
+    env worker -- EnvOutput --> recv_env_output -> predict -> send_chunk_actions --> env worker
+                                    trajectories --> actor
+
+A version of the weights is loaded between two collections only, so that a trajectory has one version.
+
+Legend: B simulators, C actions of a chunk, T decisions.
+"""
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rl_core.api.embodied import EmbodiedOptions, embodied_options
+from rl_core.api.errors import DataError, InfrastructureError
+from rl_core.api.job import RLJobSpec
+from rl_core.api.records import ChunkStepResult, EnvOutput
+from rl_core.channel import Channel
+from rl_core.messages.embodied import CollectionRound
+from rl_core.messages.members import MemberState
+from rl_core.plan.routing import data_rank_of, routes, trajectory_parts
+from rl_core.policies.base import Mode
+from rl_core.policies.folder import build_policy
+from rl_core.rollouts.embodied import bootstrap_rewards, cut_trajectory, merge_env_outputs, tensors_of
+from rl_core.rollouts.pausing_target import pausing
+from rl_core.rollouts.policy_target import PolicyWeightTarget
+from rl_core.rollouts.recorder import TrajectoryRecorder
+from rl_core.rollouts.weight_methods import WeightMethods
+from rl_core.weights.receiver import WeightReceiver
+from rl_core.weights.receiver_state import ReceiverState
+
+
+class MultiStepRolloutWorker(WeightMethods):
+    """Runs the policy of `model.path` for the simulators of the env workers."""
+
+    def __init__(self, cfg: RLJobSpec | Mapping[str, Any], placement: Mapping[str, Any] | None = None) -> None:
+        """Configure the worker for `cfg`, the job's spec; the policy is built by `init_worker`. `placement` is not used."""
+        self.cfg = cfg if isinstance(cfg, RLJobSpec) else RLJobSpec.model_validate(dict(cfg))
+        self.options: EmbodiedOptions = embodied_options(self.cfg)
+        self.per_stage = self.options.num_envs // self.options.stages
+        critic = self.cfg.algorithm.critic_in_use
+        self._gamma = critic.gamma if critic is not None else 1.0
+        self._with_values = critic is not None
+        self.model: nn.Module | None = None
+        self.global_step = 0
+        self._weights: WeightReceiver | None = None
+        self._round = CollectionRound(number=0, step=1, envs=(0,), rollouts=(0,))
+        self._working: asyncio.Task[int] | None = None
+        self._offloaded = False
+
+    # --- bring-up ----------------------------------------------------------------------------------------------------
+
+    def init_worker(self) -> None:
+        """Build the policy, and the receiver of its weights. Does nothing when called again."""
+        if self.model is not None:
+            return
+        config = self.files.get("config.json")
+        if config is None:
+            raise InfrastructureError("a rollout must be given config.json of the policy at registration, got none")
+        self.model = build_policy(config, seed=self.cfg.algorithm.seed).to(self.device).eval()
+        self._weights = WeightReceiver(
+            self.cfg,
+            self.identity,
+            self.epoch,
+            pausing(PolicyWeightTarget(self.model), self._pause),
+            keys=self.keys,
+            device=self.device,
+            device_uuid=next(iter(self.worker_info.device_uuids), None),
+            on_state=self._on_weights,
+            host=self.worker_info.node_ip,
+        )
+        self._weights.warm_up()
+
+    async def start_rollout(self) -> None:
+        """Report the version that is served: the hub has forgotten that of a member that lost its connection."""
+        receiver = self._receiver()
+        if receiver.state is ReceiverState.SERVING:
+            self._on_weights(receiver.state, *receiver.current())
+
+    def sync_model_from_actor(self) -> int:
+        """Return the version that is served. The trainer sends its weights, so that there is nothing to fetch."""
+        return self._receiver().current()[0]
+
+    def set_global_step(self, global_step: int) -> None:
+        """Set the trainer's last step. Raises ValueError when it is negative or goes back."""
+        if global_step < self.global_step:
+            raise ValueError(f"global_step must be {self.global_step} or more, got {global_step}; steps only rise")
+        self.global_step = global_step
+
+    # --- one decision ------------------------------------------------------------------------------------------------
+
+    def predict(self, env_obs: dict[str, Any], mode: Mode = "train") -> tuple[Tensor, dict[str, Any]]:
+        """Return actions [B, C, ...] for observations [B, ...] by name, with prev_logprobs, prev_values and forward_inputs.
+
+        Everything is on the CPU. Mode "train" samples, "eval" takes the most likely action.
+        """
+        if self.model is None:
+            raise InfrastructureError("the policy is not built yet; call init_worker first")
+        obs = {name: tensor.to(self.device) for name, tensor in tensors_of(env_obs).items()}
+        with torch.no_grad():
+            actions, result = self.model.predict(obs, mode)
+        values = result.get("prev_values")
+        return actions.detach().cpu().contiguous(), {
+            "prev_logprobs": result["prev_logprobs"].detach().cpu().float(),
+            "prev_values": None if values is None else values.detach().cpu().float(),
+            "forward_inputs": {name: tensor.detach().cpu() for name, tensor in result["forward_inputs"].items()},
+        }
+
+    def get_dones_and_rewards(self, env_output: EnvOutput) -> tuple[Tensor, Tensor | None]:
+        """Return dones [B, C], and rewards [B, C] with the value of the final observation added where an episode was cut.
+
+        Rewards are None for the first output of a trajectory.
+        """
+        dones = torch.as_tensor(env_output.dones).cpu().contiguous()
+        if env_output.rewards is None:
+            return dones, None
+        rewards = torch.as_tensor(env_output.rewards)
+        values = None
+        wanted = self.options.auto_reset and self._with_values and self.options.bootstrap != "none"
+        if wanted and env_output.final_obs is not None and bool(dones[:, -1].any()):
+            values = self.predict(env_output.final_obs, "eval")[1]["prev_values"]
+        return dones, bootstrap_rewards(
+            rewards,
+            values,
+            torch.as_tensor(env_output.truncations),
+            dones,
+            gamma=self._gamma,
+            bootstrap_type=self.options.bootstrap,
+        )
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def get_src_ranks(self, stage: int = 0) -> list[tuple[int, int]]:
+        """Return (place of the env worker, number of simulators) of each env worker that this rollout serves in a stage."""
+        mine = self._place
+        parts = routes(self.per_stage, env_workers=len(self._round.envs), rollouts=len(self._round.rollouts))
+        return [(route.env, route.size) for route in parts if route.rollout == mine]
+
+    def get_dst_ranks(self, stage: int = 0) -> list[tuple[int, int]]:
+        """Return where the actions of a stage go: as `get_src_ranks`."""
+        return self.get_src_ranks(stage)
+
+    async def recv_env_output(self, input_channel: Channel, mode: Mode = "train", stage: int = 0) -> EnvOutput:
+        """Receive the outputs of all env workers that this rollout serves, merged in their order, as tensors."""
+        sources, shards = self.get_src_ranks(stage), []
+        for env, _ in sources:
+            with self.waiting("observations", f"env:{self._round.envs[env]}"):
+                shards.append(await input_channel.get_async(key=self._round.key(stage, env, self._place)))
+        return merge_env_outputs(shards, [size for _, size in sources])
+
+    def send_chunk_actions(
+        self, output_channel: Channel, chunk_actions: Tensor | np.ndarray, mode: Mode = "train", stage: int = 0
+    ) -> None:
+        """Send each env worker the actions of its simulators. Raises DataError when their numbers are not those of the actions."""
+        destinations, begin = self.get_dst_ranks(stage), 0
+        actions = chunk_actions.detach().cpu().numpy() if isinstance(chunk_actions, Tensor) else chunk_actions
+        if sum(size for _, size in destinations) != len(actions):
+            raise DataError(
+                f"actions must be as many as the simulators {[size for _, size in destinations]}, got {len(actions)}"
+            )
+        for env, size in destinations:
+            part = np.ascontiguousarray(actions[begin : begin + size])
+            output_channel.put(part, key=self._round.key(stage, env, self._place), async_op=True)
+            begin += size
+
+    # --- one collection ----------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        input_channel: Channel,
+        output_channel: Channel,
+        actor_channel: Channel,
+        round: CollectionRound | None = None,
+    ) -> int:
+        """Choose the actions of one collection and send its trajectories to `actor_channel`; return the number of decisions.
+
+        Observations come from `input_channel`, actions go to `output_channel`. A collection that is under way is given up for this one.
+        """
+        return await self._work(round, self._generate(input_channel, output_channel, actor_channel, round))
+
+    async def evaluate(self, input_channel: Channel, output_channel: Channel, round: CollectionRound) -> int:
+        """Choose actions without sampling until the env workers have no more episodes; return the number of decisions."""
+        return await self._work(round, self._evaluate(input_channel, output_channel, round))
+
+    async def _work(self, round: CollectionRound | None, work: Any) -> int:
+        if self._working is not None:
+            self._working.cancel()
+            await asyncio.wait({self._working})
+        self._round = round or self._round
+        self._working = asyncio.ensure_future(work)
+        return await self._working
+
+    async def _generate(
+        self, observations: Channel, actions: Channel, trajectories: Channel, round: CollectionRound | None
+    ) -> int:
+        options, version = self.options, self.sync_model_from_actor() if self._weights is not None else self.global_step
+        stages, decisions = range(options.stages), options.horizon // options.chunk
+        recorders = [
+            TrajectoryRecorder(sender=self._place, stage=stage, auto_reset=options.auto_reset) for stage in stages
+        ]
+        with self._seeded():
+            for decision in range(decisions + 1):
+                for stage in stages:
+                    output = await self.recv_env_output(observations, stage=stage)
+                    last = decision == decisions
+                    chosen = await asyncio.to_thread(self._decide, recorders[stage], output, version, last)
+                    if chosen is not None:
+                        self.send_chunk_actions(actions, chosen, stage=stage)
+                self.record_progress("decisions")
+        await self._deliver(trajectories, recorders)
+        return decisions * options.stages
+
+    def _decide(self, recorder: TrajectoryRecorder, output: EnvOutput, version: int, last: bool) -> Tensor | None:
+        """Record an output and the decision on it; return the actions, None for the last output, of which the value alone counts."""
+        if output.intervene_flags is not None and output.rewards is not None:
+            recorder.intervene(output.intervene_actions, output.intervene_flags)
+        _, rewards = self.get_dones_and_rewards(output)
+        recorder.observe(output, rewards)
+        if last:
+            self._last_values[recorder] = self.predict(output.obs, "eval")[1]["prev_values"]
+            return None
+        actions, result = self.predict(output.obs)
+        recorder.decide(ChunkStepResult(actions=actions, versions=version, **result))
+        return actions
+
+    async def _deliver(self, channel: Channel, recorders: list[TrajectoryRecorder]) -> None:
+        round, stages = self._round, self.options.stages
+        senders = len(round.rollouts) * stages
+        for stage, recorder in enumerate(recorders):
+            sender = self._place * stages + stage
+            trajectory = recorder.finish(self._last_values.pop(recorder))
+            for part, piece in enumerate(cut_trajectory(trajectory, trajectory_parts(senders, round.actors))):
+                rank = data_rank_of(sender, part, senders=senders, actors=round.actors)
+                await channel.put_async(piece, key=round.trajectory_key(rank))
+
+    async def _evaluate(self, observations: Channel, actions: Channel, round: CollectionRound) -> int:
+        sources = [place for place in range(len(round.envs)) if place % len(round.rollouts) == self._place]
+        served = await asyncio.gather(*(self._serve(observations, actions, round, env) for env in sources))
+        return sum(served)
+
+    async def _serve(self, observations: Channel, actions: Channel, round: CollectionRound, env: int) -> int:
+        """Choose the actions for one env worker until it sends no observations."""
+        key, count = round.key(0, env, self._place), 0
+        while True:
+            with self.waiting("observations", f"env:{round.envs[env]}"):
+                output: EnvOutput = await observations.get_async(key=key)
+            if output.obs is None:
+                return count
+            chosen, _ = await asyncio.to_thread(self.predict, output.obs, "eval")
+            actions.put(chosen.numpy(), key=key, async_op=True)
+            self.record_progress("decisions")
+            count += 1
+
+    # --- weights and the end -----------------------------------------------------------------------------------------
+
+    def offload_model(self) -> None:
+        """Move the policy to host memory; idempotent."""
+        if self.model is not None and not self._offloaded:
+            self.model.to("cpu")
+            self._offloaded = True
+
+    def reload_model(self) -> None:
+        """Move the policy back to its device; idempotent."""
+        if self.model is not None and self._offloaded:
+            self.model.to(self.device)
+            self._offloaded = False
+
+    async def on_new_epoch(self, epoch: int) -> None:
+        """Give up the collection; the weights have no version until those of the restarted trainer are verified."""
+        self._stop()
+        if self._weights is not None:
+            self._weights.set_epoch(epoch)
+
+    async def drain(self) -> None:
+        """Give up the collection, which the runner then repeats without this rollout."""
+        self._stop()
+
+    async def close(self) -> None:
+        """Stop serving. May be called again."""
+        self._stop()
+        if self._weights is not None:
+            await self._weights.close()
+            self._weights = None
+
+    def status(self) -> dict[str, Any]:
+        """Return version and digest of the weights, and the state of their receiver."""
+        version, digest = self._weights.current() if self._weights is not None else (-1, "")
+        state = self._weights.state if self._weights is not None else ReceiverState.UNVERSIONED
+        return {"version": version, "digest": digest, "weights": state.value}
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _place(self) -> int:
+        """Place of this rollout in the collection."""
+        rollouts = self._round.rollouts
+        return rollouts.index(self.rank) if self.rank in rollouts else 0
+
+    def _receiver(self) -> WeightReceiver:
+        if self._weights is None:
+            raise InfrastructureError("the policy is not built yet; call init_worker first")
+        return self._weights
+
+    async def _pause(self, deadline: float) -> None:
+        """Wait for the end of the collection, so that a trajectory has one version."""
+        if self._working is not None and not self._working.done():
+            await asyncio.wait({self._working}, timeout=deadline)
+
+    def _on_weights(self, state: ReceiverState, version: int, digest: str) -> None:
+        serving = state is ReceiverState.SERVING
+        self.set_policy_version(version if version >= 0 else None, digest or None, "checksums" if serving else "")
+        self.set_state(MemberState.SERVING if serving else MemberState.UPDATING)
+
+    @contextmanager
+    def _seeded(self) -> Iterator[None]:
+        """Draw the numbers of a collection from a seed of its own: a collection that is repeated chooses the same actions."""
+        self._last_values: dict[TrajectoryRecorder, Tensor | None] = {}
+        seed = np.random.SeedSequence([self.cfg.algorithm.seed, self._round.step, self._place]).generate_state(1)[0]
+        torch.manual_seed(int(seed))
+        yield
+
+    def _stop(self) -> None:
+        if self._working is not None:
+            self._working.cancel()

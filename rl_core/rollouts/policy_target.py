@@ -1,0 +1,43 @@
+"""`PolicyWeightTarget`: writes new weights into a policy module."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from rl_core.weights.storage_alias import storage_alias
+
+
+class PolicyWeightTarget:
+    """Implements `WeightTarget` and `InPlaceTarget` over a module that nobody calls while its weights change."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Write into the parameters and buffers of `model`."""
+        self._tensors: dict[str, Tensor] = dict(model.state_dict(keep_vars=False))
+
+    async def prepare(self, deadline: float) -> None:
+        """Do nothing: the worker has paused already."""
+
+    def names_and_shapes(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
+        """Return name -> (shape, dtype) of every tensor of the model."""
+        return {
+            name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in self._tensors.items()
+        }
+
+    def destinations(self) -> Mapping[str, Tensor]:
+        """Return the tensors on the CPU that may be written in place."""
+        return {
+            name: storage_alias(tensor)
+            for name, tensor in self._tensors.items()
+            if tensor.device.type == "cpu" and tensor.is_contiguous()
+        }
+
+    def load(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Write every tensor; names and shapes were compared with the manifest before."""
+        with torch.no_grad():
+            for name, tensor in tensors:
+                self._tensors[name].copy_(tensor)
+
+    async def resume(self, version: int, digest: str) -> None:
+        """Do nothing: the next collection acts with the new weights."""

@@ -1,0 +1,101 @@
+"""Gathers the decisions of one pipeline stage into a `Trajectory`.
+
+Legend: B simulators, C actions of a chunk, T decisions.
+"""
+
+import torch
+from torch import Tensor
+
+from rl_core.api.records import ChunkStepResult, EnvOutput, Trajectory
+
+
+class TrajectoryRecorder:
+    """The trajectory of one stage while it is generated."""
+
+    def __init__(self, *, sender: int, stage: int, auto_reset: bool) -> None:
+        """`sender` is the place of the rollout in the collection. Without `auto_reset` a simulator rests after its episode."""
+        self._sender, self._stage, self._auto_reset = sender, stage, auto_reset
+        self._steps: list[ChunkStepResult] = []
+        self._rewards: list[Tensor] = []
+        self._sub_steps: list[Tensor] = []
+        self._valid: list[Tensor] = []
+        self._began: Tensor | None = None
+        """[B]: decision with which the open episode of each simulator began."""
+        self._flags: list[Tensor | None] = []
+        self._ends: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._env_ids: Tensor | None = None
+
+    def observe(self, output: EnvOutput, rewards: Tensor | None) -> None:
+        """Add what the simulators answered to the last decision; `rewards` [B, C] have bootstraps added, None before the first one."""
+        if rewards is None or self._began is None:
+            self._began = torch.zeros(len(output.dones), dtype=torch.int64)
+            self._env_ids = output.env_ids
+            self._ends.append((output.dones, output.terminations, output.truncations))
+            return
+        self._rewards.append(rewards)
+        self._ends.append((output.dones, output.terminations, output.truncations))
+        width = rewards.shape[1]
+        made = output.sub_steps if output.sub_steps is not None else torch.full((len(rewards),), width)
+        self._sub_steps.append(made)
+        self._valid.append(torch.ones(len(rewards), dtype=torch.bool))
+        done = output.dones.any(dim=1)
+        if output.lost is not None:
+            for row in output.lost.nonzero().flatten().tolist():
+                for valid in self._valid[int(self._began[row]) :]:
+                    valid[row] = False
+        self._began = torch.where(done, len(self._rewards), self._began)
+
+    def decide(self, step: ChunkStepResult) -> None:
+        """Add a decision."""
+        self._steps.append(step)
+
+    def intervene(self, actions: Tensor, flags: Tensor) -> None:
+        """Put the actions of a person [B, C, ...] in place of the last ones, where `flags` [B, C] say so."""
+        last, wide = self._steps[-1], flags.reshape(*flags.shape, *(1,) * (actions.dim() - 2))
+        last.actions = torch.where(wide, actions.to(last.actions.dtype), last.actions)
+        if "actions" in last.forward_inputs:
+            last.forward_inputs["actions"] = last.actions
+        self._flags += [None] * (len(self._steps) - len(self._flags))
+        self._flags[-1] = flags
+
+    def finish(self, values: Tensor | None) -> Trajectory:
+        """Return the trajectory. `values` [B, 1] are those of the observations after the last chunk; None without a value head."""
+        steps, rows = self._steps, len(self._rewards[0])
+        nothing = torch.zeros(rows, 1)
+        worth = [nothing if step.prev_values is None else step.prev_values for step in steps]
+        dones, terminations, truncations = (
+            _ends(list(parts), self._rewards[0]) for parts in zip(*self._ends, strict=True)
+        )
+        if self._auto_reset:
+            dones[0] = False  # the end of the episode before belongs to the trajectory before
+        flags = None
+        if any(flag is not None for flag in self._flags):
+            empty = torch.zeros(self._rewards[0].shape, dtype=torch.bool)
+            padded = [*self._flags, *[None] * (len(steps) - len(self._flags))]
+            flags = torch.stack([empty if flag is None else flag for flag in padded])
+        return Trajectory(
+            actions=torch.stack([step.actions for step in steps]),
+            prev_logprobs=torch.stack([step.prev_logprobs for step in steps]),
+            prev_values=torch.stack([*worth, nothing if values is None else values]).float(),
+            rewards=torch.stack(self._rewards),
+            dones=dones,
+            terminations=terminations,
+            truncations=truncations,
+            forward_inputs={
+                name: torch.stack([step.forward_inputs[name] for step in steps]) for name in steps[0].forward_inputs
+            },
+            sub_steps=torch.stack(self._sub_steps),
+            valid=torch.stack(self._valid),
+            env_ids=torch.arange(rows) if self._env_ids is None else self._env_ids,
+            versions=torch.tensor([step.versions for step in steps]),
+            sender=self._sender,
+            stage=self._stage,
+            intervene_flags=flags,
+        )
+
+
+def _ends(parts: list[Tensor], rewards: Tensor) -> Tensor:
+    """Return [T + 1, B, C] bool; the first row has one column, which becomes the last of C."""
+    first = torch.zeros(rewards.shape, dtype=torch.bool)
+    first[:, -1] = parts[0][:, -1]
+    return torch.stack([first, *parts[1:]])

@@ -1,0 +1,166 @@
+"""The embodied program: a policy acts in simulators and is trained on its trajectories, on policy.
+
+`run_step` is one step at policy version v: collect trajectories, train, publish version v + 1.
+"""
+
+from typing import Any, Self
+
+from rl_core.api.embodied import embodied_options
+from rl_core.envs.embodied import episode_metrics
+from rl_core.messages.embodied import EpisodeStats
+from rl_core.plan.groups import ACTOR, ENV, ROLLOUT, TRAJECTORIES
+from rl_core.runner.changes import for_elastic_roles
+from rl_core.runner.collection import Collection
+from rl_core.runner.joining import build_strategies
+from rl_core.runner.member_versions import MemberVersions
+from rl_core.runner.members import Members
+from rl_core.runner.run import Run
+from rl_core.runner.saving import Saving
+from rl_core.runner.startup import Startup
+from rl_core.runner.status import Phase
+from rl_core.runner.sync import WeightSync
+from rl_core.runner.time_sharing import build_device_schedule
+from rl_core.runner.training_program import TrainingProgram
+from rl_core.runner.workload import Workload
+
+
+class EmbodiedRunner(TrainingProgram):
+    """A program that trains a policy that acts in simulators."""
+
+    def __init__(self, run: Run, saving: Saving, *, collection: Collection, **parts: Any) -> None:
+        """`collection` brings the trajectories of a step to the actors; `parts` are those of `TrainingProgram`."""
+        super().__init__(run, saving, **parts)
+        self.collection = collection
+        self._env_steps = 0
+        saving.register("embodied", self)
+
+    @classmethod
+    def build(cls, run: Run) -> Self:
+        """Launch the worker groups and create the program with its parts. Raises ConfigError for wrong `env.options`."""
+        spec = run.job.spec
+        embodied_options(spec)
+        stable = for_elastic_roles(spec)
+        actor = run.launch(ACTOR, spec)
+        run.launch(ROLLOUT, stable)
+        run.launch(ENV, stable)
+        for name, group in run.planned.items():
+            if group.config is not None:
+                run.launch(name, dict(group.config))
+        schedule = build_device_schedule(spec, cluster=run.cluster, actor=actor)
+        versions = MemberVersions(lambda processes, version: None)
+        strategies = build_strategies(
+            run.planned.values(),
+            run.groups,
+            cluster=run.cluster,
+            versions=versions,
+            release=lambda name, incarnation: None,
+            schedule=schedule,
+            seconds=spec.runtime.deadlines.wait_ready,
+            start_args=(),
+        )
+        members = Members(run.cluster, strategies, run.roster, run.board, spec.runtime.deadlines, fail=run.stops.fail)
+        sync = WeightSync(
+            run.applied,
+            cluster=run.cluster,
+            actor=actor,
+            members=members,
+            versions=versions,
+            roster=run.roster,
+            workload=Workload(),
+            check=None,
+        )
+        saving = Saving.of(run, schedule=schedule, group=actor, weights_digest=lambda: sync.digest)
+        startup = Startup(
+            spec.runtime.deadlines,
+            run.progress,
+            actor=actor,
+            schedule=schedule,
+            members=members,
+            sync=sync,
+            saving=saving,
+            stops=run.stops,
+        )
+        collection = Collection(
+            run,
+            actor,
+            versions,
+            observations=run.channel("observations"),
+            actions=run.channel("actions"),
+            trajectories=run.channel(TRAJECTORIES),
+        )
+        program = cls(run, saving, collection=collection, startup=startup, schedule=schedule, sync=sync)
+        run.cluster.hub.add_listeners(joined=members.joined, lost=members.lost)
+        return program
+
+    @property
+    def needs_scoring(self) -> bool:
+        """False: log-probabilities and values are those of the rollouts, which have the same weights."""
+        return False
+
+    @property
+    def validates(self) -> bool:
+        """True: episodes can be evaluated at any time."""
+        return True
+
+    def run_step(self) -> None:
+        """One step: collect -> train -> publish -> evaluate, log, checkpoint."""
+        report, progress = self.report, self.progress
+        report.begin_step()
+        with report.measure("step"):
+            collected = self.collect()
+            trained = self.train()
+            with self.board.during(Phase.TRAINING):  # a stop waits until the step is final
+                progress.step, progress.version = progress.step + 1, progress.version + 1
+                progress.reward = collected.get("env/return", progress.reward)
+            self.publish()
+        seconds = report.seconds("step")
+        self.board.step_took(seconds)
+        metrics = collected | trained | {"perf/env_steps_per_second": collected["env/steps"] / seconds}
+        if "env/return" in collected:
+            metrics["reward/mean"] = collected["env/return"]
+        self.check_metrics(metrics)
+        spec = self.applied.spec
+        if progress.step == spec.algorithm.steps or progress.step % spec.validation.every_steps == 0:
+            metrics |= self.evaluate()
+        report.log(metrics | self.sync.metrics() | self.schedule.metrics() | self.idle() | self.board.totals())
+        report.trace()
+        self.save_if_due()
+        self.stops.raise_if_stop_requested()
+
+    def collect(self) -> dict[str, float]:
+        """Collect the trajectories of the next step; return `env/*`."""
+        with self.board.during(Phase.GENERATING), self.schedule.generating(), self.report.measure("rollout"):
+            stats = self.collection.collect(self.progress.step + 1, at=self.await_members)
+        steps = sum(one.steps for one in stats)
+        self._env_steps += steps
+        return episode_metrics(episodes_of(stats)) | {
+            "env/steps": float(steps),
+            "env/steps_total": float(self._env_steps),
+            "env/lost_episodes": float(sum(one.lost for one in stats)),
+            "env/repeated_collections": float(self.collection.repeated),
+        }
+
+    def await_members(self) -> None:
+        """Wait for the rollouts and env workers of the job, as far as it cannot go on without them."""
+        self.startup.await_rollouts(at=self.handle_requests)
+
+    def evaluate(self) -> dict[str, float]:
+        """Run the evaluation episodes with the current weights and without sampling; return `val/*`."""
+        spec = self.applied.spec
+        episodes = embodied_options(spec).eval_episodes
+        with self.board.during(Phase.VALIDATING), self.schedule.generating(), self.report.measure("validation"):
+            stats = self.collection.evaluate(self.progress.step, episodes, at=self.await_members)
+        return episode_metrics(episodes_of(stats), prefix="val")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps besides the policy: the number of steps that the simulators made."""
+        return {"env_steps": self._env_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        self._env_steps = int(state["env_steps"])
+
+
+def episodes_of(stats: list[EpisodeStats]) -> list[dict[str, Any]]:
+    """Return the episodes of all env workers."""
+    return [episode for one in stats for episode in one.episodes]

@@ -1,0 +1,129 @@
+"""`TrainingProgram`: what the programs that train a policy have in common: its start, one training step, and the publication of weights."""
+
+from abc import abstractmethod
+from typing import Any
+
+from rl_core.api.job import RLJobSpec
+from rl_core.plan.groups import ACTOR
+from rl_core.runner.device_schedule import DeviceSchedule
+from rl_core.runner.program import Program
+from rl_core.runner.run import Run
+from rl_core.runner.saving import Saving
+from rl_core.runner.startup import Startup
+from rl_core.runner.status import Phase
+from rl_core.runner.stopping import Stopped
+from rl_core.runner.sync import WeightSync
+
+
+class TrainingProgram(Program):
+    """A program with an actor that trains and rollouts that take its weights. A subclass writes `run_step`."""
+
+    def __init__(
+        self, run: Run, saving: Saving, *, startup: Startup, schedule: DeviceSchedule, sync: WeightSync
+    ) -> None:
+        """`startup` starts the worker groups, `sync` publishes weights to the rollouts."""
+        super().__init__(run, saving)
+        self.actor = run.groups[ACTOR]
+        self.startup, self.schedule, self.sync = startup, schedule, sync
+
+    def start(self) -> None:
+        """Start all worker groups, load the checkpoint to resume from, if any, and publish the initial weights."""
+        self.startup.run(at=self.handle_requests)
+
+    def loop(self) -> None:
+        """Evaluate the initial weights if the job asks for it, then run step after step."""
+        if self.progress.step == 0 and self.applied.spec.validation.before_training and self.validates:
+            self.report.log(self.evaluate())
+        self.handle_requests()
+        # STARTING has no stall bound and the operator takes it for asleep, so the run counts as generating between two schedule.
+        with self.board.during(Phase.GENERATING):
+            try:
+                while self.progress.step < self.applied.spec.algorithm.steps:
+                    self.run_step()
+                    self.handle_requests()
+            finally:
+                self.write_last_step()
+
+    @abstractmethod
+    def run_step(self) -> None:
+        """Run one step: collect, train, publish, evaluate, log, checkpoint."""
+
+    @property
+    def validates(self) -> bool:
+        """Whether the initial weights can be evaluated."""
+        return False
+
+    @property
+    def needs_scoring(self) -> bool:
+        """Whether the trainer computes log-probabilities or values before it trains."""
+        return self.applied.spec.algorithm.needs_scoring
+
+    def train(self) -> dict[str, float]:
+        """Have the actors compute advantages and run the optimizer steps; return `train/*` and `perf/*`. Raises Stopped if cancelled."""
+        spec = self.applied.spec
+        actor = self.actor.within(spec.runtime.deadlines.rpc)
+        with (
+            self.board.during(Phase.TRAINING),
+            self.schedule.training(),
+            self.stops.cancelling(lambda: actor.cancel_training()),
+        ):
+            self.stops.raise_if_stop_requested()  # a stop requested before TRAINING could not cancel it; honour it now
+            if self.needs_scoring:
+                with self.report.measure("inference"):
+                    self.stops.wait(self.actor.compute_log_probs())
+                self.stops.raise_if_stop_requested()
+            with self.report.measure("train"):
+                # Both are sent at once; a rank runs them in this order.
+                preparing = self.actor.compute_advantages_and_returns()
+                training = self.actor.run_training(self.progress.step + 1)
+                self.report.write()
+                self.stops.wait(preparing)
+                metrics = self.stops.wait(training)[0]
+        if metrics is None:
+            raise Stopped(f"{self.stops.reason}, in the training of step {self.progress.step + 1}")
+        return {
+            f"train/{key.removeprefix('actor/')}" if key.startswith("actor/") else key: value
+            for key, value in metrics.items()
+        }
+
+    def write_last_step(self) -> None:
+        """Write the metrics and the trace of the last step, as far as they are not written. A program may have more to write."""
+        self.report.write()
+
+    def publish(self) -> None:
+        """Publish the new version to the rollouts, which continue with it."""
+        progress = self.progress
+        with self.board.during(Phase.SYNCING), self.schedule.syncing(), self.report.measure("sync"):
+            self.sync.publish(progress.version)
+        self.board.set(step=progress.step, policyVersion=progress.version, reward=progress.reward)
+
+    def save_if_due(self) -> None:
+        """Report a checkpoint that was written in the background, and save one when it is due."""
+        self.saving.settle()
+        if (due := self.saving.due()) is not None:
+            self.report.write()  # a run that resumes from the checkpoint must find the line of its step
+            with self.report.measure("checkpoint"):
+                self.saving.try_save(due)
+            self.report.trace()
+
+    def idle(self) -> dict[str, float]:
+        """Return `time/idle_actor` and `time/idle_rollout` of the step, in seconds.
+
+        On policy the actor is idle while rollouts generate, and rollouts are idle while the actor trains.
+        """
+        busy_actor = [self.report.seconds(part) for part in ("inference", "train", "sync")]
+        return {"time/idle_actor": self.report.seconds("rollout"), "time/idle_rollout": sum(busy_actor)}
+
+    def apply(self, spec: RLJobSpec, before: RLJobSpec) -> None:
+        """Apply a changed learning rate and number of steps to the actors."""
+        rate, steps = spec.actor.optimizer.learning_rate, spec.algorithm.steps
+        if (rate, steps) != (before.actor.optimizer.learning_rate, before.algorithm.steps):
+            self.stops.wait(self.actor.set_schedule(rate, steps), spec.runtime.deadlines.rpc)
+
+    def status(self) -> dict[str, Any]:
+        """Return the shared devices for `/status`."""
+        return {"devices": self.schedule.devices()}
+
+    def close(self) -> None:
+        """Stop the joins."""
+        self.sync.members.close()
