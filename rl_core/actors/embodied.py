@@ -20,12 +20,13 @@ from rl_core.api.records import Trajectory
 from rl_core.batching.collate import TrainingBatch
 from rl_core.channel import Channel
 from rl_core.messages.embodied import CollectionRound
+from rl_core.plan.groups import ACTOR, ROLLOUT
 
 
 class EmbodiedFSDPActor(Actor):
     """One rank of a trainer with `actor.backend` fsdp1 or fsdp2 and a policy that acts in simulators."""
 
-    def __init__(self, cfg: RLJobSpec | Mapping[str, Any], placement: Any = None, role: str = "actor") -> None:
+    def __init__(self, cfg: RLJobSpec | Mapping[str, Any], placement: Any = None, role: str = ACTOR) -> None:
         """Join the other ranks; no model is built yet. Raises ConfigError for settings that do not fit each other."""
         super().__init__(cfg, placement, role)
         self.options = embodied_options(self.cfg)
@@ -63,7 +64,7 @@ class EmbodiedFSDPActor(Actor):
         limit = self.cfg.runtime.deadlines.rollout if seconds is None else seconds
         deadline = time.monotonic() + limit
         received: list[Trajectory] = []
-        with self.waiting("trajectories", "rollout"):
+        with self.waiting("trajectories", ROLLOUT):
             while len(received) < wanted:
                 left = max(deadline - time.monotonic(), 0.001)
                 try:

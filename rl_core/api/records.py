@@ -189,7 +189,7 @@ class EnvOutput:
     dones: Any = None
     """[B, C] bool: either of them."""
     final_info: list[dict[str, Any]] | None = None
-    """One entry per episode that ended: env, return, length, success_once, success_at_end."""
+    """One entry per episode that ended: slot, return, length, success_once, success_at_end."""
     sub_steps: Any = None
     """[B] int64: actions of the chunk that were made, at most C."""
     lost: Any = None

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rl_core.plan.groups import ENV
 from rl_core.plan.routing import shares
 
 EVALUATION = 1 << 30
@@ -31,7 +32,7 @@ def eval_share(episodes: int, worker: int, workers: int) -> int:
     return shares(episodes, workers)[worker]
 
 
-def episode_metrics(final_infos: Sequence[Mapping[str, Any]], *, prefix: str = "env") -> dict[str, float]:
+def episode_metrics(final_infos: Sequence[Mapping[str, Any]], *, prefix: str = ENV) -> dict[str, float]:
     """Return means over episodes: return, reward per step, length, success at any step and at the last one; and their number.
 
     Without episodes only `num_trajectories` is given.

@@ -196,7 +196,7 @@ class GymnasiumVectorEnv:
     def _info(self, index: int) -> dict[str, Any]:
         episode = self._episodes[index]
         return {
-            "env": index,
+            "slot": index,
             "return": episode.total,
             "length": episode.length,
             "success_once": episode.success_once,

@@ -43,7 +43,7 @@ class EpisodeStats:
     """The episodes that ended at one env worker in a collection."""
 
     episodes: list[dict[str, Any]] = field(default_factory=list)
-    """Each has env, return (undiscounted), length, success_once and success_at_end."""
+    """Each has slot, return (undiscounted), length, success_once and success_at_end."""
     steps: int = 0
     """Steps that the simulators made."""
     lost: int = 0

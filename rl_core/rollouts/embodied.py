@@ -59,25 +59,23 @@ def bootstrap_rewards(
     dones: Tensor,
     *,
     gamma: float,
+    terminations: Tensor | None = None,
     bootstrap_type: str = "standard",
 ) -> Tensor:
     """Return `rewards` [B, C], with gamma times the value of the final observation added where an episode was cut.
 
     `values` [B, 1 or more] are those of the final observations, of which the first column counts; None adds nothing. An end counts in
     the last column. standard: episodes that were truncated and did not terminate; always: every end; none: no end.
+    `terminations` None: an episode that was truncated did not terminate.
     """
     result = rewards.detach().clone().cpu().contiguous()
     if values is None or bootstrap_type == "none":
         return result
-    ended = dones[:, -1] if bootstrap_type == "always" else truncations[:, -1] & ~_terminated(truncations, dones)
+    terminated = torch.zeros_like(dones[:, -1]) if terminations is None else terminations[:, -1]
+    ended = dones[:, -1] if bootstrap_type == "always" else truncations[:, -1] & ~terminated
     worth = values.detach().cpu().float().reshape(len(values), -1)[:, 0]
     result[:, -1] += torch.where(ended.cpu(), gamma * worth, 0.0)
     return result
-
-
-def _terminated(truncations: Tensor, dones: Tensor) -> Tensor:
-    """Return where an episode ended without being cut, [B]."""
-    return dones[:, -1] & ~truncations[:, -1]
 
 
 def tensor_of(value: Any) -> Tensor:

@@ -131,6 +131,7 @@ class MultiStepRolloutWorker(WeightMethods):
             torch.as_tensor(env_output.truncations),
             dones,
             gamma=self._gamma,
+            terminations=torch.as_tensor(env_output.terminations),
             bootstrap_type=self.options.bootstrap,
         )
 

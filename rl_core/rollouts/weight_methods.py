@@ -11,6 +11,7 @@ from rl_core.messages.weights import (
     WeightOffer,
     WeightTransfer,
 )
+from rl_core.plan.groups import ACTOR
 from rl_core.weights.receiver import WeightReceiver
 from rl_core.workers.worker import Worker
 
@@ -19,7 +20,7 @@ class WeightMethods(Worker):
     """A worker with a weight receiver. The actor calls these methods."""
 
     peer_methods: ClassVar[Mapping[str, frozenset[str]]] = {
-        "actor": frozenset({"weights_offer", "weights_transfer", "weights_commit", "weights_abort", "weights_relay"})
+        ACTOR: frozenset({"weights_offer", "weights_transfer", "weights_commit", "weights_abort", "weights_relay"})
     }
 
     def _receiver(self) -> WeightReceiver:

@@ -129,7 +129,7 @@ class EmbodiedRunner(TrainingProgram):
 
     def collect(self) -> dict[str, float]:
         """Collect the trajectories of the next step; return `env/*`."""
-        with self.board.during(Phase.GENERATING), self.schedule.generating(), self.report.measure("rollout"):
+        with self.board.during(Phase.GENERATING), self.schedule.generating(), self.report.measure(ROLLOUT):
             stats = self.collection.collect(self.progress.step + 1, at=self.await_members)
         steps = sum(one.steps for one in stats)
         self._env_steps += steps

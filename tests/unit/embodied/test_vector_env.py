@@ -1,0 +1,92 @@
+"""GymnasiumVectorEnv on a simulator whose transitions are known: ends, chunks, resting simulators, and simulators that fail."""
+
+import numpy as np
+import pytest
+
+from rl_core.api.errors import RolloutDataFailure
+from rl_core.envs.gymnasium import GymnasiumVectorEnv
+
+SCRIPTED = "tests.unit.embodied.simulators:Scripted"
+
+
+def env(count, *, vectorization="sync", auto_reset=True, step_seconds=60.0, **kwargs):
+    return GymnasiumVectorEnv(
+        SCRIPTED,
+        count,
+        auto_reset=auto_reset,
+        vectorization=vectorization,
+        seed_of=lambda index, episode: index + 10 * episode,
+        step_seconds=step_seconds,
+        **kwargs,
+    )
+
+
+def test_an_end_gives_the_exact_final_observation_and_the_first_of_the_next_episode():
+    made = env(2)
+    made.reset()
+    for _ in range(2):
+        output = made.step(np.zeros(2))
+        assert not output.dones.any() and output.final_obs is None
+    output = made.step(np.zeros(2))
+    assert output.terminations.tolist() == [[True], [False]] and not output.truncations.any()
+    assert output.final_obs["states"].tolist() == [[0, 3], [1, 3]]
+    assert output.obs["states"].tolist() == [[10, 0], [1, 3]]
+    assert output.final_info == [{"slot": 0, "return": 6.0, "length": 3, "success_once": True, "success_at_end": False}]
+    output = made.step(np.zeros(2))
+    assert output.truncations.tolist() == [[False], [True]] and not output.terminations.any()
+    assert output.final_obs["states"][1].tolist() == [1, 4]
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5])
+def test_a_chunk_ends_with_the_episode_and_reports_its_end_in_the_last_column(width):
+    made, truth = env(2), []
+    made.reset()
+    for slot, end in ((0, 3), (1, 4)):
+        step = 0
+        rows = []
+        for _ in range(4):
+            rewards, done = [], False
+            while len(rewards) < width and not done:
+                step += 1
+                rewards.append(float(step))
+                done = step == end
+            rows.append((rewards + [0.0] * (width - len(rewards)), len(rewards), done))
+            step = 0 if done else step
+        truth.append((slot, rows))
+    for turn in range(4):
+        output = made.chunk_step(np.zeros((2, width)))
+        for slot, rows in truth:
+            rewards, steps, done = rows[turn]
+            assert output.rewards[slot].tolist() == rewards
+            assert output.sub_steps[slot] == steps
+            assert output.dones[slot].tolist() == [False] * (width - 1) + [done]
+
+
+def test_without_auto_reset_a_simulator_rests_with_reward_0_and_is_done():
+    made = env(2, auto_reset=False)
+    made.reset()
+    first = made.chunk_step(np.zeros((2, 4)))
+    assert first.dones.tolist() == [[False, False, True, False], [False, False, False, True]]
+    second = made.chunk_step(np.zeros((2, 4)))
+    assert made.all_resting and second.rewards.sum() == 0 and second.final_info is None
+    assert second.obs["states"].tolist() == [[0, 3], [1, 4]] and second.sub_steps.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("fault", ["raise", "nan", "text", "shape"])
+def test_a_simulator_that_fails_loses_its_own_episode_only(fault):
+    made = env(3, fault=fault, fault_seeds=[1])
+    made.reset()
+    made.step(np.zeros(3))
+    output = made.step(np.zeros(3))
+    assert output.lost.tolist() == [False, True, False]
+    assert output.rewards.tolist() == [[2.0], [0.0], [2.0]] and output.sub_steps.tolist() == [1, 0, 1]
+    assert output.dones.tolist() == [[False], [True], [False]] and output.final_info is None
+    assert output.obs["states"][1].tolist() == [11, 0] or output.obs["states"][1].tolist() == [1, 0]
+
+
+def test_a_simulator_that_always_fails_ends_the_run_with_its_cause():
+    made = env(1, fault="raise", fault_at=1, fault_seeds=range(100))
+    made.reset()
+    with pytest.raises(RolloutDataFailure, match="5 failures in a row in slot 0.*broken"):
+        for _ in range(20):
+            made.step(np.zeros(1))
