@@ -82,11 +82,6 @@ class GymnasiumVectorEnv:
         self._episodes = [_Episode() for _ in range(num_envs)]
         self._number_of_steps = 0
 
-    @property
-    def slots(self) -> Slots:
-        """The simulators."""
-        return self._slots
-
     def reset(self, seed: int | Sequence[int] | None = None) -> EnvOutput:
         """Begin an episode in every simulator; return the first observations, no rewards, and dones that are false, [B, 1].
 
