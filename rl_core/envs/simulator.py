@@ -37,7 +37,7 @@ def make_simulator(settings: SimulatorSettings) -> Any:
         raise
     except ImportError as error:
         raise ConfigError(
-            f"env.options.id: {name} needs a package that is not installed: {error}; install rljob[simulators] in the env image"
+            f"env.options.id: {name} needs a package that is not installed: {error}; install rljob[env]"
         ) from error
     except Exception as error:  # gymnasium and user code raise anything
         raise ConfigError(f"env.options.id: {name} could not be built: {describe(error)}; correct it") from error
