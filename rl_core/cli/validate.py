@@ -219,12 +219,14 @@ def _bad_rows(field: str, read: Callable[..., object], path: Path | None = None)
 
 
 def _example_rows(job: RLJob) -> dict[str, "EnvRow"]:
-    """Return rows of the training and validation data to try the environment with; none of a data set on the hub."""
+    """Return rows of the training and validation data to try the environment with; none of a data set on the hub or of simulators."""
     from rl_core.data.examples import example_rows
     from rl_core.data.source import read_rows
 
     data = job.spec.data
     found: dict[str, EnvRow] = {}
+    if is_embodied(job.spec):
+        return found
     for field, reference in (("data.train", data.train), ("data.validation", data.validation)):
         if reference is not None and not reference.startswith(HUB_SCHEME):
             rows = read_rows(reference, field=field, max_bad_rows=data.max_bad_rows)
