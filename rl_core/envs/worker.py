@@ -15,11 +15,13 @@ from rl_core.api.errors import DeadlineExceeded, InfrastructureError
 from rl_core.api.settings import DeadlinesSpec
 from rl_core.envs.pool import EnvPool
 from rl_core.envs.source import env_source
+from rl_core.envs.vector_worker import EnvWorker
 from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvRow, MemberCall
 from rl_core.observability import events
 from rl_core.workers.member_calls import MemberCaller
 from rl_core.workers.worker import Worker
 
+__all__ = ["EnvWorker", "TextEnvWorker"]
 CALL_SHARE = 0.8
 """Share of the deadline of a step that one call to a group may take, so that its failure arrives before that of the step."""
 T = TypeVar("T")

@@ -204,6 +204,18 @@ METRICS = (
         "",
         "counters of the environments since they started: rows, calls, starts, deaths, data_failures",
     ),
+    Metric(
+        "<env,val>/<return,reward>",
+        "reward",
+        "mean sum of rewards of an episode of a simulator; mean reward of one of its steps",
+    ),
+    Metric("<env,val>/episode_len", "steps", "mean length of an episode"),
+    Metric("<env,val>/<success_once,success_at_end>", "share", "episodes with success in any step, in the last step"),
+    Metric("<env,val>/num_trajectories", "episodes", "finished episodes"),
+    Metric(
+        "env/<lost_episodes,repeated_collections>", "", "episodes and collections done again after a failure, so far"
+    ),
+    Metric("env/<steps,steps_total>", "steps", "steps of simulators in the step, and so far"),
     Metric("weights/version", "versions", "version that was synced"),
     Metric("weights/publish_seconds", "s", "time from the end of training to the last rollout that holds the version"),
     Metric("weights/apply_seconds", "s", "longest time in which a rollout loaded the weights"),
@@ -234,6 +246,7 @@ METRICS = (
         "perf/tokens_per_second_per_device", "tokens/s", "the same per accelerator, or per process where there is none"
     ),
     Metric("perf/train_tokens_per_second", "tokens/s", "tokens of the step over the time of training alone"),
+    Metric("perf/env_steps_per_second", "steps/s", "steps of simulators over the duration of the step"),
     Metric("perf/dp_imbalance", "ratio", "tokens of the data-parallel rank with most work over the mean"),
     Metric("perf/padding_waste", "share", "positions of a micro-batch that hold no token"),
     Metric("offload/<bytes,seconds>", "bytes, s", "moved from the devices to main memory"),

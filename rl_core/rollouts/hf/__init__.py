@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_core.rollouts.hf.engine import HFEngine
     from rl_core.rollouts.hf.worker import HFRolloutWorker
+    from rl_core.rollouts.multi_step import MultiStepRolloutWorker
 
-__all__ = ["HFEngine", "HFRolloutWorker"]
-_MODULES = {"HFEngine": "engine", "HFRolloutWorker": "worker"}
+__all__ = ["HFEngine", "HFRolloutWorker", "MultiStepRolloutWorker"]
+_MODULES = {"HFEngine": "hf.engine", "HFRolloutWorker": "hf.worker", "MultiStepRolloutWorker": "multi_step"}
 
 
 def __getattr__(name: str) -> Any:
@@ -16,4 +17,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(f"rl_core.rollouts.{_MODULES[name]}"), name)
