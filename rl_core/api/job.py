@@ -68,8 +68,6 @@ NAME_REFUSAL = (
     "name must be a DNS-1123 label of at most 40 characters (a-z, 0-9, -; a letter first), got %s; rename the job"
 )
 """Pod names are made of the job's and must fit in 63 characters."""
-
-
 BUILT_IN_PROGRAMS = ("reasoning", "asynchronous", *EMBODIED_PROGRAMS)
 RANKS = "($actor.replicas * $actor.processesPerPod / ($actor.parallel.tensor * $actor.parallel.pipeline))"
 ROWS = "($algorithm.promptsPerStep * $algorithm.groupSize)"
