@@ -37,6 +37,28 @@ DeviceMemory = Annotated[
 
 
 @app.command()
+def init(
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="FOLDER", help="Folder of the new job.", show_default="my-<task>")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="math, reward, multi-turn or agent.", show_default="asked for")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model folder or hf://owner/name.", show_default="hf://Qwen/Qwen2.5-0.5B-Instruct"),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=0, help="Accelerators that the job may use.", show_default="those of this machine")
+    ] = None,
+) -> None:
+    """Write a new job that runs as it is: job, example data, a stub of your code, a README. Overwrites nothing."""
+    from rl_core.cli import init as new_job
+
+    run_command(lambda: new_job.init(folder, task=task, model=model, gpus=gpus))
+
+
+@app.command()
 def run(
     file: JobFile,
     output: Annotated[Path | None, typer.Option(help="Output folder.", show_default="outputs/<job name>")] = None,

@@ -10,6 +10,7 @@ import psutil
 import pytest
 from safetensors import safe_open
 
+from rl_core.cli.init import init
 from rl_core.samples.lines import TRAIN, VALIDATION, array_of
 from rl_core.samples.reader import SampleReader
 from tests.e2e.harness import assert_nothing_left, assert_trained_once
@@ -226,3 +227,11 @@ def test_data_parallel_actors_with_a_critic_train_every_group_once_and_send_what
         assert line["train/value_loss"] > 0 and line["train/explained_variance"] <= 1 and "train/kl" in line
     with safe_open(run.output / "model/model.safetensors", framework="np") as exported:
         assert not [name for name in exported.keys() if "value_head" in name or "critic" in name]  # noqa: SIM118
+
+
+def test_a_job_written_by_init_runs_as_it_is(start, tiny):
+    run = start()
+    init(run.job.parent / "new", task="agent", model=str(tiny / "model"), gpus=0)
+    run.job = run.job.parent / "new/job.yaml"
+    assert run.run("--set", "algorithm.steps=1", "--set", "checkpoint.everySteps=1") == 0, run.text + run.logs()
+    assert [line["step"] for line in run.lines("metrics.jsonl")] == [0, 1]
