@@ -1,9 +1,11 @@
 """An agent: it asks the model for a product, runs the calculator that the model calls, and tells it up to twice that an answer is wrong.
 
-Nothing here knows of the training: the `openai` client, a base URL, an API key.
+Nothing here knows of the training: the `openai` client, a base URL, an API key. job.yaml calls `run`; command.yaml runs this file as a program.
 """
 
 import json
+import os
+import sys
 
 from openai import OpenAI
 
@@ -55,3 +57,8 @@ def calculate(call):
         return str(int(left) * int(right))
     except (ValueError, KeyError, AttributeError, TypeError):
         return "error"
+
+
+if __name__ == "__main__":
+    names = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL")
+    print(json.dumps(run(json.load(sys.stdin), *(os.environ[name] for name in names))))

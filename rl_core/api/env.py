@@ -8,6 +8,7 @@ from pydantic import Field
 from rl_core.api.base import rule
 from rl_core.api.cel import Cel
 from rl_core.api.egress import Egress
+from rl_core.api.pods import Words
 from rl_core.api.roles import RoleSpec
 
 PROGRAMS = frozenset({"agent", "environment_factory"})
@@ -28,7 +29,9 @@ class EnvSpec(RoleSpec):
     reward: str | None = None
     """`module:function` called f(prompts, completions, **columns) -> list[float | None]; for type reward."""
     agent: str | None = None
-    """`module:function` called f(row, base_url, api_key, model), which calls the model at base_url and returns a reward; for type agent."""
+    """`module:function` called f(row, base_url, api_key, model), which calls the model at base_url and returns a reward; for type agent, without `command`."""
+    command: Annotated[Words, Field(min_length=1)] | None = None
+    """Program and arguments, run once per sample; it calls the model at OPENAI_BASE_URL and prints a reward. For type agent, without `agent`."""
     factory: str | None = None
     """`module:Class` of an environment of TRL (`reset`, tools, `get_reward`), or of a mapping of names to such; for type environment_factory."""
     options: Annotated[dict[str, Any], Field(max_length=64)] = {}
@@ -54,15 +57,23 @@ class EnvSpec(RoleSpec):
 
     @rule(
         Cel(
-            holds="($type == 'agent') == has(self.agent)",
-            refusal="agent must be given exactly when type is `agent`, got type %s and agent %s; set both or neither",
-            values=("$type", "has(self.agent) ? self.agent : 'null'"),
+            holds="$type == 'agent' ? has(self.agent) != has(self.command) : !has(self.agent) && !has(self.command)",
+            refusal="exactly one of agent and command must be given when type is `agent`, none else, got type %s, agent %s and command %s; correct it",
+            values=(
+                "$type",
+                "has(self.agent) ? self.agent : 'null'",
+                "has(self.command) ? 'given' : 'null'",
+            ),
             field="agent",
         )
     )
     def _agent(self) -> Iterator[str]:
-        if (self.type == "agent") != (self.agent is not None):
-            yield f"agent must be given exactly when type is `agent`, got type {self.type} and agent {self.agent or 'null'}; set both or neither"
+        given = (self.agent is not None) + (self.command is not None)
+        if given != (self.type == "agent"):
+            yield (
+                f"exactly one of agent and command must be given when type is `agent`, none else, got type {self.type}, "
+                f"agent {self.agent or 'null'} and command {'null' if self.command is None else 'given'}; correct it"
+            )
 
     @rule(
         Cel(

@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import Field
 
+from rl_core.api.errors import RolloutDataFailure, text_of
 from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
 from rl_core.api.user_code import describe
 from rl_core.envs.base import EnvConfig, Log
@@ -82,6 +83,9 @@ class ProgramEnvironment(EnvironmentInterface):
                 return None, self._failed(result, error)
             result["late"] = True
             result["error"] = f"{self.label} must end within {request['seconds']:g} s, it did not"
+            return None, result
+        except RolloutDataFailure as error:
+            result["error"] = text_of(error)
             return None, result
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code raises anything
             return None, self._failed(result, error)

@@ -29,6 +29,8 @@ def env_source(
         options["reward"], label = spec.reward, f"reward {spec.reward}"
     if spec.agent is not None:
         options["agent"], label = spec.agent, f"agent {spec.agent}"
+    if spec.command is not None:
+        options["command"], label = spec.command, f"agent {' '.join(spec.command)}"
     if spec.factory is not None:
         options["factory"], label = spec.factory, f"environment {spec.factory}"
     return EnvSettings(

@@ -27,6 +27,7 @@ INVARIANT_FIELDS = (
     "env.type",
     "env.reward",
     "env.agent",
+    "env.command",
     "env.factory",
     "env.options",
     "env.maxTurns",

@@ -1,14 +1,18 @@
 """A character tokenizer, chat templates as models have them, and a policy that answers at random."""
 
 import asyncio
+import contextlib
 import random
 
 import pytest
+import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from rl_core.data.tokenizer import Tokenizer
+from rl_core.rollouts.agents import AgentRolloutImpl
 from rl_core.rollouts.endpoint.episodes import Episodes
+from rl_core.rollouts.endpoint.server import Endpoint
 from rl_core.rollouts.endpoint.template import ChatTemplate
 from rl_core.rollouts.rows import GenerationOutput
 
@@ -95,3 +99,53 @@ class SampledText:
 
 def make_episodes(tokenizer, *, max_seq_len=2048, max_calls=64):
     return Episodes(ChatTemplate(tokenizer, {1, 3}), max_seq_len=max_seq_len, max_calls=max_calls)
+
+
+TURNS = ["one", "two", "three"]
+QUESTION = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+AFTER = "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+
+
+def scripted(prompt, seed):
+    """The reply to a prompt by the number of end-of-turn tokens before it; each user message and each reply has one."""
+    return TURNS[prompt.count(3) // 2]
+
+
+def sample(tokenizer):
+    ids = torch.tensor(tokenizer(QUESTION, add_special_tokens=False)["input_ids"])
+    return {
+        "message_log": [{"role": "user", "content": "hi", "token_ids": ids}],
+        "length": len(ids),
+        "extra_env_info": {"prompt": "hi"},
+        "loss_multiplier": 1.0,
+        "idx": 7,
+        "task_name": "agent",
+        "group_id": "0-7",
+    }
+
+
+@contextlib.asynccontextmanager
+async def rollouts(tokenizer, environment, *, seconds=20.0, generations=2, **options):
+    """Yield what runs groups of the agent `environment`, with an endpoint on loopback and a scripted policy."""
+    episodes = make_episodes(tokenizer)
+    endpoint = Endpoint(episodes, tokenizer, model="policy", max_new_tokens=64)
+    await endpoint.start("127.0.0.1")
+    policy = SampledText(tokenizer, scripted)
+    policy.policy_version = 9  # its versions rise at random with the calls; rows are compared without them
+    try:
+        yield AgentRolloutImpl(
+            tokenizer,
+            {"agent": environment},
+            generations,
+            2048,
+            policy,
+            seed=1,
+            env_step_seconds=seconds,
+            episodes=episodes,
+            base_url=lambda: f"http://127.0.0.1:{endpoint.port}/v1",
+            model="policy",
+            **options,
+        )
+    finally:
+        await endpoint.close()
+    assert not episodes._open

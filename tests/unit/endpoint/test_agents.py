@@ -1,6 +1,5 @@
 """Agent programs through the endpoint give the rows of our own multi-turn episodes; their failures fail the sample and are never a reward."""
 
-import contextlib
 import sys
 import types
 
@@ -13,19 +12,8 @@ from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
 from rl_core.batching.collate import collate_groups
 from rl_core.envs.agent import AgentEnvironment
 from rl_core.envs.programs import read_reward
-from rl_core.rollouts.agents import AgentRolloutImpl
-from rl_core.rollouts.endpoint.server import Endpoint
 from rl_core.rollouts.multi_turn import AsyncRolloutImpl
-from tests.unit.endpoint.conftest import SampledText, make_episodes
-
-TURNS = ["one", "two", "three"]
-QUESTION = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-AFTER = "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
-
-
-def scripted(prompt, seed):
-    """The reply to a prompt by the number of end-of-turn tokens before it; each user message and each reply has one."""
-    return TURNS[prompt.count(3) // 2]
+from tests.unit.endpoint.conftest import AFTER, QUESTION, TURNS, SampledText, rollouts, sample, scripted
 
 
 class GoOn(EnvironmentInterface):
@@ -101,51 +89,15 @@ def programs(monkeypatch):
     monkeypatch.setitem(sys.modules, "agent_programs", module)
 
 
-def sample(tokenizer):
-    ids = torch.tensor(tokenizer(QUESTION, add_special_tokens=False)["input_ids"])
-    return {
-        "message_log": [{"role": "user", "content": "hi", "token_ids": ids}],
-        "length": len(ids),
-        "extra_env_info": {"prompt": "hi"},
-        "loss_multiplier": 1.0,
-        "idx": 7,
-        "task_name": "agent",
-        "group_id": "0-7",
-    }
-
-
-@contextlib.asynccontextmanager
-async def rollouts(tokenizer, program, *, seconds=20.0, generations=2, **options):
-    episodes = make_episodes(tokenizer)
-    endpoint = Endpoint(episodes, tokenizer, model="policy", max_new_tokens=64)
-    await endpoint.start("127.0.0.1")
-    environment = AgentEnvironment({"agent": f"agent_programs:{program}"})
-    policy = SampledText(tokenizer, scripted)
-    policy.policy_version = 9  # its versions rise at random with the calls; rows are compared without them
-    try:
-        yield AgentRolloutImpl(
-            tokenizer,
-            {"agent": environment},
-            generations,
-            2048,
-            policy,
-            seed=1,
-            env_step_seconds=seconds,
-            episodes=episodes,
-            base_url=lambda: f"http://127.0.0.1:{endpoint.port}/v1",
-            model="policy",
-            **options,
-        )
-    finally:
-        await endpoint.close()
-    assert not episodes._open
+def agent(program):
+    return AgentEnvironment({"agent": f"agent_programs:{program}"})
 
 
 @pytest.mark.parametrize("program", ["talk", "talk_in_thread"])
 async def test_an_agent_gives_the_rows_of_our_own_episodes(chatml, program):
     own = AsyncRolloutImpl(chatml, {"agent": GoOn()}, 2, 2048, SampledText(chatml, scripted), seed=1)
     expected = await own.run_rollout(sample(chatml))
-    async with rollouts(chatml, program) as agents:
+    async with rollouts(chatml, agent(program)) as agents:
         record = await agents.run_rollout(sample(chatml))
     ours, theirs = (collate_groups([group], pad_token_id=0, max_length=2048) for group in (expected, record))
     for field in (
@@ -169,7 +121,7 @@ async def test_an_agent_gives_the_rows_of_our_own_episodes(chatml, program):
 
 
 async def test_log_probabilities_and_versions_are_those_of_the_calls(chatml):
-    async with rollouts(chatml, "talk", generations=1) as agents:
+    async with rollouts(chatml, agent("talk"), generations=1) as agents:
         [completion] = (await agents.run_rollout(sample(chatml))).completions
         sampled = [message for message in completion.message_log if message["role"] == "assistant"]
         for message, (_, ids, logprobs, versions) in zip(sampled, agents.policy_generation.calls, strict=True):
@@ -181,7 +133,7 @@ async def test_log_probabilities_and_versions_are_those_of_the_calls(chatml):
 
 @pytest.mark.parametrize(("branches", "rewards"), [("whole", [3.0] * 3), ("equal", [1.0] * 3), ("last", [3.0])])
 async def test_branches_are_samples_of_one_episode_and_each_token_trains_once(chatml, branches, rewards):
-    async with rollouts(chatml, "talk_in_branches", generations=2, branches=branches) as agents:
+    async with rollouts(chatml, agent("talk_in_branches"), generations=2, branches=branches) as agents:
         record = await agents.run_rollout(sample(chatml))
         calls = agents.policy_generation.calls
     assert [completion.reward for completion in record.completions] == rewards * 2
@@ -215,13 +167,13 @@ async def test_branches_are_samples_of_one_episode_and_each_token_trains_once(ch
 )
 async def test_a_program_without_a_reward_fails_its_sample(chatml, program, error, words):
     seconds = 5.0 if program == "hangs" else 20.0
-    async with rollouts(chatml, program, seconds=seconds) as agents:
+    async with rollouts(chatml, agent(program), seconds=seconds) as agents:
         with pytest.raises(error, match=words):
             await agents.run_rollout(sample(chatml))
 
 
 async def test_none_masks_the_sample(chatml):
-    async with rollouts(chatml, "not_applicable") as agents:
+    async with rollouts(chatml, agent("not_applicable")) as agents:
         record = await agents.run_rollout(sample(chatml))
     assert [completion.loss_multiplier for completion in record.completions] == [0.0, 0.0]
 

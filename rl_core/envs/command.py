@@ -1,0 +1,166 @@
+"""`Command`: a program in any language, run as a child process once per sample.
+
+    standard input   the row, as JSON
+    environment      OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL, and the same with ANTHROPIC_
+    standard output  what it prints, at most `OUTPUT_BYTES`
+    standard error   goes to the env log; a failure quotes its last line
+
+When the program ends, is late or prints too much, everything that it started is killed.
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rl_core.api.errors import ConfigError, RolloutDataFailure
+from rl_core.envs.output import PipeCopier
+from rl_core.workers import processes
+
+OUTPUT_BYTES = 1 << 19
+"""Most bytes that a program may print. Below the limit of `PipeCopier`, so that no byte of a shorter output is left out."""
+QUOTED_BYTES = 2048
+"""Bytes of standard error of which a failure quotes the last line."""
+MARK = "RLJOB_AGENT_RUN"
+"""Variable by which the processes of one run are found."""
+
+
+class _Text:
+    """The standard output of a program."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.full = asyncio.Event()
+        """Set when the program has printed more than `OUTPUT_BYTES`."""
+
+    def take(self, data: bytes) -> None:
+        """Keep `data`, unless there is too much."""
+        if len(self.data) + len(data) > OUTPUT_BYTES:
+            self.full.set()
+        else:
+            self.data += data
+
+
+class _Tail:
+    """The end of the standard error of a program, all of which goes to this process's own."""
+
+    def __init__(self) -> None:
+        self._data = b""
+
+    def take(self, data: bytes) -> None:
+        """Pass `data` on and keep the end."""
+        os.write(sys.stderr.fileno(), data)
+        self._data = (self._data + data)[-QUOTED_BYTES:]
+
+    @property
+    def last_line(self) -> str:
+        """Return the last line that is not blank."""
+        lines = self._data.decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "nothing on standard error")
+
+
+@contextmanager
+def _pipe(take: Callable[[bytes], None]) -> Iterator[int]:
+    """Yield the descriptor to which a program writes; `take` gets the data, the last of it when the block ends."""
+    near, far = os.pipe()
+    copier = PipeCopier(near, take)
+    try:
+        yield far
+    finally:
+        os.close(far)
+        copier.close()
+
+
+async def _either(*waits: Coroutine[Any, Any, Any]) -> None:
+    """Wait until one of `waits` is over; the others are cancelled."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class Command:
+    """Runs a program. Each run is a process group of its own."""
+
+    def __init__(self, words: Sequence[str], *, folder: str | None = None) -> None:
+        """Run `words`, a program and its arguments, in `folder`; None = the folder with the user's code. `python` is this Python.
+
+        Raises ConfigError for a program that does not exist.
+        """
+        self._folder = folder or next((path for path in sys.path[:1] if Path(path).is_dir()), None)
+        self._path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+        program = str(Path(self._folder or ".", words[0])) if "/" in words[0] else words[0]
+        found = shutil.which(program, path=self._path)
+        if found is None:
+            raise ConfigError(
+                f"env.command: must begin with a program, got {words[0]!r}, which is not found or not executable; correct it or name its interpreter"
+            )
+        self._words = [found, *words[1:]]
+        self._label = f"agent {' '.join(words)}"
+
+    async def run(self, row: Mapping[str, Any], *, base_url: str, api_key: str, model: str) -> str:
+        """Return what the program prints for `row`. Raises RolloutDataFailure if it fails or prints too much."""
+        mark = secrets.token_hex(16)
+        environment = {**os.environ, **endpoint_variables(base_url, api_key, model), MARK: mark, "PATH": self._path}
+        printed, errors = _Text(), _Tail()
+        with os.fdopen(os.memfd_create("row"), "w+") as rows, _pipe(printed.take) as output, _pipe(errors.take) as log:
+            json.dump(row, rows, default=str)
+            rows.flush()
+            os.lseek(rows.fileno(), 0, os.SEEK_SET)
+            process = None
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self._words,
+                    stdin=rows.fileno(),
+                    stdout=output,
+                    stderr=log,
+                    env=environment,
+                    cwd=self._folder,
+                    start_new_session=True,
+                )
+                await _either(process.wait(), printed.full.wait())
+            finally:
+                if process is not None:
+                    processes.kill_group(process.pid, signal.SIGKILL)
+                    code = await process.wait()
+                # What has left the group is found by its environment.
+                await asyncio.to_thread(processes.kill_with_environment, f"{MARK}={mark}")
+        return self._result(code, printed, errors)
+
+    def _result(self, code: int, printed: _Text, errors: _Tail) -> str:
+        if printed.full.is_set():
+            raise RolloutDataFailure(
+                f"{self._label} must print at most {OUTPUT_BYTES} bytes, it printed more; log to standard error"
+            )
+        if code != 0:
+            how = f"was killed by {processes.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+            raise RolloutDataFailure(f"{self._label} must end with exit code 0, it {how}: {errors.last_line}")
+        return printed.data.decode(errors="replace")
+
+
+def endpoint_variables(base_url: str, api_key: str, model: str) -> dict[str, str]:
+    """Return the variables by which clients of OpenAI and Anthropic find the endpoint. Anthropic's adds `/v1` by itself."""
+    openai = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": model}
+    bare = base_url.removesuffix("/v1")
+    return {**openai, "ANTHROPIC_BASE_URL": bare, "ANTHROPIC_API_KEY": api_key, "ANTHROPIC_MODEL": model}
+
+
+def last_json(printed: str, *, label: str) -> Any:
+    """Return the value of the last line that is not blank. Raises RolloutDataFailure if it is not JSON."""
+    line = next((line for line in reversed(printed.splitlines()) if line.strip()), "")
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise RolloutDataFailure(
+            f'{label} must print its reward in its last line, as a number, null or {{"reward": ...}}, got {line[:200]!r}; '
+            "print it, or name a function in env.options.reward"
+        ) from error
