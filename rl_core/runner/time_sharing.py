@@ -8,7 +8,8 @@ Hybrid placement has further rollouts on devices of their own; they take no part
     syncing      weights                          weights
 
 One group offloads before the other onloads. The actor offloads optimizer state, gradients and weights, in this order. A rollout onloads in
-parts: its weights for the sync, and its KV cache once the weights of the actor are offloaded.
+parts: its weights for the sync, and its KV cache once the weights of the actor are offloaded. With `actor.offload.optimizer` the optimizer
+state is on the device during the optimizer step only.
 """
 
 import logging
@@ -54,6 +55,8 @@ class ColocatedSchedule:
         self._cluster, self._actor, self._deadlines = cluster, actor, spec.runtime.deadlines
         self._colocated = frozenset(f"rollout:{rank}" for rank in range(colocated_rollouts(spec)))
         """Names of the rollouts in the pods of the actor. Hybrid placement has further rollouts with devices of their own."""
+        self._left_out = frozenset({"optimizer"}) if spec.actor.offload.optimizer else NOTHING
+        """Parts of the actor that are onloaded by the optimizer step itself, and not for the whole training."""
         self._lease = DeviceLease(self._hand_over, seconds=spec.runtime.deadlines.wait_ready)
         self._moves = MoveTotals()
 
@@ -116,7 +119,7 @@ class ColocatedSchedule:
         kept = wanted.rollout & RESIDENT[before].rollout if before else NOTHING
         if before is None or kept != RESIDENT[before].rollout:
             self._have_rollouts(kept, token)
-        self._moves.add(self._actor.occupy(sorted(wanted.actor)).wait(self._deadlines.weight_sync))
+        self._moves.add(self._actor.occupy(sorted(wanted.actor - self._left_out)).wait(self._deadlines.weight_sync))
         if kept != wanted.rollout:
             self._have_rollouts(wanted.rollout, token)
 

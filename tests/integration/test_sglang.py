@@ -6,7 +6,10 @@ One engine for all files of the folder: its start takes half a minute of process
 import asyncio
 import concurrent.futures
 import hashlib
+import json
 import resource
+import subprocess
+import sys
 from itertools import count
 from pathlib import Path
 
@@ -195,6 +198,34 @@ def submit(world, *rows):
 
     world.engine.engine.submit(rows, sink)
     return futures
+
+
+def test_a_row_that_is_aborted_before_it_reaches_the_scheduler_does_not_run(world, published):
+    published()
+    engine = world.engine.engine
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+
+    def tokens():
+        return engine.call("alive").result(60)["tokens"]
+
+    before = tokens()
+    submit(world, Row(key="sent with its abort", prompt=[3, 4, 5], params=params, seed=1))
+    engine.abort(["sent with its abort"])
+    world.on_loop(engine.pause("in_place", 60))
+    submit(world, Row(key="held back", prompt=[3, 4, 5], params=params, seed=1))
+    tokens()  # the child has the row
+    engine.abort(["held back"])
+    world.on_loop(engine.resume(60))
+    short = Row(key="short", prompt=[3, 4, 5], params=SamplingParams(max_new_tokens=40, ignore_eos=True), seed=1)
+    submit(world, short)["short"].result(60)
+    assert tokens() - before <= 40 + 5, "a row that was dispatched may have some tokens before its abort arrives"
+
+
+def test_every_rank_of_an_engine_receives_the_weights():
+    child = [sys.executable, "-m", "tests.integration.sglang_ranks_child"]
+    done = subprocess.run(child, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [[1, 2, 3, 4]] * 2
 
 
 AWAKE = ["weights", "kv_cache"]

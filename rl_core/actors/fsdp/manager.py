@@ -58,6 +58,10 @@ class FSDPModelManager(ModelManager):
             accumulate_without_sync=actor.accumulate_without_sync,
             replicas=actor.parallel.replicate,
         )
+        self._rates: OptimizerSpec = actor.optimizer
+        """The optimizer's settings with the present peak learning rate; see `set_schedule`."""
+        self._steps: int | None = None
+        """Steps of the run, if `set_schedule` has changed them."""
 
     # Set-up ---------------------------------------------------------------------------------------------------------
 
@@ -132,7 +136,7 @@ class FSDPModelManager(ModelManager):
         In the critic's warm-up that is the critic only; afterwards everything is trained, with new moments.
         """
         self.optimizer = self.build_optimizer(self.model, enable_critic_warmup=self._warming_up)
-        self.scheduler = self.build_lr_scheduler(self.optimizer, self.cfg.actor.optimizer)
+        self.scheduler = self.build_lr_scheduler(self.optimizer, self._rates)
 
     def _before_state(self, counts: OptimizerCounts) -> None:
         warming_up = self._warming_up
@@ -152,7 +156,7 @@ class FSDPModelManager(ModelManager):
             )
         for name, parameter in named.items():
             parameter.requires_grad_(is_critic_name(name) or not enable_critic_warmup)
-        return build_adamw(model, self.cfg.actor.optimizer, self.strategy.dims)
+        return build_adamw(model, self._rates, self.strategy.dims)
 
     def build_lr_scheduler(
         self, optimizer: torch.optim.Optimizer, optim_config: OptimizerSpec | Mapping[str, Any]
@@ -161,7 +165,7 @@ class FSDPModelManager(ModelManager):
 
         Its step counter is the number of applied optimizer steps.
         """
-        return build_scheduler(optimizer, LRSchedule.from_spec(optim_config, total=self._scheduled_steps()))
+        return build_scheduler(optimizer, LRSchedule.from_spec(optim_config, total=self._scheduled_steps(self._steps)))
 
     def set_schedule(self, learning_rate: float, steps: int) -> None:
         """Continue with another peak learning rate and another number of steps of the run, from the next optimizer step on.
@@ -171,6 +175,7 @@ class FSDPModelManager(ModelManager):
         optimizer = self.cfg.actor.optimizer.model_copy(update={"learning_rate": learning_rate})
         schedule = LRSchedule.from_spec(optimizer, total=self._scheduled_steps(steps))
         replace_schedule(self.optimizer, self.scheduler, schedule, optimizer, applied=self._applied_in_phase)
+        self._rates, self._steps = optimizer, steps
 
     # Steps ----------------------------------------------------------------------------------------------------------
 

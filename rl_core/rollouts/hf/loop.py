@@ -79,10 +79,12 @@ class EngineLoop:
     def pause(self, *, keep_cache: bool = False) -> None:
         """Pause generation; blocks until nothing runs. Running and queued rows continue when `resume` is called.
 
-        `keep_cache`: running rows continue with the keys and values they have; otherwise these are recomputed.
+        `keep_cache`: running rows continue with the keys and values they have; otherwise these are recomputed. It has no effect if
+        generation is paused already.
         """
         with self._condition:
-            self._paused, self._keep_cache = True, keep_cache
+            if not self._paused:
+                self._paused, self._keep_cache = True, keep_cache
             self._condition.notify_all()
             while self._thread is not None and not (self._at_rest or self._closed):
                 self._condition.wait()

@@ -57,7 +57,7 @@ class Rows:
         self.stop_sets = np.zeros(max_batch, dtype=np.int64)
         self._index = np.arange(max_batch)
         self._tokens = np.zeros((max_batch, 0), dtype=np.int64)
-        self._logprobs = np.zeros((max_batch, 0), dtype=np.float32)
+        self._logprobs = np.zeros((max_batch, 0), dtype=np.float64)
         self._noise = np.zeros((max_batch, 0), dtype=np.float32)
 
     def __len__(self) -> int:

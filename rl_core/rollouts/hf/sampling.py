@@ -21,18 +21,17 @@ from rl_core.rollouts.sampling import SamplingParams
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 MIX_2 = np.uint64(0x94D049BB133111EB)
-TINY = 2.0**-24
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return float32 in [0, 1) for every (seed, position), shapes broadcast; 24 random bits.
+    """Return float64 in [0, 1) for every (seed, position), shapes broadcast; 53 random bits.
 
     The finaliser of SplitMix64 (Steele, Lea, Flood 2014) applied twice: over the seed, then over seed + position.
     """
     with np.errstate(over="ignore"):
         mixed = _mix(seeds.astype(np.uint64) + GOLDEN)
         mixed = _mix(mixed + (positions.astype(np.uint64) + np.uint64(1)) * GOLDEN)
-    drawn: np.ndarray = (mixed >> np.uint64(40)).astype(np.float32) * np.float32(TINY)
+    drawn: np.ndarray = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return drawn
 
 
@@ -63,7 +62,7 @@ class BatchSampler:
         self._top_p = torch.tensor(nuclei, device=device).unsqueeze(1) if min(nuclei) < 1 else None
 
     def __call__(self, logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (tokens [n] int64, log-probabilities [n] float32) for `logits` [n, V] float32, `noise` [n].
+        """Return (tokens [n] int64, log-probabilities [n] float32) for `logits` [n, V] float32, `noise` [n] float64.
 
         Log-probabilities are of softmax(logits / temperature) over the whole vocabulary, also with top-k or top-p; greedy rows use
         temperature 1.
@@ -81,8 +80,11 @@ class BatchSampler:
 
     @staticmethod
     def _sample(weights: Tensor, noise: Tensor) -> Tensor:
-        """Return the first index whose cumulative weight exceeds noise x total; an index of weight zero is never returned."""
-        cumulative = weights.cumsum(-1)
+        """Return the first index whose cumulative weight exceeds noise x total; an index of weight zero is never returned.
+
+        Summed in float64: in float32 a weight below 6e-8 of the sum before it adds nothing, and its token would never be drawn.
+        """
+        cumulative = weights.cumsum(-1, dtype=torch.float64)
         threshold = noise.unsqueeze(1) * cumulative[:, -1:]
         return torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_(max=weights.shape[1] - 1)
 

@@ -34,6 +34,11 @@ class StopIds:
         return hits
 
 
+def longest_stop(strings: Sequence[str]) -> int:
+    """Return a number of tokens that contains the longest of `strings`: each token adds at least one byte of text unless it is special."""
+    return 4 * max(len(string.encode()) for string in strings) + 16
+
+
 class StopStrings:
     """Finds a stop string as soon as a token completes it.
 
@@ -50,9 +55,7 @@ class StopStrings:
         text = self._token_text(ids[-1])
         if REPLACEMENT not in text and not any(string[-1] in text for string in strings):
             return False
-        # Every token adds at least one byte of text unless it is special, so so many tokens contain the longest stop string.
-        tail = 4 * max(len(string.encode()) for string in strings) + 16
-        decoded = self._decode(ids[-tail:])
+        decoded = self._decode(ids[-longest_stop(strings) :])
         return any(string in decoded for string in strings)
 
     def _token_text(self, token: int) -> str:

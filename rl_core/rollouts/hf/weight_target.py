@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
+from rl_core.api.errors import DeadlineExceeded
 from rl_core.rollouts.hf.loop import EngineLoop
 from rl_core.weights.storage_alias import storage_alias
 
@@ -18,7 +20,13 @@ class HFWeightTarget:
         self._loop, self._engine = loop, loop.engine
 
     async def prepare(self, deadline: float) -> None:
-        """Do nothing: an engine without running rows is ready for weights."""
+        """Pause generation: a row whose caller has left may run until the end of its step. Raises DeadlineExceeded after `deadline` seconds."""
+        try:
+            await asyncio.wait_for(asyncio.to_thread(self._loop.pause), deadline)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"the generation step must end within {deadline:g} s, it is still running"
+            ) from error
 
     def names_and_shapes(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
         """Return name -> (shape, dtype) of every tensor of the model."""

@@ -31,6 +31,7 @@ from rl_core.messages.engine import (
     EngineSettings,
     EngineTokens,
 )
+from rl_core.rollouts.hf.stopping import StopStrings
 from rl_core.rollouts.meter import EngineLoad
 from rl_core.rollouts.rows import Result, Row, Sink, check_prompt
 from rl_core.rollouts.sglang.process import EngineProcess
@@ -73,6 +74,7 @@ class SGLangEngine:
         start_seconds: float,
         max_seq_len: int,
         vocab_size: int,
+        tokenizer: Any,
         eos_token_ids: Iterable[int] = (),
         on_tokens: Callable[[int], Any] = lambda tokens: None,
         silence_seconds: float,
@@ -87,6 +89,7 @@ class SGLangEngine:
             start_seconds: Deadline of a start.
             max_seq_len: Longest sequence of prompt and completion, tokens.
             vocab_size: Number of token ids.
+            tokenizer: Decodes tokens to find stop strings in rows that were aborted.
             eos_token_ids: End-of-sequence ids.
             on_tokens: Called with the number of new tokens.
             silence_seconds: A child that sends nothing for so long hangs; longer than any prefill or load of weights.
@@ -94,6 +97,7 @@ class SGLangEngine:
         """
         self.max_seq_len = max_seq_len
         self._vocab_size = vocab_size
+        self._stop_strings = StopStrings(tokenizer)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.version = -1
         """Version of the weights that new tokens are drawn from."""
@@ -156,7 +160,9 @@ class SGLangEngine:
         """Send rows to the child; see `RowQueue`. Rows that cannot run, or have no room for a token, get their result at once."""
         started = []
         for row in rows:
-            progress = RowProgress(next(self._numbers), row, sink, self.max_seq_len, self.eos_token_ids)
+            progress = RowProgress(
+                next(self._numbers), row, sink, self.max_seq_len, self.eos_token_ids, self._stop_strings
+            )
             try:
                 check_prompt(row.prompt, vocab_size=self._vocab_size, max_seq_len=self.max_seq_len)
             except ValueError as error:
@@ -232,12 +238,8 @@ class SGLangEngine:
 
     def _keep(self) -> None:
         while not self._closed.is_set():
-            process = None
             try:
-                self._count_start()
-                process = EngineProcess(self._source, self._environ, self._memory)
-                process.await_ready(self._start_seconds, self._closed.is_set)
-                reason = self._serve(process)
+                reason = self._run_process()
             except (
                 Exception
             ) as error:  # any failure: callers that wait for the engine must learn that there will be none
@@ -246,14 +248,24 @@ class SGLangEngine:
                     error = InfrastructureError(f"the engine's keeper failed: {type(error).__name__}: {error}")
                 self._give_up(error)
                 return
-            finally:
-                if process is not None:
-                    process.kill()
             if not self._closed.is_set() and not self._restarts:
                 self._give_up(InfrastructureError(f"the engine is lost and may not start here again: {reason}"))
                 return
         self._failure = GenerationUnavailable("the generation engine was shut down; this rollout process is ending")
         self._ready.set()
+
+    def _run_process(self) -> str:
+        """Start a child, serve it until it is lost, and kill it; return why it was lost.
+
+        Raises InfrastructureError if no child can be started, or if the child cannot be killed and so keeps its device memory.
+        """
+        self._count_start()
+        process = EngineProcess(self._source, self._environ, self._memory)
+        try:
+            process.await_ready(self._start_seconds, self._closed.is_set)
+            return self._serve(process)
+        finally:
+            process.kill()
 
     def _count_start(self) -> None:
         now = time.monotonic()

@@ -124,13 +124,22 @@ class EngineProcess:
         return f"{ended}; it said: {self._cause}" if self._cause else ended
 
     def kill(self) -> None:
-        """Kill the child and all processes of the engine, and reap it. Idempotent."""
+        """Kill the child and all processes of the engine, and reap it. Idempotent.
+
+        Raises InfrastructureError if it has not ended REAP_SECONDS after the signal.
+        """
         if self._stream.fileno() == -1:
             return
         processes.kill_group(self._process.pid, signal.SIGKILL)
-        self._process.wait(timeout=REAP_SECONDS)
         self._outbox.put(None)
         self._stream.close()
+        try:
+            self._process.wait(timeout=REAP_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise InfrastructureError(
+                f"the engine's process {self._process.pid} must end within {REAP_SECONDS:g} s of SIGKILL, it hangs in the kernel and "
+                "keeps its memory; the pod must be replaced, see the driver's messages on the node"
+            ) from error
         self._report("ended", self._process.pid)
 
     def _report(self, event: str, pid: int) -> None:

@@ -81,6 +81,7 @@ class SGLangRolloutEngine:
             start_seconds=spec.runtime.deadlines.wait_ready,
             max_seq_len=max_seq_len,
             vocab_size=int(config["vocab_size"]),
+            tokenizer=Tokenizer.from_files(files),
             eos_token_ids=_eos_ids(files),
             on_tokens=on_tokens,
             silence_seconds=spec.runtime.deadlines.rpc,

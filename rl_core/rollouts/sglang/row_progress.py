@@ -11,6 +11,7 @@ from typing import Any
 from rl_core.api.errors import GenerationUnavailable, RolloutDataFailure
 from rl_core.api.records import FinishReason
 from rl_core.messages.engine import EngineOutput, EngineRow
+from rl_core.rollouts.hf.stopping import StopStrings, longest_stop
 from rl_core.rollouts.rows import GenerationOutput, Row, Sink, token_limit
 
 MAX_RESUMPTIONS = 8
@@ -22,9 +23,18 @@ WHOLE_VOCABULARY = -1
 class RowProgress:
     """A row and what the engine has generated of it so far."""
 
-    def __init__(self, number: int, row: Row, sink: Sink, max_seq_len: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        number: int,
+        row: Row,
+        sink: Sink,
+        max_seq_len: int,
+        eos_token_ids: frozenset[int],
+        stop_strings: StopStrings,
+    ) -> None:
         """`number` identifies the row in the child process; `sink` gets its result."""
         self.number, self.row, self.sink = number, row, sink
+        self._stop_strings = stop_strings
         self._limit, self._limit_reason = token_limit(len(row.prompt), row.params, max_seq_len)
         self._stop_ids = sorted(row.params.stop_ids(eos_token_ids))
         self._ids: list[int] = []
@@ -64,8 +74,11 @@ class RowProgress:
         )
 
     def stream(self, ids: list[int]) -> None:
-        """Report new ids of the row to its caller."""
-        if self.row.on_tokens is not None:
+        """Report new ids of the row to its caller.
+
+        Not those of a resumed row with stop strings: the row may end before them (`_stop`). Its caller gets them with the output.
+        """
+        if self.row.on_tokens is not None and not (self._resumptions and self.row.params.stop_strings):
             self._reported += len(ids)
             self.row.on_tokens(ids)
 
@@ -84,18 +97,34 @@ class RowProgress:
             self._versions += [(start + a, start + b, int(version)) for a, b, version in output.versions if b > a]
         except ValueError:
             return GenerationUnavailable(f"the engine served weights of no version: {output.versions}")
-        if output.reason == "abort" and len(self._ids) < self._limit:
+        stopped = output.reason == "stop"
+        if self._resumptions and (end := self._stop(start)) is not None:
+            stopped = True
+            del self._ids[end:], self._logprobs[end:]
+            self._versions = [(a, min(b, end), version) for a, b, version in self._versions if a < end]
+        elif output.reason == "abort" and len(self._ids) < self._limit:
             self._resumptions += 1
             if self._resumptions > MAX_RESUMPTIONS:
                 return GenerationUnavailable(f"a row was aborted {self._resumptions} times: {output.message}")
             return None
-        stopped = output.reason == "stop"
         return GenerationOutput(
             ids=self._ids,
             logprobs=self._logprobs,
             finish_reason=FinishReason.STOP.value if stopped else self._limit_reason,
             versions=_joined(self._versions),
         )
+
+    def _stop(self, start: int) -> int | None:
+        """Return the number of ids up to the end of a stop string that began before id `start` and ends after it, None if there is none.
+
+        The engine does not see such a string: it looks for stop strings in what it generates, and a resumed row has the ids before `start`
+        in its prompt.
+        """
+        strings = self.row.params.stop_strings
+        if not strings:
+            return None
+        ends = range(start + 1, min(len(self._ids), start + longest_stop(strings)) + 1)
+        return next((end for end in ends if self._stop_strings.completed(strings, self._ids[:end])), None)
 
 
 def _joined(versions: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -172,6 +172,14 @@ def test_in_warm_up_the_critic_alone_trains_and_then_everything_with_a_fresh_opt
     assert len(actor.manager.optimizer.state) == len(list(actor.manager.model.parameters()))
 
 
+def test_another_rate_of_the_run_outlives_the_warm_up_of_the_critic(make_ppo, records):
+    actor = make_ppo(actor__criticWarmupSteps=1, actor__optimizer={"learningRate": 1e-3})
+    actor.set_schedule(2e-3, 10)
+    train(actor, records, 1)
+    assert train(actor, records, 2)["actor/lr"] == pytest.approx(2e-3)
+    assert {group["lr"] for group in actor.manager.optimizer.param_groups} == {2e-3}
+
+
 def test_the_critic_has_a_learning_rate_of_its_own_also_when_the_run_gets_another_one(make_ppo):
     plain, own = make_ppo(), make_ppo(actor__optimizer={"learningRate": 1e-3, "valueLearningRate": 1e-2})
 

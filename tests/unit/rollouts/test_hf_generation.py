@@ -7,11 +7,12 @@ import time
 import pytest
 import torch
 
-from rl_core.api.errors import GenerationUnavailable
+from rl_core.api.errors import DeadlineExceeded, GenerationUnavailable
 from rl_core.rollouts.generation import EngineGenerator
 from rl_core.rollouts.hf import HFEngine
 from rl_core.rollouts.hf.config import DecoderConfig
 from rl_core.rollouts.hf.loop import EngineLoop
+from rl_core.rollouts.hf.weight_target import HFWeightTarget
 from rl_core.rollouts.hf.weights import DecoderWeights
 from rl_core.rollouts.rows import Row
 from rl_core.rollouts.sampling import SamplingParams
@@ -274,3 +275,36 @@ async def test_tokens_are_reported_while_a_row_runs_also_over_an_interruption(lo
     assert output.ids == alone.ids
     assert [token for ids in reported for token in ids] == output.ids[:-1]
     assert len(reported) == 39  # one token a step; the last one is in the output
+
+
+async def test_weights_are_written_only_when_the_step_of_a_row_that_was_aborted_has_ended(loop, monkeypatch):
+    """With weights.onUpdate wait nothing pauses the engine before, and an aborted row leaves it at the end of its step."""
+    step, began, goes_on = loop.engine.step, threading.Event(), threading.Event()
+
+    def slow():
+        began.set()
+        assert goes_on.wait(60)
+        return step()
+
+    monkeypatch.setattr(loop.engine, "step", slow)
+    row = Row(key="k", prompt=[5, 6, 7], params=SamplingParams(max_new_tokens=20, ignore_eos=True), seed=1)
+    loop.submit([row], lambda results: None)
+    assert await asyncio.to_thread(began.wait, 60)
+    loop.abort(["k"])
+    target = HFWeightTarget(loop)
+    with pytest.raises(DeadlineExceeded, match="must end within 0.01 s"):
+        await target.prepare(0.01)
+    goes_on.set()
+    await target.prepare(60)
+    state = {name: torch.ones(shape) for name, shape in loop.engine.names_and_shapes().items()}
+    target.load(iter(state.items()), 7)
+    await target.resume(7, "")
+    assert loop.version == 7
+    output = (await generated(EngineGenerator(loop, SamplingParams(max_new_tokens=3, ignore_eos=True)), [5, 6]))[0]
+    assert output.versions == [(0, 3, 7)]
+
+
+def test_a_second_pause_does_not_change_what_rows_keep(loop):
+    loop.pause(keep_cache=True)
+    loop.pause()
+    assert loop._keep_cache

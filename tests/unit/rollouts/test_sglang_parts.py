@@ -2,25 +2,40 @@
 
 import concurrent.futures
 import contextlib
+import socket
+import subprocess
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rl_core.api.errors import GenerationUnavailable, InfrastructureError, RolloutDataFailure
 from rl_core.messages.engine import EngineOutput, EngineSettings
+from rl_core.rollouts.hf.stopping import StopStrings
 from rl_core.rollouts.rows import Row
 from rl_core.rollouts.sampling import SamplingParams
 from rl_core.rollouts.sglang import engine as engine_module
+from rl_core.rollouts.sglang import process as process_module
 from rl_core.rollouts.sglang import setup
 from rl_core.rollouts.sglang.checksums import ExpectedChecksums, checksum
 from rl_core.rollouts.sglang.engine import SGLangEngine
 from rl_core.rollouts.sglang.row_progress import MAX_RESUMPTIONS, RowProgress
 
 
+class Letters:
+    """Decodes every id to one letter."""
+
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(chr(96 + token) for token in ids)
+
+
+LETTERS = Letters()
+
+
 def running(max_seq_len=32, **params):
     row = Row(key="k", prompt=[5, 6], params=SamplingParams(**{"max_new_tokens": 10, **params}), seed=1)
-    return RowProgress(1, row, lambda results: None, max_seq_len, frozenset({0}))
+    return RowProgress(1, row, lambda results: None, max_seq_len, frozenset({0}), StopStrings(LETTERS))
 
 
 def output(ids, reason, version="3", **more):
@@ -42,6 +57,25 @@ def test_an_aborted_row_goes_on_from_its_tokens_with_what_is_left_and_keeps_ever
 def test_a_row_that_is_aborted_at_its_limit_is_done():
     assert running(max_new_tokens=2).append(output([1, 2], "abort")).finish_reason == "length"
     assert running(max_seq_len=4).append(output([1, 2], "abort")).finish_reason == "seq_limit"
+
+
+@pytest.mark.parametrize("parts", [([1, 2], [3, 4, 5]), ([1], [2], [3, 4, 5]), ([1, 2], [], [3, 4])])
+def test_a_stop_string_that_an_abort_splits_ends_the_row(parts):
+    row = running(stop_strings=("bc",))
+    *aborted, last = parts
+    assert [row.append(output(ids, "abort", "3")) for ids in aborted] == [None] * len(aborted)
+    result = row.append(output(last, "length", "4"))
+    assert (result.ids, result.finish_reason, len(result.logprobs)) == ([1, 2, 3], "stop", 3)
+    assert result.versions[-1][1] == 3
+
+
+def test_a_stop_string_that_an_abort_splits_ends_the_row_also_when_it_is_aborted_again():
+    row = running(stop_strings=("bc",))
+    assert row.append(output([1, 2], "abort")) is None
+    assert row.append(output([3, 4], "abort")).ids == [1, 2, 3]
+    other = running(stop_strings=("bc",))
+    assert other.append(output([1, 2], "abort")) is None
+    assert other.append(output([4, 3], "abort")) is None, "b and c are apart"
 
 
 def test_a_row_is_not_resumed_for_ever():
@@ -117,7 +151,14 @@ def test_a_keeper_that_fails_in_any_way_is_heard_by_who_waits_for_the_engine(mon
     monkeypatch.setattr(engine_module, "EngineProcess", fail)
     source = EngineSettings(options={}, family="qwen2")
     engine = SGLangEngine(
-        source, environ={}, memory=0, start_seconds=60.0, max_seq_len=8, vocab_size=8, silence_seconds=60.0
+        source,
+        environ={},
+        memory=0,
+        start_seconds=60.0,
+        max_seq_len=8,
+        vocab_size=8,
+        tokenizer=LETTERS,
+        silence_seconds=60.0,
     )
     told = []
     engine.watch(lambda reason: None, told.append)
@@ -156,6 +197,54 @@ class DyingWhenAsked(Dying):
             raise EOFError
 
 
+def test_a_child_that_cannot_be_killed_is_reported_to_who_waits_for_the_engine(monkeypatch):
+    class Immortal(Dying):
+        def kill(self):
+            raise InfrastructureError("the engine's process 1 must end within 10 s of SIGKILL")
+
+    told = concurrent.futures.Future()
+    monkeypatch.setattr(engine_module, "EngineProcess", Immortal)
+    source = EngineSettings(options={}, family="qwen2")
+    engine = SGLangEngine(
+        source,
+        environ={},
+        memory=0,
+        start_seconds=60.0,
+        max_seq_len=8,
+        vocab_size=8,
+        tokenizer=LETTERS,
+        silence_seconds=60.0,
+    )
+    engine.watch(lambda reason: None, told.set_result)
+    with contextlib.suppress(InfrastructureError):
+        engine.start()
+    assert "must end within 10 s of SIGKILL" in str(told.result(60))
+    with pytest.raises(InfrastructureError, match="must end within 10 s"):
+        engine.await_ready(60)
+
+
+def test_a_process_that_outlives_its_kill_is_an_infrastructure_error(monkeypatch):
+    """The stand-in for a process that hangs in the kernel: SIGKILL is not sent, and the child sleeps."""
+    near, far = socket.socketpair()
+    monkeypatch.setattr(process_module.processes, "kill_group", lambda pid, number: None)
+    monkeypatch.setattr(process_module, "REAP_SECONDS", 0.01)
+    monkeypatch.setattr(process_module.sys, "executable", "/bin/sleep")
+    child = subprocess.Popen(["/bin/sleep", "600"])
+    monkeypatch.setattr(
+        process_module.subprocess,
+        "Popen",
+        lambda *a, **k: SimpleNamespace(pid=child.pid, wait=child.wait, stderr=near.makefile("rb")),
+    )
+    try:
+        engine = process_module.EngineProcess(EngineSettings(options={}, family="qwen2"), {}, 0)
+        far.close()
+        with pytest.raises(InfrastructureError, match="must end within 0.01 s of SIGKILL"):
+            engine.kill()
+    finally:
+        child.kill()
+        child.wait()
+
+
 def test_that_an_engine_is_lost_is_told_before_its_rows_fail(monkeypatch):
     told, ended = [], threading.Event()
     monkeypatch.setattr(engine_module, "EngineProcess", DyingWhenAsked)
@@ -167,6 +256,7 @@ def test_that_an_engine_is_lost_is_told_before_its_rows_fail(monkeypatch):
         start_seconds=60.0,
         max_seq_len=8,
         vocab_size=8,
+        tokenizer=LETTERS,
         silence_seconds=60.0,
         restarts=False,
     )
@@ -194,6 +284,7 @@ def test_an_engine_that_shares_its_device_is_not_started_again_by_its_worker(mon
         start_seconds=60.0,
         max_seq_len=8,
         vocab_size=8,
+        tokenizer=LETTERS,
         silence_seconds=60.0,
         restarts=restarts,
     )

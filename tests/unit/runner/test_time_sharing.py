@@ -26,7 +26,7 @@ def rollout(rank, state=MemberState.SERVING):
 class Job:
     """Stands in for the cluster, its hub and the actor group; keeps in `log` who was told to occupy what."""
 
-    def __init__(self, *members, mode="colocated", pairs=None):
+    def __init__(self, *members, mode="colocated", pairs=None, offload=None):
         self.there, self.log, self.errors, self.given_up = list(members) or [rollout(0)], [], {}, []
         pairs = pairs or len(self.there)
         self.hub = SimpleNamespace(
@@ -37,7 +37,7 @@ class Job:
                 "model": {"path": "m"},
                 "data": {"train": "t"},
                 "placement": {"mode": mode},
-                "actor": {"replicas": pairs},
+                "actor": {"replicas": pairs, "offload": offload or {}},
                 "rollout": {"replicas": len(self.there)},
                 "algorithm": {"promptsPerStep": 12},
             }
@@ -93,6 +93,12 @@ def test_who_gives_memory_up_does_so_before_the_other_takes_it():
         assert job.told() == [], "nobody has to move"
     with job.schedule.training():
         assert job.told() == [("rollout:0", []), ("actor", ALL)]
+
+
+def test_optimizer_state_that_is_to_be_offloaded_is_not_brought_back_for_the_whole_training():
+    job = Job(offload={"optimizer": True})
+    with job.schedule.training():
+        assert job.told() == [("rollout:0", []), ("actor", ["gradients", "weights"])]
 
 
 def test_a_step_tells_the_bytes_of_all_ranks_and_the_seconds_of_the_slowest():

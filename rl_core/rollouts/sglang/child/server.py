@@ -37,6 +37,8 @@ class EngineServer:
         self._ended: list[EngineOutput] = []
         self._tokens = 0
         """Tokens of all rows that ended."""
+        self._rows: dict[int, asyncio.Task[None]] = {}
+        """Tasks of the rows that run, by key."""
         self._tasks: set[asyncio.Task[None]] = set()
         """Running tasks; the event loop itself holds them weakly only."""
 
@@ -46,19 +48,32 @@ class EngineServer:
             message = await pipe.receive(reader)
             if isinstance(message, EngineRows):
                 for row in message.rows:
-                    self._start(self._run(row))
+                    self._rows[row.key] = self._start(self._run(row))
             elif isinstance(message, EngineAbort):
                 for key in message.keys:
-                    self._manager.abort_request(rid=_rid(key))
+                    self._abort(key)
             else:
                 self._start(self._answer(message))
 
-    def _start(self, work: Any) -> None:
+    def _start(self, work: Any) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # --- rows --------------------------------------------------------------------------------------------------------
+
+    def _abort(self, key: int) -> None:
+        """Abort a row wherever it is.
+
+        The scheduler ignores the abort of a row that it does not have yet: one that was just sent, or that SGLang holds back while
+        generation is paused. Such a row is cancelled here, before it reaches the scheduler.
+        """
+        state = self._manager.rid_to_state.get(_rid(key))
+        if state is not None and state.dispatched:
+            self._manager.abort_request(rid=_rid(key))
+        elif key in self._rows:
+            self._rows.pop(key).cancel()
 
     async def _run(self, row: EngineRow) -> None:
         try:
@@ -92,6 +107,7 @@ class EngineServer:
 
     def _end(self, output: EngineOutput) -> None:
         """Send the rows that end in one iteration of the event loop together."""
+        self._rows.pop(output.key, None)
         self._tokens += len(output.ids)
         if not self._ended:
             asyncio.get_running_loop().call_soon(self._flush)

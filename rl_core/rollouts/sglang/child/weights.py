@@ -63,7 +63,8 @@ class ChildWeightLoader:
             "metadata": [self._metadata(place) for place in places],
         }
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[MultiprocessingSerializer.serialize(bucket)] * self._ranks,
+            # Serialised once per rank: the file descriptor in a serialised CPU tensor can be received only once.
+            serialized_named_tensors=[MultiprocessingSerializer.serialize(bucket) for _ in range(self._ranks)],
             load_format="flattened_bucket",
             flush_cache=version is not None and not keep_cache,
             weight_version=None if version is None else str(version),
