@@ -146,7 +146,8 @@ class ModelManager(ResidentState):
         """
         if self.residency.has_model:
             raise RuntimeError("setup_model_and_optimizer must be called once, got a second call; make a new manager")
-        with self.ranks.guard("setting up the model"):
+        limit = self.cfg.runtime.deadlines.wait_ready
+        with self.ranks.collectives_within(limit), self.ranks.guard("setting up the model"):
             self._set_up()
         self.residency.has_model = True
         if self.cfg.algorithm.needs_reference:
@@ -304,7 +305,7 @@ class ModelManager(ResidentState):
         optimizer step waits until the state is copied, and the next save until it is written. Raises InfrastructureError when the storage
         fails.
         """
-        with self.residency.loaded(), self.ranks.guard("saving a checkpoint"):
+        with self.residency.loaded(), self._file_work(), self.ranks.guard("saving a checkpoint"):
             part = checkpoint.RankPart.of(
                 self.ranks,
                 self._counters(step),
@@ -330,12 +331,16 @@ class ModelManager(ResidentState):
             optimizer_steps=self._step_counters(),
         )
 
+    def _file_work(self) -> AbstractContextManager[None]:
+        """Return a context manager inside which ranks wait for each other as long as the runner waits for the whole call."""
+        return self.ranks.collectives_within(self.cfg.runtime.deadlines.group_method)
+
     def load_checkpoint(self, load_path: str) -> None:
         """Load what `save_checkpoint` wrote on any number of ranks.
 
         Raises FileNotFoundError when there is no checkpoint, and DataError when it is damaged or of another model.
         """
-        with self.residency.loaded(), self.ranks.guard("loading a checkpoint"):
+        with self.residency.loaded(), self._file_work(), self.ranks.guard("loading a checkpoint"):
             self.wait_for_readers()
             self._before_state(checkpoint.Counters.read(Path(load_path)).counts)
             weights, moments = self.master_slices(), self.moment_slices()
@@ -385,7 +390,7 @@ class ModelManager(ResidentState):
         """
         if dtype is not None and dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one")
-        with self.residency.loaded(moments=False), self.ranks.guard("exporting the model"):
+        with self.residency.loaded(moments=False), self._file_work(), self.ranks.guard("exporting the model"):
             # One tensor at a time: rank 0 never holds the whole model.
             source = self.version_source(dtype or self.cfg.model.dtype, 1)
             refusal: InfrastructureError | None = None

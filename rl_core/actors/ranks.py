@@ -92,6 +92,7 @@ class Ranks:
         self.rank = rank
         self.device = device
         self._timeout = timeout
+        """Seconds until a collective fails, at present; see `collectives_within`."""
         self._failures = 0
         self._hybrid: dict[int, DeviceMesh] = {}
         self._meeting = rendezvous.join(self.size, rank, device, timeout) if self.size > 1 else None
@@ -149,6 +150,20 @@ class Ranks:
         meeting = self._meeting or rendezvous.join(1, 0, self.device, self._timeout)
         with meeting.listening():
             yield
+
+    @contextmanager
+    def collectives_within(self, seconds: float) -> Iterator[None]:
+        """Let collectives inside the block fail after `seconds`, also in process groups that are created inside it.
+
+        For work in which ranks read or write files between collectives: the slowest disk may be minutes behind the others.
+        """
+        before, self._timeout = self._timeout, seconds
+        rendezvous.limit_collectives(seconds)
+        try:
+            yield
+        finally:
+            self._timeout = before
+            rendezvous.limit_collectives(before)
 
     @contextmanager
     def guard(self, doing: str) -> Iterator[None]:

@@ -75,6 +75,12 @@ def join(size: int, rank: int, device: torch.device, timeout: float) -> Rendezvo
     return meeting
 
 
+def limit_collectives(seconds: float) -> None:
+    """Set the timeout of all later collectives, in every process group that this process is in, whichever library created it."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.set_timeout(timedelta(seconds=seconds), group)
+
+
 def _meet(size: int, rank: int, limit: timedelta) -> Rendezvous:
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -211,13 +211,13 @@ class DeadlinesSpec(Spec):
     hello: float = Field(60, gt=0)
     """Time until a process has registered with the runner."""
     wait_ready: float = Field(600, gt=0)
-    """Time until all processes have been initialized."""
+    """Time until all processes have been initialized. Ranks that load a model wait for each other for this long."""
     rpc: float = Field(60, gt=0)
     """One remote call. An SGLang engine whose scheduler does not answer for this long is replaced."""
     group_method: float = Field(3600, gt=0)
     """One method call on all processes of a group."""
     collective: float = Field(60, gt=0)
-    """One collective operation."""
+    """One collective operation, except where ranks load a model (waitReady) or read and write files (groupMethod)."""
     weight_sync: float = Field(300, gt=0)
     """One weight sync."""
     rollout: float = Field(1800, gt=0)

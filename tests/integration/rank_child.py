@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,20 @@ from rl_core.actors.ranks import ParallelSizes, Ranks
 def listening() -> list[str]:
     """Return the addresses this process listens on."""
     return sorted({c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN})
+
+
+def be_late(ranks: Ranks) -> bool:
+    """Have rank 0 come late, first where there is time for it and then where there is none; return whether a collective failed."""
+    with ranks.collectives_within(0.3):
+        with ranks.collectives_within(60):
+            time.sleep(2 * (ranks.rank == 0))
+            ranks.barrier()
+        time.sleep(5 * (ranks.rank == 0))
+        try:
+            ranks.barrier()
+        except RuntimeError:
+            return True
+    return False
 
 
 def main() -> None:
@@ -33,6 +48,8 @@ def main() -> None:
         seen["mesh"] = ranks.mesh.size()
     seen |= {"listening": listening(), "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard}
     ranks.barrier()
+    if ranks.size > 1:
+        seen["late"] = be_late(ranks)
     out.write_text(json.dumps(seen))
     os._exit(
         0

@@ -51,6 +51,10 @@ def test_every_rank_hears_of_all(four):
     assert all(seen["all"] == [0, 1, 2, 3] and seen["largest"] == 3 for seen in four)
 
 
+def test_ranks_wait_for_a_late_one_where_they_have_time_and_only_there(four):
+    assert [seen["late"] for seen in four[1:]] == [True] * 3
+
+
 def test_ranks_listen_on_the_network_they_meet_on_and_on_no_other(four):
     assert {address for seen in four for address in seen["listening"]} == {own_address()}
 

@@ -88,7 +88,7 @@ class MegatronModelManager(ModelManager):
                 pipeline_model_parallel_size=self.parallel.pipeline,
                 virtual_pipeline_model_parallel_size=self.parallel.virtual_pipeline,
                 create_gloo_process_groups=False,
-                distributed_timeout_minutes=self.cfg.runtime.deadlines.collective / 60,
+                distributed_timeout_minutes=self.cfg.runtime.deadlines.wait_ready / 60,
             )
         # Nothing draws from these generators (no dropout, weights are read); recomputing activations asks for them.
         library.model_parallel_cuda_manual_seed(self.cfg.algorithm.seed)

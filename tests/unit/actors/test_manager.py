@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from rl_core.actors.fsdp.manager import FSDPModelManager
 from rl_core.actors.fsdp.strategy import FSDP2Strategy
+from rl_core.actors.ranks import Ranks
 from rl_core.api.errors import ConfigError, DataError, InfrastructureError
 from rl_core.checkpoint.state import derive_rng
 from rl_core.checkpoint.store import CheckpointStore
@@ -42,6 +43,20 @@ def equal(left, right):
 def test_set_up_twice_is_refused(make_manager):
     with pytest.raises(RuntimeError, match="once"):
         make_manager().setup_model_and_optimizer()
+
+
+def test_ranks_that_read_and_write_files_wait_for_each_other_as_long_as_the_runner_does(
+    make_spec, tmp_path, monkeypatch
+):
+    deadlines = {"waitReady": 700, "groupMethod": 4000, "collective": 30}
+    limits, within = [], Ranks.collectives_within
+    manager = FSDPModelManager(make_spec(runtime__deadlines=deadlines), 1, 0)
+    monkeypatch.setattr(Ranks, "collectives_within", lambda ranks, limit: limits.append(limit) or within(ranks, limit))
+    manager.setup_model_and_optimizer()
+    manager.save_checkpoint(str(tmp_path), 1)
+    manager.load_checkpoint(str(tmp_path))
+    manager.export_hf(str(tmp_path / "out"))
+    assert limits == [700, 4000, 4000, 4000]
 
 
 def test_a_mapping_is_validated_and_unknown_keys_are_errors(make_spec):
