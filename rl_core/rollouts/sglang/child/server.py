@@ -56,7 +56,7 @@ class EngineServer:
                 self._start(self._answer(message))
 
     def _start(self, work: Any) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)
+        task: asyncio.Task[None] = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
