@@ -31,13 +31,17 @@ LOGIT_BYTES = 8
 """Bytes per token and vocabulary entry: a float32 logit and its gradient."""
 OFFLOADED_FOR_SYNC = frozenset({"optimizer", "master", "gradients", "kv_cache"})
 """Parts that are offloaded to the host during a weight sync between colocated processes."""
+OPTIMIZER_STATE = frozenset({"optimizer", "master"})
+"""Parts of the trainer that `actor.offload.optimizer` offloads."""
+UPDATE = "update"
+"""Phase of the optimizer step. It has a row of its own where the optimizer state is on the device in this phase only."""
 
 _WAYS_OUT = {
     "weights": "use a smaller model, bfloat16 or more actor processes (megatron: a larger actor.parallel)",
     "reference": "set algorithm.loss.klCoefficient 0 or use more actor processes (megatron: a larger actor.parallel)",
-    "gradients": "use more actor processes (megatron: a larger actor.parallel)",
-    "optimizer": "use more actor processes (megatron: a larger actor.parallel)",
-    "master": "use more actor processes (megatron: a larger actor.parallel)",
+    "gradients": "set actor.accumulateWithoutSync false (fsdp1 and fsdp2) or use more actor processes (megatron: a larger actor.parallel)",
+    "optimizer": "set actor.offload.optimizer true or use more actor processes (megatron: a larger actor.parallel)",
+    "master": "set actor.offload.optimizer true or use more actor processes (megatron: a larger actor.parallel)",
     "gather": "use a smaller model",
     "activations": "lower actor.microBatchTokens or set actor.gradientCheckpointing",
     "logits": "lower actor.microBatchTokens or rollout.maxBatch",
@@ -54,7 +58,7 @@ class CapacityRow:
 
     role: str
     phase: str
-    """load, train, logprob, generate, sync or idle."""
+    """load, train, update, logprob, generate, sync or idle."""
     device: int
     """Bytes on the accelerator; on the host for a group on CPU."""
     host: int
@@ -150,11 +154,35 @@ def admit(report: CapacityReport, role: str | None = None) -> None:
 
 
 def _actor_rows(name: str, job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
-    host = trainer_host(job, facts)
-    return [
-        _row(name, phase, parts, host=0 if phase == "load" else host)
-        for phase, parts in trainer_phases(job, facts).items()
-    ]
+    host, phases = trainer_host(job, facts), trainer_phases(job, facts)
+    if job.actor.offload.optimizer:
+        phases[UPDATE] = _update(job, phases["train"])
+    rows = []
+    for phase, parts in phases.items():
+        away = {part: size for part, size in parts.items() if part in _offloaded(job, phase)}
+        kept = {part: size for part, size in parts.items() if part not in away}
+        rows.append(_row(name, phase, kept, host=(0 if phase == "load" else host) + sum(away.values())))
+    return rows
+
+
+def _update(job: RLJobSpec, train: Mapping[str, int]) -> dict[str, int]:
+    """Return what the optimizer step needs of the parts of the phase `train`; under FSDP each process has only its shard of the gradients."""
+    parts = {name: size for name, size in train.items() if name not in ("activations", "logits", "gather")}
+    if job.actor.backend != "megatron":
+        parts["gradients"] = min(parts["gradients"], parts["weights"])
+    return parts
+
+
+def _offloaded(job: RLJobSpec, phase: str) -> frozenset[str]:
+    """Return the parts of the trainer that `actor.offload` has in host memory in `phase`."""
+    offload, away = job.actor.offload, frozenset[str]()
+    if offload.optimizer and phase not in ("load", UPDATE):
+        away |= OPTIMIZER_STATE
+    if offload.grads and phase in ("sync", "idle"):
+        away |= {"gradients"}
+    if offload.params and phase == "idle":
+        away |= {"weights"}
+    return away
 
 
 def _rollout_rows(name: str, job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
@@ -192,7 +220,7 @@ def _colocated(rows: Sequence[CapacityRow]) -> list[CapacityRow]:
     While one of the two works, the other holds only its context on the device, in a weight sync its weights too; what either offloads
     counts as host memory.
     """
-    weights = {row.role: row.parts["weights"] for row in rows if row.phase == "idle" and "weights" in row.parts}
+    weights = {row.role: row.parts["weights"] for row in rows if row.phase == "load" and "weights" in row.parts}
     result = []
     for row in rows:
         if row.role not in weights:
@@ -215,9 +243,13 @@ def _row(role: str, phase: str, parts: Mapping[str, int], *, host: int = 0) -> C
 
 def _shortage(row: CapacityRow, place: str, needed: int, available: int) -> str:
     part = row.largest_part
+    # The optimizer step is the one phase in which offloading the optimizer state is no way out.
+    way_out = (
+        _WAYS_OUT["weights" if row.phase == UPDATE else part] if part in _WAYS_OUT else "use fewer processes per pod"
+    )
     return (
         f"role {row.role}, phase {row.phase}: needs {_gib(needed)} of {place} memory, got {_gib(available)} available; "
-        f"largest part {part} {_gib(row.parts[part])}; {_WAYS_OUT.get(part, 'use fewer processes per pod')}"
+        f"largest part {part} {_gib(row.parts[part])}; {way_out}"
     )
 
 

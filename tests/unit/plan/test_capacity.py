@@ -133,6 +133,74 @@ def test_a_loss_with_entropy_has_a_second_block_of_logits_backwards():
     assert more == 4 * CHUNK and parts(two, "actor", "logprob")["logits"] == parts(one, "actor", "logprob")["logits"]
 
 
+QWEN3_8B = ModelFacts(
+    parameters=8_190_735_360,
+    layer=192_946_432,
+    hidden=4096,
+    layers=36,
+    vocab=151_936,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    inner=12_288,
+    max_length=40_960,
+)
+
+
+def test_a_model_of_8b_trains_on_four_devices_of_40_gib_with_its_optimizer_state_on_the_host():
+    actor = {"replicas": 4, "gpus": 1, "gradientCheckpointing": True, "microBatchTokens": 4096}
+    actor |= {"accumulateWithoutSync": False}
+    report = estimate(spec(actor=actor, rollout={"gpus": 1}), QWEN3_8B, device_memory=40 * GIB)
+    with pytest.raises(CapacityError, match=r"largest part optimizer .*; set actor\.offload\.optimizer true"):
+        report.check("actor")
+    offloaded = estimate(
+        spec(actor=actor | {"offload": {"optimizer": True}}, rollout={"gpus": 1}), QWEN3_8B, device_memory=40 * GIB
+    )
+    offloaded.check("actor")
+    share = 2_047_683_840
+    moved = {
+        row.phase: row.host - before.host
+        for row in offloaded.rows
+        for before in report.rows
+        if row.role == before.role == "actor" and row.phase == before.phase
+    }
+    assert moved == {"load": 0, "train": share * 8, "logprob": share * 8, "sync": share * 8, "idle": share * 8}
+    assert "optimizer" not in parts(offloaded, "actor", "train")
+    update = {"weights": share * 4, "gradients": share * 4, "optimizer": share * 8}
+    assert parts(offloaded, "actor", "update") == update
+    with pytest.raises(CapacityError, match=r"phase update: .*largest part optimizer .*; use a smaller model"):
+        estimate(
+            spec(actor=actor | {"offload": {"optimizer": True}, "replicas": 2}), QWEN3_8B, device_memory=40 * GIB
+        ).check("actor")
+
+
+def test_each_part_that_is_offloaded_is_away_in_the_phases_that_do_not_need_it():
+    actor = {"backend": "megatron", "offload": {"params": True, "grads": True, "optimizer": True}}
+    report = estimate(spec(actor=actor), FACTS)
+    everything = {"weights", "gradients", "optimizer", "master"}
+    held = {
+        row.phase: everything & parts(report, "actor", row.phase).keys() for row in report.rows if row.role == "actor"
+    }
+    assert held == {
+        "load": everything,
+        "train": {"weights", "gradients"},
+        "update": everything,
+        "logprob": {"weights", "gradients"},
+        "sync": {"weights"},
+        "idle": set(),
+    }
+
+
+def test_colocated_the_optimizer_state_that_is_offloaded_is_not_beside_the_activations():
+    colocated = {"placement": {"mode": "colocated"}}
+    report = estimate(spec(actor={"offload": {"optimizer": True, "params": True}}, **colocated), FACTS)
+    assert "optimizer" not in parts(report, "actor", "train") and "optimizer" in parts(report, "actor", "update")
+    assert (
+        parts(report, "actor", "sync")["weights"] == 4_000_000
+        and parts(report, "actor", "sync")["neighbour"] > CONTEXT_BYTES
+    )
+
+
 def test_a_reference_policy_lies_on_the_host():
     report = estimate(spec(algorithm={"promptsPerStep": 32, "groupSize": 8, "loss": {"klCoefficient": 0.1}}), FACTS)
     assert {row.host for row in report.rows if (row.role, row.phase) == ("actor", "train")} == {2_000_000 + 4_000_000}
