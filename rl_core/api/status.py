@@ -45,7 +45,7 @@ class Condition(StatusPart):
     status: Literal["True", "False", "Unknown"]
     """Status of the condition."""
     reason: Annotated[str, Field(min_length=1, max_length=128)]
-    """Reason, one CamelCase word; docs/operations.md explains each."""
+    """Reason, one CamelCase word; docs/runbook.md explains each."""
     message: Annotated[str, Field(max_length=32768)] = ""
     """Message for people; it quotes the cluster where that refused something."""
     last_transition_time: Time

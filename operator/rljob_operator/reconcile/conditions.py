@@ -111,7 +111,7 @@ REASONS: Mapping[str, Mapping[str, str]] = {
         "DeadlineExceeded": "activeDeadlineSeconds or startDeadlineSeconds has passed",
     },
 }
-"""Condition -> reason -> meaning. docs/operations.md explains each reason and what to do about it."""
+"""Condition -> reason -> meaning. docs/runbook.md explains each reason and what to do about it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

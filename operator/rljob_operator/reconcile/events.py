@@ -32,7 +32,7 @@ EVENTS: Mapping[str, str] = {
     "PodReplaced": "a rollout or env pod ended and is being replaced; the message has its last log lines",
     "RoleRestarted": "all pods of a role are being replaced; the message gives the cause",
 }
-"""Reasons of events, besides the reasons of conditions that turn unhealthy. docs/operations.md lists both."""
+"""Reasons of events, besides the reasons of conditions that turn unhealthy. docs/runbook.md lists both."""
 
 _EVENT_STATUS = {
     "Accepted": ("False", ()),

@@ -76,7 +76,7 @@ async def obtain(cluster: Cluster, *, namespace: str, jobs: Iterable[Object] = (
         if keyed := sorted(map(_name, filter(_has_keys, jobs))):
             raise MasterKeyError(
                 f"Secret {namespace}/{NAME} must be there, as {len(keyed)} jobs have keys made from it ({keyed[0]}, ...), got none; "
-                "restore it from a backup, or see docs/operations.md, The master key"
+                "restore it from a backup, or see docs/install.md, The master key"
             ) from None
         try:
             secret = await cluster.create(kinds.SECRET, namespace, _secret(os.urandom(BYTES)))
@@ -119,6 +119,6 @@ def _decoded(entries: dict[str, Any], name: str, namespace: str) -> bytes:
     if len(key) != BYTES:
         raise MasterKeyError(
             f"Secret {namespace}/{NAME}: data.{name} must be {BYTES} bytes in base64, got {len(key)}; "
-            "restore it from a backup, or see docs/operations.md, The master key"
+            "restore it from a backup, or see docs/install.md, The master key"
         )
     return key

@@ -242,13 +242,13 @@ def test_alerts_are_well_formed_and_lead_to_their_section_of_the_runbook(cluster
     for group in rule["spec"]["groups"]:
         for alert in group["rules"]:
             url = alert["annotations"]["runbook_url"]
-            assert url.endswith(f"docs/operations.md#{alert['alert'].lower()}")
-            assert alert["alert"].lower() in sections, f"docs/operations.md has no section for {alert['alert']}"
+            assert url.endswith(f"docs/runbook.md#{alert['alert'].lower()}")
+            assert alert["alert"].lower() in sections, f"docs/runbook.md has no section for {alert['alert']}"
             assert alert["labels"]["severity"] in ("info", "warning", "critical")
 
 
 def anchors():
-    lines = (ROOT / "docs" / "operations.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "runbook.md").read_text().splitlines()
     return {line.lstrip("#").strip().lower().replace(" ", "-") for line in lines if line.startswith("#")}
 
 

@@ -1,6 +1,8 @@
 """`rljob run --resume` says what it continues and what is different, and refuses before it writes."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +10,7 @@ from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJob
 from rl_core.cli.resume import resume_line
 from rl_core.runner.checkpoints import STATE_FILE
-from rl_core.runner.invariants import state_of
+from rl_core.runner.invariants import INVARIANT_FIELDS, MAY_CHANGE, state_of
 
 
 def job(**spec):
@@ -50,3 +52,17 @@ def test_a_job_that_computes_something_else_is_refused(run):
     with pytest.raises(ConfigError, match=r"algorithm.groupSize: 8 \(saved\), 4 \(now\)"):
         resume_line(job(algorithm={"groupSize": 4}), run, "auto")
     assert sorted(run.rglob("*")) == before
+
+
+def test_the_page_lists_every_field_that_must_be_equal_with_its_exceptions():
+    page = (Path(__file__).parents[3] / "docs/running.md").read_text()
+    rows = re.findall(r"^\| `([\w.]+)` \| must be equal(?:, except (.+))? \|$", page, re.MULTILINE)
+    whole = job().spec.model_dump(mode="json", by_alias=True)
+    assert [field for field, _ in rows] == list(INVARIANT_FIELDS)
+    for field, exceptions in rows:
+        block = whole
+        for part in field.split("."):
+            block = block[part]
+        assert set(re.findall(r"`(\w+)`", exceptions)) == (
+            MAY_CHANGE & set(block) if isinstance(block, dict) else set()
+        )

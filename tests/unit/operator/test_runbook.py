@@ -1,4 +1,4 @@
-"""docs/operations.md explains each reason and event that the operator writes, and says what to do about each reason."""
+"""docs/runbook.md explains each reason and event that the operator writes, and says what to do about each reason."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from rljob_operator.reconcile.conditions import REASONS, TYPES
 from rljob_operator.reconcile.events import EVENTS
 
-DOC = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+DOC = (Path(__file__).parents[3] / "docs" / "runbook.md").read_text()
 ENTRY = re.compile(r"^- \*\*(\w+)\*\*: (.+)\.\n((?:  .+\n)*)", re.MULTILINE)
 """A reason, its meaning on the same line, and the indented lines that say what to do."""
 
