@@ -40,7 +40,7 @@ def read_document(file: Path, settings: Sequence[str]) -> dict[str, Any]:
             f"{file}: must hold one mapping with apiVersion, kind, metadata and spec, got {type(document).__name__}"
         )
     for setting in settings:
-        _override(document, setting)
+        override(document, setting)
     return document
 
 
@@ -57,7 +57,8 @@ def _the_job(file: Path, documents: Sequence[Any]) -> Any:
     return jobs[0]
 
 
-def _override(document: dict[str, Any], setting: str) -> None:
+def override(document: dict[str, Any], setting: str) -> None:
+    """Set the field that `setting`, PATH=VALUE, names. Raises ConfigError for one that cannot be read."""
     path, separator, text = setting.partition("=")
     parts = path.split(".")
     if not separator or not all(parts):

@@ -199,6 +199,29 @@ def view(
 
 
 @app.command()
+def serve(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="OUT|MODEL",
+            help="Output folder of a finished run, a model folder or hf://owner/name.",
+            show_default=False,
+        ),
+    ],
+    engine: Annotated[str | None, typer.Option(help="hf or sglang.", show_default="the run's, else hf")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. On others than loopback the network can call the model.")
+    ] = "127.0.0.1",
+    settings: Settings = None,
+) -> None:
+    """Serve a model by the endpoint that agents are trained with, to try an agent. Ends with Ctrl-C."""
+    from rl_core.cli.serve import serve_model
+
+    run_command(lambda: serve_model(target, engine=engine, settings=settings or [], host=host, port=port))
+
+
+@app.command()
 def metrics(
     name: Annotated[str | None, typer.Argument(help="A metric, or a word of one.", show_default="all")] = None,
 ) -> None:

@@ -37,13 +37,17 @@ TEMPLATES = {
 }
 
 
-def make_tokenizer(template):
+def make_backend():
     names = [*SPECIALS, *CHARACTERS]
     backend = Backend(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens(SPECIALS)
-    return Tokenizer(backend, eos_token_id=1, pad_token_id=0, chat_template=template, specials={})
+    return backend
+
+
+def make_tokenizer(template):
+    return Tokenizer(make_backend(), eos_token_id=1, pad_token_id=0, chat_template=template, specials={})
 
 
 @pytest.fixture(params=TEMPLATES)
