@@ -9,9 +9,7 @@ from uuid import uuid4
 
 from rl_core.data.tokenizer import Tokenizer
 from rl_core.rollouts.endpoint.chat import ChatRequest, Choice, Completed, token_logprobs
-from rl_core.rollouts.endpoint.pieces import Piece, server_sent
-
-DONE = server_sent("[DONE]")
+from rl_core.rollouts.endpoint.pieces import DONE, Piece, server_sent
 
 
 async def events(

@@ -1,4 +1,4 @@
-"""A chat call as a stream: the text of its replies in pieces while they are generated, then the finished call.
+"""A call as a stream: the text of its replies in pieces while they are generated, then the finished call.
 
 A piece holds text that no later token can change. Held back are incomplete characters, text that could be the beginning of a stop string
 or of a tool call, and tool calls, which are read from the whole text.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rl_core.data.tokenizer import Tokenizer
-from rl_core.rollouts.endpoint.chat import ChatRequest, Completed, complete
-from rl_core.rollouts.endpoint.episodes import AgentEpisode
+from rl_core.rollouts.endpoint.chat import Completed
+from rl_core.rollouts.endpoint.request import CallRequest
 from rl_core.rollouts.endpoint.tool_calls import TAG
 
 logger = logging.getLogger(__name__)
@@ -95,13 +95,14 @@ def overlap(text: str, word: str) -> int:
 
 
 async def pieces(
-    request: ChatRequest, episode: AgentEpisode, tokenizer: Tokenizer, *, max_new_tokens: int
+    request: CallRequest, complete: Callable[..., Coroutine[Any, Any, Completed]], tokenizer: Tokenizer, *, tools: bool
 ) -> AsyncGenerator[Piece | Completed]:
     """Yield the pieces of the replies to `request`, then the finished call. Closing the generator drops the call.
 
-    An engine that does not report tokens while it generates gives one piece per reply. Raises as `chat.complete` does.
+    `complete(on_tokens=...)` runs the call; `tools`: its replies may contain tool calls. An engine that does not report tokens while it
+    generates gives one piece per reply. Raises what `complete` raises.
     """
-    streams = [TextStream(tokenizer, request.stops, tools=bool(request.offered_tools)) for _ in range(request.n)]
+    streams = [TextStream(tokenizer, request.stops, tools=tools) for _ in range(request.n)]
     queue: asyncio.Queue[Piece | None] = asyncio.Queue()
 
     def on_tokens(index: int, ids: list[int]) -> None:
@@ -109,9 +110,7 @@ async def pieces(
         if text:
             queue.put_nowait(Piece(index, text, new))
 
-    call = asyncio.ensure_future(
-        complete(request, episode, tokenizer, max_new_tokens=max_new_tokens, on_tokens=on_tokens)
-    )
+    call = asyncio.ensure_future(complete(on_tokens=on_tokens))
     call.add_done_callback(lambda _: queue.put_nowait(None))
     try:
         while (piece := await queue.get()) is not None:
@@ -133,3 +132,7 @@ def server_sent(data: dict[str, Any] | str, *, event: str | None = None) -> byte
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
     named = f"event: {event}\n" if event else ""
     return f"{named}data: {text}\n\n".encode("utf-8", "replace")
+
+
+DONE = server_sent("[DONE]")
+"""The last event of a stream of the APIs of OpenAI."""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from itertools import count
 from typing import Any
 from uuid import uuid4
 
 from rl_core.rollouts.endpoint.chat import Completed
 from rl_core.rollouts.endpoint.errors import bad_request
 from rl_core.rollouts.endpoint.history import text_of_content
+from rl_core.rollouts.endpoint.pieces import Piece, server_sent
 
 
 def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the body as one of a chat call. Raises EndpointError for what this endpoint does not offer."""
-    if body.get("stream"):
-        raise bad_request("stream must be false here; stream calls of /v1/chat/completions or /v1/messages")
     if body.get("previous_response_id") or body.get("conversation"):
         raise bad_request("responses are not stored here; send the whole conversation as input")
     given = body.get("input")
@@ -40,6 +40,7 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         "tools": tools or None,
         "tool_choice": "none" if body.get("tool_choice") == "none" else None,
         "max_tokens": body.get("max_output_tokens"),
+        "stream": body.get("stream"),
         "response_format": (body.get("text") or {}).get("format"),
     }
 
@@ -70,25 +71,17 @@ def answer(completed: Completed, *, model: str) -> dict[str, Any]:
     output: list[dict[str, Any]] = []
     calls = choice.message.get("tool_calls", ())
     if choice.message["content"] or not calls:
-        part: dict[str, Any] = {"type": "output_text", "text": choice.message["content"] or "", "annotations": []}
         message = {"type": "message", "id": f"msg_{uuid4().hex}", "role": "assistant", "status": status}
-        output.append({**message, "content": [part]})
+        output.append({**message, "content": [_text(choice.message["content"] or "")]})
     for call in calls:
         one = {"type": "function_call", "id": f"fc_{uuid4().hex}", "call_id": call["id"], "status": "completed"}
         output.append({**one, **call["function"]})
     usage = completed.usage
     return {
-        "id": f"resp_{uuid4().hex}",
-        "object": "response",
-        "created_at": int(time.time()),
-        "model": model,
+        **_begun(model),
         "status": status,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "error": None,
         "output": output,
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [],
         "usage": {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": 0},
@@ -97,3 +90,74 @@ def answer(completed: Completed, *, model: str) -> dict[str, Any]:
             "total_tokens": usage["total_tokens"],
         },
     }
+
+
+async def events(parts: AsyncGenerator[Piece | Completed], *, model: str) -> AsyncGenerator[bytes]:
+    """Yield the server-sent events of the call `parts`, those of `pieces.pieces`. Function calls come whole, after the text."""
+    number = count()
+
+    def event(kind: str, **fields: Any) -> bytes:
+        kind = f"response.{kind}"
+        return server_sent({"type": kind, "sequence_number": next(number), **fields}, event=kind)
+
+    begun, text = _begun(model), {"item_id": f"msg_{uuid4().hex}", "output_index": 0, "content_index": 0}
+    message = {"type": "message", "id": text["item_id"], "role": "assistant", "status": "in_progress", "content": []}
+
+    def open_message() -> Iterator[bytes]:
+        yield event("output_item.added", output_index=0, item=message)
+        yield event("content_part.added", **text, part=_text(""))
+
+    created = opened = False
+    try:
+        async for part in parts:
+            if not created:
+                created = True
+                yield event("created", response=begun)
+            if isinstance(part, Piece):
+                if not part.text:
+                    continue
+                for one in () if opened else open_message():
+                    yield one
+                opened = True
+                yield event("output_text.delta", **text, delta=part.text, logprobs=[])
+                continue
+            whole = {**answer(part, model=model), "id": begun["id"], "created_at": begun["created_at"]}
+            for index, item in enumerate(whole["output"]):
+                if item["type"] == "message":
+                    item["id"] = message["id"]
+                    for one in () if opened else open_message():
+                        yield one
+                    yield event("output_text.done", **text, text=item["content"][0]["text"], logprobs=[])
+                    yield event("content_part.done", **text, part=item["content"][0])
+                else:
+                    call = {"item_id": item["id"], "output_index": index}
+                    unfinished = {**item, "status": "in_progress", "arguments": ""}
+                    yield event("output_item.added", output_index=index, item=unfinished)
+                    yield event("function_call_arguments.delta", **call, delta=item["arguments"])
+                    yield event("function_call_arguments.done", **call, name=item["name"], arguments=item["arguments"])
+                yield event("output_item.done", output_index=index, item=item)
+            yield event(whole["status"], response=whole)
+    finally:
+        await parts.aclose()
+
+
+def _begun(model: str) -> dict[str, Any]:
+    """Return a response of which nothing is known yet."""
+    return {
+        "id": f"resp_{uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "status": "in_progress",
+        "incomplete_details": None,
+        "error": None,
+        "output": [],
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": None,
+    }
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": []}

@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -31,6 +32,8 @@ STOP_SECONDS = 1.0
 """How long a stop waits for answers on their way."""
 SETTINGS_OF_THE_JOB = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "seed")
 """Fields of a request that are not applied: see `chat`."""
+OnChoice = Callable[[int, list[int]], None]
+"""Gets the index of a choice and its new ids."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -113,11 +116,17 @@ class Endpoint:
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         episode, body = await self._read(request)
         call = chat.ChatRequest.read(responses.as_chat(body))
+        if call.stream:
+            return await self._send(request, responses.events(self._pieces(call, episode), model=self.model))
         return web.json_response(responses.answer(await self._complete(call, episode), model=self.model))
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         episode, body = await self._read(request)
         call = tokens.CompletionRequest.read(body)
+        if call.stream:
+            start = partial(self._continue, call, episode)
+            parts = pieces(call, start, self._tokenizer, tools=False)
+            return await self._send(request, tokens.events(call, parts, model=self.model, tokenizer=self._tokenizer))
         completed = await self._continue(call, episode)
         return web.json_response(tokens.answer(call, completed, model=self.model, tokenizer=self._tokenizer))
 
@@ -136,14 +145,23 @@ class Endpoint:
         self._warn_of_ignored(body)
         return episode, body
 
-    async def _complete(self, call: chat.ChatRequest, episode: AgentEpisode) -> chat.Completed:
-        return await chat.complete(call, episode, self._tokenizer, max_new_tokens=self._max_new_tokens)
+    async def _complete(
+        self, call: chat.ChatRequest, episode: AgentEpisode, *, on_tokens: OnChoice | None = None
+    ) -> chat.Completed:
+        return await chat.complete(
+            call, episode, self._tokenizer, max_new_tokens=self._max_new_tokens, on_tokens=on_tokens
+        )
 
     def _pieces(self, call: chat.ChatRequest, episode: AgentEpisode) -> AsyncGenerator[Piece | chat.Completed]:
-        return pieces(call, episode, self._tokenizer, max_new_tokens=self._max_new_tokens)
+        start = partial(self._complete, call, episode)
+        return pieces(call, start, self._tokenizer, tools=bool(call.offered_tools))
 
-    async def _continue(self, call: tokens.CompletionRequest, episode: AgentEpisode) -> chat.Completed:
-        return await tokens.complete(call, episode, self._tokenizer, max_new_tokens=self._max_new_tokens)
+    async def _continue(
+        self, call: tokens.CompletionRequest, episode: AgentEpisode, *, on_tokens: OnChoice | None = None
+    ) -> chat.Completed:
+        return await tokens.complete(
+            call, episode, self._tokenizer, max_new_tokens=self._max_new_tokens, on_tokens=on_tokens
+        )
 
     async def _send(self, request: web.Request, events: AsyncGenerator[bytes]) -> web.StreamResponse:
         """Send server-sent events. A failure before the first one is an ordinary answer, a later one an event `error`."""

@@ -7,7 +7,7 @@ that continues a conversation should send ids.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from itertools import accumulate
 from typing import Any
 from uuid import uuid4
@@ -19,6 +19,7 @@ from rl_core.data.tokenizer import Tokenizer
 from rl_core.rollouts.endpoint.chat import Choice, Completed, cut, token_logprobs
 from rl_core.rollouts.endpoint.episodes import AgentEpisode
 from rl_core.rollouts.endpoint.errors import bad_request
+from rl_core.rollouts.endpoint.pieces import DONE, Piece, server_sent
 from rl_core.rollouts.endpoint.request import CallRequest
 from rl_core.rollouts.endpoint.session import Prompt
 from rl_core.rollouts.rows import GenerationOutput
@@ -32,11 +33,12 @@ class CompletionRequest(CallRequest):
     prompt: str | list[int] = Field(min_length=1)
     logprobs: int | None = None
     echo: bool | None = None
+    stream_options: dict[str, Any] | None = None
 
     def check_offered(self) -> None:
         """Check that the endpoint offers what the request asks for. Raises EndpointError."""
-        if self.stream or self.echo:
-            raise bad_request("stream and echo must be false here; stream calls of /v1/chat/completions")
+        if self.echo:
+            raise bad_request("echo must be false here; the prompt is known to the caller")
 
 
 def as_completion(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,15 +49,22 @@ def as_completion(body: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(body.get("token_ids"), list):
         raise bad_request("token_ids must be a list of token ids")
     known = {name: settings[name] for name in ("max_tokens", "stop", "n") if settings.get(name) is not None}
-    return {**known, "prompt": body.get("token_ids"), "stream": body.get("stream")}
+    if body.get("stream"):
+        raise bad_request("stream must be false here; stream calls of /v1/completions")
+    return {**known, "prompt": body.get("token_ids")}
 
 
 async def complete(
-    request: CompletionRequest, episode: AgentEpisode, tokenizer: Tokenizer, *, max_new_tokens: int
+    request: CompletionRequest,
+    episode: AgentEpisode,
+    tokenizer: Tokenizer,
+    *,
+    max_new_tokens: int,
+    on_tokens: Callable[[int, list[int]], None] | None = None,
 ) -> Completed:
     """Return the continuations of the request's prompt, recorded in the session of `episode`.
 
-    `max_new_tokens` is the job's limit of a reply. Raises EndpointError for a request that cannot be answered.
+    `max_new_tokens` is the job's limit of a reply. `on_tokens`: see `chat.complete`. Raises EndpointError for a request that cannot be answered.
     """
     ids = tokenizer(request.prompt)["input_ids"] if isinstance(request.prompt, str) else request.prompt
     prompts = [episode.begin_tokens(ids) for _ in range(request.n)]
@@ -67,7 +76,9 @@ async def complete(
         return Choice({"role": "assistant", "content": text}, output, reason)
 
     limit = min(max_new_tokens, request.max_tokens or max_new_tokens)
-    choices = await episode.generate_all(prompts, record, max_new_tokens=limit, stop_strings=request.stops)
+    choices = await episode.generate_all(
+        prompts, record, max_new_tokens=limit, stop_strings=request.stops, on_tokens=on_tokens
+    )
     return Completed(list(ids), choices)
 
 
@@ -86,14 +97,35 @@ def answer(request: CompletionRequest, completed: Completed, *, model: str, toke
         if request.return_token_ids:
             body |= {"token_ids": choice.output.ids, "prompt_token_ids": completed.prompt_ids}
         choices.append(body)
-    return {
-        "id": f"cmpl-{uuid4().hex}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": choices,
-        "usage": completed.usage,
-    }
+    return {**_head(model), "choices": choices, "usage": completed.usage}
+
+
+async def events(
+    request: CompletionRequest, parts: AsyncGenerator[Piece | Completed], *, model: str, tokenizer: Tokenizer
+) -> AsyncGenerator[bytes]:
+    """Yield the server-sent events of the call `parts`, those of `pieces.pieces`.
+
+    The last chunk of a choice has its finish reason and, if asked for, its log-probabilities and its token ids.
+    """
+    head = _head(model)
+    try:
+        async for part in parts:
+            if isinstance(part, Piece):
+                choice = {"index": part.index, "text": part.text, "finish_reason": None, "logprobs": None}
+                yield server_sent({**head, "choices": [choice]})
+                continue
+            whole = answer(request, part, model=model, tokenizer=tokenizer)
+            for end in whole["choices"]:
+                yield server_sent({**head, "choices": [{**end, "text": ""}]})
+            if (request.stream_options or {}).get("include_usage"):
+                yield server_sent({**head, "choices": [], "usage": whole["usage"]})
+    finally:
+        await parts.aclose()
+    yield DONE
+
+
+def _head(model: str) -> dict[str, Any]:
+    return {"id": f"cmpl-{uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": model}
 
 
 def _logprobs(choice: Choice, tokenizer: Tokenizer, *, as_ids: bool) -> dict[str, Any]:

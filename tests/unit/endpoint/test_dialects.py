@@ -46,26 +46,34 @@ async def through_messages(world, *, stream):
         assert last.usage.output_tokens == len("two") + 1
 
 
-async def through_responses(world):
+async def through_responses(world, *, stream):
     tools = [{"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}]
     client = world.client()
-    first = await client.responses.create(model="policy", input="hi", tools=tools)
+
+    async def ask(given):
+        request = {"model": "policy", "input": given, "tools": tools}
+        if not stream:
+            return await client.responses.create(**request)
+        async with client.responses.stream(**request) as events:
+            kinds = [event.type async for event in events]
+            assert kinds[0] == "response.created" and "response.output_text.delta" in kinds
+            return await events.get_final_response()
+
+    first = await ask("hi")
     call = first.output[-1]
     assert (first.output_text, call.name, call.arguments) == ("so\n", "add", '{"a": 1}')
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "1"}
-    last = await client.responses.create(
-        model="policy", input=[{"role": "user", "content": "hi"}, *first.output, result], tools=tools
-    )
+    last = await ask([{"role": "user", "content": "hi"}, *first.output, result])
     assert (last.output_text, last.status) == ("two", "completed")
 
 
-@pytest.mark.parametrize("api", ["chat", "messages", "streamed messages", "responses"])
+@pytest.mark.parametrize("api", ["chat", "messages", "streamed messages", "responses", "streamed responses"])
 async def test_a_conversation_with_a_tool_is_one_line(chatml, api):
     async with serving(chatml, reply) as world:
         if api == "chat":
             await through_chat(world)
-        elif api == "responses":
-            await through_responses(world)
+        elif api.endswith("responses"):
+            await through_responses(world, stream=api != "responses")
         else:
             await through_messages(world, stream=api != "messages")
         session = world.episode.session
@@ -90,8 +98,31 @@ async def test_completions_continue_the_call_whose_ids_they_begin_with(chatml):
         assert [len(line) for line in session.lines()] == [2, 1]
         assert (session.turns[1].prompt, session.turns[1].output.finish_reason) == ([7], "length")
         check_exact(session, world.policy)
-        with pytest.raises(openai.BadRequestError, match="stream"):
-            await client.completions.create(model="policy", prompt="abc", stream=True)
+        with pytest.raises(openai.BadRequestError, match="echo"):
+            await client.completions.create(model="policy", prompt="abc", echo=True)
+
+
+async def test_a_streamed_completion_has_the_text_and_the_ids_of_its_record(chatml):
+    async with serving(chatml, lambda prompt, seed: f"{seed % 1000} yes") as world:
+        stream = await world.client().completions.create(
+            model="policy",
+            prompt="abc",
+            n=2,
+            logprobs=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"return_token_ids": True},
+        )
+        chunks = [chunk async for chunk in stream]
+        texts = ["".join(c.text for chunk in chunks for c in chunk.choices if c.index == index) for index in (0, 1)]
+        ends = [choice for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+        assert len(chunks) > 5 and len({chunk.id for chunk in chunks}) == 1
+        turns = world.episode.session.turns
+        assert sorted(texts) == sorted(turn.text for turn in turns) and len(set(texts)) == 2
+        assert [end.model_extra["token_ids"] for end in ends] == [turn.output.ids for turn in turns]
+        assert [end.logprobs.token_logprobs for end in ends] == [turn.output.logprobs for turn in turns]
+        assert chunks[-1].usage.completion_tokens == sum(len(turn.output.ids) for turn in turns)
+        check_exact(world.episode.session, world.policy)
 
 
 async def test_generate_takes_and_returns_ids(chatml):
@@ -120,7 +151,6 @@ async def test_generate_takes_and_returns_ids(chatml):
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}),
         ("messages", {"messages": "hi"}),
         ("messages", {}),
-        ("responses", {"input": "hi", "stream": True}),
         ("responses", {"input": "hi", "previous_response_id": "resp_1"}),
         ("responses", {"input": [{"type": "web_search_call"}]}),
         ("responses", {"input": "hi", "tools": [{"type": "web_search"}]}),
