@@ -21,8 +21,6 @@ class ModelConfig(Spec):
     """Folder of the model with its tokenizer; relative paths start at the job file."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights; null = bfloat16 on an accelerator and float32 on a CPU."""
-    batch_tokens: int = Field(16384, ge=1)
-    """Largest number of tokens of a forward pass, padding included; a longer row has one of its own."""
 
 
 def load(auto: Any, config: ModelConfig, *, device: str) -> Any:

@@ -24,6 +24,8 @@ from rl_core.workers.worker import Worker
 class RewardModelConfig(ModelConfig):
     """Options of `RewardModel`."""
 
+    batch_tokens: int = Field(16384, ge=1)
+    """Largest number of tokens of a forward pass, padding included; a longer row has one of its own."""
     chat_template: str | None = None
     """Jinja chat template; null = that of the tokenizer. Where neither has one, the contents of the messages are joined."""
     max_length: int | None = Field(None, ge=1)

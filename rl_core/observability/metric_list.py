@@ -216,6 +216,11 @@ METRICS = (
         "env/<lost_episodes,repeated_collections>", "", "episodes and collections done again after a failure, so far"
     ),
     Metric("env/<steps,steps_total>", "steps", "steps of simulators in the step, and so far"),
+    Metric(
+        "judge/<counter>_total",
+        "",
+        "counters of judges since they started: answers, retries, failures (rows without a score)",
+    ),
     Metric("weights/version", "versions", "version that was synced"),
     Metric("weights/publish_seconds", "s", "time from the end of training to the last rollout that holds the version"),
     Metric("weights/apply_seconds", "s", "longest time in which a rollout loaded the weights"),
