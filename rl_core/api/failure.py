@@ -15,7 +15,7 @@ from pydantic import Field
 from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import listed
 from rl_core.api.cel import Cel
-from rl_core.api.roles import RoleName
+from rl_core.api.identity import RoleName
 
 RuleAction = Literal["RestartPod", "RestartRole", "RestartJob", "FailJob", "Ignore"]
 SemanticAction = Literal["RestartFromCheckpoint", "Pause", "FailJob"]

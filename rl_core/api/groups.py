@@ -8,7 +8,8 @@ from pydantic import Field
 from rl_core.api.base import rule
 from rl_core.api.bounds import FUNCTION, Pattern
 from rl_core.api.cel import Cel, literal
-from rl_core.api.roles import ROLES, RoleSpec
+from rl_core.api.identity import ROLES
+from rl_core.api.roles import RoleSpec
 
 RESERVED_NAMES = (*ROLES, "runner", "channel", "supervisor", "hub", "weights", "control")
 """Names that a job gives to its own groups, processes and services."""

@@ -3,8 +3,14 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from rl_core.api.errors import ConfigError
+
+RoleName = Literal["actor", "rollout", "env"]
+ROLES: tuple[str, ...] = get_args(RoleName)
+"""Names of the groups that every job has, in the order in which their pods are planned. A role is the name of a group in the job, in
+its status and in labels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

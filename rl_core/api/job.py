@@ -16,7 +16,8 @@ from rl_core.api.distillation import TEACHERS_ARE_GROUPS, unknown_teachers
 from rl_core.api.env import EnvSpec
 from rl_core.api.failure import FailurePolicySpec
 from rl_core.api.groups import GroupSpec
-from rl_core.api.roles import ROLES, ActorSpec, RolloutSpec
+from rl_core.api.identity import ROLES
+from rl_core.api.roles import ActorSpec, RolloutSpec
 from rl_core.api.settings import (
     CheckpointSpec,
     CodeSpec,

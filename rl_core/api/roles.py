@@ -1,7 +1,7 @@
 """`spec.actor` and `spec.rollout`, and the fields that they share with `spec.env` (`env.py`)."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
@@ -12,10 +12,6 @@ from rl_core.api.cel import Cel
 from rl_core.api.egress import Egress
 from rl_core.api.pods import PodSpec
 
-RoleName = Literal["actor", "rollout", "env"]
-ROLES: tuple[str, ...] = get_args(RoleName)
-"""Names of the groups that every job has, in the order in which their pods are planned. A role is the name of a group in the job, in
-its status and in labels."""
 if TYPE_CHECKING:
     TrainerName: TypeAlias = str
     EngineName: TypeAlias = str

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import CheckpointStep, Name, Pattern, ShortName, listed, none_for_zero
 from rl_core.api.cel import Cel, literal, no_keys
-from rl_core.api.roles import ROLES
+from rl_core.api.identity import ROLES
 
 PodDeletion = Literal["KeepAll", "KeepActor", "DeletePods"]
 

@@ -14,9 +14,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from rl_core.api.identity import ROLES
 from rl_core.api.job import API_VERSION, RLJobSpec
 from rl_core.api.pods import PodSpec
-from rl_core.api.roles import ROLES
 from rl_core.api.status import RLJobStatus
 from rl_core.cli.foreign_names import render_page
 from rl_core.cli.reference_rows import Row, rows

@@ -15,10 +15,9 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
-from rl_core.api.backends import ENGINES, TRAINERS
-from rl_core.api.embodied import is_embodied
+from rl_core.api.backends import EMBODIED_PROGRAMS, ENGINES, TRAINERS
 from rl_core.api.errors import ConfigError
-from rl_core.api.roles import ROLES
+from rl_core.api.identity import ROLES
 
 if TYPE_CHECKING:
     from rl_core.api.groups import GroupSpec
@@ -182,7 +181,7 @@ EMBODIED_WORKERS: Mapping[str, str] = MappingProxyType(
 def groups_of(spec: RLJobSpec) -> dict[str, Group]:
     """Return the groups of a job by name, in the order in which their pods are planned."""
     actor, rollout, env = spec.actor, spec.rollout, spec.env
-    embodied = is_embodied(spec)
+    embodied = spec.program in EMBODIED_PROGRAMS
     groups = (
         Group.of_kind(
             BUILT_IN[ACTOR],

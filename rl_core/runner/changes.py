@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from rl_core.actors.schedule import LRSchedule
 from rl_core.api import document
 from rl_core.api.errors import ConfigError
+from rl_core.api.identity import ROLES
 from rl_core.api.job import MUTABLE_FIELDS, OPERATOR_FIELDS, RLJobSpec
 from rl_core.api.pods import PodSpec
-from rl_core.api.roles import ROLES
 from rl_core.plan.groups import ACTOR, ENV, ROLLOUT, groups_of
 
 POD_FIELDS = frozenset(field.alias or name for name, field in PodSpec.model_fields.items())

@@ -1,14 +1,13 @@
 """Encodes and decodes the constructor arguments of a worker class.
 
-Parts of the job's schema travel as class name and JSON. Other values are encoded by the RPC codec.
+Parts of the job's schema travel as class name and JSON. Other values are encoded by the RPC codec. The schema is imported at first use,
+because a script without a job does not need it.
 """
 
 import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_core.api import document
-from rl_core.api.base import Spec
 from rl_core.api.errors import ConfigError
 from rl_core.messages.calls import PackedSpec
 from rl_core.transports import frames
@@ -32,6 +31,9 @@ def unpack(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], d
 
 
 def _pack(value: Any) -> Any:
+    from rl_core.api import document
+    from rl_core.api.base import Spec
+
     if isinstance(value, Spec):
         schema = f"{type(value).__module__}:{type(value).__qualname__}"
         return PackedSpec(schema=schema, json=document.text(value))
@@ -44,4 +46,6 @@ def _unpack(value: Any) -> Any:
     module, _, name = value.schema.partition(":")
     if not module.startswith("rl_core.api."):
         raise ConfigError(f"schema objects live in rl_core.api, got {value.schema}")
+    from rl_core.api import document
+
     return document.read(getattr(importlib.import_module(module), name), value.json)

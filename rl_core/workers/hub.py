@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rl_core.api import document
 from rl_core.api.errors import ConfigError, RLJobError
 from rl_core.api.identity import Identity
 from rl_core.messages.members import (
@@ -87,7 +86,7 @@ class Hub:
         self.clock = clock
         self.started = False
         self._files = dict(files or {})
-        self._job_json = document.text(job) if job is not None else None
+        self._job_json = _as_json(job)
         self._heartbeat_seconds = heartbeat_seconds
         # Well below the gap between two sweeps that the membership takes for a pause of this process: it extends all deadlines after one.
         self._sweep_seconds = min(_SWEEP_SECONDS, suspect_seconds / 4)
@@ -346,3 +345,11 @@ def _bindable(address: str) -> str:
     """Return where to listen so that others reach `address`: loopback as it is, a pod's service name on all interfaces."""
     host, port = split_address(address)
     return address if is_loopback(host) else f"tcp://0.0.0.0:{port}"
+
+
+def _as_json(job: "RLJob | None") -> str | None:
+    if job is None:
+        return None
+    from rl_core.api import document  # a script has no job and does not load the schema
+
+    return document.text(job)
