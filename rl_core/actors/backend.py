@@ -4,7 +4,7 @@
 
 A backend runs forward and backward passes. Optimizer steps, checkpoints, export and offloading belong to its `ModelManager`.
 
-Legend: B rows of a micro-batch, T tokens of its longest row.
+Legend: B rows of a micro-batch, T tokens of its longest row, K candidates of a token.
 """
 
 from abc import ABC, abstractmethod
@@ -34,6 +34,8 @@ class Scores(NamedTuple):
     """[B, T] float32, entropy of the distribution that each token was drawn from, in nats."""
     values: Tensor | None = None
     """[B, T] float32, the critic's estimate of the return from each token on; None without a critic."""
+    candidates: Tensor | None = None
+    """[B, T, K] float32, log-probabilities of the column `candidates` in the place of each token; None without the column."""
 
 
 class DetachedScores(NamedTuple):

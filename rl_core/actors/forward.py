@@ -1,6 +1,6 @@
 """The packed forward pass: the rows of a micro-batch form one sequence, and only the tokens that are trained are scored.
 
-Legend: B rows of the micro-batch, T width of the longest, L packed tokens.
+Legend: B rows of the micro-batch, T width of the longest, L packed tokens, K candidates of a token.
 """
 
 from collections.abc import Sequence
@@ -28,16 +28,29 @@ class PackedBatch:
     layout: PackedLayout
     mask: Tensor
     """[1, L] bool: tokens to score."""
+    candidates: Tensor | None
+    """[1, L, K] int64: further tokens to score in the place of each token; None = none."""
     width: int
     """T of the unpacked results."""
 
     @classmethod
     def of(
-        cls, input_ids: Tensor, lengths: Sequence[int], mask: Tensor, device: torch.device, *, multiple: int = 1
+        cls,
+        input_ids: Tensor,
+        lengths: Sequence[int],
+        mask: Tensor,
+        device: torch.device,
+        *,
+        candidates: Tensor | None = None,
+        multiple: int = 1,
     ) -> "PackedBatch":
-        """Pack all rows of `input_ids` [B, S] (CPU), each padded to `multiple`; `mask` [B, S] bool marks the tokens to score."""
+        """Pack all rows of `input_ids` [B, S] (CPU), each padded to `multiple`; `mask` [B, S] bool marks the tokens to score.
+
+        `candidates` [B, S, K] are further tokens to score.
+        """
         packed = pack_rows(input_ids, lengths, multiple=multiple)
         scored = pack_values(mask, packed)
+        others = None if candidates is None else pack_values(candidates, packed).to(device)
         segments = packed.padded_lengths.tolist()
         if device.type != "cpu":
             moved = {
@@ -52,7 +65,7 @@ class PackedBatch:
             )
             scored = scored.to(device)
         layout = PackedLayout(packed.cu_seqlens, segments)
-        return cls(rows=packed, layout=layout, mask=scored, width=input_ids.shape[1])
+        return cls(rows=packed, layout=layout, mask=scored, candidates=others, width=input_ids.shape[1])
 
 
 class TokenNumbers(NamedTuple):
@@ -64,6 +77,8 @@ class TokenNumbers(NamedTuple):
     log_probs: Tensor | None
     entropy: Tensor | None
     values: Tensor | None
+    candidates: Tensor | None
+    """[B, T, K] log-probabilities of the candidates; the others are [B, T]."""
 
 
 def attach_scoring(model: nn.Module) -> None:
@@ -80,13 +95,17 @@ def score(
     entropy: bool = False,
     values: bool = False,
 ) -> TokenNumbers:
-    """Return the requested log-probabilities, entropies and critic values of the masked tokens, each [B, T] float32."""
+    """Return the requested log-probabilities, entropies and critic values of the masked tokens, each [B, T] float32.
+
+    With the log-probabilities come those of the batch's candidates, if it has any.
+    """
     packed = getattr(model, SCORE)(
         batch.rows.input_ids,
         batch.rows.position_ids,
         batch.mask,
         batch.rows.cu_seqlens,
         packed=batch.layout,
+        candidates=batch.candidates,
         temperature=temperature,
         wanted=(log_probs, entropy, values),
     )
@@ -103,14 +122,15 @@ def _score_packed(
     cu_seqlens: Tensor,
     *,
     packed: PackedLayout,
+    candidates: Tensor | None,
     temperature: float,
     wanted: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return (log-probabilities, entropies, values), each [1, L], or None where it is not `wanted`.
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Return (log-probabilities, entropies, values), each [1, L] or None where it is not `wanted`, and those of candidates [1, L, K].
 
     A tuple of tensors that are no views: FSDP hangs its hooks on them.
     """
-    log_probs = entropy = values = hidden = None
+    log_probs = entropy = values = others = hidden = None
     wants_log_probs, wants_entropy, wants_values = wanted
     if wants_log_probs:
         hidden = _hidden(model.model, input_ids, position_ids, packed)
@@ -122,14 +142,17 @@ def _score_packed(
             mask=mask,
             cu_seqlens=cu_seqlens,
             entropy=wants_entropy,
+            candidates=candidates,
         )
-        log_probs, entropy = scores.log_probs.clone(), None if scores.entropy is None else scores.entropy.clone()
+        log_probs, entropy, others = (
+            None if part is None else part.clone() for part in (scores.log_probs, scores.entropy, scores.candidates)
+        )
     if wants_values:
         decoder, head = decoder_and_head(model)
         if hidden is None or decoder is not model.model:
             hidden = _hidden(decoder, input_ids, position_ids, packed)
         values = hidden_values(hidden, head.weight, mask=mask, cu_seqlens=cu_seqlens).clone()
-    return log_probs, entropy, values
+    return log_probs, entropy, values, others
 
 
 def _hidden(decoder: Any, input_ids: Tensor, position_ids: Tensor, packed: PackedLayout) -> Tensor:

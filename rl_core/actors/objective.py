@@ -1,4 +1,4 @@
-"""The loss of a micro-batch: policy loss, KL to the reference policy, entropy bonus and the critic's loss.
+"""The loss of a micro-batch: policy loss, KL to the reference policy and the teacher, entropy bonus and the critic's loss.
 
 Legend: B rows of the micro-batch, T width of the longest.
 """
@@ -19,6 +19,7 @@ from rl_core.algorithms.losses import (
     compute_policy_loss,
     critic_loss,
     entropy_term,
+    top_k_distillation_loss,
 )
 from rl_core.algorithms.mismatch import mismatch_stats
 from rl_core.algorithms.registry import option_names, resolve
@@ -61,6 +62,9 @@ class PolicyObjective:
             value = critic_loss(
                 scores.values, columns.returns, mask, old_values=columns.values, value_clip=clip, **shared
             )
+        taught = None
+        if scores.candidates is not None:
+            taught = top_k_distillation_loss(scores.candidates, columns.teacher_log_probs, mask, **shared)
         return combine_losses(
             self._policy_loss(inputs),
             kl=kl,
@@ -70,6 +74,7 @@ class PolicyObjective:
             entropy_coefficient=self._spec.entropy_coefficient,
             value=value,
             value_coefficient=value_coefficient,
+            distillation=taught,
         )
 
     def with_mismatch_metrics(self, scores: Scores, columns: Columns, normalizers: LossNormalizers) -> LossResult:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_core.actors.rows import Columns
+from rl_core.actors.teachers import TeacherScores
 from rl_core.algorithms.advantages import AdvantageInputs, compute_advantages
 from rl_core.algorithms.advantages.reinforce import token_rewards
 from rl_core.algorithms.filtering import down_sample, overlong_filter, sequence_error_mask
@@ -38,8 +39,8 @@ class PreparedBatch:
     """[B, S] log-probabilities of the policy before the update if they are recomputed; otherwise the rollout's are used."""
     ref_log_probs: Tensor | None = None
     """[B, S] log-probabilities of the reference policy if a KL to it is used."""
-    teacher_log_probs: Tensor | None = None
-    """[B, S] log-probabilities of the teachers in on-policy distillation."""
+    teacher: TeacherScores | None = None
+    """What the teachers say of the tokens in on-policy distillation."""
     values: Tensor | None = None
     """[B, S] values of the critic before the update if there is one."""
     weights: Tensor | None = None
@@ -78,6 +79,8 @@ class PreparedBatch:
             ages=self.ages,
             values=self.values,
             returns=self.returns,
+            candidates=None if self.teacher is None else self.teacher.candidates,
+            teacher_log_probs=None if self.teacher is None else self.teacher.candidate_log_probs,
         )
 
 
@@ -119,7 +122,7 @@ def prepare_for_loss(
         reward_components=_complete(batch) if algorithm.name == "gdpo" else batch.reward_components,
         log_probs=batch.rollout_log_probs if prepared.old_log_probs is None else prepared.old_log_probs,
         ref_log_probs=prepared.ref_log_probs,
-        teacher_log_probs=prepared.teacher_log_probs,
+        teacher_log_probs=None if prepared.teacher is None else prepared.teacher.log_probs,
         values=prepared.values,
     )
     coefficient, critic = algorithm.reward_kl_coefficient, algorithm.critic_in_use
@@ -129,7 +132,8 @@ def prepare_for_loss(
         prepared.metrics |= kl_metrics
         options = {"gamma": critic.gamma, "lam": critic.lam}
     if algorithm.distillation is not None:
-        options = {"reward_weight": algorithm.distillation.reward_weight}
+        distillation = algorithm.distillation
+        options = {"reward_weight": distillation.reward_weight, "teacher_in_loss": distillation.top_k is not None}
     result = compute_advantages(
         algorithm.name, inputs, clip=algorithm.advantage_clip, whiten=algorithm.whiten, reduce=reduce, **options
     )

@@ -1,11 +1,12 @@
 """The rows of a training step on one rank, their columns, and their exchange between ranks.
 
-Legend: B rows on this rank, S padded width, N tokens of the concatenated rows.
+Legend: B rows on this rank, S padded width, K candidates of a token, N tokens of the concatenated rows.
 """
 
+import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from rl_core.actors.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Columns:
-    """The per-token inputs of the loss, each [B, S]. A column that the step does not need is None.
+    """The per-token inputs of the loss, each [B, S] or [B, S, K]. A column that the step does not need is None.
 
     Raises ValueError when a column has another shape or dtype. `INTEGERS` and `FLOATS` name the columns that are sent between ranks as
     int64 and as float32.
@@ -43,10 +44,15 @@ class Columns:
     """float32 predictions of the critic before the update."""
     returns: Tensor | None = None
     """float32 targets of the critic."""
+    candidates: Tensor | None = None
+    """[B, S, K] int64 tokens that the teacher finds likeliest in the place of each token."""
+    teacher_log_probs: Tensor | None = None
+    """[B, S, K] float32 log-probabilities of the candidates under the teacher."""
 
     def __post_init__(self) -> None:
-        shape = self.input_ids.shape
         for name, column in self.present().items():
+            of_candidates = () if name not in OF_CANDIDATES or self.candidates is None else self.candidates.shape[2:]
+            shape = (*self.input_ids.shape, *of_candidates)
             if column.shape != shape or column.dtype != COLUMN_DTYPES[name]:
                 raise ValueError(
                     f"column {name} must be {COLUMN_DTYPES[name]} {list(shape)}, got {column.dtype} {list(column.shape)}"
@@ -66,9 +72,15 @@ class Columns:
         return self.each(lambda column: column.to(device))
 
 
-INTEGERS = ("input_ids", "loss_mask")
+OF_CANDIDATES = ("candidates", "teacher_log_probs")
+"""The columns with a dimension K."""
+INTEGERS = ("input_ids", "loss_mask", "candidates")
 FLOATS = tuple(one.name for one in fields(Columns) if one.name not in INTEGERS)
-COLUMN_DTYPES = {"input_ids": torch.int64, "loss_mask": torch.bool, **dict.fromkeys(FLOATS, torch.float32)}
+COLUMN_DTYPES = {
+    **dict.fromkeys(INTEGERS, torch.int64),
+    "loss_mask": torch.bool,
+    **dict.fromkeys(FLOATS, torch.float32),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +92,7 @@ class StepRows:
     lengths: list[int]
     """[B] number of tokens of each row without padding."""
     columns: Columns
-    """Their per-token values, [B, S] each."""
+    """Their per-token values."""
     inputs: dict[str, Tensor] = field(default_factory=dict)
     """Name -> [B, ...]: what a policy that is no language model takes in place of tokens; empty for a language model."""
 
@@ -98,7 +110,7 @@ class StepRows:
 
     def masked_row(self) -> "StepRows":
         """Return one row with one masked token. A rank without a micro-batch runs it while other ranks have one."""
-        columns = self.columns.each(lambda column: torch.zeros(1, 1, dtype=column.dtype))
+        columns = self.columns.each(lambda column: torch.zeros(1, 1, *column.shape[2:], dtype=column.dtype))
         inputs = {name: tensor.new_zeros(1, *tensor.shape[1:]) for name, tensor in self.inputs.items()}
         return StepRows(numbers=[-1], lengths=[1], columns=columns, inputs=inputs)
 
@@ -141,20 +153,19 @@ def move_rows(ranks: Ranks, rows: StepRows, destination: Sequence[int]) -> StepR
     token_counts = [sum(rows.lengths[index] for index in part) for part in going]
     heads = torch.tensor([[rows.numbers[i], rows.lengths[i]] for i in order], dtype=torch.int64).view(-1, 2)
     present = rows.columns.present()
-    floats = tuple(name for name in FLOATS if name in present)
     arrived = ranks.exchange_over_data_ranks(heads, row_counts)
-    received = _unflat(
-        arrived,
-        ranks.exchange_over_data_ranks(_flat(rows, order, INTEGERS, torch.int64), token_counts),
-        ranks.exchange_over_data_ranks(_flat(rows, order, floats, torch.float32), token_counts),
-        floats,
-    )
+    columns: dict[str, Tensor] = {}
+    for names, dtype in ((INTEGERS, torch.int64), (FLOATS, torch.float32)):
+        shapes = {name: present[name].shape[2:] for name in names if name in present}
+        tokens = ranks.exchange_over_data_ranks(_flat(rows, order, list(shapes), dtype), token_counts)
+        columns |= _unflat(arrived[:, 1], tokens, shapes)
     chosen = torch.tensor(order, dtype=torch.int64)
     inputs = {
         name: ranks.exchange_over_data_ranks(tensor.index_select(0, chosen), row_counts)
         for name, tensor in sorted(rows.inputs.items())
     }
-    received = replace(received, inputs=inputs)
+    numbers, lengths = arrived.unbind(1)
+    received = StepRows(numbers=numbers.tolist(), lengths=lengths.tolist(), columns=Columns(**columns), inputs=inputs)
     expected = sorted(number for number, rank in enumerate(destination) if rank == ranks.data_rank)
     if sorted(received.numbers) != expected:
         raise RuntimeError(
@@ -169,25 +180,24 @@ def _ascending(rows: StepRows) -> StepRows:
 
 
 def _flat(rows: StepRows, order: Sequence[int], names: Sequence[str], dtype: torch.dtype) -> Tensor:
-    """Return [N, columns]: the real tokens of the rows in `order`, without padding."""
+    """Return [N, values]: the columns `names` at the real tokens of the rows in `order`, side by side."""
     chosen, present = torch.tensor(order, dtype=torch.int64), rows.columns.present()
     real_BS = _real(torch.tensor(rows.lengths, dtype=torch.int64)[chosen], rows.columns.input_ids.shape[1])
-    return torch.stack([present[name].index_select(0, chosen)[real_BS].to(dtype) for name in names], dim=1)
+    parts = [present[name].index_select(0, chosen)[real_BS].to(dtype) for name in names]
+    return torch.cat([part if part.dim() == 2 else part[:, None] for part in parts], dim=1)
 
 
-def _unflat(heads: Tensor, integers: Tensor, floats: Tensor, float_names: Sequence[str]) -> StepRows:
-    lengths = heads[:, 1]
-    width = int(lengths.max()) if len(lengths) else 1
-    real_BS = _real(lengths, width)
-
-    def column(values: Tensor) -> Tensor:
-        padded = values.new_zeros(real_BS.shape)
-        padded[real_BS] = values
-        return padded
-
-    columns = {name: column(integers[:, i]).to(COLUMN_DTYPES[name]) for i, name in enumerate(INTEGERS)}
-    columns |= {name: column(floats[:, i]) for i, name in enumerate(float_names)}
-    return StepRows(numbers=heads[:, 0].tolist(), lengths=lengths.tolist(), columns=Columns(**columns))
+def _unflat(lengths: Tensor, tokens: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """Return the columns of `shapes`, each [B, S, *shape], from their values side by side at the tokens [N, values] of rows of `lengths`."""
+    real_BS = _real(lengths, int(lengths.max()) if len(lengths) else 1)
+    columns = {}
+    for (name, shape), part in zip(
+        shapes.items(), tokens.split([math.prod(shape) for shape in shapes.values()], dim=1), strict=True
+    ):
+        padded = tokens.new_zeros(*real_BS.shape, *shape)
+        padded[real_BS] = part.reshape(len(part), *shape)
+        columns[name] = padded.to(COLUMN_DTYPES[name])
+    return columns
 
 
 def _real(lengths: Tensor, width: int) -> Tensor:

@@ -24,6 +24,7 @@ from rl_core.actors.reporting import StepMetrics
 from rl_core.actors.rows import Columns, StepRows, move_rows, natural_key, number_rows
 from rl_core.actors.step_plan import plan_pass
 from rl_core.actors.step_samples import StepSampler
+from rl_core.actors.teachers import TeacherScores
 from rl_core.algorithms.aggregation import count_normalizers
 from rl_core.algorithms.stats import Stat
 from rl_core.api.algorithm import AlgorithmSpec
@@ -51,7 +52,7 @@ class StepEngine:
         balance: bool = True,
         kept_groups: int = 0,
         progress: Callable[[], None] = lambda: None,
-        teachers: Callable[[TrainingBatch, Sequence[PromptGroupRecord]], Tensor] | None = None,
+        teachers: Callable[[TrainingBatch, Sequence[PromptGroupRecord]], TeacherScores] | None = None,
     ) -> None:
         """Run steps of `algorithm` with `backend` on this rank of `ranks`.
 
@@ -59,7 +60,7 @@ class StepEngine:
         - `response_limit`: largest number of generated tokens of a row, over all turns.
         - `balance`: assign rows to ranks by cost, otherwise in order.
         - `progress`: called before each micro-batch in training.
-        - `teachers`: returns the teachers' log-probabilities [B, S] of a batch; None in a job without distillation.
+        - `teachers`: returns the teachers' scores of a batch; None in a job without distillation.
         """
         self._backend, self._model = backend, backend.manager
         self._ranks, self._algorithm = ranks, algorithm
@@ -116,7 +117,7 @@ class StepEngine:
             if algorithm.needs_reference:
                 prepared.ref_log_probs = self.score_reference(prepared.collated)
             if self._teachers is not None:
-                prepared.teacher_log_probs = self._ask_teachers(prepared.collated)
+                prepared.teacher = self._ask_teachers(prepared.collated)
         except StepCancelled:
             self._leave()
 
@@ -124,7 +125,7 @@ class StepEngine:
         """Compute the advantages of the step's groups; return this rank's metrics of rewards, groups and advantages."""
         prepared = self._require_batch("compute_advantages_and_returns")
         lacks_reference = prepared.ref_log_probs is None and self._algorithm.needs_reference
-        lacks_teacher = prepared.teacher_log_probs is None and self._teachers is not None
+        lacks_teacher = prepared.teacher is None and self._teachers is not None
         if lacks_reference or lacks_teacher or (prepared.values is None and self._algorithm.critic_in_use is not None):
             self.compute_log_probs()
         with self._ranks.guard("computing advantages"):
@@ -133,18 +134,17 @@ class StepEngine:
             )
         return {name: float(stat) for name, stat in prepared.metrics.items()}
 
-    def _ask_teachers(self, batch: TrainingBatch) -> Tensor:
-        """Return the teachers' log-probabilities of `batch`, [B, S] float32. One rank of a replica asks, and the others get its answer."""
+    def _ask_teachers(self, batch: TrainingBatch) -> TeacherScores:
+        """Return the teachers' scores of `batch`. One rank of a replica asks, and the others get its answer."""
         assert self._teachers is not None
         found = self._teachers(batch, self._records) if self._ranks.receives else None
         if self._ranks.replica_size == 1:
             assert found is not None
             return found
         with self._ranks.guard("handing out the teachers' answers"):
-            answer = self._ranks.broadcast_in_replica(None if found is None else _packed(found))
+            answer = self._ranks.broadcast_in_replica(None if found is None else _packed(list(found)))
         assert answer is not None
-        received: Tensor = torch.as_tensor(_unpacked(answer))
-        return received
+        return TeacherScores(*(None if part is None else torch.as_tensor(part) for part in _unpacked(answer)))
 
     def score(self, batch: TrainingBatch) -> Tensor:
         """Return the trainer's log-probabilities of `batch`, [B, S] float32; zeros on a rank that computes none.

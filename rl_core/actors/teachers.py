@@ -6,6 +6,7 @@ and nothing is trained before all answers are there.
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,17 @@ PART_TOKENS = 8192
 """Tokens of one call, so that the rows of a step are spread over the members of the group."""
 
 
+class TeacherScores(NamedTuple):
+    """What the teachers say of a batch. B rows, S tokens of the padded row, K candidates; zeros where nothing trains."""
+
+    log_probs: Tensor
+    """[B, S] float32, log-probabilities of the tokens."""
+    candidates: Tensor | None
+    """[B, S, K] int64, the likeliest tokens in the place of each token; None without `topK`."""
+    candidate_log_probs: Tensor | None
+    """[B, S, K] float32, their log-probabilities."""
+
+
 class Teachers:
     """The teachers of a job, as an actor calls them."""
 
@@ -30,8 +42,8 @@ class Teachers:
         self._callers, self._spec = MemberCaller(worker), distillation
         self._temperature, self._seconds = temperature, seconds
 
-    def __call__(self, batch: TrainingBatch, records: Sequence[PromptGroupRecord]) -> Tensor:
-        """Return the teacher's log-probability of each token of `batch`, [B, S] float32; zeros where nothing trains.
+    def __call__(self, batch: TrainingBatch, records: Sequence[PromptGroupRecord]) -> TeacherScores:
+        """Return the teachers' scores of `batch`.
 
         `records` are the groups of the batch in the order of its rows. Raises DataError for a prompt without a teacher, and
         InfrastructureError when a teacher does not answer in time.
@@ -43,14 +55,21 @@ class Teachers:
             answers = asyncio.run(self._ask(groups, rows))
         except DeadlineExceeded as error:
             raise InfrastructureError(f"the teachers must answer within {self._seconds:.0f} s: {error}") from error
-        found = torch.zeros(batch.input_ids.shape)
+        shape, count = batch.input_ids.shape, self._spec.top_k
+        parts = [torch.zeros(shape)]
+        if count is not None:
+            parts += [torch.zeros(*shape, count, dtype=torch.int64), torch.zeros(*shape, count)]
         for index, answer in enumerate(answers):
-            if answer.shape != (lengths[index],):
-                raise DataError(
-                    f"teacher {groups[index]} must return {lengths[index]} log-probabilities for a row, got {answer.shape}"
-                )
-            found[index, : lengths[index]] = torch.from_numpy(np.array(answer, dtype=np.float32))
-        return torch.where(batch.loss_mask, found, 0.0)
+            for part, values in zip(parts, (answer,) if count is None else answer, strict=True):
+                wanted = (lengths[index], *part.shape[2:])
+                if values.shape != wanted:
+                    raise DataError(
+                        f"teacher {groups[index]} must return values of shape {wanted} for a row of {lengths[index]} tokens, got {values.shape}"
+                    )
+                part[index, : lengths[index]] = torch.from_numpy(np.array(values)).to(part.dtype)
+        for part in parts:
+            part[~batch.loss_mask] = 0
+        return TeacherScores(*parts, *[None] * (3 - len(parts)))
 
     def _group(self, record: PromptGroupRecord) -> str:
         column = self._spec.column
@@ -62,15 +81,22 @@ class Teachers:
             )
         return group
 
-    async def _ask(self, groups: Sequence[str], rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-        parts = list(_parts(groups, rows))
+    async def _ask(self, groups: Sequence[str], rows: Sequence[np.ndarray]) -> list[Any]:
+        """Return the answer for each row: an array without `topK`, else the three arrays of TopScores."""
+        parts, count = list(_parts(groups, rows)), self._spec.top_k
+        method, options = ("log_probs", ()) if count is None else ("top_log_probs", (count,))
         calls = [
             self._callers.call(
-                groups[part[0]], "log_probs", [rows[index] for index in part], self._temperature, seconds=self._seconds
+                groups[part[0]],
+                method,
+                [rows[index] for index in part],
+                self._temperature,
+                *options,
+                seconds=self._seconds,
             )
             for part in parts
         ]
-        found: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
+        found: list[Any] = [None] * len(rows)
         for part, answers in zip(parts, await asyncio.gather(*calls), strict=True):
             for index, answer in zip(part, answers, strict=True):
                 found[index] = answer

@@ -3,7 +3,7 @@
 Results are aligned with tokens: entry t belongs to token t and is computed from position t - 1. The first token of each row, or of
 each segment of a packed row, has no predecessor and gets 0. `score_functions` has the forward and backward passes.
 
-Legend: B rows, S positions, V tokens of the vocabulary, H hidden size, P scored tokens.
+Legend: B rows, S positions, V tokens of the vocabulary, H hidden size, K candidates of a position, P scored tokens.
 """
 
 from dataclasses import dataclass
@@ -22,6 +22,8 @@ class TokenScores:
     log_probs: Tensor
     entropy: Tensor | None
     """Entropy of the distribution the token was drawn from, in nats; None when not asked for."""
+    candidates: Tensor | None = None
+    """[B, S, K] log-probabilities of the candidates in the place of the token; None without candidates."""
 
 
 def hidden_scores(
@@ -34,6 +36,7 @@ def hidden_scores(
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 1024,
     entropy: bool = False,
+    candidates: Tensor | None = None,
     shard: VocabularyShard | None = None,
 ) -> TokenScores:
     """Return log p(input_ids[t] | tokens before t) under softmax(hidden @ weight.T / temperature), and the entropies if requested.
@@ -43,6 +46,7 @@ def hidden_scores(
     (B = 1), and no score crosses from one to the next. The logits are computed in the dtype of `hidden` for `chunk_size` tokens at a
     time and computed again in the backward pass, so that they never exist in full. Gradients flow into `hidden` and `weight`; the
     weight's is summed over chunks in float32.
+    `candidates` [B, S, K] int64 are further tokens to score in the place of each token.
     With `shard`, `weight` has this rank's rows of the vocabulary, the call is collective over the tensor-parallel ranks, and each gets
     the results of the whole vocabulary.
     Raises TypeError when the dtypes differ, ValueError for temperature <= 0, chunk_size < 1 or shapes that do not match.
@@ -52,10 +56,23 @@ def hidden_scores(
     if hidden.dtype != weight.dtype:
         raise TypeError(f"hidden and weight must have one dtype, got {hidden.dtype} and {weight.dtype}; convert one")
     targets = _targets(input_ids, mask, cu_seqlens)
-    labels = input_ids.reshape(-1)[targets]
+    labels = input_ids.reshape(-1, 1)[targets]
+    if candidates is not None:
+        require_same_shape(input_ids=input_ids, **{"candidates without their last dimension": candidates[..., 0]})
+        labels = torch.cat([labels, candidates.reshape(-1, candidates.shape[-1])[targets]], dim=1)
     rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, targets - 1)
     log_probs, entropies = ScoresFromHidden.apply(rows, weight, labels, temperature, chunk_size, entropy, shard)
-    return _token_scores(log_probs, entropies, targets, input_ids)
+
+    def placed(values: Tensor) -> Tensor:
+        """Return the results [P, ...] put at their tokens, [B, S, ...]; 0 elsewhere."""
+        shape = (*input_ids.shape, *values.shape[1:])
+        return values.new_zeros(input_ids.numel(), *values.shape[1:]).index_copy(0, targets, values).view(shape)
+
+    return TokenScores(
+        placed(log_probs[:, 0]),
+        None if entropies is None else placed(entropies),
+        None if candidates is None else placed(log_probs[:, 1:]),
+    )
 
 
 def hidden_values(hidden: Tensor, weight: Tensor, *, mask: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -99,12 +116,3 @@ def _targets(input_ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) 
         require_same_shape(mask=mask, input_ids=input_ids)
         scored &= mask
     return scored.reshape(-1).nonzero().squeeze(1)
-
-
-def _token_scores(log_probs: Tensor, entropies: Tensor | None, targets: Tensor, input_ids: Tensor) -> TokenScores:
-    """Return the [P] results put at their tokens [B, S], 0 elsewhere."""
-
-    def placed(values: Tensor) -> Tensor:
-        return values.new_zeros(input_ids.numel()).index_copy(0, targets, values).view(input_ids.shape)
-
-    return TokenScores(placed(log_probs), None if entropies is None else placed(entropies))

@@ -2,9 +2,10 @@
 
 Only a row's largest logit, normaliser and entropy are kept for the backward pass, which makes the row's softmax again.
 No float32 tensor larger than a block exists. With g the gradient at the log-probability of label y, e the one at the
-entropy H, and p the softmax of a row x, the row's gradient is g (onehot(y) - p) - e p (log p + H).
+entropy H, and p the softmax of a row x, the row's gradient is g (onehot(y) - p) - e p (log p + H). With several labels the first term is
+summed over them.
 
-Legend: P scored positions, V vocabulary, H hidden size.
+Legend: P scored positions, C labels of a position, V vocabulary, H hidden size.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,7 +49,7 @@ class VocabularyShard:
 
 
 class ScoresFromHidden(torch.autograd.Function):  # type: ignore[misc]
-    """(log_probs [P], entropies [P] or None) of `labels` [P] under the logits `hidden` [P, H] @ `weight` [V, H].T."""
+    """(log_probs [P, C], entropies [P] or None) of `labels` [P, C] under the logits `hidden` [P, H] @ `weight` [V, H].T."""
 
     @staticmethod
     def forward(
@@ -105,8 +106,8 @@ class _Scores:
     def __init__(self, labels: Tensor, entropy: bool, shard: VocabularyShard | None = None) -> None:
         self.labels, self.shard = labels, shard
         self.log_probs = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
-        self.peaks, self.totals = torch.empty_like(self.log_probs), torch.empty_like(self.log_probs)
-        self.entropies = torch.empty_like(self.log_probs) if entropy else None
+        self.peaks, self.totals = self.log_probs.new_empty(len(labels)), self.log_probs.new_empty(len(labels))
+        self.entropies = torch.empty_like(self.totals) if entropy else None
 
     def fill(self, part: slice, block: Tensor) -> None:
         """Score float32 `block` [n, V], which is overwritten."""
@@ -117,20 +118,20 @@ class _Scores:
         peak = block.amax(dim=1, keepdim=True)
         if self.shard is not None:
             self.shard.largest(peak)
-        chosen = (block.gather(1, labels.unsqueeze(1)) - peak).squeeze(1)
+        chosen = block.gather(1, labels) - peak
         block.sub_(peak)
-        weighted = torch.zeros_like(chosen)
+        weighted = block.new_zeros(len(block))
         if self.entropies is None:
             total = block.exp_().sum(dim=1)
         else:
             totals, sums = zip(*map(_normaliser_and_weighted_sum, block.split(_ENTROPY_ROWS)), strict=True)
             total, weighted = torch.cat(totals), torch.cat(sums)
         if self.shard is not None:
-            parts = torch.stack([chosen.where(here, 0.0), total, weighted])
+            parts = torch.cat([chosen.where(here, 0.0), total[:, None], weighted[:, None]], dim=1)
             self.shard.total(parts)
-            chosen, total, weighted = parts
+            chosen, total, weighted = parts[:, :-2], parts[:, -2], parts[:, -1]
         self.peaks[part], self.totals[part] = peak.squeeze(1), total
-        self.log_probs[part] = chosen - total.log()
+        self.log_probs[part] = chosen - total.log().unsqueeze(1)
         if self.entropies is not None:
             self.entropies[part] = total.log() - weighted / total
 
@@ -159,17 +160,18 @@ class _RowGradient:
     ) -> None:
         self.labels, self.peaks, self.totals, self.entropies = saved
         self.shard = shard
-        self.log_prob_grads = torch.zeros_like(self.totals) if log_prob_grads is None else log_prob_grads / temperature
+        given = torch.zeros_like(self.labels, dtype=torch.float32) if log_prob_grads is None else log_prob_grads
+        self.log_prob_grads = given / temperature
         self.entropy_grads = None if entropy_grads is None else entropy_grads / temperature
 
     def __call__(self, part: slice, block: Tensor) -> Tensor:
         """Return the gradient at the unscaled logits in the place of float32 `block` [n, V]."""
-        at_label, total = self.log_prob_grads[part].unsqueeze(1), self.totals[part].unsqueeze(1)
-        labels, at_own_label = self.labels[part].unsqueeze(1), at_label
+        at_labels, total = self.log_prob_grads[part], self.totals[part].unsqueeze(1)
+        labels, at_own_labels, at_label = self.labels[part], at_labels, at_labels.sum(dim=1, keepdim=True)
         if self.shard is not None:
             self.shard.hide_padding(block)
             labels, here = self.shard.place(labels)
-            at_own_label = at_label.where(here, 0.0)
+            at_own_labels = at_labels.where(here, 0.0)
         shifted = block.sub_(self.peaks[part].unsqueeze(1))
         # The division by `total`, which turns exp into the softmax, rides on the per-row factors.
         if self.entropy_grads is None or self.entropies is None:
@@ -179,7 +181,7 @@ class _RowGradient:
             weights = shifted.clamp_(min=_LOWEST_LOG_PROB).exp()
             factor = shifted.add_(entropy - total.log()).mul_(-at_entropy / total).sub_(at_label / total)
             gradient = factor.mul_(weights)
-        return gradient.scatter_add_(1, labels, at_own_label)
+        return gradient.scatter_add_(1, labels, at_own_labels)
 
 
 def _parts(length: int, size: int) -> Iterator[slice]:

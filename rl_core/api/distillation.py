@@ -39,6 +39,10 @@ class DistillationSpec(Spec):
     reward_weight: float = Field(0.0, ge=0)
     """Weight of the GRPO advantage of the rewards, which is added to that of the teacher; 0 = the teacher alone."""
 
+    top_k: int | None = Field(None, ge=1, le=1024)
+    """Number of tokens that the teacher finds likeliest in the place of each token, over which the reverse KL is the loss, with a bin for all
+    others; null = the advantage of the sampled token alone."""
+
     @property
     def groups(self) -> list[str]:
         """Return the names of the teachers' groups."""

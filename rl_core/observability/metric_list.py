@@ -95,6 +95,11 @@ METRICS = (
         "share",
         "the teacher's share of the absolute advantages, the rest comes from rewards; see docs/distillation.md",
     ),
+    Metric(
+        "train/distill/top_k_kl",
+        "nats",
+        "mean reverse KL to the teacher over its likeliest tokens, per trained token; with `distillation.topK`",
+    ),
     Metric("train/is_weight", "ratio", "mean weight of `algorithm.importance`: trainer's over engine's probability"),
     Metric("train/is_weight_max", "ratio", "largest of these weights"),
     Metric("train/is_oob_fraction", "share", "trained tokens whose weight was outside the bounds"),

@@ -77,6 +77,12 @@ DISTILLATION = {
         said_of_groups("teacher"),
         SAME,
     ),
+    "loss-over-no-candidates": (
+        taught(teacher="teacher", topK=0),
+        "spec.algorithm.distillation.topK",
+        "Invalid value: 0: spec.algorithm.distillation.topK in body should be greater than or equal to 1",
+        OWN,
+    ),
     "rewards-that-count-against-the-teacher": (
         taught(teacher="teacher", rewardWeight=-1),
         "spec.algorithm.distillation.rewardWeight",

@@ -34,13 +34,13 @@ class Held(RewardModel):
 class HeldTeacher(Teacher):
     calls = 0
 
-    def log_probs(self, rows, temperature=1.0):
+    def top_log_probs(self, rows, temperature, top_k):
         HeldTeacher.calls += 1
         if HeldTeacher.calls == 2 and not (FOLDER / "go").exists():
             (FOLDER / "held").write_text(str(os.getpid()))
             while not (FOLDER / "go").exists():
                 time.sleep(0.05)
-        return super().log_probs(rows, temperature)
+        return super().top_log_probs(rows, temperature, top_k)
 
 
 def with_bonus(prompts, completions, messages, **columns):
@@ -89,11 +89,11 @@ def run_with_a_kill(run, group: str) -> list[dict]:
     return lines
 
 
-def distilling(folder: Path, worker: str, **algorithm) -> dict:
+def distilling(folder: Path, worker: str, *, top_k: int | None = None, **algorithm) -> dict:
     group = {"name": "teacher", "worker": worker, "callers": ["actor"], "config": {"modelPath": str(folder)}}
     return {
         "groups": [group],
-        "algorithm": {"name": "distill", "distillation": {"teacher": "teacher"}, **algorithm},
+        "algorithm": {"name": "distill", "distillation": {"teacher": "teacher", "topK": top_k}, **algorithm},
         "actor": {"optimizer": {"learningRate": 1.0e-3, "weightDecay": 0.0}},
         **SHORT,
     }
@@ -101,8 +101,8 @@ def distilling(folder: Path, worker: str, **algorithm) -> dict:
 
 def test_a_step_waits_for_the_successor_of_a_teacher_that_is_killed_in_a_call(start, tmp_path):
     folder = save_policy(tmp_path / "teacher", seed=3)
-    lines = run_with_a_kill(start(**distilling(folder, "own:HeldTeacher", steps=3)), "teacher")
-    assert all(line["train/distill/teacher_share"] == 1.0 for line in lines)
+    lines = run_with_a_kill(start(**distilling(folder, "own:HeldTeacher", top_k=4, steps=3)), "teacher")
+    assert all(line["train/distill/teacher_share"] == 1.0 and line["train/distill/top_k_kl"] > 0 for line in lines)
 
 
 def test_a_run_whose_teacher_says_what_the_student_says_ends_after_three_steps(start, tiny):

@@ -51,15 +51,15 @@ class FSDPBackend(TrainBackend):
 
     def _scores(self, rows: StepRows) -> Scores:
         """Return the outputs of the model for the rows, with gradient."""
-        log_probs, entropy, values = score(
+        numbers = score(
             self.manager.model,
             self._pack(rows),
             temperature=self._temperature,
             entropy=True,
             values=self.manager.has_critic,
         )
-        assert log_probs is not None and entropy is not None
-        return Scores(log_probs, entropy, values)
+        assert numbers.log_probs is not None and numbers.entropy is not None
+        return Scores(numbers.log_probs, numbers.entropy, numbers.values, numbers.candidates)
 
     def score_rows(
         self, micro_batches: Sequence[StepRows], *, proceed: Proceed, log_probs: bool = True, values: bool = False
@@ -82,4 +82,5 @@ class FSDPBackend(TrainBackend):
     def _pack(self, rows: StepRows) -> PackedBatch:
         self.manager.residency.require_loaded("a forward pass")
         columns = rows.columns
-        return PackedBatch.of(columns.input_ids, rows.lengths, columns.loss_mask, self.manager.compute_device)
+        device = self.manager.compute_device
+        return PackedBatch.of(columns.input_ids, rows.lengths, columns.loss_mask, device, candidates=columns.candidates)

@@ -58,7 +58,7 @@ class MegatronBackend(TrainBackend):
 
         def loss(rows: StepRows, numbers: TokenNumbers) -> tuple[Tensor, dict[str, Stat]]:
             assert numbers.log_probs is not None and numbers.entropy is not None
-            scores = Scores(numbers.log_probs, numbers.entropy, numbers.values)
+            scores = Scores(numbers.log_probs, numbers.entropy, numbers.values, numbers.candidates)
             result = objective(scores, rows.columns.to(manager.compute_device), normalizers)
             return result.loss * scale, result.metrics
 
@@ -169,7 +169,7 @@ class MegatronBackend(TrainBackend):
             # The gradient of the log-probabilities is summed over the tensor ranks already; that of the values is whole on each rank.
             hidden = library.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         hidden = hidden.transpose(0, 1)
-        packed: list[Tensor | None] = [None, None, None]
+        packed: list[Tensor | None] = [None, None, None, None]
         if outputs.log_probs:
             scores = hidden_scores(
                 hidden[:1],
@@ -179,9 +179,10 @@ class MegatronBackend(TrainBackend):
                 mask=batch.mask,
                 cu_seqlens=batch.layout.cu_seqlens,
                 entropy=outputs.entropy,
+                candidates=batch.candidates,
                 shard=self._shard(),
             )
-            packed[:2] = scores.log_probs, scores.entropy
+            packed = [scores.log_probs, scores.entropy, None, scores.candidates]
         if outputs.values:
             packed[2] = hidden_values(
                 hidden[-1:], model.head_weight, mask=batch.mask, cu_seqlens=batch.layout.cu_seqlens
@@ -207,7 +208,12 @@ class MegatronBackend(TrainBackend):
         columns, parallel = rows.columns, self.manager.parallel
         multiple = parallel.tensor if parallel.sequence else 1
         return PackedBatch.of(
-            columns.input_ids, rows.lengths, columns.loss_mask, self.manager.compute_device, multiple=multiple
+            columns.input_ids,
+            rows.lengths,
+            columns.loss_mask,
+            self.manager.compute_device,
+            candidates=columns.candidates,
+            multiple=multiple,
         )
 
 

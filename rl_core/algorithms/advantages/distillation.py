@@ -34,8 +34,11 @@ def distill_advantages(
     *,
     valid: Tensor | None = None,
     reward_weight: float = 0.0,
+    teacher_in_loss: bool = False,
 ) -> AdvantageResult:
     """Return the advantages of `opd_advantages` plus `reward_weight` times those of `grpo_advantages`, [B, T] float32.
+
+    `teacher_in_loss` leaves the teacher's part out of the advantages, for a loss that has it (`top_k_distillation_loss`).
 
     The teacher's part is minus the gradient coefficient of the reverse KL from the student to the teacher, estimated at the sampled tokens.
     Metrics: `distill/reverse_kl`, the mean of student minus teacher log-probability, and `distill/teacher_share`, the share of the teacher's
@@ -55,4 +58,5 @@ def distill_advantages(
         "distill/reverse_kl": mean_stat(-teacher, trains),
         "distill/teacher_share": Stat("mean", taught, taught + added),
     }
-    return AdvantageResult(teacher + reward_weight * rewarded.advantages, None, metrics)
+    advantages = reward_weight * rewarded.advantages
+    return AdvantageResult(advantages if teacher_in_loss else teacher + advantages, None, metrics)

@@ -3,6 +3,7 @@
 from rl_core.algorithms.losses.compute import compute_policy_loss
 from rl_core.algorithms.losses.critic import critic_loss, explained_variance
 from rl_core.algorithms.losses.decoupled import decoupled_ppo_loss
+from rl_core.algorithms.losses.distillation import top_k_distillation_loss
 from rl_core.algorithms.losses.importance import importance_weights
 from rl_core.algorithms.losses.policy import cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss
 from rl_core.algorithms.losses.terms import combine_losses, entropy_term
@@ -22,4 +23,5 @@ __all__ = [
     "importance_weights",
     "ppo_clip_loss",
     "reinforce_loss",
+    "top_k_distillation_loss",
 ]

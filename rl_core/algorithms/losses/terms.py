@@ -31,8 +31,9 @@ def combine_losses(
     entropy_coefficient: float = 0.0,
     value: LossResult | None = None,
     value_coefficient: float = 1.0,
+    distillation: LossResult | None = None,
 ) -> LossResult:
-    """Return policy + kl_coefficient KL - entropy_coefficient H + value_coefficient V.
+    """Return policy + kl_coefficient KL - entropy_coefficient H + value_coefficient V + distillation.
 
     Metrics of all terms and `loss`, the sum. A term with coefficient 0 is reported only. Raises ValueError for a
     non-zero coefficient without its term; `value_coefficient` 1.0 is the default and needs no term.
@@ -40,6 +41,7 @@ def combine_losses(
     terms = (
         ("kl", kl, kl_coefficient, 1.0),
         ("entropy", entropy, entropy_coefficient, -1.0),
+        ("distillation", distillation, 0.0 if distillation is None else 1.0, 1.0),
         ("value", value, 0.0 if value is None and value_coefficient == 1.0 else value_coefficient, 1.0),
     )
     loss, metrics = policy.loss, dict(policy.metrics)

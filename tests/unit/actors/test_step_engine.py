@@ -14,6 +14,7 @@ from rl_core.actors.fsdp.backend import FSDPBackend
 from rl_core.actors.fsdp.manager import FSDPModelManager
 from rl_core.actors.schedule import OptimizerCounts
 from rl_core.actors.step_engine import StepEngine
+from rl_core.actors.teachers import TeacherScores
 from rl_core.api.algorithm import AlgorithmSpec
 from tests import actor_samples
 
@@ -80,7 +81,9 @@ class TinyBackend:
         mask = rows.columns.loss_mask
         entropy = -(logits.exp() * logits).sum(-1)
         # The losses want float32; a token's own gradient is the same in any cut, and all sums are made in float64.
-        return Scores(torch.where(mask, log_probs, 0).float(), torch.where(mask, entropy, 0).float())
+        found = Scores(torch.where(mask, log_probs, 0).float(), torch.where(mask, entropy, 0).float())
+        candidates = rows.columns.candidates
+        return found if candidates is None else found._replace(candidates=logits.gather(-1, candidates).float())
 
     def forward_backward(self, parts, objective, normalizers, *, proceed):
         stats = []
@@ -113,7 +116,15 @@ class TinyBackend:
 
 def make_engine(backend, ranks, *, tokens=4096, **algorithm):
     spec = AlgorithmSpec.model_validate({"promptsPerStep": len(RECORDS), "groupSize": 4, **algorithm})
-    return StepEngine(backend, ranks, spec, micro_batch_tokens=tokens, response_limit=12)
+    teachers = None if spec.distillation is None else teach
+    return StepEngine(backend, ranks, spec, micro_batch_tokens=tokens, response_limit=12, teachers=teachers)
+
+
+def teach(batch, records):
+    """Answer as teachers who find the next three tokens of the vocabulary likeliest."""
+    candidates = (batch.input_ids[..., None] + torch.arange(1, 4)) % actor_samples.VOCAB
+    log_probs = torch.tensor([0.5, 0.2, 0.1]).log().expand(candidates.shape).contiguous()
+    return TeacherScores(torch.full(batch.input_ids.shape, -4.0), candidates, log_probs)
 
 
 def train(engine, records=RECORDS, *, received=True):
@@ -149,12 +160,15 @@ def same_but_times(ours, theirs):
     tokens=st.integers(18, 200),
     optimizer_steps=st.sampled_from([1, 2]),
     aggregation=st.sampled_from(AGGREGATIONS),
+    distills=st.booleans(),
 )
 def test_any_cut_over_ranks_and_micro_batches_gives_the_gradient_of_the_whole_batch(
-    num_ranks, tokens, optimizer_steps, aggregation
+    num_ranks, tokens, optimizer_steps, aggregation, distills
 ):
     loss = {"aggregation": aggregation, "klCoefficient": 0.1, "entropyCoefficient": 0.05}
     options = {"loss": loss, "optimizerStepsPerBatch": optimizer_steps}
+    if distills:
+        options |= {"name": "distill", "distillation": {"teacher": "t", "topK": 3, "rewardWeight": 0.5}}
     whole, expected, _ = step_over(1, **options)
     cut, metrics, backends = step_over(num_ranks, tokens=tokens, **options)
     assert len(cut) == len(whole) == optimizer_steps

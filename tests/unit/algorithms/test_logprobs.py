@@ -1,11 +1,15 @@
 """Scores from hidden states against float64 log_softmax, forwards and backwards."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.algorithms.logprobs import hidden_scores
+from rl_core.algorithms.score_functions import VocabularyShard
 
 
 def scores_of_logits(logits, input_ids, **options):
@@ -92,6 +96,65 @@ def test_no_shift_crosses_a_packed_segment():
     torch.testing.assert_close(
         entropy.double(), reference(logits.double(), input_ids, 1.0, (4, 5))[1], atol=2e-6, rtol=0
     )
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_candidates_are_scored_in_the_place_of_each_token(entropy):
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(2, 6, 5, generator=generator).requires_grad_()
+    weight = torch.randn(30, 5, generator=generator).requires_grad_()
+    input_ids = torch.randint(0, 30, (2, 6), generator=generator)
+    candidates = torch.randint(0, 30, (2, 6, 4), generator=generator)
+    candidates[..., 0] = input_ids  # the token itself may be one of them
+    doubles = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
+    logp = torch.log_softmax(doubles[0] @ doubles[1].T / 0.7, -1)[:, :-1]
+    expected = torch.cat([torch.zeros(2, 1, 4, dtype=torch.float64), logp.gather(-1, candidates[:, 1:])], dim=1)
+    options = {"temperature": 0.7, "chunk_size": 4, "entropy": entropy}
+    scores = hidden_scores(hidden, weight, input_ids, candidates=candidates, **options)
+    torch.testing.assert_close(scores.candidates.double(), expected, atol=5e-6, rtol=1e-6)
+    torch.testing.assert_close(scores.candidates[..., 0], scores.log_probs)
+    factors = torch.randn(2, 6, 4, generator=generator)
+    ((scores.candidates * factors).sum() + scores.log_probs.sum()).backward()
+    ((expected * factors).sum() + expected[..., 0].sum()).backward()
+    for leaf, double in zip((hidden, weight), doubles, strict=True):
+        torch.testing.assert_close(leaf.grad.double(), double.grad, atol=2e-5, rtol=0)
+
+
+def test_ranks_with_half_of_the_vocabulary_each_score_candidates_like_one():
+    """Threads stand for the ranks; the first has one padding row."""
+    generator = torch.Generator().manual_seed(6)
+    hidden, weight = torch.randn(1, 7, 5, generator=generator), torch.randn(11, 5, generator=generator)
+    input_ids, candidates = torch.randint(0, 11, (1, 7)), torch.randint(0, 11, (1, 7, 3))
+    barrier, held = threading.Barrier(2, timeout=30), {}
+
+    def exchange(rank, tensor, join):
+        held[rank] = tensor.clone()
+        barrier.wait()
+        tensor.copy_(join(torch.stack([held[0], held[1]])))
+        barrier.wait()
+
+    def run(rank):
+        own = weight[rank * 6 : rank * 6 + 6]
+        part = torch.cat([own, torch.zeros(6 - len(own), 5)]).requires_grad_()
+        shard = VocabularyShard(
+            start=rank * 6,
+            tokens=len(own),
+            largest=lambda tensor: exchange(rank, tensor, lambda both: both.amax(0)),
+            total=lambda tensor: exchange(rank, tensor, lambda both: both.sum(0)),
+        )
+        leaf = hidden.clone().requires_grad_()
+        scores = hidden_scores(leaf, part, input_ids, candidates=candidates, entropy=True, shard=shard)
+        (scores.candidates.sum() + scores.entropy.sum()).backward()
+        return scores, leaf.grad
+
+    leaf = hidden.clone().requires_grad_()
+    whole = hidden_scores(leaf, weight, input_ids, candidates=candidates, entropy=True)
+    (whole.candidates.sum() + whole.entropy.sum()).backward()
+    with ThreadPoolExecutor(2) as pool:
+        for scores, gradient in pool.map(run, range(2)):
+            for name in ("log_probs", "entropy", "candidates"):
+                torch.testing.assert_close(getattr(scores, name), getattr(whole, name))
+            torch.testing.assert_close(gradient, leaf.grad)
 
 
 def test_half_precision_logits_are_scored_in_float32():

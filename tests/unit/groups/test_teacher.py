@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from rl_core.algorithms.advantages import distill_advantages
 from rl_core.algorithms.losses import LossInputs, compute_policy_loss
 from rl_core.api.errors import ConfigError, DataError
-from rl_core.data.tokenizer import Tokenizer
+from rl_core.data.tokenizer import Tokenizer, read_files
 from rl_core.groups.teacher import Teacher, check_tokenizers
 from rl_core.runner.teacher_signal import TEACHER_SHARE, TeacherSignal
 from tests.small_models import NAMES, save_policy
@@ -33,6 +33,31 @@ def test_log_probabilities_equal_those_of_transformers_for_each_row_alone(folder
             scores = (model(ids).logits[0, :-1] / 0.7).log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
         assert found.dtype == np.float32 and found[0] == 0.0
         np.testing.assert_allclose(found[1:], scores.numpy(), atol=1e-5)
+
+
+def test_the_likeliest_tokens_are_those_of_transformers(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    teacher = Teacher({"modelPath": str(folder), "batchTokens": 64})
+    for row, found, alone in zip(ROWS, teacher.top_log_probs(ROWS, 0.7, 5), teacher.log_probs(ROWS, 0.7), strict=True):
+        log_probs, candidates, of_candidates = found
+        np.testing.assert_array_equal(log_probs, alone)
+        assert candidates.shape == of_candidates.shape == (len(row), 5)
+        assert not candidates[0].any() and not of_candidates[0].any()
+        with torch.no_grad():
+            top = (model(torch.from_numpy(row)[None]).logits[0, :-1] / 0.7).log_softmax(-1).topk(5)
+        np.testing.assert_array_equal(candidates[1:], top.indices.numpy())
+        np.testing.assert_allclose(of_candidates[1:], top.values.numpy(), atol=1e-5)
+    with pytest.raises(DataError, match=r"topK must be in \[1, 43\].* got 44"):
+        teacher.top_log_probs(ROWS, 0.7, 44)
+
+
+def test_tokens_that_the_student_lacks_are_no_candidates(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(Teacher, "files", read_files(folder), raising=False)
+    more = save_policy(tmp_path / "more", names=[*NAMES, "#"])
+    teacher = Teacher({"modelPath": str(more)})
+    for _, candidates, of_candidates in teacher.top_log_probs(ROWS, 1.0, len(NAMES)):
+        assert candidates.max() < len(NAMES)
+        assert np.all(np.exp(of_candidates[1:]).sum(-1) < 1.0), "the rest is that of the token that the student lacks"
 
 
 def test_ids_that_the_teacher_does_not_know_are_refused(folder):
