@@ -84,7 +84,7 @@ def test_packed_scores_and_gradients_equal_a_plain_padded_forward(architecture, 
     ids = torch.randint(0, 24, (6, 20))
     expected, mask = padded_scores(theirs, ids, lengths, 0.7)
     weight = torch.randn(mask.shape)
-    got, entropy, _ = score(ours, PackedBatch.of(ids, lengths, mask, CPU), temperature=0.7, entropy=True)
+    got, entropy, *_ = score(ours, PackedBatch.of(ids, lengths, mask, CPU), temperature=0.7, entropy=True)
     assert torch.allclose(got[mask], expected[mask], atol=1e-5)
     assert not got[~mask].any()
     assert entropy.shape == got.shape and (entropy[mask] > 0).all()
@@ -101,7 +101,7 @@ def test_the_padding_token_trains_like_any_other_since_packed_rows_have_no_paddi
     for padding in (None, 3):
         change_config(copy, pad_token_id=padding)
         model = load(copy)
-        got, _, _ = score(
+        got, *_ = score(
             model,
             PackedBatch.of(ids, lengths, torch.ones(4, 12, dtype=torch.bool), CPU),
             temperature=1.0,
