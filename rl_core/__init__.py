@@ -1,6 +1,6 @@
 """rljob's runtime: what runs inside the actor, rollout and env processes of a job, on a cluster and on one machine.
 
-The classes named here are the face for scripts and programs of users. They are imported at their first use, because every process imports
+What is named here is the face for scripts and programs of users. It is imported at its first use, because every process imports
 this package.
 """
 
@@ -8,13 +8,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rl_core.api.job import RLJob
     from rl_core.channel import Channel
+    from rl_core.cli.local_run import LocalRun, start_run
     from rl_core.launch.cluster import Cluster
     from rl_core.workers.worker import Worker
 
-__all__ = ["Channel", "Cluster", "Worker"]
+__all__ = ["Channel", "Cluster", "LocalRun", "RLJob", "Worker", "start_run"]
 
-_HOMES = {"Channel": "rl_core.channel", "Cluster": "rl_core.launch.cluster", "Worker": "rl_core.workers.worker"}
+_HOMES = {
+    "Channel": "rl_core.channel",
+    "Cluster": "rl_core.launch.cluster",
+    "LocalRun": "rl_core.cli.local_run",
+    "RLJob": "rl_core.api.job",
+    "Worker": "rl_core.workers.worker",
+    "start_run": "rl_core.cli.local_run",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -82,6 +82,11 @@ def load_job(file: Path, settings: Sequence[str] = ()) -> RLJob:
     job, problems = find_problems(document)
     if job is None:
         raise JobProblems(file, problems)
+    return with_absolute_paths(job, file)
+
+
+def with_absolute_paths(job: RLJob, file: Path) -> RLJob:
+    """Return the job with absolute paths; relative ones start at the folder of `file`."""
     spec = job.spec.model_dump(mode="json", by_alias=True)
     for block, field in PATH_FIELDS:
         value = spec[block][field]

@@ -8,8 +8,10 @@ from itertools import pairwise
 
 import psutil
 import pytest
+import yaml
 from safetensors import safe_open
 
+from rl_core import RLJob, start_run
 from rl_core.cli.init import init
 from rl_core.samples.lines import TRAIN, VALIDATION, array_of
 from rl_core.samples.reader import SampleReader
@@ -229,9 +231,12 @@ def test_data_parallel_actors_with_a_critic_train_every_group_once_and_send_what
         assert not [name for name in exported.keys() if "value_head" in name or "critic" in name]  # noqa: SIM118
 
 
-def test_a_job_written_by_init_runs_as_it_is(start, tiny):
+def test_a_job_written_by_init_runs_as_it_is_started_from_python(start, tiny):
     run = start()
     init(run.job.parent / "new", task="agent", model=str(tiny / "model"), gpus=0)
-    run.job = run.job.parent / "new/job.yaml"
-    assert run.run("--set", "algorithm.steps=1", "--set", "checkpoint.everySteps=1") == 0, run.text + run.logs()
-    assert [line["step"] for line in run.lines("metrics.jsonl")] == [0, 1]
+    folder = run.job.parent / "new"
+    document = yaml.safe_load((folder / "job.yaml").read_text())
+    document["spec"]["algorithm"]["steps"] = 1
+    started = start_run(RLJob.model_validate(document), output=run.output, code=folder)
+    assert [line["step"] for line in started.follow()] == [0, 1]
+    assert "step 1/1" in started.text()
