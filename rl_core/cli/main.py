@@ -172,7 +172,10 @@ def samples(
     def command() -> int:
         folder = targets.folder_of(target)
         if folder is None:
-            raise ConfigError(f"TARGET must be the output folder of a run, got {target}: there is no such folder")
+            raise ConfigError(
+                f"TARGET must be the output folder of a run, got {target}: there is no such folder; the samples of a job on a cluster "
+                "lie on its volume, which docs/running.md shows how to read"
+            )
         return show_samples(
             folder,
             Choice(step=step, group=group, validation=validation, worst=worst, best=best, failed=failed, limit=limit),
