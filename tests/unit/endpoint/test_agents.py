@@ -1,5 +1,6 @@
 """Agent programs through the endpoint give the rows of our own multi-turn episodes; their failures fail the sample and are never a reward."""
 
+import asyncio
 import sys
 import types
 
@@ -35,6 +36,16 @@ async def talk(row, base_url, api_key, model):
             answer = await client.chat.completions.create(model=model, messages=messages)
             messages += [answer.choices[0].message, {"role": "user", "content": "go on"}]
     return {"reward": 1.0, "parts": {"turns": len(TURNS)}}
+
+
+async def talk_on(row, base_url, api_key, model):
+    """Five turns."""
+    messages = [{"role": "user", "content": row["prompt"]}]
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        for _ in range(5):
+            answer = await client.chat.completions.create(model=model, messages=messages)
+            messages += [answer.choices[0].message, {"role": "user", "content": "go on"}]
+    return 1.0
 
 
 async def talk_in_branches(row, base_url, api_key, model):
@@ -84,7 +95,7 @@ async def not_applicable(row, base_url, api_key, model):
 @pytest.fixture(autouse=True)
 def programs(monkeypatch):
     module = types.ModuleType("agent_programs")
-    for program in (talk, talk_in_branches, talk_in_thread, silent, raises, hangs, no_number, not_applicable):
+    for program in (talk, talk_on, talk_in_branches, talk_in_thread, silent, raises, hangs, no_number, not_applicable):
         setattr(module, program.__name__, program)
     monkeypatch.setitem(sys.modules, "agent_programs", module)
 
@@ -200,3 +211,36 @@ def test_a_program_is_not_tried_at_validation_because_there_is_no_model():
     rows, data = [{"prompt": "hi", "answer": "1"}], DataSpec(train="t.jsonl")
     assert example_rows(rows, data, field="data.train", task_name="agent") == {}
     assert list(example_rows(rows, data, field="data.train", task_name="math")) == ["data.train row 1"]
+
+
+async def test_a_group_whose_rollout_is_lost_after_three_turns_has_the_same_turns_on_another(chatml):
+    def by_seed(prompt, seed):
+        return f"{seed % 10**6} after {len(prompt)}"
+
+    async def run(stops_at=None):
+        """Return the ids of the sampled turns, of a whole group or of one whose rollout is lost in call `stops_at`."""
+        async with rollouts(chatml, agent("talk_on"), generations=1) as agents:
+            policy, lost = agents.policy_generation, asyncio.Event()
+            policy.texts = by_seed
+            generate = policy.generate_row
+
+            async def until_lost(*arguments, **request):
+                if len(policy.calls) == stops_at:
+                    lost.set()
+                    await asyncio.Event().wait()
+                return await generate(*arguments, **request)
+
+            agents._generator = types.SimpleNamespace(
+                generate_row=until_lost, honours_seeds=True, policy_version=policy.policy_version
+            )
+            group = asyncio.create_task(agents.run_rollout(sample(chatml)))
+            if stops_at is None:
+                [completion] = (await group).completions
+                return [m["token_ids"].tolist() for m in completion.message_log if m["role"] == "assistant"]
+            await lost.wait()
+            group.cancel()
+            await asyncio.wait([group])
+            return [ids for _, ids, *_ in policy.calls]
+
+    before, turns = await run(stops_at=3), await run()
+    assert (len(before), len(turns)) == (3, 5) and turns[:3] == before and len(set(map(tuple, turns))) == 5
