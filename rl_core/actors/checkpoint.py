@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ class Counters:
     """Gradient norms of the most recent optimizer steps, if they were all skipped."""
     optimizer_steps: dict[str, float]
     """Number of AdamW steps of each parameter, by name."""
+    lora: dict[str, Any] | None = None
+    """Identity of the adapters, if the checkpoint has only these: see `ModelManager`. None for a checkpoint of all weights."""
 
     def to_json(self) -> bytes:
         """Return the content of the file. Norms are written as text, because JSON has no infinity."""
@@ -77,6 +80,7 @@ class Counters:
             counts=OptimizerCounts(**fields["counts"]),
             consecutive_skips=[float(norm) for norm in fields["consecutive_skips"]],
             optimizer_steps=fields["optimizer_steps"],
+            lora=fields.get("lora"),
         )
 
 

@@ -8,9 +8,10 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 import torch
@@ -42,12 +43,17 @@ class TensorPlan:
 
 
 def export_folder(
-    target: str | Path, *, source: str | Path, plans: Sequence[TensorPlan], tensors: Iterable[tuple[str, Tensor]]
+    target: str | Path,
+    *,
+    source: str | Path,
+    plans: Sequence[TensorPlan],
+    tensors: Iterable[tuple[str, Tensor]],
+    files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
     """Write a model folder at `target`, replacing an existing one. Everything but the weights is copied from `source`.
 
-    `tensors` yields (name, CPU tensor) in the order of `plans`. Raises InfrastructureError when the storage fails; the previous folder is
-    then still there.
+    `tensors` yields (name, CPU tensor) in the order of `plans`. `files` are further files by relative path. Raises InfrastructureError when
+    the storage fails; the previous folder is then still there.
     """
     target = Path(target)
     staging = target.with_name(f".{target.name}.staging")
@@ -56,6 +62,10 @@ def export_folder(
         staging.mkdir(parents=True)
         _copy_settings(Path(source), staging, plans[0].dtype)
         _write_weights(staging, plans, iter(tensors))
+        for name, data in files.items():
+            (staging / name).parent.mkdir(exist_ok=True)
+            write_file(staging / name, data)
+            sync_folder((staging / name).parent)
         sync_folder(staging)
         _replace(staging, target)
     except OSError as error:

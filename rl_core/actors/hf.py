@@ -5,6 +5,7 @@ device, wrapped by the backend, given storage, and then loaded here: every param
 model's own module of transformers is imported; the Auto classes would load all of them.
 """
 
+import hashlib
 import importlib
 import json
 import re
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 
 from rl_core.actors import attention
 from rl_core.actors.critic import HEAD, SEPARATE, is_critic_name
+from rl_core.actors.lora import is_adapter_name
 from rl_core.actors.slices import LocalSlice
 from rl_core.api.errors import ConfigError
+from rl_core.checkpoint.files import file_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -141,7 +144,7 @@ def load_weights(
     """Load every parameter and persistent buffer from the folder's safetensors. Each rank reads the parts that it stores.
 
     `slice_of` returns the part of a tensor that this rank stores. A critic's decoder starts with the policy's weights and its value head
-    with zeros. Raises ConfigError as `stored_readers` does, and for shapes that differ.
+    with zeros; adapters are not set. Raises ConfigError as `stored_readers` does, and for shapes that differ.
     """
     wanted = stored_tensors(model)
     for name, stored, where in stored_readers(model, folder, aliases):
@@ -160,7 +163,11 @@ def stored_readers(
     Raises ConfigError listing stored tensors that the model does not have, and tensors of the model that are not stored.
     """
     files = weight_files(Path(folder))
-    policy = {name: tensor for name, tensor in stored_tensors(model).items() if not is_critic_name(name)}
+    policy = {
+        name: tensor
+        for name, tensor in stored_tensors(model).items()
+        if not is_critic_name(name) and not is_adapter_name(name)
+    }
     stored_as = _match(policy, files, aliases, model, Path(folder))
     by_file: dict[Path, list[str]] = {}
     for name, stored in stored_as.items():
@@ -186,6 +193,12 @@ def weight_files(folder: Path) -> dict[str, Path]:
             return dict.fromkeys(reader.keys(), path)
     except SafetensorError as error:
         raise _broken(path, error) from error
+
+
+def weights_digest(folder: str | Path) -> str:
+    """Return a digest over the bytes of all weights of a model folder. Raises ConfigError as `weight_files`."""
+    files = sorted(set(weight_files(Path(folder)).values()))
+    return hashlib.sha256(" ".join(map(file_digest, files)).encode()).hexdigest()
 
 
 def _indexed_files(folder: Path) -> dict[str, Path]:

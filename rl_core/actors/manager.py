@@ -11,14 +11,16 @@ import math
 from abc import abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_core.actors import checkpoint, export
+from rl_core.actors import checkpoint, export, hf
 from rl_core.actors.critic import is_critic_name
+from rl_core.actors.lora import DisabledAdapters, check_same_adapters
 from rl_core.actors.ranks import ParallelSizes, Ranks
 from rl_core.actors.reference import ReferencePolicy
 from rl_core.actors.residency import OffloadManager, ResidentState
@@ -59,7 +61,7 @@ class ModelManager(ResidentState):
         self.global_step = 0
         self.sync_names: list[tuple[str, str | None]] = []
         """Names to sync and export in the model's order: (name, the name it is tied to or None)."""
-        self._reference: ReferencePolicy | None = None
+        self._reference: ReferencePolicy | DisabledAdapters | None = None
         self._background = checkpoint.BackgroundWriter()
         self.residency = OffloadManager(self, self.compute_device)
 
@@ -141,8 +143,8 @@ class ModelManager(ResidentState):
     def setup_model_and_optimizer(self) -> None:
         """Build model, optimizer and schedule.
 
-        Where the loss or the reward has a KL term, the initial weights are kept as the reference policy. Raises RuntimeError when called
-        twice.
+        Where the loss or the reward has a KL term, the initial weights are kept as the reference policy, with `model.lora` by freezing
+        them. Raises RuntimeError when called twice.
         """
         if self.residency.has_model:
             raise RuntimeError("setup_model_and_optimizer must be called once, got a second call; make a new manager")
@@ -151,7 +153,11 @@ class ModelManager(ResidentState):
             self._set_up()
         self.residency.has_model = True
         if self.cfg.algorithm.needs_reference:
-            self._reference = ReferencePolicy(self._parameter_tensors())
+            self._reference = self._make_reference()
+
+    def _make_reference(self) -> ReferencePolicy | DisabledAdapters:
+        """Return the reference policy: the present weights, kept in host memory."""
+        return ReferencePolicy(self._parameter_tensors())
 
     @property
     def max_length(self) -> int:
@@ -329,11 +335,24 @@ class ModelManager(ResidentState):
             counts=self.counts,
             consecutive_skips=self.consecutive_skips,
             optimizer_steps=self._step_counters(),
+            lora=self._lora_identity,
         )
 
     def _file_work(self) -> AbstractContextManager[None]:
         """Return a context manager inside which ranks wait for each other as long as the runner waits for the whole call."""
         return self.ranks.collectives_within(self.cfg.runtime.deadlines.group_method)
+
+    @cached_property
+    def _lora_identity(self) -> dict[str, Any] | None:
+        """Settings of the adapters and digest of the weights below them, without which they mean nothing; None without adapters.
+
+        Collective: rank 0 reads the weights.
+        """
+        lora = self.cfg.model.lora
+        if lora is None:
+            return None
+        base = hf.weights_digest(self.cfg.model.path) if self.ranks.rank == 0 else ""
+        return {**lora.model_dump(mode="json", exclude={"dropout"}), "base": self.ranks.gather(base)[0]}
 
     def load_checkpoint(self, load_path: str) -> None:
         """Load what `save_checkpoint` wrote on any number of ranks.
@@ -342,7 +361,9 @@ class ModelManager(ResidentState):
         """
         with self.residency.loaded(), self._file_work(), self.ranks.guard("loading a checkpoint"):
             self.wait_for_readers()
-            self._before_state(checkpoint.Counters.read(Path(load_path)).counts)
+            saved = checkpoint.Counters.read(Path(load_path))
+            check_same_adapters(saved.lora, self._lora_identity, base=self.cfg.model.path)
+            self._before_state(saved.counts)
             weights, moments = self.master_slices(), self.moment_slices()
             counters = checkpoint.load(
                 Path(load_path), self.ranks, model=weights, optimizer=moments, seed=self.cfg.algorithm.seed
@@ -352,7 +373,7 @@ class ModelManager(ResidentState):
             self._resume(weights, moments, counters.optimizer_steps)
 
     def get_model_state_dict(self, cpu_offload: bool, full_state_dict: bool) -> dict[str, Tensor]:
-        """Return the policy's weights by Hugging Face name.
+        """Return the policy's weights by Hugging Face name. Adapters are merged into whole tensors.
 
         With `full_state_dict` rank 0 gets whole tensors and the others {}; otherwise each rank gets the parts that it stores. `cpu_offload`
         returns copies on the CPU. Raises RuntimeError while the weights are offloaded.
@@ -385,6 +406,7 @@ class ModelManager(ResidentState):
     def export_hf(self, path: str, *, dtype: str | None = None) -> None:
         """Write a Hugging Face model folder at `path` with weights in `dtype` (None: model.dtype).
 
+        Adapters are merged, and lie in its folder `adapter` as `peft` loads them.
         Weights that were not trained are bit-equal to those of `model.path`. Raises InfrastructureError on every rank when rank 0 cannot
         write.
         """
@@ -393,10 +415,11 @@ class ModelManager(ResidentState):
         with self.residency.loaded(moments=False), self._file_work(), self.ranks.guard("exporting the model"):
             # One tensor at a time: rank 0 never holds the whole model.
             source = self.version_source(dtype or self.cfg.model.dtype, 1)
+            files = self._adapter_files()
             refusal: InfrastructureError | None = None
             if self.ranks.rank == 0:
                 try:
-                    self._export(path, source)
+                    self._export(path, source, files)
                 except InfrastructureError as error:
                     refusal = error
             # All ranks gather every tensor; leaving early would leave the others waiting.
@@ -405,7 +428,11 @@ class ModelManager(ResidentState):
         if refused:
             raise refusal or InfrastructureError(f"actor rank 0 could not export the model to {path}; see its log")
 
-    def _export(self, path: str, source: GatheredSource) -> None:
+    def _adapter_files(self) -> dict[str, bytes]:
+        """Return the files of the adapters for an export, by relative path; none without adapters. Collective."""
+        return {}
+
+    def _export(self, path: str, source: GatheredSource, files: Mapping[str, bytes]) -> None:
         plans = [
             export.TensorPlan(name=entry.name, shape=entry.shape, dtype=getattr(torch, entry.dtype))
             for entry in source.entries
@@ -416,7 +443,7 @@ class ModelManager(ResidentState):
             for bucket in source.buckets("cpu")
             for index, tensor in zip(bucket.place.entries, bucket.tensors, strict=True)
         )
-        export.export_folder(path, source=self.cfg.model.path, plans=plans, tensors=tensors)
+        export.export_folder(path, source=self.cfg.model.path, plans=plans, tensors=tensors, files=files)
 
 
 async def _awaited(future: "concurrent.futures.Future[dict[str, str]]") -> dict[str, str]:

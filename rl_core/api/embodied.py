@@ -56,6 +56,10 @@ def embodied_options(spec: "RLJobSpec") -> EmbodiedOptions:
     """Return the options of a job's simulators. Raises ConfigError when one is wrong or does not fit the rest of the job."""
     if spec.env.type != SIMULATORS:
         raise ConfigError(f"env.type must be {SIMULATORS} with program {spec.program}, got {spec.env.type}; set it")
+    if spec.model.lora is not None:
+        raise ConfigError(
+            f"model.lora must be null with program {spec.program}, got rank {spec.model.lora.rank}; remove it"
+        )
     given = spec.env.options
     try:
         options = EmbodiedOptions.model_validate(

@@ -17,6 +17,7 @@ from rl_core.api.env import EnvSpec
 from rl_core.api.failure import FailurePolicySpec
 from rl_core.api.groups import GroupSpec
 from rl_core.api.identity import ROLES
+from rl_core.api.lora import DROPOUT_IS_ON, idle_dropout
 from rl_core.api.roles import ActorSpec, RolloutSpec
 from rl_core.api.settings import (
     CheckpointSpec,
@@ -156,10 +157,7 @@ class RLJobSpec(Spec):
     @rule(
         Cel(
             holds=f"{RANKS} < 1 || $algorithm.promptsPerStep % {RANKS} == 0",
-            refusal=(
-                "algorithm.promptsPerStep must be divisible by the actor's data-parallel size %d, got %d"
-                "; change promptsPerStep or actor.replicas"
-            ),
+            refusal="algorithm.promptsPerStep must be divisible by the actor's data-parallel size %d, got %d; change promptsPerStep or actor.replicas",
             values=(RANKS, "$algorithm.promptsPerStep"),
             field="algorithm.promptsPerStep",
         ),
@@ -192,8 +190,9 @@ class RLJobSpec(Spec):
             values=(OF_CRITIC, "$algorithm.name"),
             field="actor",
         ),
+        DROPOUT_IS_ON,
     )
-    def _critic(self) -> Iterator[str]:
+    def _settings_are_used(self) -> Iterator[str]:
         name, actor = self.algorithm.name, self.actor
         given = {
             "actor.optimizer.valueLearningRate": actor.optimizer.value_learning_rate is not None,
@@ -202,6 +201,7 @@ class RLJobSpec(Spec):
         idle = [field for field, used in given.items() if used]
         if idle and name != "gae":
             yield f"{listed(idle)} needs algorithm.name gae, got {name}; choose it or remove the field"
+        yield from idle_dropout(self.model.lora, dropout=actor.dropout)
 
     @rule(
         unique("groups", "name"),
@@ -408,9 +408,7 @@ class RLJobSpec(Spec):
                 "!self.?rollout.?maxSequenceLength.hasValue()"
                 " || $rollout.sampling.maxNewTokens < self.rollout.maxSequenceLength"
             ),
-            refusal=(
-                "rollout.sampling.maxNewTokens must be below rollout.maxSequenceLength %d, got %d; lower maxNewTokens"
-            ),
+            refusal="rollout.sampling.maxNewTokens must be below rollout.maxSequenceLength %d, got %d; lower maxNewTokens",
             values=("self.rollout.maxSequenceLength", "$rollout.sampling.maxNewTokens"),
             field="rollout.sampling",
         ),

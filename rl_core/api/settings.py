@@ -10,6 +10,7 @@ from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import CheckpointStep, Name, Pattern, ShortName, listed, none_for_zero
 from rl_core.api.cel import Cel, literal, no_keys
 from rl_core.api.identity import ROLES
+from rl_core.api.lora import LoraSpec
 
 PodDeletion = Literal["KeepAll", "KeepActor", "DeletePods"]
 
@@ -21,6 +22,8 @@ class ModelSpec(Spec):
     """Folder with config.json, safetensors files and tokenizer in the format of Hugging Face, or `hf://repo[@revision]`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the weights in training and generation."""
+    lora: LoraSpec | None = None
+    """Train low-rank adapters and freeze the model; null = train all weights."""
 
 
 class DataSpec(Spec):

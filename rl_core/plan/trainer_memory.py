@@ -23,6 +23,9 @@ def trainer_phases(job: RLJobSpec, facts: ModelFacts) -> dict[str, Parts]:
     held = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
     gather = _gathered(job, facts)
     buckets = {"buckets": 2 * job.weights.bucket_bytes}
+    if job.model.lora is not None:  # a bucket is merged in float32, with whole adapters
+        buckets["merged"] = job.weights.bucket_bytes * MASTER_BYTES // WIDTH[job.model.dtype]
+        buckets["merged"] += 2 * MASTER_BYTES * adapter_parameters(job, facts)
     logits = _logit_bytes(job, facts, gradient=False)
     # Nothing of the layers is kept: there is one of them, and logits after the last.
     no_gradient = {"activations": max(0, _layer_bytes(job, facts) - logits), "logits": logits}
@@ -40,6 +43,35 @@ def trainer_phases(job: RLJobSpec, facts: ModelFacts) -> dict[str, Parts]:
     }
 
 
+def adapter_parameters(job: RLJobSpec, facts: ModelFacts) -> int:
+    """Return the parameters of the adapters of `model.lora`, those of a separate critic left out; 0 without adapters."""
+    lora = job.model.lora
+    if lora is None:
+        return 0
+    widths = _target_widths(facts)
+    layers = facts.layers if lora.layers is None else len(set(lora.layers))
+    return layers * lora.rank * sum(sum(widths[target]) for target in set(lora.targets))
+
+
+def _target_widths(facts: ModelFacts) -> dict[str, tuple[int, int]]:
+    """Return (inputs, outputs) of each linear layer that may have an adapter."""
+    hidden, inner, queries, keys = (
+        facts.hidden,
+        facts.inner,
+        facts.heads * facts.head_dim,
+        facts.kv_heads * facts.head_dim,
+    )
+    return {
+        "q_proj": (hidden, queries),
+        "k_proj": (hidden, keys),
+        "v_proj": (hidden, keys),
+        "o_proj": (queries, hidden),
+        "gate_proj": (hidden, inner),
+        "up_proj": (hidden, inner),
+        "down_proj": (inner, hidden),
+    }
+
+
 def trainer_host(job: RLJobSpec, facts: ModelFacts) -> int:
     """Return the additional bytes in host memory of a training process.
 
@@ -48,7 +80,7 @@ def trainer_host(job: RLJobSpec, facts: ModelFacts) -> int:
     """
     held = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
     found = facts.parameters * WIDTH[job.model.dtype]
-    if job.algorithm.needs_reference:
+    if job.algorithm.needs_reference and job.model.lora is None:
         found += held["weights"] // _models(job)
     if job.checkpoint.asynchronous:
         found += held["optimizer"] * (MASTER_BYTES + MOMENT_BYTES) // MOMENT_BYTES
@@ -62,9 +94,14 @@ def _models(job: RLJobSpec) -> int:
 
 
 def _fsdp_state(job: RLJobSpec, facts: ModelFacts) -> Parts:
-    """Return the shard of weights and moments with FSDP; FSDP keeps float32 weights whatever type it computes in."""
-    share = _models(job) * -(-facts.parameters // _copy_size(job))
-    return {"weights": share * MASTER_BYTES, "optimizer": share * MOMENT_BYTES}
+    """Return the shard of weights and moments with FSDP; FSDP keeps float32 weights whatever type it computes in.
+
+    With adapters only these have moments.
+    """
+    adapters = adapter_parameters(job, facts)
+    weights = _models(job) * -(-(facts.parameters + adapters) // _copy_size(job))
+    trained = _models(job) * -(-adapters // _copy_size(job)) if adapters else weights
+    return {"weights": weights * MASTER_BYTES, "optimizer": trained * MOMENT_BYTES}
 
 
 def _copy_size(job: RLJobSpec) -> int:
@@ -98,18 +135,26 @@ def _gathered(job: RLJobSpec, facts: ModelFacts) -> Parts:
     if not _wrapped(job):
         return {}
     outside = facts.parameters - facts.layers * facts.layer
-    return {"gather": (outside + 2 * facts.layer) * WIDTH[job.model.dtype]}
+    layer = facts.layer + adapter_parameters(job, facts) // facts.layers
+    return {"gather": (outside + 2 * layer) * WIDTH[job.model.dtype]}
 
 
 def _fsdp_gradients(job: RLJobSpec, facts: ModelFacts) -> int:
-    per_model = _models(job) * GRADIENT_BYTES
-    share = -(-facts.parameters // _copy_size(job)) * per_model
+    per_model, adapters = _models(job) * GRADIENT_BYTES, adapter_parameters(job, facts)
+    if not adapters:
+        parameters, unit = facts.parameters, facts.parameters - (facts.layers - 1) * facts.layer
+    elif job.actor.backend == "fsdp1" and _wrapped(job):
+        # The flat parameter of a layer has one gradient, of what is frozen too.
+        parameters, unit = facts.layers * facts.layer + adapters, facts.layer + adapters // facts.layers
+    else:
+        parameters, unit = adapters, adapters // facts.layers
+    share = -(-parameters // _copy_size(job)) * per_model
     if not _wrapped(job):
         return share
     if _step_tokens(job, facts) > job.actor.micro_batch_tokens and job.actor.accumulate_without_sync:
         # Whole: ranks reduce with the last of several micro-batches alone.
-        return facts.parameters * per_model
-    return share + (facts.parameters - (facts.layers - 1) * facts.layer) * per_model
+        return parameters * per_model
+    return share + unit * per_model
 
 
 def _activation_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
@@ -133,9 +178,15 @@ def _layer_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
         # The fused query, key and value live on with the value, rotated ones beside them; norms in half precision are made in float32.
         norms = facts.hidden * (28 if width == MASTER_BYTES else 22)
         shared = width * (3 * queries + 3 * keys + 5 * facts.inner)
-    else:
+    elif job.model.lora is None:
         norms = 6 * facts.hidden * width  # of each of the two: its input, normalised, scaled
         shared = width * (2 * queries + 2 * keys + 4 * facts.inner)
+    else:  # what only the gradients of frozen weights would need is not kept
+        targets = set(job.model.lora.targets)
+        scaled = bool(targets & {"q_proj", "k_proj", "v_proj"}) + bool(targets & {"gate_proj", "up_proj"})
+        norms = (2 + scaled) * facts.hidden * width
+        shared = width * (2 * queries + 2 * keys + (3 + ("down_proj" in targets)) * facts.inner)
+        shared += width * job.model.lora.rank * len(targets)
     shared += 4 * facts.heads  # normalisers of attention
     return _tokens(job, facts) * (norms // (parallel.tensor if parallel.sequence else 1) + shared // parallel.tensor)
 
@@ -145,8 +196,10 @@ def _logit_bytes(job: RLJobSpec, facts: ModelFacts, *, gradient: bool) -> int:
     width, vocabulary = WIDTH[job.model.dtype], -(-facts.vocab // job.actor.parallel.tensor)
     chunk = min(_tokens(job, facts), CHUNK) * vocabulary
     block = 4 * chunk if job.actor.gpus else min(BLOCK_BYTES, 4 * chunk)
-    blocks = 2 if gradient and job.algorithm.loss.entropy_coefficient else 1
-    weight = vocabulary * facts.hidden * (GRADIENT_BYTES + (width if width != MASTER_BYTES else 0)) if gradient else 0
+    # float32 logits are scored in place.
+    blocks = int(width != MASTER_BYTES) + bool(gradient and job.algorithm.loss.entropy_coefficient)
+    trained = gradient and job.model.lora is None
+    weight = vocabulary * facts.hidden * (GRADIENT_BYTES + (width if width != MASTER_BYTES else 0)) if trained else 0
     return chunk * width + blocks * block + weight
 
 

@@ -34,7 +34,15 @@ CRITIC = {
     "actor__criticWarmupSteps": 2,
 }
 CRITIC_APART = CRITIC | {"algorithm__critic": {"separate": True}, "algorithm__rewardKlCoefficient": 0.1}
-CHANGES = {"plain": PLAIN, "full": FULL, "per sequence": PER_SEQUENCE, "critic": CRITIC, "critic apart": CRITIC_APART}
+LORA = FULL | {"model__lora": {"rank": 3, "alpha": 12.0, "targets": ["q_proj", "v_proj", "down_proj"]}}
+CHANGES = {
+    "plain": PLAIN,
+    "full": FULL,
+    "per sequence": PER_SEQUENCE,
+    "critic": CRITIC,
+    "critic apart": CRITIC_APART,
+    "lora": LORA,
+}
 TRAIN_AND_LOOK = [["train", 1], ["train", 2], ["score"], ["weights"]]
 KINDS = ("fsdp1", "fsdp2")
 DTYPES = ("float32", "bfloat16")

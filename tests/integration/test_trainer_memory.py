@@ -46,6 +46,13 @@ CASES = {
     for dtype in ("float32", "bfloat16")
     for again in (False, True)
 }
+CASES |= {
+    f"fsdp2 {dtype} adapters{' of two layers' * (targets is not None)}": {
+        "model__dtype": dtype,
+        "model__lora": {"rank": 8} | ({} if targets is None else {"targets": targets}),
+    }
+    for dtype, targets in (("float32", None), ("bfloat16", None), ("float32", ["q_proj", "v_proj"]))
+}
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_core.actors import hf
-from rl_core.actors.critic import attach_critic, has_own_decoder, is_critic_name
+from rl_core.actors import hf, lora
+from rl_core.actors.critic import HEAD, attach_critic, has_own_decoder, is_critic_name
 from rl_core.actors.forward import SCORE, attach_scoring
 from rl_core.actors.fsdp.optimizer import (
     build_adamw,
@@ -22,6 +22,7 @@ from rl_core.actors.fsdp.optimizer import (
 from rl_core.actors.fsdp.strategy import FSDP1Strategy, FSDP2Strategy, Strategy
 from rl_core.actors.manager import ModelManager, validated
 from rl_core.actors.ranks import ParallelSizes
+from rl_core.actors.reference import ReferencePolicy
 from rl_core.actors.schedule import MOMENTS, LRSchedule, OptimizerCounts
 from rl_core.actors.slices import LocalSlice, Slices
 from rl_core.actors.source import GatheredSource, GatheringPlan
@@ -66,7 +67,7 @@ class FSDPModelManager(ModelManager):
     # Set-up ---------------------------------------------------------------------------------------------------------
 
     def model_provider_func(self) -> nn.Module:
-        """Return the unwrapped causal LM of `model.path` in `model.dtype`, with a critic if the algorithm needs one.
+        """Return the unwrapped causal LM of `model.path` in `model.dtype`, with adapters and a critic if the job has them.
 
         It is on the meta device; weights are loaded after wrapping.
         """
@@ -76,6 +77,8 @@ class FSDPModelManager(ModelManager):
         if (critic := self.cfg.algorithm.critic_in_use) is not None:
             decoder = hf.build_model(config, dtype=self.dtype).model if critic.separate else None
             attach_critic(model, model.config.hidden_size, decoder)
+        if (adapters := self.cfg.model.lora) is not None:
+            lora.attach_adapters(model, adapters, layers=model.config.num_hidden_layers)
         return model
 
     def _set_up(self) -> None:
@@ -96,7 +99,11 @@ class FSDPModelManager(ModelManager):
         model = self.model_provider_func()
         self._set_modes(model)
         aliases = hf.tied_names(model)
-        self.sync_names = [(name, aliases.get(name)) for name in hf.stored_names(model) if not is_critic_name(name)]
+        self.sync_names = [
+            (name, aliases.get(name))
+            for name in hf.stored_names(model)
+            if not is_critic_name(name) and not lora.is_adapter_name(name)
+        ]
         on_meta = any(parameter.is_meta for parameter in model.parameters())
         # Half precision computes in it and keeps float32 weights to update: small steps would be lost in bfloat16.
         model = model.float() if self.dtype != torch.float32 else model
@@ -108,7 +115,15 @@ class FSDPModelManager(ModelManager):
         model = self.strategy.wrap(model, device=self.compute_device, aliases=aliases, methods=methods)
         if on_meta:
             hf.load_weights(model, self.cfg.model.path, aliases, slice_of=self.strategy.slice_of)
+        lora.initialize(hf.named_parameters(model), self.cfg.algorithm.seed, self.strategy.slice_of)
         return model
+
+    def _make_reference(self) -> ReferencePolicy | lora.DisabledAdapters:
+        return super()._make_reference() if self.cfg.model.lora is None else lora.DisabledAdapters(self.model)
+
+    def _is_trained(self, name: str) -> bool:
+        """Return whether the parameter called `name` is trained at all: with adapters these and a value head, otherwise each."""
+        return self.cfg.model.lora is None or lora.is_adapter_name(name) or HEAD in name.split(".")
 
     def _set_modes(self, model: nn.Module) -> None:
         model.train()
@@ -155,7 +170,7 @@ class FSDPModelManager(ModelManager):
                 "critic warm-up needs a model with a value_head, got a policy; set enable_critic_warmup to False"
             )
         for name, parameter in named.items():
-            parameter.requires_grad_(is_critic_name(name) or not enable_critic_warmup)
+            parameter.requires_grad_(self._is_trained(name) and (is_critic_name(name) or not enable_critic_warmup))
         return build_adamw(model, self._rates, self.strategy.dims)
 
     def build_lr_scheduler(
@@ -255,13 +270,15 @@ class FSDPModelManager(ModelManager):
     def get_model_state_dict(self, cpu_offload: bool, full_state_dict: bool) -> dict[str, Tensor]:
         """Return the weights as `ModelManager.get_model_state_dict` does.
 
-        Without `full_state_dict` the tensors share memory with the model, unless copied; under FSDP2 they are DTensors.
+        Without `full_state_dict` the tensors share memory with the model, unless copied; under FSDP2 they are DTensors. Adapters are then
+        tensors of their own.
         """
         if full_state_dict:
             return super().get_model_state_dict(cpu_offload, full_state_dict)
         self.residency.require_loaded("get_model_state_dict")
         stored = hf.stored_tensors(self.model)
-        held = {name: self.strategy.shard(stored[tied or name]) for name, tied in self.sync_names}
+        adapters = [(name, None) for name in stored if lora.is_adapter_name(name) and not is_critic_name(name)]
+        held = {name: self.strategy.shard(stored[tied or name]) for name, tied in [*self.sync_names, *adapters]}
         return {name: tensor.to("cpu", copy=True) if cpu_offload else tensor for name, tensor in held.items()}
 
     @property
@@ -273,8 +290,9 @@ class FSDPModelManager(ModelManager):
         return self.strategy.named_slices(self.model)
 
     def master_slices(self) -> Slices:
-        """Return the parameters, which are the float32 master weights here, and the buffers. Not collective."""
-        return {name: [part] for name, part in self.named_slices().items()}
+        """Return the parameters that are trained, which are the float32 master weights here, and the buffers. Not collective."""
+        frozen = {name for name in hf.named_parameters(self.model) if not self._is_trained(name)}
+        return {name: [part] for name, part in self.named_slices().items() if name not in frozen}
 
     def moment_slices(self) -> Slices:
         """Return the parts of the optimizer's moments that this rank stores, sharing memory. Not collective."""
@@ -301,13 +319,35 @@ class FSDPModelManager(ModelManager):
         resume_schedule(self.optimizer, self.scheduler, applied=self._applied_in_phase)
 
     def version_source(self, dtype: str, bucket_bytes: int) -> GatheredSource:
-        """Return the present weights as a source for publishing; floating-point weights in `dtype`. Every rank must call its `finish`."""
+        """Return the present weights as a source for publishing; floating-point weights in `dtype`. Every rank must call its `finish`.
+
+        Adapters are merged into the weights. Collective.
+        """
         slices = self.named_slices()
         entries = [
             SourceEntry(name, slices[tied or name].shape, wire_dtype(slices[tied or name].tensor, dtype), tied)
             for name, tied in self.sync_names
         ]
-        return GatheredSource(entries, slices, self._gathering, self.ranks, bucket_bytes=bucket_bytes)
+        adapters = self.cfg.model.lora
+        given = slices if adapters is None else lora.MergedSlices(slices, self._whole_adapters(), adapters.scale)
+        return GatheredSource(entries, given, self._gathering, self.ranks, bucket_bytes=bucket_bytes)
+
+    def _adapter_files(self) -> dict[str, bytes]:
+        adapters = self.cfg.model.lora
+        return {} if adapters is None else lora.folder_files(self._whole_adapters(), adapters, base=self.cfg.model.path)
+
+    def _whole_adapters(self) -> dict[str, Tensor]:
+        """Return the policy's adapters by name; they are small, and each rank gets whole ones. Collective."""
+        slices = self.named_slices()
+        names = [name for name in slices if lora.is_adapter_name(name) and not is_critic_name(name)]
+        sizes = [math.prod(slices[name].shape) for name in names]
+        flat = torch.zeros(sum(sizes), device=self.compute_device)
+        views = {name: part.view(slices[name].shape) for name, part in zip(names, flat.split(sizes), strict=True)}
+        for name, parts in self._written({name: [slices[name]] for name in names}).items():
+            for box in (box for part in parts for box in part.boxes()):
+                views[name][box.box] = box.tensor
+        whole = self.ranks.sum_over_data_ranks(flat).split(sizes)
+        return {name: part.view(slices[name].shape) for name, part in zip(names, whole, strict=True)}
 
 
 def _dropout(model: nn.Module) -> float:

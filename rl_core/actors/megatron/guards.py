@@ -33,6 +33,8 @@ def check(spec: RLJobSpec, config: Mapping[str, Any]) -> None:
 def _of_settings(spec: RLJobSpec) -> Iterator[str]:
     if spec.actor.dropout:
         yield "actor.dropout must be false with actor.backend megatron, got true; remove it or choose fsdp2"
+    if spec.model.lora is not None:
+        yield "model.lora needs actor.backend fsdp2 or fsdp1, got megatron; choose one of them or remove lora"
     if not spec.actor.accumulate_without_sync:
         yield (
             "actor.accumulateWithoutSync must be true with actor.backend megatron, which reduces gradients once per optimizer step, "

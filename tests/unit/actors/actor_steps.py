@@ -28,7 +28,8 @@ def gradients_of(actor):
     taken = {}
 
     def optimizer_step():
-        taken.update({name: p.grad.clone() for name, p in actor.manager.model.named_parameters()})
+        trained = {name: p for name, p in actor.manager.model.named_parameters() if p.requires_grad}
+        taken.update({name: p.grad.clone() for name, p in trained.items()})
         actor.manager.optimizer.zero_grad()
         return 0.0, [0.0]
 

@@ -1,0 +1,197 @@
+"""Low-rank adapters (LoRA) on the linear layers of a causal LM: W x + b + alpha / rank B A dropout(x), with W and b frozen.
+
+An adapter is two linear layers without bias below the layer that it belongs to, `lora_A` [rank, inputs] and `lora_B` [outputs, rank], named
+as in `peft`. All other parameters keep the names that they have in the model folder. An adapter starts with B = 0, so that the model starts
+as its base. Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from rl_core.actors.slices import LocalSlice
+from rl_core.api.errors import ConfigError, DataError
+from rl_core.api.lora import LoraSpec
+
+A, B, DROPOUT = "lora_A", "lora_B", "lora_dropout"
+"""Names of the parts of an adapter below its layer."""
+FOLDER = "adapter"
+"""Folder of the adapters in an exported model."""
+_LAYER = re.compile(r"\blayers\.(\d+)\.(?:\w+\.)*(\w+)$")
+"""Number of the decoder layer and own name of a module inside it."""
+
+
+def is_adapter_name(name: str) -> bool:
+    """Return whether the parameter called `name` belongs to an adapter."""
+    return not {A, B}.isdisjoint(name.split("."))
+
+
+def attach_adapters(model: nn.Module, spec: LoraSpec, *, layers: int) -> None:
+    """Add adapters to the layers that `spec` selects of a model with `layers` decoder layers, in place. Values are not set.
+
+    Must be called before the model is wrapped. Raises ConfigError for a number of a layer that the model does not have, and when a target
+    is none of its linear layers.
+    """
+    wanted = range(layers) if spec.layers is None else spec.layers
+    if absent := sorted(set(wanted) - set(range(layers))):
+        raise ConfigError(
+            f"model.lora.layers must be below {layers}, the number of the model's layers, got {absent}; remove them"
+        )
+    adapted = set()
+    for name, module in list(model.named_modules()):
+        match = _LAYER.search(name)
+        if match and match[2] in spec.targets and int(match[1]) in wanted and isinstance(module, nn.Linear):
+            _attach(module, spec)
+            adapted.add(match[2])
+    if absent_targets := sorted(set(spec.targets) - adapted):
+        raise ConfigError(f"model.lora.targets must be linear layers of the model, got {absent_targets}; remove them")
+
+
+def _attach(layer: nn.Linear, spec: LoraSpec) -> None:
+    options: dict[str, Any] = {"bias": False, "device": layer.weight.device, "dtype": layer.weight.dtype}
+    layer.add_module(A, nn.Linear(layer.in_features, spec.rank, **options))
+    layer.add_module(B, nn.Linear(spec.rank, layer.out_features, **options))
+    if spec.dropout:
+        layer.add_module(DROPOUT, nn.Dropout(spec.dropout))
+    layer.lora_scale, layer.lora_enabled = spec.scale, True
+    # A hook instead of a class of its own: the layer keeps its name and its class, which may be one for this machine's processor.
+    layer.register_forward_hook(_add_adapter)
+
+
+def _add_adapter(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Return the output of `layer` plus that of its adapter."""
+    if not layer.lora_enabled:
+        return output
+    (hidden,) = inputs
+    if DROPOUT in layer._modules:
+        hidden = layer.lora_dropout(hidden)
+    return output + layer.lora_B(layer.lora_A(hidden)) * layer.lora_scale
+
+
+def initialize(parameters: Mapping[str, nn.Parameter], seed: int, slice_of: Callable[[Tensor], LocalSlice]) -> None:
+    """Set the initial values of the adapters among `parameters`, by name: A uniform in +-1/sqrt(inputs), B zero.
+
+    The values depend on `seed` and the parameter's name only, so that they are equal in every parallel layout. `slice_of` returns the part
+    of a tensor that this rank stores.
+    """
+    for name, parameter in parameters.items():
+        if is_adapter_name(name):
+            part = slice_of(parameter)
+            values = torch.zeros(part.shape)
+            if A in name.split("."):
+                digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+                values.uniform_(-1.0, 1.0, generator=generator).div_(part.shape[1] ** 0.5)
+            for box in part.boxes():
+                box.tensor.copy_(values[box.box])
+
+
+class DisabledAdapters:
+    """The reference policy of a model with adapters: the model without them. It holds no weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """`model` has adapters; it may be wrapped."""
+        self._layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_enabled")]
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Disable the adapters inside the block."""
+        self._enable(False)
+        try:
+            yield
+        finally:
+            self._enable(True)
+
+    def _enable(self, enabled: bool) -> None:
+        for layer in self._layers:
+            layer.lora_enabled = enabled
+
+
+class MergedSlices(Mapping[str, LocalSlice]):
+    """The parts that a rank stores of the merged weights W + alpha / rank B A, by Hugging Face name.
+
+    Each is computed when it is asked for, in the type of W, so that there is never a second copy of the model.
+    """
+
+    def __init__(self, slices: Mapping[str, LocalSlice], adapters: Mapping[str, Tensor], scale: float) -> None:
+        """Merge `slices`, the rank's parts of the model, with `adapters`, whole tensors by name. `scale` is alpha / rank."""
+        self._slices, self._adapters, self._scale = slices, adapters, scale
+
+    def __getitem__(self, name: str) -> LocalSlice:
+        """Return the part of the merged tensor `name`; the stored part itself where the layer has no adapter."""
+        part, layer = self._slices[name], name.removesuffix(".weight")
+        if f"{layer}.{A}.weight" not in self._adapters:
+            return part
+        down, up = self._adapters[f"{layer}.{A}.weight"], self._adapters[f"{layer}.{B}.weight"]
+        merged = replace(part, tensor=part.tensor.detach().clone())
+        for box in merged.boxes():
+            rows, columns = box.box
+            box.tensor.addmm_(up[rows], down[:, columns], alpha=self._scale)
+        return merged
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return (name for name in self._slices if not is_adapter_name(name))
+
+    def __len__(self) -> int:
+        """Return the number of names."""
+        return sum(1 for _ in self)
+
+
+def folder_files(adapters: Mapping[str, Tensor], spec: LoraSpec, *, base: str) -> dict[str, bytes]:
+    """Return the files of a folder that `peft` loads, by path: the configuration and `adapters`, whole tensors by name.
+
+    `base` is the folder of the weights below them.
+    """
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "lora_dropout": spec.dropout,
+        "target_modules": sorted(set(spec.targets)),
+        "layers_to_transform": spec.layers,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    tensors = {
+        f"base_model.model.{name}": tensor.detach().cpu().contiguous().clone() for name, tensor in adapters.items()
+    }
+    return {
+        f"{FOLDER}/adapter_config.json": json.dumps(config, indent=2).encode(),
+        f"{FOLDER}/adapter_model.safetensors": save(tensors, {"format": "pt"}),
+    }
+
+
+def check_same_adapters(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None, *, base: str) -> None:
+    """Raise DataError unless a checkpoint of the identity `saved` continues a model of the identity `own`.
+
+    An identity is that of `ModelManager`, None for a model without adapters. `base` is the folder of the weights below the adapters.
+    """
+    if own is None or saved is None:
+        if own is not saved:
+            wanted, got = ("all weights", "adapters only") if own is None else ("adapters only", "all weights")
+            raise DataError(
+                f"the checkpoint must hold {wanted} for this model.lora, got {got}; write the model.lora with which it was saved"
+            )
+        return
+    differ = [name for name in own if own[name] != saved.get(name)]
+    if "base" in differ:
+        raise DataError(
+            f"the weights in {base} must be those on which the checkpoint's adapters were trained, got others; "
+            "give the model.path of that run"
+        )
+    if differ:
+        raise DataError(
+            f"model.lora must be that of the checkpoint, got other values of {', '.join(differ)}: "
+            f"{[saved.get(name) for name in differ]} are saved; write these"
+        )

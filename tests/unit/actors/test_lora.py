@@ -1,0 +1,259 @@
+"""Adapters: gradients of the written formula, frozen weights, merged weights, checkpoints, and the base as the reference policy."""
+
+import importlib
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM
+
+from rl_core.actors import hf, lora
+from rl_core.actors.critic import HEAD
+from rl_core.api.errors import ConfigError, DataError
+from rl_core.api.lora import LoraSpec
+from tests import actor_samples
+from tests.unit.actors.actor_steps import gradients, train
+
+ADAPTERS = {"rank": 4, "alpha": 12.0}
+SCALE = 3.0
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def make_lora(make_actor):
+    """Make an actor with adapters that are not zero."""
+
+    def make(spec=ADAPTERS, **changes):
+        actor = make_actor(model__lora=spec, **changes)
+        fill(actor.manager.model)
+        return actor
+
+    return make
+
+
+def fill(model):
+    """Give B of each adapter some values."""
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if lora.B in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
+
+def adapted(parameters):
+    """Yield (name of the weight, W, A, B) of each layer with an adapter."""
+    for name, up in parameters.items():
+        if name.endswith(f".{lora.B}.weight"):
+            layer = name.removesuffix(f".{lora.B}.weight")
+            yield f"{layer}.weight", parameters[f"{layer}.weight"], parameters[f"{layer}.{lora.A}.weight"], up
+
+
+def saved_merged(actor, folder):
+    """Write the merged model of an actor; return its folder."""
+    actor.export_hf(str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_logits_and_gradients_are_those_of_the_written_formula(family, tmp_path):
+    folder = actor_samples.make_model(tmp_path / family, family=family, tied=False)
+    ours = hf.build_model(hf.read_config(folder), dtype=torch.float32)
+    lora.attach_adapters(ours, LoraSpec(rank=4, alpha=12.0), layers=2)
+    hf.materialize(ours, CPU, {})
+    hf.load_weights(ours, folder, {})
+    lora.initialize(hf.named_parameters(ours), 5, hf.LocalSlice.of_whole)
+    fill(ours)
+    ours.double()
+    package = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    theirs = getattr(package, f"{family.capitalize()}ForCausalLM").from_pretrained(folder).double()
+    ours_by_name, leaves, merged = dict(ours.named_parameters()), {}, {}
+    for name, weight, down, up in adapted(ours_by_name):
+        a, b = leaves[name] = [one.detach().clone().requires_grad_() for one in (down, up)]
+        merged[name] = weight.detach() + SCALE * b @ a
+    assert len(leaves) == 14
+    ids = torch.randint(0, 24, (3, 11), generator=torch.Generator().manual_seed(3))
+    expected, got = functional_call(theirs, merged, (ids,)).logits, ours(ids).logits
+    assert torch.allclose(got, expected, rtol=0, atol=1e-6)
+    weight = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    for logits in (expected, got):
+        (logits.log_softmax(-1) * weight).sum().backward()
+    for name, _, down, up in adapted(ours_by_name):
+        for mine, leaf in zip((down, up), leaves[name], strict=True):
+            assert leaf.grad.abs().max() > 1e-3
+            assert torch.allclose(mine.grad, leaf.grad, rtol=1e-6, atol=1e-6 * float(leaf.grad.abs().max())), name
+
+
+@pytest.mark.parametrize("backend", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_only_adapters_are_trained_and_only_they_have_moments(make_actor, records, backend, dtype):
+    actor = make_actor(model__lora=ADAPTERS, model__dtype=dtype, actor__backend=backend)
+    before = {name: tensor.clone() for name, tensor in hf.named_parameters(actor.manager.model).items()}
+    for step in (1, 2):
+        assert train(actor, records, step)["actor/grad_norm"] > 0
+    after = hf.named_parameters(actor.manager.model)
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert changed == {name for name in after if lora.is_adapter_name(name)}
+    assert len(actor.manager.optimizer.state) == len(changed) == 28
+
+
+def test_the_gradient_of_a_step_is_that_of_the_merged_weights_through_the_product(
+    make_lora, make_actor, records, tmp_path
+):
+    actor = make_lora()
+    merged = make_actor(model__path=str(saved_merged(actor, tmp_path / "merged")))
+    (expected_metrics, whole), (metrics, parts) = gradients(merged, records), gradients(actor, records)
+    assert metrics["actor/loss"] == pytest.approx(expected_metrics["actor/loss"], abs=1e-6)
+    for name, _, down, up in adapted(dict(actor.manager.model.named_parameters())):
+        layer, gradient = name.removesuffix(".weight"), whole[name]
+        for part, expected in ((lora.A, SCALE * up.T @ gradient), (lora.B, SCALE * gradient @ down.T)):
+            assert torch.allclose(parts[f"{layer}.{part}.weight"], expected, atol=1e-6), (layer, part)
+
+
+def test_adapters_start_as_nothing_and_alike_for_a_seed(make_actor, model_folder):
+    one, same, other = (
+        make_actor(model__lora=ADAPTERS, algorithm__seed=seed).manager.get_model_state_dict(True, False)
+        for seed in (1, 1, 2)
+    )
+    base = load_file(model_folder / "model.safetensors")
+    merged = make_actor(model__lora=ADAPTERS).manager.get_model_state_dict(True, True)
+    assert all(torch.equal(merged[name], tensor) for name, tensor in base.items())
+    name = f"model.layers.1.mlp.down_proj.{lora.A}.weight"
+    first, second, third = (getattr(state[name], "_local_tensor", state[name]) for state in (one, same, other))
+    assert torch.equal(first, second) and not torch.equal(first, third)
+    assert first.abs().max() <= 48**-0.5 and first.std() == pytest.approx(48**-0.5 / 3**0.5, rel=0.2)
+
+
+def test_the_merged_export_gives_the_logits_of_base_and_adapters_in_transformers(make_lora, records, tmp_path):
+    actor = make_lora()
+    train(actor, records)
+    theirs = AutoModelForCausalLM.from_pretrained(saved_merged(actor, tmp_path / "merged"))
+    ids = torch.randint(0, 24, (3, 11))
+    with torch.no_grad():
+        assert torch.allclose(actor.manager.model(ids).logits, theirs(ids).logits, atol=1e-5)
+
+
+def test_the_exported_adapter_has_the_names_and_settings_of_peft_and_makes_the_merged_weights(
+    make_lora, model_folder, tmp_path
+):
+    actor = make_lora(ADAPTERS | {"layers": [1], "targets": ["up_proj", "q_proj"]})
+    merged = load_file(saved_merged(actor, tmp_path / "merged") / "model.safetensors")
+    config = json.loads((tmp_path / "merged/adapter/adapter_config.json").read_text())
+    expected = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": str(model_folder),
+        "r": 4,
+        "lora_alpha": 12.0,
+        "target_modules": ["q_proj", "up_proj"],
+        "layers_to_transform": [1],
+    }
+    assert config.items() >= expected.items()
+    base, tensors = (
+        load_file(model_folder / "model.safetensors"),
+        load_file(tmp_path / "merged/adapter/adapter_model.safetensors"),
+    )
+    assert len(tensors) == 4
+    for layer in ("model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"):
+        down, up = (tensors[f"base_model.model.{layer}.lora_{part}.weight"] for part in "AB")
+        name = f"{layer}.weight"
+        assert up.any() and torch.allclose(merged[name], base[name] + SCALE * up @ down, atol=1e-6)
+
+
+def test_the_reference_policy_is_the_model_without_adapters_and_costs_no_copy(make_lora, make_actor, records):
+    kl = {"klCoefficient": 0.1}
+    actor, base = make_lora(algorithm__loss=kl), make_actor()
+    actor.load_batch(records)
+    actor.compute_log_probs()
+    batch = actor.engine.prepared.collated
+    with_adapters, reference = actor.compute_log_probs(batch), actor.compute_ref_log_probs(batch)
+    assert torch.equal(reference, base.compute_log_probs(batch))
+    assert not torch.allclose(reference, with_adapters, atol=1e-3)
+    assert torch.equal(actor.compute_log_probs(batch), with_adapters)
+    assert isinstance(actor.manager._reference, lora.DisabledAdapters)
+
+
+def test_a_checkpoint_has_adapters_only_and_the_run_continues_with_the_same_bits(make_actor, records, tmp_path):
+    actor = make_actor(model__lora=ADAPTERS)
+    train(actor, records)
+    actor.save_checkpoint(str(tmp_path / "saved"), 1)
+    (shard,) = (tmp_path / "saved/model").glob("*.safetensors")
+    assert all(lora.is_adapter_name(name) for name in load_file(shard)) and len(load_file(shard)) == 28
+    resumed = make_actor(model__lora=ADAPTERS)
+    resumed.load_checkpoint(str(tmp_path / "saved"))
+    for one in (actor, resumed):
+        train(one, records, 2)
+    ours, theirs = (one.manager.get_model_state_dict(True, True) for one in (actor, resumed))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_checkpoint_of_other_adapters_or_of_another_base_is_refused_by_name(
+    make_actor, model_folder, records, tmp_path
+):
+    actor, saved, whole = make_actor(model__lora=ADAPTERS), str(tmp_path / "saved"), str(tmp_path / "whole")
+    actor.save_checkpoint(saved, 1)
+    make_actor().save_checkpoint(whole, 1)
+    train(actor, records)
+    other = saved_merged(actor, shutil.copytree(model_folder, tmp_path / "other"))
+    refused = [
+        ({"model__lora": ADAPTERS | {"rank": 5}}, saved, "other values of rank"),
+        ({"model__lora": ADAPTERS | {"alpha": 8.0}}, saved, r"other values of alpha: \[12\.0\]"),
+        ({"model__lora": ADAPTERS | {"targets": ["q_proj"]}}, saved, "other values of targets"),
+        (
+            {"model__lora": ADAPTERS, "model__path": str(other)},
+            saved,
+            "on which the checkpoint's adapters were trained",
+        ),
+        ({"model__lora": ADAPTERS}, whole, "must hold adapters only .* got all weights"),
+        ({}, saved, "must hold all weights .* got adapters only"),
+    ]
+    for changes, path, message in refused:
+        with pytest.raises(DataError, match=message):
+            make_actor(**changes).load_checkpoint(path)
+
+
+def test_layers_and_targets_select_the_adapters(make_actor):
+    actor = make_actor(model__lora={"rank": 2, "layers": [1], "targets": ["k_proj", "up_proj"]})
+    names = {name.rpartition(".lora_")[0] for name in dict(actor.manager.model.named_parameters()) if "lora_" in name}
+    assert names == {"model.layers.1.self_attn.k_proj", "model.layers.1.mlp.up_proj"}
+    with pytest.raises(ConfigError, match=r"model\.lora\.layers must be below 2, .*got \[2, 5\]"):
+        make_actor(model__lora={"rank": 2, "layers": [0, 2, 5]})
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["shared", "separate"])
+def test_a_critic_trains_its_head_and_adapters_of_its_own(make_actor, records, separate):
+    actor = make_actor(
+        model__lora=ADAPTERS,
+        algorithm__name="gae",
+        algorithm__critic={"separate": separate},
+        actor__criticWarmupSteps=1,
+    )
+    before = {name: tensor.clone() for name, tensor in hf.named_parameters(actor.manager.model).items()}
+    for step in (1, 2, 3):
+        train(actor, records, step)
+    after = hf.named_parameters(actor.manager.model)
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert changed == {name for name in after if lora.is_adapter_name(name) or HEAD in name}
+    assert len(changed) == 28 * (1 + separate) + 1
+    assert not any("lora" in name or HEAD in name for name in actor.manager.get_model_state_dict(True, True))
+
+
+def test_dropout_of_adapters_is_applied_in_training_and_needs_the_trainers_switch(make_actor, make_spec, records):
+    spec = ADAPTERS | {"dropout": 0.5}
+    actor = make_actor(model__lora=spec, actor__dropout=True, algorithm__recomputeLogProbs=False)
+    fill(actor.manager.model)
+    ids = torch.randint(0, 24, (1, 9))
+    with torch.no_grad():
+        assert not torch.equal(*(actor.manager.model(ids).logits for _ in range(2)))
+        with lora.DisabledAdapters(actor.manager.model).swapped():
+            assert torch.equal(*(actor.manager.model(ids).logits for _ in range(2)))
+    with pytest.raises(ValueError, match=r"model\.lora\.dropout needs actor\.dropout true, got 0\.5"):
+        make_spec(model__lora=spec)
+
+
+def test_megatron_refuses_adapters_by_name(make_spec):
+    from rl_core.actors.megatron.guards import unsupported_settings
+
+    spec = make_spec(model__lora=ADAPTERS, actor__backend="megatron")
+    assert any("model.lora needs actor.backend fsdp2 or fsdp1" in line for line in unsupported_settings(spec, {}))
