@@ -17,5 +17,5 @@ ENGINES: Mapping[str, str] = {
     "sglang": "rl_core.rollouts.sglang.worker:SGLangWorker",
 }
 """`rollout.engine` -> worker class, `module:Class`."""
-EMBODIED_PROGRAMS = ("embodied",)
+EMBODIED_PROGRAMS = ("embodied", "embodied_async")
 """Values of `program` with which the policy acts in simulators."""

@@ -71,6 +71,12 @@ def embodied_options(spec: "RLJobSpec") -> EmbodiedOptions:
         raise ConfigError(
             f"env.options.{where}: {first['msg'].removeprefix('Value error, ')}, got {first['input']!r}; correct it"
         ) from error
+    ahead = spec.algorithm.max_staleness
+    if (spec.program == "embodied_async") != (ahead > 0):
+        raise ConfigError(
+            f"algorithm.maxStaleness must be 0 with program embodied and at least 1 with embodied_async, got {ahead} with {spec.program}; "
+            "correct one of them"
+        )
     check_sizes(spec, options)
     return options
 

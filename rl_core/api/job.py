@@ -117,8 +117,8 @@ class RLJobSpec(Spec):
     groups: Annotated[list[GroupSpec], Field(max_length=16)] = []
     """Further groups of worker processes, for a program of one's own."""
     program: Program | None = None
-    """The loop of the run: reasoning, asynchronous, embodied or module:Class of the user; null = asynchronous where algorithm.maxStaleness is above 0,
-    else reasoning."""
+    """The loop of the run: reasoning, asynchronous, embodied, embodied_async or module:Class of the user; null = asynchronous where
+    algorithm.maxStaleness is above 0, else reasoning."""
     placement: PlacementSpec = PlacementSpec()
     """Which processes share accelerators."""
     weights: WeightsSpec = WeightsSpec()

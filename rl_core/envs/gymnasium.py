@@ -96,6 +96,10 @@ class GymnasiumVectorEnv:
             self._begin(index, outcome if isinstance(outcome, SimulatorAnswer) else self._replaced(index, outcome))
         return self.current()
 
+    def restart_seeds(self) -> None:
+        """Count the episodes anew, because `seed_of` gives other seeds from now on. Open episodes go on."""
+        self._begun = [0] * self.num_envs
+
     def current(self) -> EnvOutput:
         """Return the present observations without rewards, as the first output of a trajectory."""
         none = np.zeros((self.num_envs, 1), bool)
@@ -137,7 +141,6 @@ class GymnasiumVectorEnv:
             else:
                 lost[index], ends[1, index, -1] = True, True
                 self._begin(index, self._replaced(index, outcome))
-                self._next_seed(index)
         obs = self._observations()
         self._number_of_steps += int(sub_steps.sum())
         return EnvOutput(
@@ -202,7 +205,10 @@ class GymnasiumVectorEnv:
         self._episodes[index] = _Episode(obs=answer.obs)
 
     def _replaced(self, index: int, why: Outcome | None) -> SimulatorAnswer:
-        """Replace the simulator of a slot until one begins an episode; return its answer. Raises after MOST_FAILURES in a row."""
+        """Replace the simulator of a slot until one begins an episode; return its answer. Raises after MOST_FAILURES in a row.
+
+        Each attempt has another seed: a seed of which the simulator hangs or dies must not end the run.
+        """
         while True:
             self._failures[index] += 1
             logger.warning("the simulator of slot %s failed and is replaced: %s", index, why)
@@ -213,7 +219,7 @@ class GymnasiumVectorEnv:
                 )
             self._slots.replace(index)
             requests: list[Request | None] = [None] * self.num_envs
-            requests[index] = SimulatorReset(seed=self._peek_seed(index))
+            requests[index] = SimulatorReset(seed=self._next_seed(index))
             answer = self._slots.exchange(requests)[index]
             if isinstance(answer, SimulatorAnswer):
                 return answer

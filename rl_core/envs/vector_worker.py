@@ -7,7 +7,8 @@ There is one vector environment per pipeline stage. While the rollouts choose th
 """
 
 import asyncio
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,8 @@ class EnvWorker(Worker):
         self._step = 0
         self._interacting: asyncio.Task[EpisodeStats] | None = None
         self._prefetched: list[EnvOutput] | None = None
+        self._stepping = threading.Lock()
+        """Held while simulators step. A thread that steps them goes on after its collection was given up, and the next one waits for it."""
         self.envs: list[GymnasiumVectorEnv] = []
         try:
             for stage in range(self.options.stages):
@@ -71,11 +74,11 @@ class EnvWorker(Worker):
         return await self.interact(input_channel, output_channel, round)
 
     async def _collect(self, actions: Channel, observations: Channel, round: CollectionRound) -> EpisodeStats:
-        self.update_reset_state_ids(round.step)
+        await self._run(self.update_reset_state_ids, round.step)
         stages, stats = range(self.options.stages), EpisodeStats()
         before = sum(env.num_steps for env in self.envs)
         if self._prefetched is None:
-            await asyncio.to_thread(self.prefetch_train_bootstrap)
+            await self._run(self.prefetch_train_bootstrap)
         first, self._prefetched = self._prefetched or [], None
         lost = 0
         for stage in stages:
@@ -83,7 +86,7 @@ class EnvWorker(Worker):
         for _ in range(self.options.horizon // self.options.chunk):
             for stage in stages:
                 chosen = await self._receive(actions, round, stage)
-                output = await asyncio.to_thread(self.env_interact_step, chosen, stage)
+                output = await self._run(self.env_interact_step, chosen, stage)
                 self._send(observations, round, stage, output)
                 stats.episodes.extend(output.final_info or ())
                 lost += int(output.lost.sum()) if output.lost is not None else 0
@@ -102,18 +105,27 @@ class EnvWorker(Worker):
                 self._evaluation.close()
             self._evaluation = await asyncio.to_thread(self._build, count, False, None)
         env = self._evaluation
-        output = await asyncio.to_thread(env.reset, seeds)
+        output = await self._run(env.reset, seeds)
         episodes: list[dict[str, Any]] = []
         rollout = place % len(round.rollouts)
         for _ in range(-(-self.options.eval_horizon // self.options.chunk)):
             observations.put(output, key=round.key(0, place, rollout), async_op=True)
             chosen = await actions.get_async(key=round.key(0, place, rollout))
-            output = await asyncio.to_thread(env.chunk_step, np.asarray(chosen))
+            output = await self._run(env.chunk_step, np.asarray(chosen))
             episodes.extend(output.final_info or ())
             self.record_progress("env_steps", count)
             if env.all_resting:
                 break
         return await self._end_evaluation(observations, round, episodes + env.open_episodes())
+
+    async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that steps simulators, on a thread."""
+
+        def alone() -> Any:
+            with self._stepping:
+                return function(*args)
+
+        return await asyncio.to_thread(alone)
 
     async def _end_evaluation(
         self, observations: Channel, round: CollectionRound, episodes: list[dict[str, Any]]
@@ -146,6 +158,8 @@ class EnvWorker(Worker):
     def update_reset_state_ids(self, step: int | None = None) -> None:
         """Draw new seeds for the episodes of training step `step`; None means the next step."""
         self._step = self._step + 1 if step is None else step
+        for env in self.envs:
+            env.restart_seeds()
 
     def status(self) -> dict[str, Any]:
         """Return the number of simulators and of the steps that they made."""

@@ -9,6 +9,7 @@ Legend: B simulators, C actions of a chunk, T decisions.
 """
 
 import asyncio
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -53,6 +54,8 @@ class MultiStepRolloutWorker(WeightMethods):
         self._round = CollectionRound(number=0, step=1, envs=(0,), rollouts=(0,))
         self._working: asyncio.Task[int] | None = None
         self._offloaded = False
+        self._deciding = threading.Lock()
+        """Held while the policy chooses. A thread goes on after its collection was given up; its random numbers must not mix with others."""
 
     # --- bring-up ----------------------------------------------------------------------------------------------------
 
@@ -193,9 +196,14 @@ class MultiStepRolloutWorker(WeightMethods):
         if self._working is not None:
             self._working.cancel()
             await asyncio.wait({self._working})
+            await asyncio.to_thread(self._await_decision)
         self._round = round or self._round
         self._working = asyncio.ensure_future(work)
         return await self._working
+
+    def _await_decision(self) -> None:
+        with self._deciding:
+            pass
 
     async def _generate(
         self, observations: Channel, actions: Channel, trajectories: Channel, round: CollectionRound | None
@@ -219,6 +227,10 @@ class MultiStepRolloutWorker(WeightMethods):
 
     def _decide(self, recorder: TrajectoryRecorder, output: EnvOutput, version: int, last: bool) -> Tensor | None:
         """Record an output and the decision on it; return the actions, None for the last output, of which the value alone counts."""
+        with self._deciding:
+            return self._decide_alone(recorder, output, version, last)
+
+    def _decide_alone(self, recorder: TrajectoryRecorder, output: EnvOutput, version: int, last: bool) -> Tensor | None:
         if output.intervene_flags is not None and output.rewards is not None:
             recorder.intervene(output.intervene_actions, output.intervene_flags)
         _, rewards = self.get_dones_and_rewards(output)

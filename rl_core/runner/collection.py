@@ -8,6 +8,7 @@ A collection has a number, which is part of every key. What an abandoned one lef
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rl_core.api.errors import DeadlineExceeded, InfrastructureError
 from rl_core.channel import Channel
@@ -25,6 +26,26 @@ MOST_REPEATS = 20
 """Times that one step is collected again before the run fails."""
 LEAVING = ("suspect", "draining")
 Wait = Callable[[], None]
+
+
+@dataclass(slots=True)
+class Pending:
+    """A collection under way."""
+
+    round: CollectionRound
+    version: int
+    """Version of the weights that choose the actions."""
+    workers: WorkerGroupFuncResult
+    """Calls to the env workers and rollouts."""
+    deadline: float
+    """Monotonic time at which it must be done."""
+    receiving: WorkerGroupFuncResult | None = None
+    """Calls to the actors."""
+
+    def cancel(self) -> None:
+        """Cancel the calls that are not answered yet."""
+        for result in filter(None, (self.workers, self.receiving)):
+            result.cancel()
 
 
 class Collection:
@@ -99,26 +120,85 @@ class Collection:
             return present
         return [m for m in present if self._versions.version_of((m.name, m.incarnation)) == version]
 
-    def _run_once(self, round: CollectionRound) -> list[EpisodeStats]:
-        spec, stops = self._run.applied.spec, self._run.stops
-        limit = spec.runtime.deadlines.rollout
-        receiving = None
-        if round.mode == "train":
-            receiving = self._actor.within(limit).recv_rollout_trajectories(self._trajectories, round, limit)
-        workers = self._call(round, limit)
+    # --- collections ahead of training -------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> Pending | None:
+        """Begin the collection of a later step with the present weights; None where an env worker or a rollout is missing."""
         try:
-            deadline = time.monotonic() + limit
-            while not stops.wait_done(workers, LOOK_S):
-                self._require(round)
-                if time.monotonic() > deadline:
-                    raise DeadlineExceeded(f"a collection must end within deadlines.rollout {limit:.0f} s, got none")
-            answers = stops.wait(workers, 0.0)
-            if receiving is not None:
-                stops.wait(receiving, max(deadline - time.monotonic(), 1.0))
-            return [answer for answer in answers if isinstance(answer, EpisodeStats)]
+            return self._start(self._round(step))
+        except InfrastructureError:
+            return None
+
+    def settle(self, pending: Pending) -> Pending | None:
+        """Wait until the workers of a collection are done; None if it was lost with one of them.
+
+        Rollouts load new weights between two collections only, so this comes before a publication.
+        """
+        try:
+            self._await_workers(pending)
+            self._run.stops.wait(pending.workers, 0.0)
+            return pending
+        except (InfrastructureError, DeadlineExceeded) as error:
+            self._abandon(pending, error)
+            return None
+        except BaseException:
+            pending.cancel()
+            raise
+
+    def take(self, pending: Pending) -> list[EpisodeStats] | None:
+        """Have the actors receive the trajectories of a settled collection; return the episodes, None if they were lost."""
+        try:
+            pending.receiving = self._receive(pending.round)
+            return self._finish(pending)
+        except (InfrastructureError, DeadlineExceeded) as error:
+            self._abandon(pending, error)
+            return None
         finally:
-            for result in filter(None, (workers, receiving)):
-                result.cancel()
+            pending.cancel()
+
+    def _abandon(self, pending: Pending, error: Exception) -> None:
+        pending.cancel()
+        self.repeated += 1
+        logger.warning("a collection ahead of training was lost: %s", error)
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _run_once(self, round: CollectionRound) -> list[EpisodeStats]:
+        pending = self._start(round)
+        try:
+            if round.mode == "train":
+                pending.receiving = self._receive(round)
+            self._await_workers(pending)
+            return self._finish(pending)
+        finally:
+            pending.cancel()
+
+    def _start(self, round: CollectionRound) -> Pending:
+        limit = self._run.applied.spec.runtime.deadlines.rollout
+        return Pending(
+            round, self._run.progress.version, workers=self._call(round, limit), deadline=time.monotonic() + limit
+        )
+
+    def _receive(self, round: CollectionRound) -> WorkerGroupFuncResult:
+        limit = self._run.applied.spec.runtime.deadlines.rollout
+        receiving: WorkerGroupFuncResult = self._actor.within(limit).recv_rollout_trajectories(
+            self._trajectories, round, limit
+        )
+        return receiving
+
+    def _await_workers(self, pending: Pending) -> None:
+        while not self._run.stops.wait_done(pending.workers, LOOK_S):
+            self._require(pending.round)
+            if time.monotonic() > pending.deadline:
+                limit = self._run.applied.spec.runtime.deadlines.rollout
+                raise DeadlineExceeded(f"a collection must end within deadlines.rollout {limit:.0f} s, got none")
+
+    def _finish(self, pending: Pending) -> list[EpisodeStats]:
+        stops = self._run.stops
+        answers = stops.wait(pending.workers, 0.0)
+        if pending.receiving is not None:
+            stops.wait(pending.receiving, max(pending.deadline - time.monotonic(), 1.0))
+        return [answer for answer in answers if isinstance(answer, EpisodeStats)]
 
     def _call(self, round: CollectionRound, limit: float) -> WorkerGroupFuncResult:
         submit = self._run.cluster.submit

@@ -1,6 +1,7 @@
-"""The embodied program: a policy acts in simulators and is trained on its trajectories, on policy.
+"""The embodied programs: a policy acts in simulators and is trained on its trajectories.
 
-`run_step` is one step at policy version v: collect trajectories, train, publish version v + 1.
+`run_step` is one step at policy version v: collect trajectories, train, publish version v + 1. `AsyncEmbodiedRunner` collects those of the
+next step meanwhile.
 """
 
 from typing import Any, Self
@@ -10,7 +11,7 @@ from rl_core.envs.embodied import episode_metrics
 from rl_core.messages.embodied import EpisodeStats
 from rl_core.plan.groups import ACTOR, ENV, ROLLOUT, TRAJECTORIES
 from rl_core.runner.changes import for_elastic_roles
-from rl_core.runner.collection import Collection
+from rl_core.runner.collection import Collection, Pending
 from rl_core.runner.joining import build_strategies
 from rl_core.runner.member_versions import MemberVersions
 from rl_core.runner.members import Members
@@ -123,14 +124,13 @@ class EmbodiedRunner(TrainingProgram):
         if progress.step == spec.algorithm.steps or progress.step % spec.validation.every_steps == 0:
             metrics |= self.evaluate()
         report.log(metrics | self.sync.metrics() | self.schedule.metrics() | self.idle() | self.board.totals())
-        report.trace()
         self.save_if_due()
         self.stops.raise_if_stop_requested()
 
     def collect(self) -> dict[str, float]:
         """Collect the trajectories of the next step; return `env/*`."""
         with self.board.during(Phase.GENERATING), self.schedule.generating(), self.report.measure(ROLLOUT):
-            stats = self.collection.collect(self.progress.step + 1, at=self.await_members)
+            stats = self.gather()
         steps = sum(one.steps for one in stats)
         self._env_steps += steps
         return episode_metrics(episodes_of(stats)) | {
@@ -140,8 +140,13 @@ class EmbodiedRunner(TrainingProgram):
             "env/repeated_collections": float(self.collection.repeated),
         }
 
+    def gather(self) -> list[EpisodeStats]:
+        """Bring the trajectories of the next step to the actors; return the episodes that ended, by env worker."""
+        return self.collection.collect(self.progress.step + 1, at=self.await_members)
+
     def await_members(self) -> None:
         """Wait for the rollouts and env workers of the job, as far as it cannot go on without them."""
+        self.startup.await_group(ENV, at=self.handle_requests)
         self.startup.await_rollouts(at=self.handle_requests)
 
     def evaluate(self) -> dict[str, float]:
@@ -159,6 +164,58 @@ class EmbodiedRunner(TrainingProgram):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
         self._env_steps = int(state["env_steps"])
+
+
+class AsyncEmbodiedRunner(EmbodiedRunner):
+    """The embodied program with collections ahead of training.
+
+    version     v                               v + 1
+    actors      | receive, train, publish       | receive, train, publish
+    rollouts    | collect with version v        | collect with version v + 1
+
+    A collection begins as the trajectories before it are trained, and ends before the weights change. So the trained trajectories are at most
+    one version old, whatever larger bound `algorithm.maxStaleness` allows.
+    """
+
+    _ahead: Pending | None = None
+    """The collection of the next step."""
+    _age = 0
+    """Versions between the weights that chose the actions of this step and those that are trained."""
+
+    def gather(self) -> list[EpisodeStats]:
+        """Take the trajectories that were collected ahead. The first step, and one whose collection was lost, collect now."""
+        ahead, self._ahead, self._age = self._ahead, None, 0
+        self.handle_requests()
+        if ahead is not None and (stats := self.collection.take(ahead)) is not None:
+            self._age = self.progress.version - ahead.version
+            return stats
+        return super().gather()
+
+    def train(self) -> dict[str, float]:
+        """Begin the collection of the next step, then train."""
+        following = self.progress.step + 2
+        algorithm = self.applied.spec.algorithm
+        if algorithm.max_staleness and following <= algorithm.steps:
+            self._ahead = self.collection.begin(following)
+        age = float(self._age)
+        return super().train() | {"train/staleness_mean": age, "train/staleness_max": age}
+
+    def publish(self) -> None:
+        """Wait for the end of the collection, then publish the new weights."""
+        if self._ahead is not None:
+            with self.board.during(Phase.GENERATING), self.report.measure(ROLLOUT):
+                self._ahead = self.collection.settle(self._ahead)
+        super().publish()
+
+    def idle(self) -> dict[str, float]:
+        """Return `time/idle_actor` and `time/idle_rollout` of the step, in seconds. Rollouts are idle only while weights are published."""
+        return super().idle() | {"time/idle_rollout": self.report.seconds("sync")}
+
+    def close(self) -> None:
+        """Cancel the collection under way, then stop the joins."""
+        if self._ahead is not None:
+            self._ahead.cancel()
+        super().close()
 
 
 def episodes_of(stats: list[EpisodeStats]) -> list[dict[str, Any]]:

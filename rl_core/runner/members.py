@@ -219,6 +219,24 @@ class Members:
         with self._board.during(Phase.DEGRADED if begun else Phase.STARTING):
             self._wait(enough, at, None if roster.patient else limit, lambda: self._describe_rollouts(version))
 
+    def await_group(self, name: str, *, limit: float, at: Point) -> None:
+        """Wait for the members of an elastic group that loads no weights; `at()` is called between two checks.
+
+        A local run waits for all that the job asks for, and raises DeadlineExceeded after `limit` seconds. A run in a cluster waits for as
+        many as the group needs at least, without limit.
+        """
+        roster = self._roster
+
+        def enough(waited: float) -> bool:
+            return roster.count(name) >= (roster.least(name) if roster.patient else len(roster.wanted(name)))
+
+        if enough(0.0):
+            return
+        with self._board.during(Phase.DEGRADED):
+            self._wait(
+                enough, at, None if roster.patient else limit, lambda: f"the members of {name} must be here again"
+            )
+
     def _enough(self, group: str, waited: float) -> bool:
         roster = self._roster
         least = roster.least(group)

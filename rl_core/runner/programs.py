@@ -9,6 +9,7 @@ PROGRAMS = {
     "reasoning": "rl_core.runner.reasoning:ReasoningRunner",
     "asynchronous": "rl_core.runner.asynchronous:AsyncReasoningRunner",
     "embodied": "rl_core.runner.embodied:EmbodiedRunner",
+    "embodied_async": "rl_core.runner.embodied:AsyncEmbodiedRunner",
 }
 """Name -> "module:Class". To add a program, add its line."""
 

@@ -45,6 +45,10 @@ class Startup:
         self._members.await_weightless(seconds, at=at)
         self.await_rollouts(at=at)
 
+    def await_group(self, name: str, *, at: Point) -> None:
+        """Wait, as Degraded, until enough members of an elastic group without weights are present."""
+        self._members.await_group(name, limit=self._deadlines.degraded, at=at)
+
     def await_rollouts(self, *, at: Point) -> None:
         """Wait, as Degraded once training began, until enough rollouts serve the current version."""
         progress, deadlines = self._progress, self._deadlines

@@ -1,6 +1,7 @@
 """Simulators for tests, whose every transition is known."""
 
 import os
+import signal
 import time
 from types import SimpleNamespace
 
@@ -8,15 +9,21 @@ import numpy as np
 
 
 class Scripted:
-    """Observation (seed, step); reward 1 + step; ends after `ends[seed % len(ends)]` steps: terminated where the number is positive."""
+    """Observation (seed, step); reward = step; ends after `ends[seed % len(ends)]` steps: terminated where the number is positive.
+
+    `faults[seed]` happens at step `fault_at` of the episode of that seed; "hang in reset" as the episode begins.
+    """
 
     action_space = SimpleNamespace(low=-1.0, high=1.0, dtype=np.float32, shape=())
 
-    def __init__(self, ends=(3, -4), fault=None, fault_at=2, fault_seeds=()):
-        self.ends, self.fault, self.fault_at, self.fault_seeds = ends, fault, fault_at, fault_seeds
+    def __init__(self, ends=(3, -4), faults=(), fault_at=2):
+        self.ends, self.faults, self.fault_at = ends, faults, fault_at
 
     def reset(self, seed=None):
         self.seed, self.made = seed, 0
+        self.fault = self.faults[seed] if seed < len(self.faults) else None
+        if self.fault == "hang in reset":
+            time.sleep(3600)
         return self.observation(), {}
 
     def observation(self):
@@ -25,11 +32,13 @@ class Scripted:
     def step(self, action):
         self.made += 1
         reward = float(self.made)
-        if self.seed in self.fault_seeds and self.made == self.fault_at:
+        if self.made == self.fault_at:
             if self.fault == "raise":
                 raise RuntimeError("broken")
             if self.fault == "exit":
                 os._exit(3)
+            if self.fault == "segfault":
+                os.kill(os.getpid(), signal.SIGSEGV)
             if self.fault == "hang":
                 time.sleep(3600)
             if self.fault == "nan":
@@ -44,3 +53,14 @@ class Scripted:
 
     def close(self):
         pass
+
+
+class Echo(Scripted):
+    """A `Scripted` whose reward tells the action, and whose first number of an observation is small enough for float32."""
+
+    def observation(self):
+        return np.array([self.seed % 1000, self.made], np.float32)
+
+    def step(self, action):
+        observation, reward, *rest = super().step(action)
+        return observation, reward + float(action), *rest

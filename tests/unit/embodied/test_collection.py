@@ -1,0 +1,201 @@
+"""Whole collections of env workers and rollouts in one process: every transition is that of a plain loop, and arrives once."""
+
+import asyncio
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rl_core.actors.trajectories import merge_trajectories
+from rl_core.api.job import RLJobSpec
+from rl_core.channel import Channel
+from rl_core.envs.embodied import train_seed
+from rl_core.envs.worker import EnvWorker
+from rl_core.messages.embodied import CollectionRound
+from rl_core.rollouts.hf import MultiStepRolloutWorker
+from rl_core.workers.context import WorkerContext, stand_alone_identity
+from tests.unit.embodied.simulators import Echo
+
+ENDS, CHUNK, HORIZON, PER_WORKER, GAMMA = (3, -4, -7, 5), 2, 8, 6, 0.9
+
+
+class Sine:
+    """A policy whose actions, log-probabilities and values follow from the observation."""
+
+    def predict(self, obs, mode="train"):
+        states = obs["states"]
+        actions = torch.sin(states.sum(1, keepdim=True) + torch.arange(CHUNK))
+        kept = {"states": states, "actions": actions}
+        return actions, {
+            "prev_logprobs": actions[..., None] / 10,
+            "prev_values": value(states),
+            "forward_inputs": kept,
+        }
+
+
+def value(states):
+    return states[:, 1:] / 2 + 1
+
+
+def job(envs, rollouts, stages, **options):
+    return RLJobSpec.model_validate(
+        {
+            "program": "embodied",
+            "model": {"path": "none"},
+            "data": {"train": "none"},
+            "algorithm": {"name": "gae", "seed": 3, "critic": {"gamma": GAMMA, "lam": 0.95}},
+            "rollout": {"replicas": rollouts},
+            "env": {
+                "type": "gymnasium",
+                "replicas": envs,
+                "options": {
+                    "id": "tests.unit.embodied.simulators:Echo",
+                    "kwargs": {"ends": list(ENDS)},
+                    "numEnvs": PER_WORKER,
+                    "horizon": HORIZON,
+                    "chunk": CHUNK,
+                    "stages": stages,
+                    "vectorization": "sync",
+                    **options,
+                },
+            },
+        }
+    )
+
+
+def workers(kind, group, count, spec):
+    identities = [replace(stand_alone_identity(), group=group, rank=rank, world_size=count) for rank in range(count)]
+    return [kind.create_in_context(WorkerContext(identity), spec) for identity in identities]
+
+
+class World:
+    """Env workers, rollouts and channels in this process."""
+
+    def __init__(self, envs, rollouts, stages, **options):
+        spec = job(envs, rollouts, stages, **options)
+        self.envs = workers(EnvWorker, "env", envs, spec)
+        self.rollouts = workers(MultiStepRolloutWorker, "rollout", rollouts, spec)
+        for rollout in self.rollouts:
+            rollout.model = Sine()
+        self.channels = [Channel.create(name, local=True) for name in ("observations", "actions", "trajectories")]
+        self.senders = rollouts * stages
+
+    async def collect(self, step, actors):
+        """Return the trajectories of each data rank, and the statistics of the env workers."""
+        observations, actions, trajectories = self.channels
+        round = CollectionRound(
+            number=step,
+            step=step,
+            envs=tuple(range(len(self.envs))),
+            rollouts=tuple(range(len(self.rollouts))),
+            actors=actors,
+        )
+        stats = await asyncio.gather(
+            *(env.interact(actions, observations, round) for env in self.envs),
+            *(rollout.generate(observations, actions, trajectories, round) for rollout in self.rollouts),
+        )
+        each = math.lcm(self.senders, actors) // actors
+        received = [
+            [await trajectories.get_async(key=round.trajectory_key(rank), timeout=5) for _ in range(each)]
+            for rank in range(actors)
+        ]
+        return received, stats[: len(self.envs)]
+
+
+class PlainSimulator:
+    """The same episodes in a plain loop: one simulator, one decision after the other."""
+
+    def __init__(self, number):
+        self.number, self.step, self.begun = number, 1, 0
+        self.begin()
+
+    def begin(self):
+        self.env = Echo(ENDS)
+        self.obs, _ = self.env.reset(seed=train_seed(3 + 7919 * self.step, self.number, self.begun))
+        self.begun += 1
+
+    def collect(self, step):
+        """Return rows (observation, actions, rewards with bootstrap, done, steps made) and the observation after the last one."""
+        if step != self.step:
+            self.step, self.begun = step, 0
+        rows = []
+        for _ in range(HORIZON // CHUNK):
+            seen, rewards, done = self.obs, [0.0] * CHUNK, False
+            actions = [math.sin(float(seen.sum()) + index) for index in range(CHUNK)]
+            for index, action in enumerate(actions):
+                self.obs, rewards[index], terminated, truncated, _ = self.env.step(action)
+                done = terminated or truncated
+                if done:
+                    rewards[-1] += GAMMA * (self.obs[1] / 2 + 1) if truncated else 0.0
+                    self.begin()
+                    break
+            rows.append((seen, actions, rewards, done, index + 1))
+        return rows, self.obs
+
+
+@pytest.mark.parametrize(
+    ("envs", "rollouts", "stages"), itertools.product((1, 2, 3), (1, 2, 3), (1, 2)), ids="{}".format
+)
+def test_every_transition_is_that_of_a_plain_loop_and_arrives_once(envs, rollouts, stages):
+    world = World(envs, rollouts, stages)
+    plain = [PlainSimulator(number) for number in range(envs * PER_WORKER)]
+
+    async def check(step, actors):
+        received, stats = await world.collect(step, actors)
+        assert all(len(parts) == len(received[0]) for parts in received)
+        merged = merge_trajectories([part for parts in received for part in parts])
+        assert sorted(merged.env_ids.tolist()) == list(range(len(plain)))
+        made = 0
+        for column, number in enumerate(merged.env_ids.tolist()):
+            rows, last = plain[number].collect(step)
+            for decision, (seen, actions, rewards, done, steps) in enumerate(rows):
+                at = (decision, column)
+                assert merged.forward_inputs["states"][at].tolist() == seen.tolist()
+                assert merged.actions[at].tolist() == pytest.approx(actions, abs=1e-4)
+                assert merged.prev_logprobs[at].flatten().tolist() == pytest.approx([a / 10 for a in actions], abs=1e-4)
+                assert merged.rewards[at].tolist() == pytest.approx(rewards, abs=1e-4)
+                assert merged.prev_values[at].item() == seen[1] / 2 + 1
+                assert merged.dones[decision + 1, column].tolist() == [False] * (CHUNK - 1) + [done]
+                assert merged.sub_steps[at] == steps and merged.valid[at]
+                made += steps
+            assert merged.prev_values[-1, column].item() == last[1] / 2 + 1
+            assert not merged.dones[0, column].any()
+        assert sum(one.steps for one in stats) == made
+
+    async def twice():
+        await check(1, actors=1)
+        await check(2, actors=2)
+
+    asyncio.run(twice())
+
+
+def test_a_collection_that_was_given_up_is_repeated_exactly():
+    """Without auto-reset every collection begins with the seeds of its step, whatever happened before."""
+
+    async def collected(world):
+        received, _ = await world.collect(2, 1)
+        merged = merge_trajectories(received[0])
+        order = np.argsort(merged.env_ids)
+        return [getattr(merged, name)[:, order] for name in ("actions", "rewards", "dones", "sub_steps")]
+
+    async def given_up(world):
+        begun = [asyncio.ensure_future(env.interact(*world.channels[1::-1], first_round)) for env in world.envs]
+        await world.channels[0].get_async(key=first_round.key(0, 0, 0), timeout=5)
+        return begun
+
+    first_round = CollectionRound(number=99, step=2, envs=(0, 1), rollouts=(0, 1))
+
+    async def main():
+        calm, disturbed = (World(2, 2, 1, autoReset=False) for _ in range(2))
+        expected = await collected(calm)
+        await disturbed.collect(1, 1)
+        begun = await given_up(disturbed)
+        for tensors in zip(await collected(disturbed), expected, strict=True):
+            assert torch.equal(*tensors)
+        assert all(task.cancelled() or task.done() for task in begun)
+        await asyncio.gather(*begun, return_exceptions=True)
+
+    asyncio.run(main())
