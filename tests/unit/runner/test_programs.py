@@ -41,6 +41,7 @@ def test_the_schema_knows_the_programs_of_the_table_and_each_can_be_loaded():
         "ReasoningRunner",
         "AsyncReasoningRunner",
         "EmbodiedRunner",
+        "AsyncEmbodiedRunner",
     ]
 
 
