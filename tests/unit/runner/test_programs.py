@@ -60,7 +60,8 @@ def test_the_program_is_the_one_named_else_that_of_the_staleness(blocks, name):
 
 def test_a_name_that_is_no_program_is_refused():
     with pytest.raises(
-        ConfigError, match="must be one of reasoning, asynchronous, embodied or module:Class, got 'other'"
+        ConfigError,
+        match="must be one of reasoning, asynchronous, embodied, embodied_async or module:Class, got 'other'",
     ):
         load_program("other")
 
