@@ -80,6 +80,12 @@ class Talker(Worker):
     def die(self):
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def die_in_send(self, item, group, rank):
+        """Send `item` twice; the process is killed while the second send is under way."""
+        self.send(item, group, rank)
+        self.send(item, group, rank, async_op=True)
+        self.die()
+
 
 if __name__ == "__main__":
     with Cluster.local(processes=2) as cluster:

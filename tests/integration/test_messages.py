@@ -92,3 +92,15 @@ def test_the_loss_of_a_sender_ends_the_receive_and_a_send_waits_for_the_replacem
     cluster.wait_ready(["right"], timeout=60)
     right.execute_on(1).send_all(["again"], "left", 1).wait(timeout=60)
     assert left.execute_on(1).recv_all(1, "right", 1).wait(timeout=60) == [["again"]]
+
+
+def test_a_sender_that_is_killed_in_a_send_delivers_whole_messages_only_and_is_named(cluster, groups):
+    left, right = groups
+    waiting = right.execute_on(0).recv_all(3, "left", 1)
+    with pytest.raises(WorkerLost, match="left:1 is lost"):
+        left.execute_on(1).die_in_send(np.ones(2**23), "right", 0).wait(timeout=60)
+    with pytest.raises(WorkerLost, match="left:1 is gone; right:0 waited"):
+        waiting.wait(timeout=60)
+    cluster.wait_ready(["left"], timeout=60)
+    left.execute_on(1).send_all(["again"], "right", 0).wait(timeout=60)
+    assert right.execute_on(0).recv_all(1, "left", 1).wait(timeout=60) == [["again"]]
