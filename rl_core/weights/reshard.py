@@ -53,7 +53,9 @@ def plan_reshard(
     *,
     nodes: Mapping[int, Any] | Sequence[Any] | None = None,
 ) -> tuple[Transfer, ...]:
-    """Return transfers that give every element of the destinations from exactly one source, in the order of the destinations.
+    """Return transfers that give every element of the destinations from exactly one source, sorted by tensor, destination and interval.
+
+    The plan does not depend on the order of `sources` and `destinations`.
 
     If several sources hold an element, the one on the destination's node is chosen (`nodes`: rank -> node; None if all are on one node), then
     the rank that sends the fewest elements so far, then the lowest rank. Raises ValueError, with name and interval, for an element that no
@@ -68,7 +70,7 @@ def plan_reshard(
     offered = {name: _Offered(held) for name, held in boxes.items()}
     planned: dict[int, int] = defaultdict(int)
     transfers = []
-    for one in destinations:
+    for one in sorted(destinations, key=lambda one: (one.name, one.rank, one.ranges)):
         _check(one, shapes)
 
         def preference(rank: int, node: Any = None if nodes is None else nodes[one.rank]) -> tuple[bool, int, int]:
@@ -99,6 +101,15 @@ class _Offered:
             if all(low <= at < high for at, (low, high) in zip(corner, ranges, strict=True)):
                 yield from ((rank, ranges) for rank in ranks)
 
+    def gap(self, part: Ranges) -> Ranges:
+        """Return the part of `part` from its first element on, which no source has, that ends where a source begins."""
+        for ranges, _ in self._boxes:
+            if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(part, ranges, strict=True)):
+                ends = [(a, c if c > a else b) for (a, b), (c, _) in zip(part, ranges, strict=True)]
+                dim = next(dim for dim, (before, after) in enumerate(zip(part, ends, strict=True)) if before != after)
+                part = (*part[:dim], ends[dim], *part[dim + 1 :])
+        return part
+
 
 def _cover(wanted: TensorSlice, offered: _Offered, preference: Callable[[int], Any]) -> Iterator[tuple[int, Ranges]]:
     """Yield (rank, part) for parts that make up `wanted`. Each part is the largest that the preferred rank has from the part's first element."""
@@ -110,8 +121,9 @@ def _cover(wanted: TensorSlice, offered: _Offered, preference: Callable[[int], A
         corner = [start for start, _ in part]
         holders = [(rank, _common(part, ranges)) for rank, ranges in offered.at(corner)]
         if not holders:
+            missing = offered.gap(part)
             raise ValueError(
-                f"{wanted.name!r} must be held by a source at {_text(part)}, got none that has its first element"
+                f"{wanted.name!r} must be held by a source at {_text(missing)}, got none; {_text(wanted.ranges)} is wanted"
             )
         rank, taken = min(holders, key=lambda one: (preference(one[0]), -prod(_size(one[1]))))
         yield rank, taken

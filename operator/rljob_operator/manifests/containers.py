@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,12 +23,13 @@ COMMAND = ["python", "-m", "rl_core.launch.pod"]
 USER = 1000
 TERMINATION_LOG = "/dev/termination-log"
 DEFAULT_RESUME = "auto"
-VENDOR = "nvidia.com/"
-"""Prefix of the names of resources for NVIDIA devices."""
+GPU_RESOURCE = re.compile(r"nvidia\.com/(gpu|gpu\.shared|mig-.+)")
+"""Names that NVIDIA's device plugin gives to GPUs and their parts. Other resources of this vendor are network cards."""
 NO_DEVICES = {"NVIDIA_VISIBLE_DEVICES": "void"}
 """Environment of containers that request no device. NVIDIA's runtime gives a container the devices that this variable names, and an
-image or a ConfigMap of envFrom may name all devices of the node; `env` overrides both. A container that requests devices must not have
-it, because it would also override the value of the device plugin.
+image or a ConfigMap of envFrom may name all devices of the node; `env` overrides both. A container that requests GPUs of the device
+plugin must not have it, because it would also override the value of the plugin. The devices of a claim come by CDI, whatever the variable
+says.
 """
 
 
@@ -139,13 +141,14 @@ def _sourced(values: Sequence[EnvValueFrom]) -> list[dict[str, Any]]:
 
 def _devices(spec: RoleSpec, pod: PodPlan) -> dict[str, str]:
     """Return the variable that hides NVIDIA devices from a container; empty if the container requests some."""
-    plugged = claims.by_device_plugin(spec, pod) and spec.gpu_resource.startswith(VENDOR)
-    claimed = bool(claims.references(spec, pod))
-    return {} if plugged or claimed or _has_devices(spec.resources) else NO_DEVICES
+    plugged = claims.by_device_plugin(spec, pod) and GPU_RESOURCE.fullmatch(spec.gpu_resource) is not None
+    return {} if plugged or _has_devices(spec.resources) else NO_DEVICES
 
 
 def _has_devices(resources: Resources) -> bool:
-    return any(name.startswith(VENDOR) for name in (*resources.requests, *resources.limits))
+    """Return whether a container requests GPUs of the device plugin, in a quantity that is not 0."""
+    asked = (*resources.requests.items(), *resources.limits.items())
+    return any(GPU_RESOURCE.fullmatch(name) and re.search("[1-9]", str(quantity)) for name, quantity in asked)
 
 
 def _environment(job: RLJob, pod: PodPlan, container: ContainerPlan, spec: RoleSpec) -> dict[str, str]:

@@ -113,7 +113,8 @@ class Applier:
         pauses += await self._each(work.plan.delete, lambda deletion: self._delete(work, deletion))
         pauses += await self._each(work.plan.ensure, lambda obj: self._ensure(work, obj))
         await self._assert_secret(work)
-        pauses += await self._each(work.plan.create, lambda pod: self._create(work, pod))
+        if self._isolated(work):
+            pauses += await self._each(work.plan.create, lambda pod: self._create(work, pod))
         pauses += await self._each(work.plan.calls, lambda call: self._call(work, call))
         if work.plan.scale is not None:
             pauses.append(await self._scale(work, work.plan.scale))
@@ -261,6 +262,15 @@ class Applier:
         self._cache.put(kind, answer)
         work.memory.clear(label)
         return None
+
+    def _isolated(self, work: Application) -> bool:
+        """Return whether the job's network policies are there: without them its pods would be open to all, so none is created."""
+        return all(
+            (held := self._cache.entry(kinds.NETWORK_POLICY, work.key, obj["metadata"]["name"])) is not None
+            and manifest_hash(held.value) == manifest_hash(obj)
+            for obj in work.plan.ensure
+            if obj["kind"] == kinds.NETWORK_POLICY.kind
+        )
 
     async def _check_name(self, work: Application, kind: Kind, name: str) -> float | None:
         """Read the object that has a name which the cache does not hold; return None when the name is free or ours, else a pause."""

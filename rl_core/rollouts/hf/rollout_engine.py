@@ -11,7 +11,7 @@ import torch
 from rl_core.api.errors import RLJobError
 from rl_core.api.job import RLJobSpec
 from rl_core.data.tokenizer import Tokenizer
-from rl_core.rollouts.engine import PROVEN
+from rl_core.rollouts.engine import PROVEN, UNPROVEN
 from rl_core.rollouts.generation import EngineGenerator
 from rl_core.rollouts.hf.engine import HFEngine
 from rl_core.rollouts.hf.loop import EngineLoop
@@ -39,8 +39,9 @@ class HFRolloutEngine:
         self.loop = loop
         self.weight_target = HFWeightTarget(loop)
         self.residency = HFResidency(loop)
-        self.weights_proof = PROVEN
-        """The receiver takes the checksums of the engine's tensors while it writes them."""
+        self.weights_proof = PROVEN if loop.engine.destinations() else UNPROVEN
+        """On a CPU the receiver takes the checksums of the engine's tensors while it writes them. On other devices it can take those of
+        the bytes that it received only."""
 
     @classmethod
     def build(

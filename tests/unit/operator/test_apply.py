@@ -240,6 +240,21 @@ async def test_a_refused_apply_is_paced_and_another_manifest_is_sent_at_once(ben
     assert bench.verbs.count("apply") == 3
 
 
+async def test_no_pod_is_created_before_its_network_policies(bench):
+    policy = {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": "x-pods", "labels": labels("job-uid"), "annotations": {"rljob.dev/manifest-hash": "1"}},
+    }
+    bench.cluster.fail("apply", "x-pods", Forbidden("exceeded quota: networkpolicies=0"))
+    for _ in range(2):  # refused, then not sent before its time
+        await bench.apply(ensure=(policy,), create=(pod("x-env-0"),))
+        assert bench.cluster.of(kinds.POD) == [] and "exceeded quota" in str(bench.memory.refusals)
+    bench.now[0] += 60
+    await bench.apply(ensure=(policy,), create=(pod("x-env-0"),))
+    assert bench.cluster.of(kinds.NETWORK_POLICY) == ["x-pods"] and bench.cluster.of(kinds.POD) == ["x-env-0"]
+
+
 async def test_a_deletion_that_changes_nothing_is_tried_ever_later(bench):
     held = bench.cluster.put(kinds.POD, "ns", pod("x-env-0", deletionTimestamp="t", finalizers=["their/own"]))
     bench.cache.put(kinds.POD, held)

@@ -90,12 +90,25 @@ def test_pods_have_no_rights_and_never_restart_in_place(pod):
         ({"gpus": 1}, None),
         ({"gpus": 1, "gpuResource": "nvidia.com/mig-1g.10gb"}, None),
         ({"gpus": 1, "gpuResource": "amd.com/gpu"}, "void"),
-        ({"gpus": 1, "gpuAllocation": "dra", "deviceClass": "gpu.example.com"}, None),
-        ({"resourceClaims": [{"name": "one", "resourceClaimName": "a"}]}, None),
+        ({"gpus": 1, "gpuAllocation": "dra", "deviceClass": "gpu.example.com"}, "void"),
+        ({"resourceClaims": [{"name": "one", "resourceClaimName": "a"}]}, "void"),
         ({"resources": {"limits": {"nvidia.com/mig-1g.10gb": 1}}}, None),
+        ({"resources": {"limits": {"nvidia.com/mig-1g.10gb": "0"}}}, "void"),
+        ({"resources": {"limits": {"nvidia.com/hostdev": 1}}}, "void"),
         ({"resources": {"limits": {"rdma/hca": 1}}}, "void"),
     ],
-    ids=["none", "gpu", "mig", "another vendor", "dra", "a claim", "mig as a resource", "a network card"],
+    ids=[
+        "none",
+        "gpu",
+        "mig",
+        "another vendor",
+        "dra",
+        "a claim",
+        "mig as a resource",
+        "none of it",
+        "nvidia's network card",
+        "a network card",
+    ],
 )
 def test_nvidias_devices_are_void_but_where_a_container_asks_for_some_whose_runtime_then_says(role, devices):
     role = {**role, "envFrom": [{"configMapRef": {"name": "says-all"}}], "initContainers": [{"name": "init"}]}

@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from rl_core.api.errors import DeadlineExceeded, GenerationUnavailable
+from rl_core.api.job import RLJobSpec
+from rl_core.rollouts.engine import PROVEN, UNPROVEN
 from rl_core.rollouts.generation import EngineGenerator
 from rl_core.rollouts.hf import HFEngine
 from rl_core.rollouts.hf.config import DecoderConfig
 from rl_core.rollouts.hf.loop import EngineLoop
+from rl_core.rollouts.hf.rollout_engine import HFRolloutEngine
 from rl_core.rollouts.hf.weight_target import HFWeightTarget
 from rl_core.rollouts.hf.weights import DecoderWeights
 from rl_core.rollouts.rows import Row
@@ -308,3 +311,13 @@ def test_a_second_pause_does_not_change_what_rows_keep(loop):
     loop.pause(keep_cache=True)
     loop.pause()
     assert loop._keep_cache
+
+
+@pytest.mark.parametrize(("device", "proof"), [("cpu", PROVEN), ("meta", UNPROVEN)])
+def test_weights_are_called_proven_only_where_the_engine_s_own_tensors_are_read(device, proof):
+    weights = DecoderWeights(DecoderConfig.from_dict(RAW), device=device)
+    built = HFRolloutEngine(
+        RLJobSpec.model_validate({"model": {"path": "m"}, "data": {"train": "t"}}),
+        EngineLoop(HFEngine(weights, Tokenizer(), max_batch=2, max_seq_len=8)),
+    )
+    assert built.weights_proof == proof
