@@ -15,6 +15,9 @@ from rl_core.plan.groups import CONTROL_GROUP
 from rljob_operator.model import Object
 from rljob_operator.times import to_seconds, to_text
 
+LONGEST_MESSAGE = 4096
+"""Characters of `status.halt.message`."""
+
 TERMINAL = frozenset({"Succeeded", "Failed"})
 GANG, STALL = CONTROL_GROUP, "stall"
 """Keys of `pod_failures` that are not pods: restarts of the gangs, and actions on stalls."""
@@ -166,7 +169,7 @@ def suspension_status(suspension: Suspension) -> dict[str, Any]:
         **({"lastGoodStep": suspension.last_good_step} if suspension.last_good_step is not None else {}),
         "since": to_text(suspension.since),
         "done": suspension.done,
-        **({"message": suspension.message} if suspension.message else {}),
+        **({"message": suspension.message[:LONGEST_MESSAGE]} if suspension.message else {}),
     }
 
 

@@ -213,8 +213,8 @@ def _checkpoint(report: Report) -> dict[str, Any]:
     }
     if isinstance(reported.get("path"), str) and len(reported["path"]) <= LONGEST_PATH:
         checkpoint["path"] = reported["path"]
-    if to_seconds(reported.get("time")) is not None:
-        checkpoint["time"] = reported["time"]
+    if (at := to_seconds(reported.get("time"))) is not None:
+        checkpoint["time"] = to_text(at)  # the text itself may be of any length
     best = finite(reported.get("bestReward"))
     return checkpoint | ({"bestReward": best} if best is not None else {})
 
@@ -222,7 +222,9 @@ def _checkpoint(report: Report) -> dict[str, Any]:
 def _metrics(report: Report) -> list[dict[str, str]]:
     found, workload = report.mapping("metrics"), report.mapping("workload")
     found = {**found, **{name: workload.get(field) for name, field in SHARES.items()}}
-    shown = [(name, value) for name in (*METRICS, *SHARES) if isinstance(value := found.get(name), int | float)]
+    numbers = ((name, found.get(name)) for name in (*METRICS, *SHARES))
+    # An integer may be too large for a float.
+    shown = [(name, value) for name, value in numbers if isinstance(value, float) or finite(value) is not None]
     return [{"name": name, "value": f"{value:.6g}"} for name, value in shown]
 
 

@@ -12,6 +12,7 @@ from rl_core.api.status import RLJobStatus
 from rljob_operator.model import Progress
 from rljob_operator.reconcile import pod_views, reconcile
 from rljob_operator.reconcile.conditions import TYPES
+from rljob_operator.reconcile.record import Suspension, suspension_status
 from rljob_operator.times import to_text
 from tests.unit.operator.simulator import CONFIG, START, World, make_job, reason, running
 
@@ -362,6 +363,35 @@ def test_a_silent_runner_is_told_once_and_is_no_failure() -> None:
         world.now += 5
         assert world.plan().status is None
     assert world.phase == "Running" and world.condition("Ready")["status"] == "True"
+
+
+@pytest.mark.parametrize(
+    "reported",
+    [
+        {"checkpoint": {"lastStep": 50, "time": "2025-06-15T15:00:00." + "0" * 5000 + "Z"}},
+        {"metrics": {"train/loss": 10**400, "reward/mean": -(10**400)}},
+        {"workload": {"starved": 10**400}, "reward": 10**400, "step": 10**400},
+    ],
+    ids=["time", "metric", "share"],
+)
+def test_a_status_that_the_runner_makes_up_does_not_keep_the_plan_from_being_made_or_written(
+    reported: dict[str, Any],
+) -> None:
+    world = running()
+    uid = world.pods["x-actor-0"]["metadata"]["uid"]
+    progress = Progress(status={**world.summary(), **reported}, at=world.now, pod_uid=uid)
+    observed = pod_views.observe(
+        pods=list(world.pods.values()), objects=list(world.objects.values()), progress=progress
+    )
+    plan = reconcile(world.job, observed, world.now, config=CONFIG)
+    assert plan.status is not None
+    RLJobStatus.model_validate(plan.status)
+    assert max(len(text) for text in map(str, plan.status.get("checkpoint", {}).values())) < 100
+
+
+def test_a_message_of_a_rule_that_is_too_long_for_the_status_is_cut() -> None:
+    status = suspension_status(Suspension(rule="KlBlowUp", since=0.0, message="x" * 10_000))
+    assert len(status["message"]) == 4096
 
 
 def test_devices_metrics_and_versions_are_told() -> None:
