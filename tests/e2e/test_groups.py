@@ -43,8 +43,13 @@ class HeldTeacher(Teacher):
         return super().top_log_probs(rows, temperature, top_k)
 
 
-def with_bonus(prompts, completions, messages, **columns):
-    return [score + 1.0 for score in call_member("reward-model", "score", messages)]
+def letters(answer):
+    return sum(map(str.isalpha, answer)) or None
+
+
+def judged(prompts, completions, messages, **columns):
+    verdicts = call_member("judge", "score", messages)
+    return [score + verdict for score, verdict in zip(call_member("reward-model", "score", messages), verdicts)]
 """
 
 
@@ -59,7 +64,7 @@ def read(path: Path) -> str:
     "env",
     [
         pytest.param({"type": "reward_model", "reward": None, "options": {"group": "reward-model"}}, id="env.type"),
-        pytest.param({"type": "reward", "reward": "own:with_bonus"}, id="reward function"),
+        pytest.param({"type": "reward", "reward": "own:judged"}, id="reward function that also asks a judge"),
     ],
 )
 def test_completions_are_scored_although_the_reward_model_is_killed_in_a_call(start, env, tmp_path):
@@ -70,8 +75,21 @@ def test_completions_are_scored_although_the_reward_model_is_killed_in_a_call(st
         "callers": ["env"],
         "config": {"modelPath": str(folder)},
     }
-    run = start(groups=[group], env=env, algorithm={"steps": 3}, **SHORT)
-    run_with_a_kill(run, "reward-model")
+    options = {
+        "modelPath": str(save_policy(tmp_path / "judge")),
+        "template": "{{ completion }}=",
+        "parser": "own:letters",
+    }
+    judge = {
+        "name": "judge",
+        "worker": "rl_core.groups.judge:Judge",
+        "callers": ["env"],
+        "config": {**options, "maxNewTokens": 12, "maximum": 12},
+    }
+    asked = env["type"] == "reward"
+    run = start(groups=[group, judge] if asked else [group], env=env, algorithm={"steps": 3}, **SHORT)
+    lines = run_with_a_kill(run, "reward-model")
+    assert ("judge/answers_total" in lines[-1]) == asked
 
 
 def run_with_a_kill(run, group: str) -> list[dict]:
