@@ -5,11 +5,11 @@ The client is imported at first use, because jobs without these servers need no 
 
 from typing import TYPE_CHECKING, Any
 
-from rl_core.rollouts.nemo_gym.answers import GymProtocolFailure, RowFailure
+from rl_core.nemo_gym.answers import GymProtocolFailure, RowFailure
 from rl_core.rollouts.nemo_gym.implementation import AsyncNemoGymRolloutImpl
 
 if TYPE_CHECKING:
-    from rl_core.rollouts.nemo_gym.environment import NemoGymEnvironment
+    from rl_core.nemo_gym.client import NemoGymEnvironment
 
 __all__ = ["AsyncNemoGymRolloutImpl", "GymProtocolFailure", "NemoGymEnvironment", "RowFailure"]
 
@@ -17,6 +17,6 @@ __all__ = ["AsyncNemoGymRolloutImpl", "GymProtocolFailure", "NemoGymEnvironment"
 def __getattr__(name: str) -> Any:
     if name != "NemoGymEnvironment":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from rl_core.rollouts.nemo_gym.environment import NemoGymEnvironment
+    from rl_core.nemo_gym.client import NemoGymEnvironment
 
     return NemoGymEnvironment

@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from rl_core.api.errors import ConfigError, RolloutDataFailure, shown, text_of
-from rl_core.rollouts.nemo_gym.answers import ROW_ID, GymProtocolFailure, RowFailure, failure_of, row_result
+from rl_core.nemo_gym.answers import ROW_ID, GymProtocolFailure, RowFailure, failure_of, row_result
 
 logger = logging.getLogger(__name__)
 
@@ -106,19 +106,25 @@ class NemoGymEnvironment:
             await self._session.close()
             self._session = None
 
-    async def _run_row(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[int, dict[str, Any] | RowFailure]:
-        index = row["_rowidx"]
+    async def run_row(self, row: Mapping[str, Any]) -> Mapping[str, Any] | RowFailure:
+        """Return the answer of the agent to `row`, which has a `_rowidx` of its own, or why it has none.
+
+        Raises RolloutDataFailure for a row that the servers refuse, and GymProtocolFailure for an answer that is no object, or not this row's.
+        """
         failures: list[str] = []
         async with self._places:
             try:
                 async with asyncio.timeout(self._row_seconds) as limit:
-                    answer = await self._answer(row, failures)
+                    return await self._answer(row, failures)
             except TimeoutError:
                 if not limit.expired():
                     raise
                 before = f" after {failures[-1]}" if failures else ""
-                return index, RowFailure(reason=f"no answer in {self._row_seconds:g} s{before}")
-        return index, answer if isinstance(answer, RowFailure) else row_result(answer, tokenizer)
+                return RowFailure(reason=f"no answer in {self._row_seconds:g} s{before}")
+
+    async def _run_row(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[int, dict[str, Any] | RowFailure]:
+        answer = await self.run_row(row)
+        return row["_rowidx"], answer if isinstance(answer, RowFailure) else row_result(answer, tokenizer)
 
     async def _answer(self, row: Mapping[str, Any], failures: list[str]) -> Mapping[str, Any] | RowFailure:
         """Return the answer to `row`, called as often as `tries` allows; `failures` receives what happened."""
