@@ -11,7 +11,7 @@ from rl_core.api.egress import Egress
 from rl_core.api.pods import Words
 from rl_core.api.roles import RoleSpec
 
-PROGRAMS = frozenset({"agent", "environment_factory"})
+PROGRAMS = frozenset({"agent", "environment_factory", "nemo_gym"})
 """Types of environments whose episodes are programs that call the model themselves."""
 
 
@@ -19,7 +19,8 @@ class EnvSpec(RoleSpec):
     """The environments, which answer and score completions."""
 
     type: str = Field("math", min_length=1)
-    """Name of a built-in environment (math, reasoning_gym, reward, reward_model, agent, environment_factory), or `module:Class` of your own."""
+    """Name of a built-in environment (math, reasoning_gym, reward, reward_model, agent, environment_factory, nemo_gym), or `module:Class`
+    of your own."""
     replicas: int = Field(1, ge=0, le=1024)
     """Number of pods; 0 only with a program of one's own."""
     max_turns: int = Field(1, ge=1, lt=2**31)

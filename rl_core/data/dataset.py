@@ -16,6 +16,8 @@ from rl_core.data.tokenizer import Tokenizer, head_of
 from rl_core.transports import frames
 
 CHAT_ROLES = frozenset({"system", "user", "assistant", "tool"})
+GYM_COLUMN = "responses_create_params"
+"""Column of rows of NeMo-Gym with the arguments of their model calls."""
 ANSWERED_TASKS = frozenset({"math"})
 """Environments that need an answer in every row."""
 
@@ -48,7 +50,7 @@ def load_prompts(
     """
     rows = read_rows(reference, field=field, max_bad_rows=data.max_bad_rows)
     _check_columns(rows, data, field=field, task_name=task_name)
-    _check_settings_of_messages(rows, data, field=field)
+    _check_settings_of_messages(rows, data, field=field, task_name=task_name)
 
     def outcomes() -> Iterator[DatumSpec | DataError]:
         for index, row in enumerate(rows):
@@ -78,12 +80,11 @@ def _sample(
             f"{where}: column {data.answer_key!r} (data.answerKey) must hold the answer as text or number for env.type {task_name}, "
             f"got {shown(row.get(data.answer_key))}; correct the row or data.answerKey"
         )
-    log = _message_log(row, data, tokenizer, where=where, max_seq_len=max_seq_len)
+    prompt = prompt_of(row, data, task_name=task_name)
+    log = _message_log(prompt, data, tokenizer, where=where, max_seq_len=max_seq_len)
     length = sum(len(message["token_ids"]) for message in log)
     if not length:
-        raise DataError(
-            f"{where}: a prompt must have a token, got none for {shown(row[data.prompt_key])}; drop the row"
-        )
+        raise DataError(f"{where}: a prompt must have a token, got none for {shown(prompt)}; drop the row")
     if length >= max_seq_len and data.on_overlong == "refuse":
         raise DataError(
             f"{where}: a prompt must be shorter than the sequence limit of {max_seq_len} tokens, got at least {length}; "
@@ -99,9 +100,19 @@ def _sample(
     )
 
 
+def prompt_of(row: Row, data: DataSpec, *, task_name: str) -> Any:
+    """Return the prompt of a row: its column data.promptKey, or for rows of NeMo-Gym without it the input of their model calls."""
+    if task_name == "nemo_gym" and data.prompt_key not in row:
+        params = row.get(GYM_COLUMN)
+        given = params.get("input") if isinstance(params, Mapping) else None
+        return [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return row.get(data.prompt_key)
+
+
 def _check_columns(rows: list[Row], data: DataSpec, *, field: str, task_name: str) -> None:
     """Raise ConfigError for a column that the job names and no row has."""
-    named = {"promptKey": data.prompt_key}
+    gym = task_name == "nemo_gym" and any(GYM_COLUMN in row for row in rows)
+    named = {} if gym else {"promptKey": data.prompt_key}
     default = DataSpec.model_fields["answer_key"].default  # jobs without answers keep it
     if task_name in ANSWERED_TASKS or data.answer_key != default:
         named["answerKey"] = data.answer_key
@@ -112,12 +123,12 @@ def _check_columns(rows: list[Row], data: DataSpec, *, field: str, task_name: st
             )
 
 
-def _check_settings_of_messages(rows: list[Row], data: DataSpec, *, field: str) -> None:
+def _check_settings_of_messages(rows: list[Row], data: DataSpec, *, field: str, task_name: str) -> None:
     """Raise ConfigError for settings of message lists if all prompts are texts: the settings would have no effect."""
     given = [
         name for name, text in (("systemPrompt", data.system_prompt), ("chatTemplate", data.chat_template)) if text
     ]
-    if given and not any(isinstance(row.get(data.prompt_key), list) for row in rows):
+    if given and not any(isinstance(prompt_of(row, data, task_name=task_name), list) for row in rows):
         raise ConfigError(
             f"{field} must hold message lists for data.{given[0]}, got text prompts, which are taken as they are; "
             f"remove data.{given[0]} or write prompts as lists of {{role, content}}"
@@ -155,8 +166,7 @@ def env_info(row: Row, data: DataSpec, *, whole: bool = False) -> dict[str, Any]
     return info
 
 
-def _message_log(row: Row, data: DataSpec, tokenizer: Tokenizer, *, where: str, max_seq_len: int) -> list[Any]:
-    prompt = row.get(data.prompt_key)
+def _message_log(prompt: Any, data: DataSpec, tokenizer: Tokenizer, *, where: str, max_seq_len: int) -> list[Any]:
     if isinstance(prompt, str) and prompt:
         ids = tokenizer(head_of(prompt, tokenizer, max_seq_len))["input_ids"]
         return [{"role": "user", "content": prompt, "token_ids": np.asarray(ids, dtype=np.int64)}]

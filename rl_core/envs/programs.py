@@ -11,10 +11,12 @@ answer.
 
 import abc
 import asyncio
+import logging
 import math
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -26,7 +28,25 @@ from rl_core.api.user_code import describe
 from rl_core.envs.base import EnvConfig, Log
 from rl_core.messages.agents import BRANCHES, MAX_CALLS, REQUEST, RESULT, AgentRequest, AgentResult, Branches
 
+logger = logging.getLogger(__name__)
 _MISSING = object()
+FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.5, 8.0
+"""Delay before a run is repeated; each is twice as long as the one before."""
+
+
+class RunFailed(Exception):
+    """What runs the program failed, such as a server. The program may be run again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredRun:
+    """The result of a program that saw the tokens of its calls."""
+
+    reward: float | None
+    """None: the sample is masked."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    generated: list[list[int]] = field(default_factory=list)
+    """Sampled tokens of its calls."""
 
 
 class ProgramConfig(EnvConfig):
@@ -44,6 +64,9 @@ class ProgramEnvironment(EnvironmentInterface):
     def __init__(self, label: str) -> None:
         """`label` names the program in errors: `agent calculator:run`."""
         self.label = label
+        self.runs = 1
+        """How often a program is run, in total, while runs fail with RunFailed."""
+        self._sleep = asyncio.sleep
         self.spent = False
         """Whether this process must end, because a program still runs in a thread of it."""
 
@@ -68,16 +91,12 @@ class ProgramEnvironment(EnvironmentInterface):
     async def _run(self, metadata: dict[str, Any]) -> tuple[float | None, AgentResult]:
         row = {key: value for key, value in metadata.items() if key != REQUEST}
         request: AgentRequest = metadata[REQUEST]
-        result = AgentResult(run=secrets.token_hex(8), error="", late=False, parts={})
+        result = AgentResult(run="", error="", late=False, parts={}, unavailable=False, generated=[])
         try:
             async with asyncio.timeout(request["seconds"]) as limit:
-                returned = await self.call(
-                    row,
-                    base_url=request["base_url"],
-                    api_key=f"{request['api_key']}.{result['run']}",
-                    model=request["model"],
-                )
+                returned = await self._returned(row, request, result)
             reward, result["parts"] = read_reward(returned)
+            result["generated"] = returned.generated if isinstance(returned, ScoredRun) else []
         except TimeoutError as error:
             if not limit.expired():
                 return None, self._failed(result, error)
@@ -87,9 +106,31 @@ class ProgramEnvironment(EnvironmentInterface):
         except RolloutDataFailure as error:
             result["error"] = text_of(error)
             return None, result
+        except RunFailed as error:
+            result["unavailable"] = True
+            result["error"] = f"{self.label} failed {self.runs} times in succession, the last time with {error}"
+            return None, result
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code raises anything
             return None, self._failed(result, error)
         return reward, result
+
+    async def _returned(self, row: dict[str, Any], request: AgentRequest, result: AgentResult) -> Any:
+        """Return what the program returns. Each run has a name of its own, so that the calls of earlier ones are not recorded with it."""
+        for number in range(self.runs):
+            result["run"] = secrets.token_hex(8)
+            try:
+                return await self.call(
+                    row,
+                    base_url=request["base_url"],
+                    api_key=f"{request['api_key']}.{result['run']}",
+                    model=request["model"],
+                )
+            except RunFailed as error:
+                if number + 1 == self.runs:
+                    raise
+                logger.warning("%s failed and is run again: %s", self.label, error)
+                await self._sleep(min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0**number))
+        raise AssertionError("bug: a program without a run")
 
     def _failed(self, result: AgentResult, error: BaseException) -> AgentResult:
         result["error"] = f"{self.label} must return a reward, it raised {describe(error)}"

@@ -15,6 +15,7 @@ BUILT_IN = {
     "agent": "rl_core.envs.agent:AgentEnvironment",
     "environment_factory": "rl_core.envs.environment_factory:EnvironmentFactory",
     "math": "rl_core.envs.math:MathEnvironment",
+    "nemo_gym": "rl_core.envs.nemo_gym:NemoGymPrograms",
     "reasoning_gym": "rl_core.envs.reasoning_gym:ReasoningGymEnvironment",
     "reward": "rl_core.envs.reward:RewardEnvironment",
     "reward_model": "rl_core.envs.member_scores:MemberScoresEnvironment",

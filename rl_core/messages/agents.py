@@ -6,6 +6,8 @@ answer has, under RESULT, which run was scored and why there is no reward if the
 
 from typing import Literal, TypedDict
 
+MODEL_NAME = "policy"
+"""Name of the served model at the endpoint."""
 REQUEST, RESULT = "rljob_agent", "rljob_agent_result"
 Branches = Literal["whole", "equal", "last"]
 """How the reward of an episode is shared by the branches of its conversation."""
@@ -38,3 +40,7 @@ class AgentResult(TypedDict):
     """Whether it had not ended in time."""
     parts: dict[str, float]
     """Parts of the reward by name, for metrics."""
+    unavailable: bool
+    """Whether the servers that run the program failed, and not the program."""
+    generated: list[list[int]]
+    """Sampled tokens of calls, as the program got them; [] = it did not say. Each must be those of a recorded call."""

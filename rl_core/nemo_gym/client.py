@@ -14,6 +14,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -71,6 +72,7 @@ class NemoGymEnvironment:
             if value < 1:
                 raise ConfigError(f"{name} must be >= 1, got {value}; raise it")
         self._connect_seconds = connect_seconds
+        self._head_timeout = aiohttp.ClientTimeout(total=3 * connect_seconds, sock_connect=connect_seconds)
         self._row_seconds = row_seconds
         self._tries = tries
         self._backoff, self._max_backoff = backoff_seconds, max_backoff_seconds
@@ -105,6 +107,19 @@ class NemoGymEnvironment:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+    async def not_ready(self) -> str:
+        """Return why no head server is ready, "" if one is. While servers start, the head server answers 503, or nothing yet."""
+        reasons = []
+        for head in self._heads:
+            try:
+                async with self._http().get(f"{head}/readyz", timeout=self._head_timeout) as response:
+                    if response.status != HTTPStatus.SERVICE_UNAVAILABLE:
+                        return ""
+                    reasons.append(f"{head} answered {response.status}")
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                reasons.append(f"{head}: {type(error).__name__}: {text_of(error)}")
+        return ", ".join(reasons)
 
     async def run_row(self, row: Mapping[str, Any]) -> Mapping[str, Any] | RowFailure:
         """Return the answer of the agent to `row`, which has a `_rowidx` of its own, or why it has none.
@@ -202,8 +217,7 @@ class NemoGymEnvironment:
 
     async def _instances(self, url: str) -> list[tuple[str, str]]:
         """Return (name, address) of the servers that a head server lists."""
-        timeout = aiohttp.ClientTimeout(total=3 * self._connect_seconds, sock_connect=self._connect_seconds)
-        async with self._http().get(url, timeout=timeout, allow_redirects=False) as response:
+        async with self._http().get(url, timeout=self._head_timeout, allow_redirects=False) as response:
             body = await self._body(response)
         if response.status != 200:
             text = body[:KEPT_BODY_BYTES].decode(errors="replace")

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.api.errors import ConfigError, RolloutDataFailure, RolloutTimeout
+from rl_core.api.errors import ConfigError, GymTransportError, RolloutDataFailure, RolloutTimeout
 from rl_core.api.records import Completion, FinishReason, PromptGroupRecord
-from rl_core.messages.agents import BRANCHES, MAX_CALLS, REQUEST, RESULT, AgentRequest, AgentResult
+from rl_core.messages.agents import BRANCHES, MAX_CALLS, MODEL_NAME, REQUEST, RESULT, AgentRequest, AgentResult
 from rl_core.rollouts.endpoint.episodes import AgentEpisode, Episodes
 from rl_core.rollouts.endpoint.server import Endpoint
 from rl_core.rollouts.endpoint.session import Branch, Turn
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from rl_core.data.tokenizer import Tokenizer
     from rl_core.rollouts.engine import Engine
 
-MODEL_NAME = "policy"
-"""Name of the served model at the endpoint."""
 TIME_SHARE = 0.9
 """Share of the deadline of an environment step that a program gets, so that its own failure arrives before that of the step."""
 
@@ -189,12 +187,21 @@ def _check(result: AgentResult, agent: AgentEpisode, where: str) -> None:
     """Raise the failure of a run that has no reward, or none that belongs to the recorded calls."""
     if result["late"]:
         raise RolloutTimeout(f"{result['error']} ({where}); raise runtime.deadlines.envStep")
+    if result["unavailable"]:
+        raise GymTransportError(f"{result['error']} ({where})")
     if result["error"]:
         raise RolloutDataFailure(f"{result['error']} ({where})")
     if agent.run != result["run"] or not agent.session.turns:
         raise RolloutDataFailure(
             f"an agent must call the model at its base_url before it returns a reward, it did not ({where}); a reward without tokens trains nothing"
         )
+    recorded = [turn.output.ids for turn in agent.session.turns]
+    for number, ids in enumerate(result["generated"]):
+        if ids not in recorded:
+            raise RolloutDataFailure(
+                f"the tokens of turn {number} of an episode must be those of a call in its session, got {len(ids)} others ({where}); "
+                "the reward is that of another episode"
+            )
 
 
 def _add_turn(episode: Episode, turn: Turn, assistant: dict[str, Any], input_length: int) -> None:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.api.backends import ENGINES
 from rl_core.api.user_code import import_reference
-from rl_core.rollouts.agents import MODEL_NAME, agent_template
+from rl_core.messages.agents import MODEL_NAME
+from rl_core.rollouts.agents import agent_template
 from rl_core.rollouts.endpoint.episodes import AgentEpisode, Episodes
 from rl_core.rollouts.endpoint.server import Endpoint
 from rl_core.rollouts.endpoint.session import Session

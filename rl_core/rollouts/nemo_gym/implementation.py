@@ -19,11 +19,11 @@ import torch
 
 from rl_core.api.errors import GymTransportError, RolloutConfigError, RolloutDataFailure, RolloutTimeout, shown
 from rl_core.api.records import Completion, FinishReason, PromptGroupRecord
+from rl_core.nemo_gym.answers import ROW_ID, GymProtocolFailure, RowFailure, is_incomplete, is_masked
 from rl_core.observability.statistics import percentile, prefixed
 from rl_core.rollouts.episode import group_name
 from rl_core.rollouts.generation import RowGenerator
 from rl_core.rollouts.message_log import as_token_tensor, common_prefix
-from rl_core.nemo_gym.answers import ROW_ID, GymProtocolFailure, RowFailure, is_incomplete, is_masked
 from rl_core.rollouts.padded import GenerationInterface, row_generator
 from rl_core.rollouts.retry import deadline
 from rl_core.workers.timers import Timers, worker_timer

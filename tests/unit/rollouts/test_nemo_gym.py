@@ -16,10 +16,10 @@ from aiohttp.test_utils import TestServer, unused_port
 
 from rl_core.api.errors import ConfigError, GymTransportError, RolloutConfigError, RolloutDataFailure, RolloutTimeout
 from rl_core.batching.collate import collate_groups
+from rl_core.nemo_gym.answers import row_result
 from rl_core.observability.statistics import aggregate_rollout_metrics
 from rl_core.rollouts.manager import AsyncNemoGymRolloutImpl, FailureKind, RetryPolicy, RolloutManager, classify_failure
 from rl_core.rollouts.nemo_gym import NemoGymEnvironment, RowFailure
-from rl_core.nemo_gym.answers import row_result
 from rl_core.rollouts.nemo_gym.implementation import RolloutTimer
 
 AGENT = "calc_simple_agent"
