@@ -46,7 +46,7 @@ GROUPS = {
     "program-that-is-none": (
         {"program": "mine"},
         "spec.program",
-        "must be one of reasoning, asynchronous, embodied or module:Class, got mine; correct it",
+        "must be one of reasoning, asynchronous, embodied, embodied_async or module:Class, got mine; correct it",
         SAME,
     ),
     "program-beside-another-staleness": (
