@@ -113,7 +113,7 @@ def _object_schema() -> Schema:
 
 
 def _describe_shared_parts_once(fields: Schema) -> None:
-    """Remove the descriptions inside fields that a group has in common with the first group.
+    """Refer to the first group for the fields that another group has in common with it: `As actor.volumes.`
 
     Repeated descriptions would use a tenth of the annotation in which kubectl stores the definition.
     """
@@ -122,7 +122,8 @@ def _describe_shared_parts_once(fields: Schema) -> None:
     for group in others:
         shared = {name: field for name, field in fields[group]["properties"].items() if field == described.get(name)}
         for name, field in shared.items():
-            fields[group]["properties"][name] = _without_words(field) | {"description": field["description"]}
+            words = min(field["description"], f"As {first}.{name}.", key=len)
+            fields[group]["properties"][name] = _without_words(field) | {"description": words}
 
 
 def _without_words(node: Schema) -> Schema:

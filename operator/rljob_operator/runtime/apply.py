@@ -112,9 +112,10 @@ class Applier:
             self._recorder.record(work.job, event)
         pauses += await self._each(work.plan.delete, lambda deletion: self._delete(work, deletion))
         pauses += await self._each(work.plan.ensure, lambda obj: self._ensure(work, obj))
-        await self._assert_secret(work)
-        if self._isolated(work):
-            pauses += await self._each(work.plan.create, lambda pod: self._create(work, pod))
+        pods = work.plan.create if self._isolated(work) else ()
+        if (pause := await self._assert_secret(work, needed=bool(pods))) is not None:
+            pauses.append(pause)
+        pauses += await self._each(pods, lambda pod: self._create(work, pod))
         pauses += await self._each(work.plan.calls, lambda call: self._call(work, call))
         if work.plan.scale is not None:
             pauses.append(await self._scale(work, work.plan.scale))
@@ -280,23 +281,29 @@ class Applier:
             return None
         return self._adopt_or_wait(work, kind, holder)
 
-    async def _assert_secret(self, work: Application) -> None:
-        """Create the Secret before pods need it, and periodically. AlreadyExists means that it is ours, because its name has the uid."""
+    async def _assert_secret(self, work: Application, *, needed: bool) -> float | None:
+        """Create the Secret when it is needed for new pods, and periodically; return the pause before the next attempt if it was refused.
+
+        AlreadyExists means that it is ours, because its name has the uid.
+        """
         now, memory = self._clock(), work.memory
         if memory.secret_due is None:  # spreads the first checks of all jobs after a start of the operator
             memory.secret_due = now + random.uniform(0.1, 1.0) * self._secret_seconds
-        if not work.plan.ensure_secret or (not work.plan.create and now < memory.secret_due):
-            return
+        if not work.plan.ensure_secret or (not needed and now < memory.secret_due):
+            return None
         label = f"Secret/{secret_name(work.key.name, work.uid)}"
+        if (pause := memory.refusal_pause(label, now=now)) > 0:
+            return pause
+        memory.secret_due = now + self._secret_seconds
         try:
             await self._cluster.create(kinds.SECRET, work.key.namespace, self._build_secret(work.job))
         except AlreadyExists:
             memory.clear(label)
         except (Forbidden, Invalid, UnknownKey) as error:
-            self._record_refusal(work, label, error)
+            return self._record_refusal(work, label, error)
         else:
             memory.clear(label)
-        memory.secret_due = now + self._secret_seconds
+        return None
 
     async def _create(self, work: Application, pod: Mapping[str, Any]) -> float:
         """Create a pod; return 0 when the job must be reconciled with the result, else the pause before the next attempt."""
