@@ -43,7 +43,7 @@ class LoraSpec(Spec):
 DROPOUT_IS_ON = Cel(
     holds="self.model.?lora.?dropout.orValue(0.0) == 0.0 || $actor.dropout",
     refusal="model.lora.dropout needs actor.dropout true, got %s and false; set it or remove the dropout",
-    values=("string(self.model.?lora.?dropout.orValue(0.0))",),
+    values=("self.model.?lora.?dropout.orValue(0.0)",),
     field="model",
 )
 """CEL of `idle_dropout`."""

@@ -53,6 +53,12 @@ CASES = (
             "algorithm.promptsPerStep x groupSize must be divisible by data-parallel size x optimizerStepsPerBatch = 3, got 4; change optimizerStepsPerBatch",
             SAME,
         ),
+        "dropout-of-adapters-without-dropout": (
+            {"model": {"lora": {"dropout": 0.5}}},
+            "spec.model",
+            "model.lora.dropout needs actor.dropout true, got 0.5 and false; set it or remove the dropout",
+            SAME,
+        ),
         "model-cut-without-megatron": (
             {"actor": {"replicas": 2, "parallel": {"tensor": 2}}},
             "spec.actor.parallel",
