@@ -73,8 +73,8 @@ class AsyncHandle(Generic[Value]):
         try:
             outcome = self._future.result(timeout)
         except concurrent.futures.TimeoutError as error:
-            if self._future.done():
-                raise
+            if self._future.done():  # in the meantime, or with a deadline of its own
+                return self._take(self._future.result())
             raise DeadlineExceeded(f"the operation did not end within {timeout:g} s; it goes on") from error
         return self._take(outcome)
 
@@ -83,8 +83,8 @@ class AsyncHandle(Generic[Value]):
         try:
             outcome = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._future)), timeout)
         except TimeoutError as error:
-            if self._future.done():
-                raise
+            if self._future.done():  # in the meantime, or with a deadline of its own
+                return self._take(self._future.result())
             raise DeadlineExceeded(f"the operation did not end within {timeout:g} s; it goes on") from error
         return self._take(outcome)
 

@@ -122,7 +122,10 @@ class Receipt:
                     self._check()
                     if self._asks():
                         self._check_cycle(context.hub_client().call_sync("receive_cycle", *self._question))
-        return self._received(self._handle.wait)
+        try:
+            return self._handle.wait()
+        except DeadlineExceeded as error:
+            raise self._late(error) from error
 
     async def async_wait(self) -> Any:
         """Return the message as `wait` does, in a coroutine."""
@@ -135,11 +138,8 @@ class Receipt:
                     self._check()
                     if self._asks():
                         self._check_cycle(await context.hub_client().call("receive_cycle", *self._question))
-        return self._received(self._handle.wait)
-
-    def _received(self, wait: Any) -> Any:
         try:
-            return wait(0)
+            return await self._handle.async_wait()
         except DeadlineExceeded as error:
             raise self._late(error) from error
 

@@ -1,5 +1,6 @@
 """Worker classes of test_script.py. Run as a script, this file is what the test starts and ends from outside."""
 
+import asyncio
 import os
 import signal
 import sys
@@ -73,6 +74,13 @@ class Talker(Worker):
     async def echo(self, group, rank):
         await self.send("ping", group, rank, async_op=True).async_wait(60)
         return await self.recv(group, rank, async_op=True, timeout=60).async_wait()
+
+    async def take_late(self, group, rank):
+        """Await a message that has arrived already."""
+        receipt = self.recv(group, rank, async_op=True, timeout=60)
+        while not receipt.done():
+            await asyncio.sleep(0.01)
+        return await receipt.async_wait()
 
     def spread(self, value, groups, src):
         return self.broadcast(value if self.rank == src[1] else None, groups=groups, src=src, timeout=60)

@@ -41,6 +41,8 @@ def test_async_methods_send_and_receive(groups):
     assert right.execute_on(0).recv_all(1, "left", 0).wait(timeout=60) == [["ping"]]
     right.execute_on(0).send_all(["pong"], "left", 0).wait(timeout=60)
     assert call.wait(timeout=60) == ["pong"]
+    right.execute_on(0).send_all(["there already"], "left", 0).wait(timeout=60)
+    assert left.execute_on(0).take_late("right", 0).wait(timeout=60) == ["there already"]
 
 
 def test_a_broadcast_reaches_every_member_of_the_groups(groups):
