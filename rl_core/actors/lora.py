@@ -173,9 +173,9 @@ def folder_files(adapters: Mapping[str, Tensor], spec: LoraSpec, *, base: str) -
 
 
 def check_same_adapters(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None, *, base: str) -> None:
-    """Raise DataError unless a checkpoint of the identity `saved` continues a model of the identity `own`.
+    """Raise DataError unless the adapter settings and the base of a checkpoint, `saved`, equal those of this run, `own`.
 
-    An identity is that of `ModelManager`, None for a model without adapters. `base` is the folder of the weights below the adapters.
+    None stands for a model without adapters. `base` is the folder of the weights below the adapters.
     """
     if own is None or saved is None:
         if own is not saved:

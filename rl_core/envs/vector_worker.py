@@ -193,7 +193,7 @@ class EnvWorker(Worker):
         )
 
     def _seeds_of(self, stage: int) -> Any:
-        """Return the seeds of a stage. The simulators of a group begin from the same seed, another one in each step."""
+        """Return a function from (index of the simulator, episode) to a seed. Simulators of a group share seeds, which differ between steps."""
 
         def seed(index: int, episode: int) -> int:
             group = self._first_env(stage) + index

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 LOOK_S = 1.0
 """Seconds between two looks at the members while trajectories are collected."""
 MOST_REPEATS = 20
-"""Times that one step is collected again before the run fails."""
+"""Attempts to collect one step before the run fails."""
 LEAVING = ("suspect", "draining")
 Wait = Callable[[], None]
 
@@ -71,7 +71,7 @@ class Collection:
     def collect(self, step: int, *, at: Wait) -> list[EpisodeStats]:
         """Collect the trajectories of `step`; return the episodes that ended, by env worker.
 
-        `at()` is called between two looks, and may end the collection by raising; it waits for missing members.
+        `at()` is called before each attempt. It waits for missing members, and may end the collection by raising.
         """
         return self._repeat(lambda: self._round(step), at)
 

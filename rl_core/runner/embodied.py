@@ -95,7 +95,7 @@ class EmbodiedRunner(TrainingProgram):
 
     @property
     def needs_scoring(self) -> bool:
-        """False: log-probabilities and values are those of the rollouts, which have the same weights."""
+        """False: training uses the log-probabilities and values that the rollouts recorded."""
         return False
 
     @property
@@ -208,7 +208,10 @@ class AsyncEmbodiedRunner(EmbodiedRunner):
         super().publish()
 
     def idle(self) -> dict[str, float]:
-        """Return `time/idle_actor` and `time/idle_rollout` of the step, in seconds. Rollouts are idle only while weights are published."""
+        """Return `time/idle_actor` and `time/idle_rollout` of the step, in seconds.
+
+        The time that rollouts wait for the end of training is not counted.
+        """
         return super().idle() | {"time/idle_rollout": self.report.seconds("sync")}
 
     def close(self) -> None:

@@ -58,7 +58,7 @@ class Mail:
     def receive(self, sender: str, *, timeout: float | None) -> "Receipt":
         """Start to receive the next message of the worker `group:rank`.
 
-        Raises WorkerLost when the sender is gone and no message of it is left, ValueError for a rank that the group does not have.
+        Raises ValueError for a rank that the group does not have. The returned object raises what happens to the receive.
         """
         self._member(sender)
         return Receipt(self, sender, DEFAULT_SECONDS if timeout is None else timeout)
@@ -98,7 +98,7 @@ class Receipt:
     """A receive that is under way. `wait` and `async_wait` return the message, and may be called again."""
 
     def __init__(self, mail: Mail, sender: str, timeout: float) -> None:
-        """Use `Mail.receive`."""
+        """Start the receive. Called by `Mail.receive`."""
         self._mail, self._sender, self._timeout = mail, sender, timeout
         self._began = time.monotonic()
         self._asked = self._began + DEADLOCK_SECONDS - ASK_SECONDS
