@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from rl_core.api.base import Spec
 from rl_core.api.job import API_VERSION, NAME_PATTERN, NAME_REFUSAL, RLJobSpec
+from rl_core.api.pods import PodSpec
 from rl_core.api.status import RLJobStatus
 from rl_core.plan.groups import BUILT_IN, ROLLOUT
 from rljob_operator.crd.freeze import transition_rules
@@ -113,9 +114,10 @@ def _object_schema() -> Schema:
 
 
 def _describe_shared_parts_once(fields: Schema) -> None:
-    """Refer to the first group for the fields that another group has in common with it: `As actor.volumes.`
+    """Describe the fields of a pod without their inner fields, and refer to the first group for what another group shares with it.
 
-    Repeated descriptions would use a tenth of the annotation in which kubectl stores the definition.
+    `kubectl explain pod.spec.volumes` explains the inner fields. All descriptions together would use a fifth of the annotation in which
+    kubectl stores the definition.
     """
     first, *others = BUILT_IN
     described = fields[first]["properties"]
@@ -124,6 +126,8 @@ def _describe_shared_parts_once(fields: Schema) -> None:
         for name, field in shared.items():
             words = min(field["description"], f"As {first}.{name}.", key=len)
             fields[group]["properties"][name] = _without_words(field) | {"description": words}
+    for name in (field.alias or name for name, field in PodSpec.model_fields.items()):
+        described[name] = _without_words(described[name]) | {"description": described[name]["description"]}
 
 
 def _without_words(node: Schema) -> Schema:
