@@ -15,6 +15,8 @@ MOST_NAMES = 15
 """Blocks with more fields than this are not listed in a hint."""
 SIMILAR, SIMILAR_ELSEWHERE = 0.7, 0.8
 """Least similarity (difflib's ratio) of a suggested name in the same block, and in another."""
+SHORT = 3
+"""Least length of a field that is suggested because the unknown name begins with it, as `env` for `environment`."""
 Location = tuple[int | str, ...]
 
 
@@ -29,6 +31,8 @@ def suggest(loc: Location) -> str:
     for word in (camel, name):
         if close := difflib.get_close_matches(word, known, n=1, cutoff=SIMILAR):
             return f"did you mean {close[0]}?"
+    if short := [field for field in known if len(field) >= SHORT and camel.startswith(field)]:
+        return f"did you mean {max(short, key=len)}?"
     if elsewhere := _elsewhere(camel, block):
         return f"did you mean {elsewhere}?"
     if known and len(known) <= MOST_NAMES:

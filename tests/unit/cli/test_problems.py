@@ -68,6 +68,7 @@ def test_a_problem_names_path_rule_value_and_way_out(spec, words):
         ({"algorithm": {"learningrate": 1e-5}}, "did you mean actor.optimizer.learningRate?"),
         ({"rollout": {"temperature": 0.5}}, "write rollout.sampling.temperature"),
         ({"rollout": {"gpu": 1}}, "did you mean gpus?"),
+        ({"enviroment": {"type": "math"}}, "did you mean env?"),
         ({"actor": {"xyzzy": 1}}, "remove it; docs/reference/rljob.md lists the fields"),
         ({"algorithm": {"loss": {"clip_low": 0.1}}}, "write clipLow"),
         ({"trackers": [{"name": "wandb", "projects": "x"}]}, "did you mean project?"),
