@@ -29,9 +29,12 @@ from rl_core.plan.launch import Ports
 from rl_core.plan.slots import own_pods
 from rljob_operator import naming
 from rljob_operator.manifests import meta
-from rljob_operator.model import OperatorConfig
+from rljob_operator.model import Object, OperatorConfig
 
 API_VERSION = "networking.k8s.io/v1"
+KIND = "NetworkPolicy"
+DIGEST = "specDigest"
+"""Key of a trimmed policy in the cache for the result of `digest_of`."""
 PORTS = Ports()
 DNS_PORTS = (53, 5353)
 """Ports of DNS pods: 53, and 5353 on OpenShift."""
@@ -53,6 +56,17 @@ def build(job: RLJob, *, config: OperatorConfig, groups: Mapping[str, Group] | N
             selector = _runner_pod(job)["podSelector"]
             policies.append(_policy(job, f"{group.name}-0", selector, runner, config=config))
     return policies
+
+
+def digest_of(policy: Object) -> str:
+    """Return the digest of what a policy, from here or from the API server, permits; computed once per version of it (`DIGEST`)."""
+    if DIGEST in policy:
+        return str(policy[DIGEST])
+    spec = policy.get("spec") or {}
+    shown = {field: spec.get(field) for field in ("podSelector", "policyTypes", "ingress")}
+    if "Egress" in (spec.get("policyTypes") or ()):  # otherwise the field has no effect
+        shown["egress"] = spec.get("egress")
+    return meta.digest(shown)
 
 
 class _Peers:
@@ -144,7 +158,7 @@ def _policy(
         spec |= {"policyTypes": ["Ingress", "Egress"], "egress": egress}
     return meta.support(
         job,
-        "NetworkPolicy",
+        KIND,
         naming.network_policy(job.metadata.name, target),
         {"spec": spec},
         api_version=API_VERSION,

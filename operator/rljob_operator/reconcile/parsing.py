@@ -20,6 +20,7 @@ from rl_core.api.job import API_VERSION, RLJob
 from rl_core.plan.groups import Group
 from rl_core.plan.launch import build_launch_plan
 from rljob_operator import manifests, naming
+from rljob_operator.manifests import network
 from rljob_operator.model import Deletion, Object, OperatorConfig
 
 LONGEST_PROBLEM = 2000
@@ -40,8 +41,8 @@ class ParsedJob:
     """The defaults with which `result` was resolved."""
     config: OperatorConfig | None = None
     """The configuration with which `digests` were computed; None when they are not computed for this text."""
-    digests: tuple[tuple[str, str, str], ...] = ()
-    """(kind, name, manifest hash) of the support objects."""
+    digests: tuple[tuple[str, str, str, str], ...] = ()
+    """(kind, name, manifest hash, digest of the rules of a network policy or "") of the support objects."""
 
 
 def parse(job: Object, accepted: Defaults | None, known: ParsedJob) -> RLJob | str:
@@ -99,17 +100,21 @@ def missing_objects(
     """
     held = {(o.get("kind"), _meta(o).get("name")): o for o in present}
     uid = job.metadata.uid
-    if all(_holds(held.get((kind, name)), digest, uid) for kind, name, digest in _digests(job, config, known, groups)):
+    digests = _digests(job, config, known, groups)
+    missing = {
+        (kind, name) for kind, name, hashed, rules in digests if not _holds(held.get((kind, name)), hashed, rules, uid)
+    }
+    if not missing:
         return ()
     wanted = manifests.support.build(job, defaults=known.defaults, config=config, groups=groups)
-    return tuple(o for o in wanted if not _holds(held.get((o["kind"], _meta(o)["name"])), _digest(o), uid))
+    return tuple(o for o in wanted if (o["kind"], _meta(o)["name"]) in missing)
 
 
 def old_templates(
     job: RLJob, present: Sequence[Object], *, config: OperatorConfig, known: ParsedJob, groups: Mapping[str, Group]
 ) -> tuple[Deletion, ...]:
     """Return the deletions of the ResourceClaimTemplates in `present` that the job owns and that its spec does not need any more."""
-    wanted = {name for kind, name, _ in _digests(job, config, known, groups) if kind == CLAIM_TEMPLATE}
+    wanted = {name for kind, name, *_ in _digests(job, config, known, groups) if kind == CLAIM_TEMPLATE}
     ours = (o for o in present if o.get("kind") == CLAIM_TEMPLATE and _owned(o, job.metadata.uid))
     return tuple(
         Deletion(kind=CLAIM_TEMPLATE, name=str(_meta(o)["name"]), uid=str(_meta(o)["uid"]))
@@ -120,17 +125,21 @@ def old_templates(
 
 def _digests(
     job: RLJob, config: OperatorConfig, known: ParsedJob, groups: Mapping[str, Group]
-) -> tuple[tuple[str, str, str], ...]:
+) -> tuple[tuple[str, str, str, str], ...]:
     if known.config != config:
         objects = manifests.support.build(job, defaults=known.defaults, config=config, groups=groups)
-        known.digests = tuple((o["kind"], o["metadata"]["name"], _digest(o)) for o in objects)
+        known.digests = tuple((o["kind"], o["metadata"]["name"], _digest(o), _rules(o)) for o in objects)
         known.config = config
     return known.digests
 
 
-def _holds(found: Object | None, digest: str, uid: str | None) -> bool:
-    """Return whether the job owns an object and its manifest hash is the desired one."""
-    return found is not None and _digest(found) == digest and _owned(found, uid)
+def _holds(found: Object | None, digest: str, rules: str, uid: str | None) -> bool:
+    """Return whether the job owns an object, its manifest hash is the desired one, and nobody has edited it if it is a network policy."""
+    return found is not None and _digest(found) == digest and _rules(found) == rules and _owned(found, uid)
+
+
+def _rules(obj: Object) -> str:
+    return network.digest_of(obj) if obj.get("kind") == network.KIND else ""
 
 
 def _owned(found: Object, uid: str | None) -> bool:

@@ -26,7 +26,7 @@ from rljob_operator.manifests import gang, secret
 from rljob_operator.reconcile import pod_views, reconcile
 from rljob_operator.runtime import handlers, master_key
 from rljob_operator.runtime.apply import Applier
-from rljob_operator.runtime.cache import Cache, JobKey, head
+from rljob_operator.runtime.cache import Cache, JobKey, head, policy
 from rljob_operator.runtime.cluster import ApiCluster, Cluster
 from rljob_operator.runtime.controller import Controller, phase_of
 from rljob_operator.runtime.events import EventRecorder
@@ -44,7 +44,11 @@ logger = logging.getLogger(__name__)
 
 RESYNC_TICK = 5.0
 CLUSTER_PAUSE = 2.0
-PROJECTIONS = {kinds.POD: pod_views.pod_view} | dict.fromkeys((*kinds.SUPPORT, *gang.KINDS), head)
+PROJECTIONS = {
+    **dict.fromkeys((*kinds.SUPPORT, *gang.KINDS), head),
+    kinds.POD: pod_views.pod_view,
+    kinds.NETWORK_POLICY: policy,
+}
 
 
 class Operator:

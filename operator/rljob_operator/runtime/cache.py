@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rljob_operator.kinds import OWNED, POD, RLJOB, Kind
+from rljob_operator.manifests import network
 from rljob_operator.naming import LABEL_JOB
 
 GRAVES = 20_000
@@ -67,6 +68,11 @@ def trim(obj: Mapping[str, Any]) -> dict[str, Any]:
 def head(obj: Mapping[str, Any]) -> dict[str, Any]:
     """Return apiVersion, kind and metadata only: enough for objects judged by their manifest hash."""
     return {key: value for key, value in trim(obj).items() if key in ("apiVersion", "kind", "metadata")}
+
+
+def policy(obj: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `head` of a network policy and the digest of its rules, by which an edit by another client is noticed."""
+    return {**head(obj), network.DIGEST: network.digest_of(obj)}
 
 
 class Cache:

@@ -425,3 +425,18 @@ def test_a_runner_that_rolled_back_before_it_was_asked_is_restarted_once_and_und
     assert not [call for call in world.calls if call.method == "POST /finish"], "there is nobody left to ask"
     world.run_until(lambda: world.phase == "Running")
     assert world.status["restarts"] == 1 and world.status["epoch"] == 2
+
+
+def test_a_network_policy_that_somebody_opened_is_applied_again() -> None:
+    world = running()
+    opened = world.objects["NetworkPolicy", "x-env"]
+    opened["spec"]["ingress"].append({})
+    assert [obj["metadata"]["name"] for obj in world.reconcile().ensure] == ["x-env"]
+    assert world.objects["NetworkPolicy", "x-env"]["spec"]["ingress"] != opened["spec"]["ingress"]
+    assert not world.reconcile().ensure
+
+
+def test_a_field_of_a_network_policy_without_effect_is_left_alone() -> None:
+    world = running()
+    world.objects["NetworkPolicy", "x-actor-0"]["spec"]["egress"] = [{}]  # its policyTypes have no Egress
+    assert not world.reconcile().ensure
