@@ -87,7 +87,9 @@ def decide(view: JobView) -> Decision:
     for finding in verdict.findings:
         record = _mark_role(view, record, finding.role) if finding.act is Act.RESTART_ROLE else record
     decision = Decision(stage=Stage.RUN, record=record, findings=verdict.findings)
-    return _act_on(view, decision, gravest) if gravest is not None else decision
+    if gravest is not None:
+        return _act_on(view, decision, gravest)
+    return _resize(view, decision) if _surplus(view) else decision
 
 
 def _act_on(view: JobView, decision: Decision, finding: Finding) -> Decision:
@@ -197,12 +199,41 @@ def _resume(view: JobView, suspension: Suspension) -> Decision:
         suspended_seconds=record.suspended_seconds + max(suspended, 0),
         suspension=None,
     )
-    epoch = max(view.epoch, record.epoch) + 1
+    record = _replaced(view, record)
     return Decision(
         stage=Stage.RESTART,
-        record=replace(record, epoch=epoch, roles=_all_idle(view, record)),
+        record=replace(record, roles=_all_idle(view, record)),
         reason="Resumed",
-        message=f"resumes under epoch {epoch}",
+        message=f"resumes under epoch {record.epoch}",
+    )
+
+
+def _replaced(view: JobView, record: Record) -> Record:
+    """Return the record under which no present pod stays: its template may be older than the spec, edited while the job was suspended."""
+    for group in view.elastic:
+        record = _mark_role(view, record, group)
+    return _next_epoch(view, record)
+
+
+def _surplus(view: JobView) -> list[str]:
+    """Return the names of pods of this epoch that their gang has no place for."""
+    return [
+        pod.name for group in view.gangs for pod in view.pods_of(group) if pod.index not in view.wanted_indices(group)
+    ]
+
+
+def _resize(view: JobView, decision: Decision) -> Decision:
+    """Return the decision for a gang that became smaller.
+
+    The API server permits that only while a job is suspended, so the job was suspended and resumed between two reconciles.
+    """
+    record = _replaced(view, decision.record)
+    return replace(
+        decision,
+        stage=Stage.RESTART,
+        record=record,
+        reason="Resumed",
+        message=f"resumes under epoch {record.epoch} without {', '.join(_surplus(view))}, which the spec does not ask for any more",
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.unit.operator.simulator import World, make_job, running
@@ -164,3 +166,25 @@ def test_a_stall_that_pauses_saves_what_is_there() -> None:
     world.run_until(lambda: world.phase == "Suspended")
     assert [call.body for call in world.calls if call.method == "POST /finish"] == [{"reason": "suspend"}]
     assert world.status["halt"]["rule"] == "Stalled" and world.status["halt"]["lastGoodStep"] == world.saved
+
+
+SMALLER = {"actor": {"replicas": 1}, "rollout": {"engine": "sglang"}}
+
+
+def suspending() -> World:
+    world = running(actor={"replicas": 2})
+    world.edit(suspend=True)
+    world.reconcile()
+    assert world.phase == "Suspending" and len(world.pods) == 5
+    return world
+
+
+@pytest.mark.parametrize("world", [suspending, lambda: running(actor={"replicas": 2})], ids=["suspending", "not seen"])
+def test_a_resume_together_with_edits_keeps_no_pod_of_the_older_spec(world: Callable[[], World]) -> None:
+    """In the second case the operator sees the spec only once it is resumed, by a gang that has one pod too many."""
+    before = world()
+    old = {pod["metadata"]["uid"] for pod in before.pods.values()}
+    before.edit(suspend=False, **SMALLER)
+    before.run_until(lambda: not old & {pod["metadata"]["uid"] for pod in before.pods.values()})
+    before.run_until(lambda: before.phase == "Running")
+    assert "x-actor-1" not in before.pods and before.status["epoch"] == 2 and before.status["restarts"] == 0
