@@ -337,7 +337,7 @@ class Applier:
         labels = meta.get("labels") or {}
         if labels.get(LABEL_JOB) != work.key.name or LABEL_JOB_UID not in labels:
             is_new = label not in work.memory.name_conflicts
-            work.memory.name_conflicts.add(label)
+            work.memory.name_conflicts[label] = kind
             return 0.0 if is_new else EARLIER_JOB_PAUSE
         self._cache.put(kind, holder)
         work.memory.clear(label)

@@ -197,10 +197,10 @@ class Controller:
 
     async def _recheck_name_conflicts(self, key: JobKey, memory: JobMemory) -> None:
         """Read the objects of name conflicts again, so that the job continues when the names are free."""
-        for label in list(memory.name_conflicts):
-            kind, _, name = label.partition("/")
+        for label, kind in list(memory.name_conflicts.items()):
+            name = label.partition("/")[2]
             try:
-                holder = await self._cluster.read(kinds.by_name(kind), key.namespace, name)
+                holder = await self._cluster.read(kind, key.namespace, name)
             except NotFound:
                 memory.clear(label)
                 continue

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rljob_operator.kinds import Kind
 from rljob_operator.model import Progress
 from rljob_operator.reconcile.parsing import ParsedJob
 from rljob_operator.runtime.backoff import Backoff
@@ -47,8 +48,8 @@ class JobMemory:
     """By uid: deletions that were accepted and had no effect, because a finalizer holds the object."""
     scaling: Backoff = field(default_factory=request_backoff)
     """Refused writes of spec.rollout.replicas."""
-    name_conflicts: set[str] = field(default_factory=set)
-    """`Kind/name` of names that are taken by objects of somebody else."""
+    name_conflicts: dict[str, Kind] = field(default_factory=dict)
+    """`Kind/name` of names that are taken by objects of somebody else, and the kind by which such an object is read."""
     progress_written: float = 0.0
     """Time of the last progress-only status write, seconds since 1970."""
     secret_due: float | None = None
@@ -95,4 +96,4 @@ class JobMemory:
     def clear(self, label: str) -> None:
         """Forget the refusal and the name conflict of an object."""
         self.refusals.pop(label, None)
-        self.name_conflicts.discard(label)
+        self.name_conflicts.pop(label, None)

@@ -191,7 +191,7 @@ async def test_someone_elses_object_is_left_alone_and_told(bench, kind):
     theirs = bench.cluster.put(kind, "ns", {"metadata": {"name": "x", "labels": {"app": "theirs"}}})
     wanted = {"create": (pod("x"),)} if kind == kinds.POD else {"ensure": (service(),)}
     applied = await bench.apply(**wanted)
-    assert bench.memory.name_conflicts == {f"{kind.kind}/x"}
+    assert bench.memory.name_conflicts == {f"{kind.kind}/x": kind}
     assert applied.again_after == 0.0
     assert bench.cluster.objects[kind.kind, "ns", "x"] == theirs
 

@@ -3,6 +3,7 @@
 import pytest
 
 from rljob_operator import kinds
+from rljob_operator.manifests import gang
 from rljob_operator.model import Deletion, OperatorConfig, Plan, Progress
 from rljob_operator.runtime.apply import Applied
 from rljob_operator.runtime.cache import Cache, JobKey
@@ -166,14 +167,16 @@ async def test_a_refused_apply_is_forgotten_when_it_is_wanted_no_more(bench):
     assert bench.seen[-1][1].refusals == {}
 
 
-async def test_names_of_others_are_read_again_until_they_are_free(bench):
-    bench.cluster.put(kinds.POD, "ns", {"metadata": {"name": "x-env-0"}})
-    bench.applier.effect = lambda work: work.memory.name_conflicts.add("Pod/x-env-0") or Applied()
+@pytest.mark.parametrize("kind", [kinds.POD, *gang.KINDS], ids=lambda kind: kind.api_version)
+async def test_names_of_others_are_read_again_until_they_are_free(bench, kind):
+    label = f"{kind.kind}/x-env-0"
+    bench.cluster.put(kind, "ns", {"metadata": {"name": "x-env-0"}})
+    bench.applier.effect = lambda work: work.memory.name_conflicts.update({label: kind}) or Applied()
     await bench.controller.handle(KEY)
     bench.applier.effect = lambda work: Applied()
     await bench.controller.handle(KEY)
-    assert bench.seen[1][1].name_conflicts == ("Pod/x-env-0",)
-    del bench.cluster.objects["Pod", "ns", "x-env-0"]
+    assert bench.seen[1][1].name_conflicts == (label,)
+    del bench.cluster.objects[kind.kind, "ns", "x-env-0"]
     await bench.controller.handle(KEY)
     assert bench.seen[2][1].name_conflicts == ()
 
