@@ -8,6 +8,7 @@ NCCL does not allow two ranks on one GPU, so colocated weights never use it.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -17,6 +18,7 @@ from rl_core.plan.parts import ContainerPlan, GpuClaim, LaunchPlan, PodPlan, Pro
 
 if TYPE_CHECKING:
     from rl_core.api.job import RLJobSpec
+    from rl_core.api.volumes import Volume
 
 Shape = Literal["containers", "processes"]
 SECOND_HEALTH_PORT = 7706
@@ -34,7 +36,7 @@ def shape_of(spec: RLJobSpec) -> Shape:
     """Return "processes" if actor and rollout of a colocated job share a container, "containers" if they only share a pod.
 
     A device plugin never gives one accelerator to two containers; a resource claim can be shared, and processes on CPU need none.
-    Raises ConfigError for fields of `rollout` that cannot differ from those of the actor in the same pod.
+    Raises ConfigError for fields and volumes of `rollout` that cannot differ from those of the actor in the same pod.
     """
     shape: Shape = "processes" if spec.actor.gpus and spec.actor.gpu_allocation == "devicePlugin" else "containers"
     own = PROCESS_FIELDS | (CONTAINER_FIELDS if shape == "containers" else frozenset())
@@ -50,7 +52,24 @@ def shape_of(spec: RLJobSpec) -> Shape:
                 f"rollout.{field.alias} must be that of actor with placement.mode {spec.placement.mode}, as they share a pod, "
                 f"got {given} beside {of_actor}; remove it, or write it in actor"
             )
+    if shape == "containers":
+        _check_volumes(spec)
     return shape
+
+
+def _check_volumes(spec: RLJobSpec) -> None:
+    """Raise ConfigError if actor and rollout define different volumes of one name: a pod has one volume of a name."""
+    of_actor = {volume.name: volume for volume in spec.actor.volumes}
+    for volume in spec.rollout.volumes:
+        if (other := of_actor.get(volume.name, volume)) != volume:
+            raise ConfigError(
+                f"rollout.volumes must define {volume.name} as actor.volumes does with placement.mode {spec.placement.mode}, as they share a "
+                f"pod, got {_written(volume)} beside {_written(other)}; rename one of them with its mounts, or write both alike"
+            )
+
+
+def _written(volume: Volume) -> str:
+    return json.dumps(volume.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude={"name"}))
 
 
 def colocate(plan: LaunchPlan, *, shape: Shape, spare: bool = False) -> LaunchPlan:

@@ -92,6 +92,26 @@ def test_with_claims_the_guest_has_a_container_of_its_own_and_the_same_class() -
     assert rollout["resources"] == {"limits": {"memory": "1Gi"}, "claims": actor["resources"]["claims"]}
 
 
+def test_volumes_of_one_name_merge_only_if_they_are_equal() -> None:
+    claim = {"name": "out", "persistentVolumeClaim": {"claimName": "out"}}
+
+    def with_volume(volume: dict[str, Any]) -> World:
+        roles = {role: PAIRS[role] | {"volumes": [given]} for role, given in (("actor", claim), ("rollout", volume))}
+        world = World(make_job(**PAIRS | roles))
+        world.claims["out"] = {"spec": {"accessModes": ["ReadWriteMany"]}}
+        world.reconcile()
+        return world
+
+    refused = with_volume({"name": "out", "emptyDir": {}})
+    assert reason(refused, "Accepted") == "InvalidSpec" and not refused.pods
+    assert (
+        'rollout.volumes must define out as actor.volumes does with placement.mode colocated, as they share a pod, got {"emptyDir": {}} '
+        'beside {"persistentVolumeClaim": {"claimName": "out"}}; rename one of them with its mounts, or write both alike'
+    ) in refused.condition("Accepted")["message"]
+    assert reason(with_volume(claim), "Accepted") == "SpecAccepted"
+    assert reason(with_volume({"name": "scratch", "emptyDir": {}}), "Accepted") == "SpecAccepted"
+
+
 def with_containers(job):
     """Return the names of the groups that have containers of their own."""
     return tuple(group.name for group in containers.groups_with_containers(job, groups_of(job.spec)))
