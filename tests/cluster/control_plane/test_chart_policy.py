@@ -34,6 +34,14 @@ def of_group(**fields):
     return {"groups": [{**ELASTIC, "name": "scorer"}, {**ELASTIC, **fields}]}
 
 
+DRA = {"gpuAllocation": "dra", "deviceClass": "gpu.example.com"}
+
+
+def shared(mode="colocated", *, rollouts=None, **fields):
+    """Return a spec with these fields of actor and rollout, which share devices; `rollouts` are more fields of the rollout."""
+    return {"placement": {"mode": mode}, "actor": fields, "rollout": fields | (rollouts or {})}
+
+
 CAPABILITIES = {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}}
 
 
@@ -145,6 +153,9 @@ def users(control_plane: Access) -> Iterator[dict[str, User]]:
         ("strict", of_group(gpus=1, resourceClaims=[{"name": "a", "resourceClaimTemplateName": "four"}], replicas=2), "must not exceed 8, got 10"),
         ("strict", of_group(resourceClaims=[{"name": "a", "resourceClaimName": "unknown"}]),
          'spec.groups: resourceClaims must name claims or templates whose devices are known, ["four", "nic"], got [[], ["unknown"]]; use gpus'),
+        ("strict", shared(gpus=3, replicas=3), "must not exceed 8, got 9"),
+        ("strict", shared("hybrid", gpus=2, replicas=2, rollouts={"replicas": 3, "maxReplicas": 5}), "must not exceed 8, got 10"),
+        ("strict", shared(gpus=2, replicas=2, **DRA, rollouts={"resources": {"limits": {"amd.com/gpu": 3}}}), "must not exceed 8, got 10"),
         ("strict", {"rollout": {"resources": {"limits": {"amd.com/gpu": 1}}}},
          "spec.rollout.maxReplicas must be given where devices per job are limited, got none; set it to the most rollouts that `kubectl scale` may ask for"),
     ],
@@ -163,10 +174,14 @@ def test_what_the_policy_refuses_a_user_with_field_rule_value_and_way_out(users,
         ("defaults", {"actor": {"image": "any", "gpus": 64, "serviceAccountName": "default", "priorityClassName": "high"}}),
         ("defaults", {"env": {"tolerations": [{"key": "gpu", "operator": "Exists"}], "resourceClaims": [{"name": "a", "resourceClaimName": "b"}]}}),
         ("strict", {"actor": {"resourceClaims": [{"name": "a", "resourceClaimTemplateName": "nic"}], "gpus": 8, **CAPABILITIES, "hostNetwork": True}}),
+        ("strict", shared(gpus=4, replicas=2)),
+        ("strict", shared(gpus=4, replicas=2, **DRA)),
+        ("strict", shared("hybrid", gpus=2, replicas=2, rollouts={"replicas": 2, "maxReplicas": 4})),
         ("strict", {"env": {"resources": {"limits": {"rdma/hca": 100, "cpu": 64}}, "serviceAccountName": "trainer"}}),
         ("strict", {"env": {"volumes": [{"name": "a", "nfs": {"server": "nfs.test", "path": "/x"}}, {"name": "b", "csi": {"driver": "secrets-store.csi.k8s.io"}}]}}),
     ],
-    ids=["plain", "groups", "groups within limits", "much by default", "claims without a limit", "rdma", "network cards", "volumes"],
+    ids=["plain", "groups", "groups within limits", "much by default", "claims without a limit",
+         "colocated", "colocated by claims", "hybrid", "rdma", "network cards", "volumes"],
 )  # fmt: skip
 def test_what_the_policy_lets_a_user_have(users, policy, spec):
     assert users[policy].tries(**spec) == ""
