@@ -170,8 +170,8 @@ def _policy(
 def _dns(config: OperatorConfig) -> Rule:
     """Return the rule for the DNS of the cluster, which permits no other pod that listens on the same ports."""
     pods = {
-        "namespaceSelector": {"matchLabels": dict(config.dns_namespace_labels)},
-        "podSelector": {"matchLabels": dict(config.dns_pod_labels)},
+        "namespaceSelector": _labelled(config.dns_namespace_labels),
+        "podSelector": _labelled(config.dns_pod_labels),
     }
     ports = [{"protocol": protocol, "port": port} for port in DNS_PORTS for protocol in ("UDP", "TCP")]
     return {"to": [pods, *({"ipBlock": {"cidr": cidr}} for cidr in config.dns_cidrs)], "ports": ports}
@@ -196,8 +196,13 @@ _ANY_TCP = [{"protocol": "TCP"}]
 
 
 def _metrics(config: OperatorConfig) -> Rule:
-    scraper = {"namespaceSelector": {"matchLabels": dict(config.metrics_namespace_labels)}}
+    scraper = {"namespaceSelector": _labelled(config.metrics_namespace_labels)}
     return {"from": [scraper], "ports": _tcp(PORTS.health)}
+
+
+def _labelled(labels: Mapping[str, str]) -> dict[str, Any]:
+    """Return a selector in the form in which the API server returns it, without empty maps, as `digest_of` compares the two."""
+    return {"matchLabels": dict(labels)} if labels else {}
 
 
 def _operator(config: OperatorConfig) -> dict[str, Any]:

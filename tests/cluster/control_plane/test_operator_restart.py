@@ -46,6 +46,19 @@ async def test_an_idle_operator_writes_nothing(jobs: Jobs, start, kubelet: Kubel
         assert changed == {}, "a resync asserts the Secret, which is there, and writes nothing else"
         assert runner.polls > polls
 
+        async def rules() -> Any:
+            return (await jobs.api.read(kinds.NETWORK_POLICY, jobs.namespace, "job-env"))["spec"]
+
+        closed, applies = await rules(), ("PATCH", "networkpolicies", "200")
+        await jobs.api.patch(kinds.NETWORK_POLICY, jobs.namespace, "job-env", {"spec": {"ingress": [{}]}})
+
+        async def closed_again() -> bool:
+            return bool(await rules() == closed)
+
+        await until(closed_again, "the rules of the policy that was opened")
+        await replica.settle(quiet=3.0)
+        assert replica.writes()[applies] == before.get(applies, 0) + 1, "one apply, after which there is no difference"
+
 
 async def test_a_lost_master_key_is_not_made_anew_and_a_changed_one_leaves_running_jobs_theirs(
     jobs: Jobs, start, kubelet: Kubelet
