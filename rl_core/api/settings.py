@@ -37,6 +37,8 @@ class DataSpec(Spec):
     """Column with the prompt: text or a list of {role, content}."""
     answer_key: str = "answer"
     """Column with the ground truth."""
+    chat: bool = False
+    """Make each text prompt a user message, rendered with the chat template; false: it is tokenized as it is."""
     chat_template: Annotated[str, Field(max_length=65536)] | None = None
     """Jinja chat template for message lists; null = the tokenizer's."""
     system_prompt: Annotated[str, Field(max_length=65536)] | None = None

@@ -101,12 +101,16 @@ def _sample(
 
 
 def prompt_of(row: Row, data: DataSpec, *, task_name: str) -> Any:
-    """Return the prompt of a row: its column data.promptKey, or for rows of NeMo-Gym without it the input of their model calls."""
+    """Return the prompt of a row: its column data.promptKey, or for rows of NeMo-Gym without it the input of their model calls.
+
+    With `data.chat` a text is returned as one user message.
+    """
     if task_name == "nemo_gym" and data.prompt_key not in row:
         params = row.get(GYM_COLUMN)
         given = params.get("input") if isinstance(params, Mapping) else None
         return [{"role": "user", "content": given}] if isinstance(given, str) else given
-    return row.get(data.prompt_key)
+    prompt = row.get(data.prompt_key)
+    return [{"role": "user", "content": prompt}] if data.chat and isinstance(prompt, str) and prompt else prompt
 
 
 def _check_columns(rows: list[Row], data: DataSpec, *, field: str, task_name: str) -> None:
@@ -131,7 +135,7 @@ def _check_settings_of_messages(rows: list[Row], data: DataSpec, *, field: str, 
     if given and not any(isinstance(prompt_of(row, data, task_name=task_name), list) for row in rows):
         raise ConfigError(
             f"{field} must hold message lists for data.{given[0]}, got text prompts, which are taken as they are; "
-            f"remove data.{given[0]} or write prompts as lists of {{role, content}}"
+            f"set data.chat: true, write prompts as lists of {{role, content}}, or remove data.{given[0]}"
         )
 
 

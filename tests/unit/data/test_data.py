@@ -66,6 +66,25 @@ def test_a_text_prompt_becomes_one_user_message_with_its_tokens_and_ground_truth
     assert sample["extra_env_info"] == {"answer": "3", "level": 7, "ground_truth": "3"}
 
 
+def test_with_chat_a_text_prompt_is_what_the_same_user_message_is(tmp_path, tokenizer):
+    text = load(write(tmp_path / "a.jsonl", {"prompt": "1+2="}), tokenizer, chat=True, systemPrompt="be kind")[0]
+    message = [{"role": "user", "content": "1+2="}]
+    listed = load(write(tmp_path / "b.jsonl", {"prompt": message}), tokenizer, systemPrompt="be kind")[0]
+    assert [one["role"] for one in text["message_log"]] == ["system", "user"]
+    ids = [np.concatenate([one["token_ids"] for one in sample["message_log"]]) for sample in (text, listed)]
+    assert ids[0].tolist() == ids[1].tolist()
+    assert tokenizer.decode(ids[0]) == "<system>be kind</system><user>1+2=</user><assistant>"
+    assert text["length"] == listed["length"] == len(ids[0])
+
+
+def test_with_chat_messages_stay_and_an_empty_text_is_refused(tmp_path, tokenizer):
+    message = {"prompt": [{"role": "user", "content": "hi"}]}
+    sample = load(write(tmp_path / "a.jsonl", message), tokenizer, chat=True)[0]
+    assert tokenizer.decode(sample["message_log"][0]["token_ids"]) == "<user>hi</user><assistant>"
+    with pytest.raises(DataError, match="data.train row 2: column 'prompt' must be text or a list"):
+        load(write(tmp_path / "b.jsonl", message, {"prompt": ""}), tokenizer, chat=True)
+
+
 def test_a_conversation_is_rendered_once_and_cut_at_its_messages(tmp_path, tokenizer):
     prompt = [
         {"role": "user", "content": "hi"},
