@@ -1,4 +1,5 @@
-"""Pipelines of one's own beside Ray: channels, calls, messages by name, process groups, in one run. Prints JSON.
+"""Pipelines of one's own beside Ray: channels, calls, messages by name, process groups, in one run. Prints JSON,
+and each case to standard error as it ends.
 
     OMP_NUM_THREADS=1 python benchmarks/pipeline.py [--runs 3] [--only calls] [--no-ray] [--no-gloo]
 
@@ -8,11 +9,14 @@ and memcpy in one.
 """
 
 import argparse
+import asyncio
+import functools
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -28,7 +32,7 @@ from rl_core.plan.groups import SCRIPT_WORKERS
 from rl_core.plan.placement import NodePlacementStrategy
 
 KIB, MIB = 2**10, 2**20
-SIZES = {"1 KB": (KIB, 2000), "1 MB": (MIB, 200), "64 MB": (64 * MIB, 12)}
+SIZES = {"1 KB": (KIB, 1000), "1 MB": (MIB, 100), "64 MB": (64 * MIB, 8)}
 """Name of a size -> bytes of an item and items of one run."""
 CALLS = 500
 SENDS = 10
@@ -73,8 +77,6 @@ class Source(Worker):
 
     async def call_all(self, group: str, count: int) -> None:
         """Call each member of `group` `count` times, with all calls under way at once."""
-        import asyncio
-
         clients = [self.peer(member.address) for member in self.members(group)]
         await asyncio.gather(*(client.call("ping", timeout=60) for _ in range(count) for client in clients))
 
@@ -148,44 +150,51 @@ def seconds(operation):
 def our_cases(cluster):
     """Return the operations of ours by figure, each with what it counts for."""
 
-    def launch(kind, count, name):
+    @functools.cache
+    def group(kind, count, name):
+        """Start the group at its first use, which is in the run that warms up."""
         return kind.create_group().launch(cluster, NodePlacementStrategy([0] * count), name=name)
 
-    source, sources = launch(Source, 1, "source"), launch(Source, PAIR, "sources")
-    sinks, four = launch(Sink, PAIR, "sinks"), launch(Sink, 4, "four")
-    callers, one = launch(Source, 4, "callers"), sinks.execute_on(0)
-    channel, cases = Channel.create("items", maxsize=8), {}
+    source, sources = functools.partial(group, Source, 1, "source"), functools.partial(group, Source, PAIR, "sources")
+    sinks, four = functools.partial(group, Sink, PAIR, "sinks"), functools.partial(group, Sink, 4, "four")
+    callers, channel, cases = functools.partial(group, Source, 4, "callers"), Channel.create("items", maxsize=8), {}
     for name, (size, count) in SIZES.items():
 
         def pipeline(size=size, each=count // PAIR):
-            taken = sinks.consume(channel, each)
-            sources.produce(channel, size, each).wait(timeout=120)
+            taken = sinks().consume(channel, each)
+            sources().produce(channel, size, each).wait(timeout=120)
             assert taken.wait(timeout=120) == [each] * PAIR
 
         cases[f"pipeline {name}, items/s"] = pipeline, count
 
     def synchronous():
+        one = sinks().execute_on(0)
         for _ in range(CALLS):
             one.ping().wait(timeout=60)
 
     def asynchronous():
+        one = sinks().execute_on(0)
         for call in [one.ping() for _ in range(CALLS)]:
             call.wait(timeout=60)
 
     def send():
-        taken = one.receive(SENDS)
-        source.send_to("sinks", 64 * MIB, SENDS)
+        taken = sinks().execute_on(0).receive(SENDS)
+        source().send_to("sinks", 64 * MIB, SENDS)
         assert taken.wait(timeout=120) == [SENDS]
 
     def broadcast():
-        taken = four.join(SENDS)
-        source.spread("four", 64 * MIB, SENDS)
+        taken = four().join(SENDS)
+        source().spread("four", 64 * MIB, SENDS)
         assert taken.wait(timeout=120) == [SENDS] * 4
+
+    def four_to_four():
+        four()
+        callers().call_all("four", CALLS // 4).wait(timeout=60)
 
     return cases | {
         "calls synchronous, calls/s": (synchronous, CALLS),
         "calls asynchronous, calls/s": (asynchronous, CALLS),
-        "calls 4 to 4, calls/s": (lambda: callers.call_all("four", CALLS // 4).wait(timeout=60), 4 * CALLS),
+        "calls 4 to 4, calls/s": (four_to_four, 4 * CALLS),
         "send 64 MB, GB/s": (send, SENDS * 64 * MIB / 1e9),
         "broadcast 64 MB to 4, GB/s": (broadcast, SENDS * 64 * MIB / 1e9),
     }
@@ -325,7 +334,9 @@ def measure(runs, only, with_ray):
             cases = {key: case for key, case in sorted(cases.items()) if only in key[0]}
             for run in range(runs + 1):
                 for key, (operation, amount) in cases.items():
+                    print(f"run {run}, {', '.join(key)}:", end=" ", file=sys.stderr, flush=True)
                     speed = amount / seconds(operation)
+                    print(round(speed, 2), file=sys.stderr, flush=True)
                     if run:  # the first one warms up
                         samples[key].append(speed)
     finally:
@@ -374,8 +385,6 @@ def shortest_lines(folder):
 
 
 def main():
-    import tempfile
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--only", default="", help="part of the name of the figures to measure")
