@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import ClassVar
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -28,7 +27,6 @@ import numpy as np
 import zmq
 
 from rl_core import Channel, Cluster, Worker
-from rl_core.plan.groups import SCRIPT_WORKERS
 from rl_core.plan.placement import NodePlacementStrategy
 
 KIB, MIB = 2**10, 2**20
@@ -75,16 +73,16 @@ class Source(Worker):
         for _ in range(count):
             self.broadcast(item, groups=[group], src=("source", 0), timeout=60)
 
-    async def call_all(self, group: str, count: int) -> None:
-        """Call each member of `group` `count` times, with all calls under way at once."""
-        clients = [self.peer(member.address) for member in self.members(group)]
+    async def call_all(self, group: str, size: int, count: int) -> None:
+        """Call each of the `size` members of `group` `count` times, with all calls under way at once."""
+        while len(members := self.members(group)) < size:
+            await self.view_changed()
+        clients = [self.peer(member.address) for member in members]
         await asyncio.gather(*(client.call("ping", timeout=60) for _ in range(count) for client in clients))
 
 
 class Sink(Worker):
     """Takes items, and answers calls."""
-
-    peer_methods: ClassVar = {SCRIPT_WORKERS: frozenset({"ping"})}
 
     def ping(self) -> int:
         return self.rank
@@ -189,7 +187,7 @@ def our_cases(cluster):
 
     def four_to_four():
         four()
-        callers().call_all("four", CALLS // 4).wait(timeout=60)
+        callers().call_all("four", 4, CALLS // 4).wait(timeout=60)
 
     return cases | {
         "calls synchronous, calls/s": (synchronous, CALLS),
