@@ -4,24 +4,29 @@ The server never decodes a payload. Used by `client`, `puts` and `server`.
 """
 
 from collections.abc import Iterable
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rl_core.api.errors import FrameError
 from rl_core.messages.channel import SegmentPart
-from rl_core.transports import shared_memory
+from rl_core.transports import dtypes, shared_memory
 from rl_core.transports.codec import LARGE_BYTES
 from rl_core.transports.shared_memory import SegmentLoan
 
-Part = bytes | np.ndarray | SegmentPart
+if TYPE_CHECKING:
+    import numpy as np
+
+Part: TypeAlias = "bytes | np.ndarray | SegmentPart"
 """On the wire: `bytes` (small), a uint8 array (large, by socket), or where it lies in shared memory."""
 
 
 def inline(part: Any) -> Part:
     """Return a part in the form in which it is sent by socket."""
     view = memoryview(part).cast("B")
-    return bytes(view) if view.nbytes < LARGE_BYTES else np.frombuffer(view, np.uint8)
+    if view.nbytes < LARGE_BYTES:
+        return bytes(view)
+    import numpy as np
+
+    return np.frombuffer(view, np.uint8)
 
 
 def needs_segment(nbytes: int) -> bool:
@@ -35,13 +40,13 @@ def size(parts: Iterable[Any]) -> int:
     for part in parts:
         if isinstance(part, bytes):
             total += len(part)
-        elif isinstance(part, SegmentPart) or (isinstance(part, np.ndarray) and part.dtype == np.uint8):
+        elif isinstance(part, SegmentPart) or (dtypes.is_array(part) and part.dtype == "uint8"):
             total += part.nbytes
         else:
             raise FrameError("a payload part must be bytes, a uint8 array or a SegmentPart")
     return total
 
 
-def loans(parts: Iterable[Part | None]) -> list[SegmentLoan]:
+def loans(parts: "Iterable[Part | None]") -> list[SegmentLoan]:
     """Return the segments among `parts`."""
     return [SegmentLoan(part.segment, part.generation) for part in parts if isinstance(part, SegmentPart)]

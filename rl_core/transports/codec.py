@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgpack
-import numpy as np
 
 from rl_core.api import identity as api_identity
 from rl_core.api import records as api_records
@@ -92,9 +91,9 @@ class Encoder:
         name = REGISTRY.by_type.get(kind)
         if name is not None:
             return self._record(node, name)
-        if kind is np.ndarray or kind is np.memmap:
+        if dtypes.is_array(node):
             return self._array(node, ARRAY, dtypes.array_bytes, "array")
-        if isinstance(node, np.generic):
+        if dtypes.is_scalar(node):
             try:
                 return msgpack.ExtType(SCALAR, dtypes.scalar_bytes(node))
             except ValueError as error:

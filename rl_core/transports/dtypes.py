@@ -1,14 +1,14 @@
 """Converts arrays and tensors to raw bytes and back, with the dtype codes 0-14 of the wire format, mostly without a copy.
 
-Used by `codec` and by code that needs the dtype codes. Torch is imported only for a torch tensor. Functions do not copy unless they say so.
+Used by `codec` and by code that needs the dtype codes. NumPy and torch are imported only for an array and a tensor, because scripts and
+channel servers may need neither. Functions do not copy unless they say so.
 """
 
 import sys
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 NAMES = (
@@ -17,8 +17,8 @@ NAMES = (
 )  # fmt: skip
 CODES = {name: code for code, name in enumerate(NAMES)}
 ITEMSIZES = (1, 1, 2, 4, 8, 2, 2, 4, 8, 1, 1, 2, 4, 8, 1)
-_TORCH_ONLY = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
-_NUMPY_DTYPES = tuple(None if name in _TORCH_ONLY else np.dtype(name) for name in NAMES)
+_TYPESTRS = ("|u1", "|i1", "<i2", "<i4", "<i8", "<f2", None, "<f4", "<f8", None, None, "<u2", "<u4", "<u8", "|b1")
+"""How NumPy writes each dtype; None for those that only torch has."""
 
 
 class _Memory:
@@ -26,7 +26,7 @@ class _Memory:
 
     __slots__ = ("__array_interface__", "_owner")
 
-    def __init__(self, owner: np.ndarray, address: int, shape: tuple[int, ...], typestr: str) -> None:
+    def __init__(self, owner: "np.ndarray", address: int, shape: tuple[int, ...], typestr: str) -> None:
         self._owner = owner
         self.__array_interface__ = {"data": (address, False), "shape": shape, "typestr": typestr, "version": 3}
 
@@ -38,7 +38,20 @@ def is_tensor(value: object) -> bool:
     return tensor is not None and isinstance(value, tensor)
 
 
-def array_bytes(array: np.ndarray) -> tuple[int, tuple[int, ...], memoryview]:
+def is_array(value: object) -> bool:
+    """Return whether `value` is a NumPy array or memory map, and of no other subclass, without importing NumPy."""
+    # While another thread imports NumPy, the module is there without its classes: nothing can be an array yet.
+    numpy = sys.modules.get("numpy")
+    return type(value) in (getattr(numpy, "ndarray", None), getattr(numpy, "memmap", None))
+
+
+def is_scalar(value: object) -> bool:
+    """Return whether `value` is a NumPy scalar, without importing NumPy."""
+    generic = getattr(sys.modules.get("numpy"), "generic", None)
+    return generic is not None and isinstance(value, generic)
+
+
+def array_bytes(array: "np.ndarray") -> tuple[int, tuple[int, ...], memoryview]:
     """Return (dtype code, shape, bytes) of a numpy array without copying.
 
     Raises ValueError when the array is not contiguous, not little-endian, or of a dtype without a code. The message does not name the
@@ -51,7 +64,7 @@ def array_bytes(array: np.ndarray) -> tuple[int, tuple[int, ...], memoryview]:
         raise ValueError(f"has dtype {array.dtype}, which cannot travel; convert it to one of {', '.join(NAMES)}")
     if not array.dtype.isnative:
         raise ValueError(f"has byte order {array.dtype.byteorder!r}; convert it to little-endian")
-    return code, array.shape, array.reshape(-1).view(np.uint8).data
+    return code, array.shape, array.reshape(-1).view("uint8").data
 
 
 def tensor_bytes(tensor: "torch.Tensor") -> tuple[int, tuple[int, ...], memoryview]:
@@ -81,17 +94,19 @@ def tensor_bytes(tensor: "torch.Tensor") -> tuple[int, tuple[int, ...], memoryvi
     if tensor.numel() == 0:
         return code, shape, memoryview(b"")
     plain = tensor if tensor.is_cpu and not tensor.requires_grad else tensor.detach().cpu()
-    if _NUMPY_DTYPES[code] is None:
+    if _TYPESTRS[code] is None:
         plain = plain.reshape(-1).view(torch.uint8)
     return code, shape, memoryview(plain.numpy()).cast("B")
 
 
-def array_view(buffer: memoryview, code: int, shape: tuple[int, ...], *, copy: bool) -> np.ndarray:
+def array_view(buffer: memoryview, code: int, shape: tuple[int, ...], *, copy: bool) -> "np.ndarray":
     """Return the numpy array of `shape` over `buffer`; with `copy`, over memory of its own.
 
     Raises ValueError for a dtype that numpy does not have, such as bfloat16.
     """
-    dtype = _NUMPY_DTYPES[code]
+    import numpy as np
+
+    dtype = _TYPESTRS[code]
     if dtype is None:
         raise ValueError(f"dtype {NAMES[code]} does not exist in numpy")
     array = np.frombuffer(buffer, dtype).reshape(shape)
@@ -103,21 +118,22 @@ def tensor_view(buffer: memoryview, code: int, shape: tuple[int, ...], *, copy: 
 
     It has memory of its own with `copy`, or where `buffer` is not aligned for its dtype.
     """
+    import numpy as np
     import torch
 
     if len(buffer) == 0:
         return torch.empty(shape, dtype=getattr(torch, NAMES[code]))
     owner = np.frombuffer(buffer, np.uint8)
     address: int = owner.__array_interface__["data"][0]
-    known = _NUMPY_DTYPES[code]
-    array = np.asarray(_Memory(owner, address, *((owner.shape, "|u1") if known is None else (shape, known.str))))
+    known = _TYPESTRS[code]
+    array = np.asarray(_Memory(owner, address, *((owner.shape, "|u1") if known is None else (shape, known))))
     if copy or address % ITEMSIZES[code]:
         array = array.copy()
     tensor = torch.from_numpy(array)
     return tensor if known is not None else tensor.view(getattr(torch, NAMES[code])).reshape(shape)
 
 
-def scalar_bytes(scalar: np.generic) -> bytes:
+def scalar_bytes(scalar: "np.generic") -> bytes:
     """Return a numpy scalar as one dtype code byte and its little-endian bytes. Raises ValueError for other dtypes."""
     code = CODES.get(scalar.dtype.name)
     if code is None:
@@ -125,10 +141,12 @@ def scalar_bytes(scalar: np.generic) -> bytes:
     return bytes((code,)) + scalar.tobytes()
 
 
-def scalar_from_bytes(data: bytes) -> np.generic:
+def scalar_from_bytes(data: bytes) -> "np.generic":
     """Return the numpy scalar of `scalar_bytes`. Raises ValueError when code and length do not fit."""
-    dtype = _NUMPY_DTYPES[data[0]] if data and data[0] < len(NAMES) else None
-    if dtype is None or len(data) != 1 + dtype.itemsize:
+    import numpy as np
+
+    dtype = _TYPESTRS[data[0]] if data and data[0] < len(NAMES) else None
+    if dtype is None or len(data) != 1 + ITEMSIZES[data[0]]:
         raise ValueError(f"{len(data)} bytes are not a numpy scalar")
     scalar: np.generic = np.frombuffer(data, dtype, offset=1)[0]
     return scalar

@@ -15,7 +15,6 @@ from math import prod
 from typing import Any
 
 import msgpack
-from crc32c import crc32c
 
 from rl_core.api.errors import FrameError
 from rl_core.messages.registry import register_record
@@ -135,7 +134,7 @@ def _packed(kind: str, obj: Any, limits: Limits, checksum: bool) -> tuple[dict[s
             raise ValueError(
                 f"tensor {index} must have at most {limits.tensor_bytes} bytes, got {buffer.nbytes}; split it"
             )
-        table.append([code, list(shape), buffer.nbytes, crc32c(buffer) if checksum else None])
+        table.append([code, list(shape), buffer.nbytes, _crc32c(buffer) if checksum else None])
     header = {"k": kind, "e": None, "i": None, "s": None, "m": None, "p": encoder.skeleton, "t": table}
     return header, [buffer for _, _, buffer in encoder.frames]
 
@@ -242,6 +241,12 @@ def _checked_entry(entry: list[Any], limits: Limits) -> tuple[int, tuple[int, ..
     return code, tuple(shape), nbytes, crc
 
 
+def _crc32c(buffer: memoryview) -> int:
+    from crc32c import crc32c  # loads command-line and e-mail parsers, which a message without arrays does not need
+
+    return crc32c(buffer)
+
+
 def read_body(header: FrameHeader, parts: Sequence[Part], *, copy: bool = False) -> Any:
     """Return the object in the body of a message, given its header and all its frames. Raises FrameError."""
     frames = iter(parts)
@@ -249,7 +254,7 @@ def read_body(header: FrameHeader, parts: Sequence[Part], *, copy: bool = False)
     arrays: list[Frame] = []
     for index, (code, shape, nbytes, crc) in enumerate(header.table):
         buffer = _joined(frames, nbytes, f"array {index}")
-        if crc is not None and crc32c(buffer) != crc:
+        if crc is not None and _crc32c(buffer) != crc:
             raise FrameError(f"array {index} is damaged: its CRC32C differs from the header's")
         arrays.append((code, shape, buffer))
     if next(frames, None) is not None:

@@ -14,13 +14,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from rl_core.api.errors import FrameError
 from rl_core.transports import tokens
 from rl_core.transports.tokens import DIRECTORY
+
+if TYPE_CHECKING:
+    import numpy as np
 
 logger = logging.getLogger(__name__)
 
@@ -240,6 +241,8 @@ def _size_class(size: int) -> int:
 
 def copy_into(memory: Any, buffer: memoryview) -> None:
     """Copy `buffer` to the start of `memory` (a writable buffer), without the GIL."""
+    import numpy as np
+
     np.copyto(np.frombuffer(memory, np.uint8, buffer.nbytes), np.frombuffer(buffer, np.uint8))
 
 
@@ -259,6 +262,8 @@ class SegmentReader:
 
         Raises FrameError when the segment does not exist, belongs to another user, or is shorter.
         """
+        import numpy as np
+
         memory = self._map(name)
         if offset < 0 or size < 0 or offset + size > len(memory):
             raise FrameError(f"segment {name} has {len(memory)} bytes, the message wants {size} at {offset}")
@@ -267,7 +272,7 @@ class SegmentReader:
             self._watch(window, on_release)
         return window.data
 
-    def _watch(self, window: np.ndarray, on_release: Callable[[], None]) -> None:
+    def _watch(self, window: "np.ndarray", on_release: Callable[[], None]) -> None:
         key = id(window)
 
         def gone(_: Any) -> None:

@@ -29,7 +29,7 @@ from rl_core.api.user_code import load_extensions
 from rl_core.messages.members import MemberState
 from rl_core.observability import events
 from rl_core.observability.logging import configure_logging
-from rl_core.plan.groups import ACTOR, kinds_of_environment
+from rl_core.plan.groups import ACTOR, SCRIPT_WORKERS, kinds_of_environment
 from rl_core.plan.placement import Placement
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.handlers import HandlerLoop
@@ -201,11 +201,13 @@ class Host:
             self._extended = True
 
     def _serve_methods(self, methods: dict[str, Callable[..., Any]]) -> None:
-        """Serve the methods of the worker object to the groups that it names."""
+        """Serve the methods of the worker object to the groups that it names; in a script, to all workers: one user started them."""
         assert self._methods.worker is not None
         self._callers["runner"] |= methods.keys()
         for role, names in self._methods.worker.peer_methods.items():
             self._callers.setdefault(role, set()).update(names)
+        if self.identity.role == SCRIPT_WORKERS:
+            self._callers.setdefault(SCRIPT_WORKERS, set()).update(methods)
         self._server.add_handlers(methods)
 
     async def _report_ready(self) -> None:

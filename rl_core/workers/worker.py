@@ -45,7 +45,8 @@ class Worker:
     """
 
     peer_methods: ClassVar[Mapping[str, frozenset[str]]] = {}
-    """Methods that members of other groups may call, by the group of the caller, in a job with keys. The runner may call all methods."""
+    """Methods that members of other groups may call, by the group of the caller, in a job. The runner may call all methods, and so may the
+    workers of a script."""
     _context: WorkerContext
     _mail_of_epoch: Mail | None
 

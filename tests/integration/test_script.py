@@ -42,6 +42,10 @@ def test_a_channel_goes_from_workers_to_the_script_until_all_producers_are_done(
     assert [channel.get(timeout=60), channel.get(timeout=60)] == ["a", "b"]
 
 
+def test_a_worker_calls_a_method_of_another_one(group):
+    assert group.execute_on(0).ask(2, 1).wait(timeout=60) == [121]
+
+
 def test_a_strategy_places_processes_and_another_group_shares_the_slots(cluster, group):
     pair = Adder.create_group({"start": 0}).launch(
         cluster, name="pair", placement_strategy=FlexiblePlacementStrategy([[0], [2]])

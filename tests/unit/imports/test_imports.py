@@ -35,11 +35,11 @@ def test_importing_it_brings_no_heavy_stack(module):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_face_for_scripts_loads_neither_the_schema_nor_its_library():
-    """A script without a job has no use for them, and they take longer to load than all else of the project."""
+def test_the_face_for_scripts_loads_neither_arrays_nor_the_schema_nor_its_library():
+    """A script without a job may have no use for them, and they take longer to load than all else of the project."""
     code = (
         "import sys; from rl_core import Channel, Cluster, Worker; "
-        "bad = {'torch', 'transformers', 'tokenizers', 'jinja2', 'pydantic', 'kubernetes', 'aiohttp', 'rl_core.api.base', 'rl_core.api.job'}"
+        "bad = {'torch', 'numpy', 'crc32c', 'transformers', 'tokenizers', 'jinja2', 'pydantic', 'kubernetes', 'aiohttp', 'rl_core.api.base', 'rl_core.api.job'}"
         " & set(sys.modules); sys.exit(','.join(sorted(bad)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
