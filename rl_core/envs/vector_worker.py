@@ -7,8 +7,7 @@ There is one vector environment per pipeline stage. While the rollouts choose th
 """
 
 import asyncio
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from rl_core.envs.embodied import eval_seeds, eval_share, train_seed
 from rl_core.envs.gymnasium import GymnasiumVectorEnv
 from rl_core.messages.embodied import CollectionRound, EpisodeStats, SimulatorSettings
 from rl_core.plan.routing import routes
+from rl_core.workers.loop_thread import LoopThread
 from rl_core.workers.worker import Worker
 
 
@@ -35,10 +35,10 @@ class EnvWorker(Worker):
         self.per_stage = self.options.num_envs // self.options.stages
         self._group = self.spec.algorithm.group_size if self.spec.algorithm.name == "grpo" else 1
         self._step = 0
-        self._interacting: asyncio.Task[EpisodeStats] | None = None
+        self._interacting: asyncio.Future[EpisodeStats] | None = None
         self._prefetched: list[EnvOutput] | None = None
-        self._stepping = threading.Lock()
-        """Held while simulators step. A thread that steps them goes on after its collection was given up, and the next one waits for it."""
+        self._thread = LoopThread("collection")
+        """Runs the collections, because simulators may take long to step."""
         self.envs: list[GymnasiumVectorEnv] = []
         try:
             for stage in range(self.options.stages):
@@ -66,7 +66,7 @@ class EnvWorker(Worker):
             self._interacting.cancel()
             await asyncio.wait({self._interacting})
         work = self._evaluate(input_channel, output_channel, round) if round.mode == "eval" else None
-        self._interacting = asyncio.ensure_future(work or self._collect(input_channel, output_channel, round))
+        self._interacting = self._thread.submit(work or self._collect(input_channel, output_channel, round))
         return await self._interacting
 
     async def evaluate(self, input_channel: Channel, output_channel: Channel, round: CollectionRound) -> EpisodeStats:
@@ -74,11 +74,11 @@ class EnvWorker(Worker):
         return await self.interact(input_channel, output_channel, round)
 
     async def _collect(self, actions: Channel, observations: Channel, round: CollectionRound) -> EpisodeStats:
-        await self._run(self.update_reset_state_ids, round.step)
+        self.update_reset_state_ids(round.step)
         stages, stats = range(self.options.stages), EpisodeStats()
         before = sum(env.num_steps for env in self.envs)
         if self._prefetched is None:
-            await self._run(self.prefetch_train_bootstrap)
+            self.prefetch_train_bootstrap()
         first, self._prefetched = self._prefetched or [], None
         lost = 0
         for stage in stages:
@@ -86,7 +86,7 @@ class EnvWorker(Worker):
         for _ in range(self.options.horizon // self.options.chunk):
             for stage in stages:
                 chosen = await self._receive(actions, round, stage)
-                output = await self._run(self.env_interact_step, chosen, stage)
+                output = self.env_interact_step(chosen, stage)
                 self._send(observations, round, stage, output)
                 stats.episodes.extend(output.final_info or ())
                 lost += int(output.lost.sum()) if output.lost is not None else 0
@@ -103,29 +103,20 @@ class EnvWorker(Worker):
         if self._evaluation is None or self._evaluation.num_envs != count:
             if self._evaluation is not None:
                 self._evaluation.close()
-            self._evaluation = await asyncio.to_thread(self._build, count, False, None)
+            self._evaluation = self._build(count, False, None)
         env = self._evaluation
-        output = await self._run(env.reset, seeds)
+        output = env.reset(seeds)
         episodes: list[dict[str, Any]] = []
         rollout = place % len(round.rollouts)
         for _ in range(-(-self.options.eval_horizon // self.options.chunk)):
             observations.put(output, key=round.key(0, place, rollout), async_op=True)
             chosen = await actions.get_async(key=round.key(0, place, rollout))
-            output = await self._run(env.chunk_step, np.asarray(chosen))
+            output = env.chunk_step(np.asarray(chosen))
             episodes.extend(output.final_info or ())
             self.record_progress("env_steps", count)
             if env.all_resting:
                 break
         return await self._end_evaluation(observations, round, episodes + env.open_episodes())
-
-    async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function that steps simulators, on a thread."""
-
-        def alone() -> Any:
-            with self._stepping:
-                return function(*args)
-
-        return await asyncio.to_thread(alone)
 
     async def _end_evaluation(
         self, observations: Channel, round: CollectionRound, episodes: list[dict[str, Any]]
@@ -167,6 +158,7 @@ class EnvWorker(Worker):
 
     def close(self) -> None:
         """End the simulators."""
+        self._thread.close()
         for env in (*self.envs, *filter(None, [getattr(self, "_evaluation", None)])):
             env.close()
 

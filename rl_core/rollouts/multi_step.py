@@ -9,7 +9,6 @@ Legend: B simulators, C actions of a chunk, T decisions.
 """
 
 import asyncio
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +34,7 @@ from rl_core.rollouts.recorder import TrajectoryRecorder
 from rl_core.rollouts.weight_methods import WeightMethods
 from rl_core.weights.receiver import WeightReceiver
 from rl_core.weights.receiver_state import ReceiverState
+from rl_core.workers.loop_thread import LoopThread
 
 
 class MultiStepRolloutWorker(WeightMethods):
@@ -52,10 +52,10 @@ class MultiStepRolloutWorker(WeightMethods):
         self.global_step = 0
         self._weights: WeightReceiver | None = None
         self._round = CollectionRound(number=0, step=1, envs=(0,), rollouts=(0,))
-        self._working: asyncio.Task[int] | None = None
+        self._working: asyncio.Future[int] | None = None
         self._offloaded = False
-        self._deciding = threading.Lock()
-        """Held while the policy chooses. A thread goes on after its collection was given up; its random numbers must not mix with others."""
+        self._thread = LoopThread("collection")
+        """Runs the collections, because a policy may take long to choose. One decides at a time, so that random numbers do not mix."""
 
     # --- bring-up ----------------------------------------------------------------------------------------------------
 
@@ -196,14 +196,9 @@ class MultiStepRolloutWorker(WeightMethods):
         if self._working is not None:
             self._working.cancel()
             await asyncio.wait({self._working})
-            await asyncio.to_thread(self._await_decision)
         self._round = round or self._round
-        self._working = asyncio.ensure_future(work)
+        self._working = self._thread.submit(work)
         return await self._working
-
-    def _await_decision(self) -> None:
-        with self._deciding:
-            pass
 
     async def _generate(
         self, observations: Channel, actions: Channel, trajectories: Channel, round: CollectionRound | None
@@ -218,7 +213,7 @@ class MultiStepRolloutWorker(WeightMethods):
                 for stage in stages:
                     output = await self.recv_env_output(observations, stage=stage)
                     last = decision == decisions
-                    chosen = await asyncio.to_thread(self._decide, recorders[stage], output, version, last)
+                    chosen = self._decide(recorders[stage], output, version, last)
                     if chosen is not None:
                         self.send_chunk_actions(actions, chosen, stage=stage)
                 self.record_progress("decisions")
@@ -227,10 +222,6 @@ class MultiStepRolloutWorker(WeightMethods):
 
     def _decide(self, recorder: TrajectoryRecorder, output: EnvOutput, version: int, last: bool) -> Tensor | None:
         """Record an output and the decision on it; return the actions, None for the last output, of which the value alone counts."""
-        with self._deciding:
-            return self._decide_alone(recorder, output, version, last)
-
-    def _decide_alone(self, recorder: TrajectoryRecorder, output: EnvOutput, version: int, last: bool) -> Tensor | None:
         if output.intervene_flags is not None and output.rewards is not None:
             recorder.intervene(output.intervene_actions, output.intervene_flags)
         _, rewards = self.get_dones_and_rewards(output)
@@ -265,7 +256,7 @@ class MultiStepRolloutWorker(WeightMethods):
                 output: EnvOutput = await observations.get_async(key=key)
             if output.obs is None:
                 return count
-            chosen, _ = await asyncio.to_thread(self.predict, output.obs, "eval")
+            chosen, _ = self.predict(output.obs, "eval")
             actions.put(chosen.numpy(), key=key, async_op=True)
             self.record_progress("decisions")
             count += 1
@@ -297,6 +288,7 @@ class MultiStepRolloutWorker(WeightMethods):
     async def close(self) -> None:
         """Stop serving. May be called again."""
         self._stop()
+        self._thread.close()
         if self._weights is not None:
             await self._weights.close()
             self._weights = None

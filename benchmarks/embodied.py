@@ -1,0 +1,114 @@
+"""Environment steps per second of `rljob run` on CartPole beside a plain PPO loop, in turns, and the recovery of a simulator. Prints JSON.
+
+Each turn trains as many updates with the same hyper-parameters in both. `slow` is a simulator that costs 1 ms of processor time a step.
+Targets: 0.8 of the plain loop for CartPole, 1.2 for `slow`, 2 s from the death of one of 8 simulators to its next step.
+
+    python benchmarks/embodied.py [--turns N] [--updates N] [--slow-updates N]
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from _processes import RLJOB, Watched, read_lines
+
+from rl_core.envs.gymnasium import GymnasiumVectorEnv
+
+HERE = Path(__file__).parent
+EXAMPLE = HERE.parent / "examples" / "embodied"
+SLOW = ("env.options.id=_slow_cartpole:SlowCartPole", "env.options.vectorization=process")
+STEPS, WARM = 8 * 128, 3
+"""Environment steps of an update; updates at the start of a run that are not counted."""
+
+
+def ours(folder: Path, updates: int, seed: int, slow: bool) -> tuple[list[float], list[float]]:
+    """Return the seconds and the mean return of each update of `rljob run`."""
+    shutil.copytree(EXAMPLE, folder)
+    shutil.copy(HERE / "_slow_cartpole.py", folder)
+    settings = [f"algorithm.steps={updates}", f"algorithm.seed={seed}", "validation.everySteps=100000"]
+    settings += [*SLOW] if slow else []
+    options = [part for one in settings for part in ("--set", one)]
+    command = [RLJOB, "run", str(folder / "cartpole.yaml"), "--output", str(folder / "out"), "--no-progress", *options]
+    Watched(command, cwd=folder, env=os.environ, log=folder / "run.txt", sampled=False).wait(1200)
+    lines = [line for line in read_lines(folder / "out" / "metrics.jsonl") if line["step"] > 0]
+    return [line["time/step"] for line in lines], [line["env/return"] for line in lines if "env/return" in line]
+
+
+def plain(updates: int, seed: int, slow: bool) -> tuple[list[float], list[float]]:
+    """Return the same of the plain loop."""
+    options = {"id": "slow" if slow else "CartPole-v1", "updates": updates, "annealed": updates, "seed": seed}
+    arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    command = [sys.executable, str(HERE / "_plain_ppo.py"), *arguments]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    return found["seconds"], [statistics.mean(ended) for ended in found["returns"] if ended]
+
+
+def compare(folder: Path, turns: int, updates: int, *, slow: bool) -> dict:
+    """Return steps per second and last returns of both, and their ratio by turn."""
+    rates: dict[str, list[float]] = {"rljob": [], "plain": []}
+    returns: dict[str, list[float]] = {"rljob": [], "plain": []}
+    for turn in range(turns):
+        for name in ("plain", "rljob"):
+            parts = folder / f"{slow}-{turn}"
+            seconds, found = plain(updates, turn, slow) if name == "plain" else ours(parts, updates, turn, slow)
+            rates[name].append(STEPS / statistics.mean(seconds[WARM:]))
+            returns[name].append(statistics.mean(found[-5:]))
+    ratios = [mine / theirs for mine, theirs in zip(rates["rljob"], rates["plain"], strict=True)]
+    return {
+        "environment_steps": updates * STEPS,
+        "steps_per_second": {name: [round(rate) for rate in each] for name, each in rates.items()},
+        "ratio": [round(ratio, 3) for ratio in ratios],
+        "return_of_last_5_updates": {name: [round(one, 1) for one in each] for name, each in returns.items()},
+    }
+
+
+def recovery(count: int = 8) -> dict:
+    """Kill one of `count` simulators; return the seconds to its next step and the episodes that were lost."""
+    env = GymnasiumVectorEnv("CartPole-v1", count, vectorization="process")
+    try:
+        env.reset(seed=1)
+        actions = np.zeros(count, np.int64)
+        env.step(actions)
+        os.kill(env._slots.pids[3], signal.SIGKILL)
+        killed, lost, output = time.monotonic(), 0, None
+        while output is None or not lost or output.sub_steps[3] == 0:
+            output = env.step(actions)
+            lost += 0 if output.lost is None else int(output.lost.sum())
+        return {"seconds_to_next_step": round(time.monotonic() - killed, 2), "lost_episodes": lost}
+    finally:
+        env.close()
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--updates", type=int, default=60)
+    parser.add_argument("--slow-updates", type=int, default=8)
+    options = parser.parse_args()
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        report = {
+            "cores": os.cpu_count(),
+            "target": {"cartpole": 0.8, "slow": 1.2, "seconds_to_next_step": 2.0},
+            "recovery": recovery(),
+            "cartpole": compare(folder, options.turns, options.updates, slow=False),
+            "slow": compare(folder, options.turns, options.slow_updates, slow=True),
+        }
+    report["load"] = [round(load, 1), round(os.getloadavg()[0], 1)]
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""`LoopThread`: an event loop on a thread of its own, for coroutines that compute between their messages."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutines that may block: the event loop of the RPC handlers goes on meanwhile.
+
+    A coroutine that was cancelled ends before one that is submitted afterwards begins.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Start the thread `name`."""
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> "asyncio.Future[T]":
+        """Run `work` on the thread; return a future of the caller's event loop. Cancelling it cancels `work`."""
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def close(self) -> None:
+        """Cancel what runs and end the thread, without waiting for either. May be called again."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _serve(self) -> None:
+        try:
+            self._loop.run_forever()
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        finally:
+            self._loop.close()
