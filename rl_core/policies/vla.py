@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_core.policies.base import Mode, Policy, discrete_scores, layer, sample_discrete
 from rl_core.policies.cnn import image_floats
@@ -34,7 +34,8 @@ class VLAPolicy(Policy):
         """Build a vision-language model with random weights.
 
         `model` is the configuration of a model of the LLaVA family, as in its config.json: vision_config, text_config and what connects
-        them. `instruction` has the ids of an instruction where the simulators give none. Raises ValueError when the vocabulary has fewer than `bins` ids.
+        them. `instruction` has the ids of an instruction where the simulators give none. Raises ValueError when the vocabulary has fewer
+        than `bins` ids.
         """
         from transformers import AutoConfig, AutoModelForImageTextToText
 

@@ -89,7 +89,9 @@ def test_gradients_are_those_of_finite_differences(policy, obs):
     """Over a random combination of all outputs, along a random direction of all parameters, in float64."""
     with torch.no_grad():
         _, result = policy.predict(obs)
-    weights = {name: torch.randn_like(tensor) for name, tensor in policy.forward_train(result["forward_inputs"]).items()}
+    weights = {
+        name: torch.randn_like(tensor) for name, tensor in policy.forward_train(result["forward_inputs"]).items()
+    }
 
     def value():
         outputs = policy.forward_train(result["forward_inputs"])
