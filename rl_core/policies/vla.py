@@ -60,7 +60,9 @@ class VLAPolicy(Policy):
         seen = {name: obs[name] for name in ("pixels", "states", "instruction") if name in obs}
         answer = self._language(self._prompt(seen), use_cache=True)
         last = answer.last_hidden_state[:, -1]
-        values, tokens, log_probs = self.value(last), [], []
+        values = self.value(last)
+        tokens: list[Tensor] = []
+        log_probs: list[Tensor] = []
         for place in range(self.chunk * self.action_dim):
             if place:
                 answer = self._language(
