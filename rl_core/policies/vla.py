@@ -57,7 +57,7 @@ class VLAPolicy(Policy):
 
     def predict(self, obs: dict[str, Tensor], mode: Mode = "train") -> tuple[Tensor, dict[str, Any]]:
         """Return actions [B, C, D] in (-1, 1); see `Policy.predict`. The tokens are chosen one after the other, with a KV cache."""
-        seen = {name: obs[name] for name in ("pixels", "states", "instruction") if name in obs}
+        seen: dict[str, Tensor] = {name: obs[name] for name in ("pixels", "states", "instruction") if name in obs}
         answer = self._language(self._prompt(seen), use_cache=True)
         last = answer.last_hidden_state[:, -1]
         values = self.value(last)
