@@ -18,6 +18,8 @@ from rl_core.api.user_code import describe, import_reference
 
 POLICIES = {
     "mlp": "rl_core.policies.mlp:MLPPolicy",
+    "cnn": "rl_core.policies.cnn:CNNPolicy",
+    "vla": "rl_core.policies.vla:VLAPolicy",
 }
 """Name in config.json -> "module:Class"."""
 WEIGHTS = "model.safetensors"

@@ -1,0 +1,68 @@
+"""What policies with one distribution per action share: sampling, and log-probabilities of the actions that were sampled.
+
+Legend: B simulators, C actions of a chunk, D dimensions of an action, V classes.
+"""
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from rl_core.policies.base import Mode, Policy, discrete_scores, sample_discrete
+
+
+class ActorCritic(Policy):
+    """Categorical over `num_actions`, or a normal distribution with `action_dim` dimensions whose deviation is a parameter."""
+
+    observation: ClassVar[str]
+    """Name of the observation that the networks see."""
+
+    def __init__(
+        self, *, num_actions: int | None, action_dim: int | None, chunk: int, initial_log_std: float = 0.0
+    ) -> None:
+        """Set the distribution. Exactly one of `num_actions` and `action_dim` is given, else ValueError."""
+        super().__init__()
+        if (num_actions is None) == (action_dim is None):
+            raise ValueError(
+                f"num_actions or action_dim must be given, and not both, got {num_actions} and {action_dim}; remove one"
+            )
+        self.num_actions, self.chunk = num_actions, chunk
+        self.action_dim = action_dim or 1
+        self.num_outputs = chunk * (num_actions or self.action_dim)
+        if num_actions is None:
+            self.log_std = nn.Parameter(torch.full((self.action_dim,), float(initial_log_std)))
+
+    @abstractmethod
+    def networks(self, observed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return [B, num_outputs], which are logits or means, and the values [B, 1] of observations [B, ...]."""
+
+    def predict(self, obs: dict[str, Tensor], mode: Mode = "train") -> tuple[Tensor, dict[str, Any]]:
+        """Return actions [B, C] or [B, C, D]; see `Policy.predict`."""
+        observed = obs[self.observation]
+        outputs, values = self._outputs(observed)
+        if self.num_actions is not None:
+            actions, log_probs = sample_discrete(outputs, mode)
+            log_probs = log_probs[..., None]
+        else:
+            spread = self.log_std.exp()
+            actions = outputs + spread * torch.randn_like(outputs) if mode == "train" else outputs
+            log_probs = torch.distributions.Normal(outputs, spread, validate_args=False).log_prob(actions)
+        kept = {self.observation: observed, "actions": actions}
+        return actions, {"prev_logprobs": log_probs, "prev_values": values, "forward_inputs": kept}
+
+    def forward_train(self, inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
+        """Return log-probabilities, entropies [B, C, D] and values [B, 1]; see `Policy.forward_train`."""
+        actions = inputs["actions"]
+        outputs, values = self._outputs(inputs[self.observation])
+        if self.num_actions is not None:
+            log_probs, entropy = (tensor[..., None] for tensor in discrete_scores(outputs, actions))
+        else:
+            normal = torch.distributions.Normal(outputs, self.log_std.exp(), validate_args=False)
+            log_probs, entropy = normal.log_prob(actions), normal.entropy().expand_as(outputs)
+        return {"log_probs": log_probs, "entropy": entropy, "values": values}
+
+    def _outputs(self, observed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits [B, C, V] or means [B, C, D], and values [B, 1]."""
+        outputs, values = self.networks(observed)
+        return outputs.view(len(outputs), self.chunk, self.num_actions or self.action_dim), values

@@ -1,0 +1,140 @@
+"""The policies that are built in: the trainer scores an action as the rollout that chose it did, and gradients are those of the density."""
+
+import json
+
+import pytest
+import torch
+
+from rl_core.policies.folder import build_policy
+
+ROWS, SIDE = 5, 16
+VLA = {
+    "model_type": "llava",
+    "image_token_index": 1,
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "full",
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": SIDE,
+        "patch_size": 8,
+        "vision_use_head": False,
+    },
+    "text_config": {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 40,
+        "max_position_embeddings": 64,
+    },
+}
+IMAGE = {"image": [SIDE, SIDE, 3], "channels": [4], "hidden": 8}
+CASES = {
+    "mlp discrete": ("mlp", {"observation_size": 6, "num_actions": 3, "chunk": 2, "hidden": [8]}),
+    "mlp normal": ("mlp", {"observation_size": 6, "action_dim": 2, "chunk": 3, "hidden": [8]}),
+    "cnn discrete": ("cnn", IMAGE | {"num_actions": 4}),
+    "cnn normal": ("cnn", IMAGE | {"action_dim": 2, "chunk": 2}),
+    "vla": ("vla", {"model": VLA, "action_dim": 2, "chunk": 2, "bins": 8, "state_size": 6}),
+}
+
+
+@pytest.fixture(params=CASES.values(), ids=CASES.keys())
+def policy(request):
+    name, arguments = request.param
+    return build_policy(json.dumps({"policy": name, "arguments": arguments}), seed=1).double().eval()
+
+
+@pytest.fixture
+def obs():
+    torch.manual_seed(0)
+    return {
+        "states": torch.randn(ROWS, 6, dtype=torch.float64),
+        "pixels": torch.randint(256, (ROWS, SIDE, SIDE, 3), dtype=torch.uint8),
+        "instruction": torch.randint(2, 30, (ROWS, 3)),
+    }
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_the_trainer_scores_a_decision_as_the_rollout_did(policy, obs, mode):
+    with torch.no_grad():
+        actions, result = policy.predict(obs, mode)
+    scores = policy.forward_train(result["forward_inputs"])
+    assert torch.allclose(scores["log_probs"], result["prev_logprobs"], atol=1e-10)
+    assert torch.allclose(scores["values"], result["prev_values"], atol=1e-10)
+    assert scores["log_probs"].shape == scores["entropy"].shape == result["prev_logprobs"].shape
+    assert scores["log_probs"].shape[:2] == actions.shape[:2] == (ROWS, policy.chunk)
+    assert scores["values"].shape == (ROWS, 1)
+    assert all(len(tensor) == ROWS for tensor in result["forward_inputs"].values())
+
+
+def test_a_row_does_not_depend_on_the_others_and_eval_takes_the_likeliest_action(policy, obs):
+    together, _ = policy.predict(obs, "eval")
+    alone, result = policy.predict({name: tensor[2:3] for name, tensor in obs.items()}, "eval")
+    assert torch.allclose(together[2:3], alone)
+    sampled = [policy.predict({name: tensor[2:3] for name, tensor in obs.items()})[0] for _ in range(20)]
+    assert any(not torch.equal(alone, other) for other in sampled)
+    if policy.forward_train(result["forward_inputs"])["log_probs"].numel() == 1:
+        best = result["prev_logprobs"].item()
+        scores = [policy.predict({n: t[2:3] for n, t in obs.items()})[1]["prev_logprobs"].item() for _ in range(20)]
+        assert best >= max(scores)
+
+
+def test_gradients_are_those_of_finite_differences(policy, obs):
+    """Over a random combination of all outputs, along a random direction of all parameters, in float64."""
+    with torch.no_grad():
+        _, result = policy.predict(obs)
+    weights = {
+        name: torch.randn_like(tensor) for name, tensor in policy.forward_train(result["forward_inputs"]).items()
+    }
+
+    def value():
+        outputs = policy.forward_train(result["forward_inputs"])
+        return sum((outputs[name] * weights[name]).sum() for name in weights)
+
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    directions = [torch.randn_like(p) for p in parameters]
+    gradients = torch.autograd.grad(value(), parameters, allow_unused=True)
+    expected = sum((g * d).sum() for g, d in zip(gradients, directions, strict=True) if g is not None).item()
+
+    def shifted(size):
+        with torch.no_grad():
+            for parameter, direction in zip(parameters, directions, strict=True):
+                parameter.add_(direction, alpha=size)
+            moved = value().item()
+            for parameter, direction in zip(parameters, directions, strict=True):
+                parameter.sub_(direction, alpha=size)
+        return moved
+
+    exact = not hasattr(policy, "vlm")  # the norms and rotary embeddings of transformers compute in float32
+    step, tolerance = (1e-6, 1e-5) if exact else (1e-3, 1e-2)
+    assert (shifted(step) - shifted(-step)) / (2 * step) == pytest.approx(expected, rel=tolerance, abs=tolerance)
+
+
+def test_the_sampled_actions_have_the_distribution_that_is_scored(policy, obs):
+    """The mean of minus the log-probability of samples is the entropy of the first number of an action."""
+    many = {name: tensor[:1].expand(4000, *tensor.shape[1:]) for name, tensor in obs.items()}
+    with torch.no_grad():
+        _, result = policy.predict(many)
+        entropy = policy.forward_train(result["forward_inputs"])["entropy"][0, 0, 0].item()
+    surprise = -result["prev_logprobs"][:, 0, 0]
+    assert surprise.mean().item() == pytest.approx(entropy, abs=5 * surprise.std().item() / 4000**0.5 + 1e-3)
+
+
+def test_tokens_are_the_last_ids_of_the_vocabulary_and_stand_for_equal_parts():
+    name, arguments = CASES["vla"]
+    policy = build_policy(json.dumps({"policy": name, "arguments": arguments}))
+    assert policy.first_action == 32
+    tokens = torch.arange(8)
+    assert torch.equal(policy._embed(tokens), policy.vlm.get_input_embeddings().weight[32:])
+    obs = {"pixels": torch.zeros(64, SIDE, SIDE, 3, dtype=torch.uint8), "states": torch.zeros(64, 6)}
+    actions, result = policy.predict(obs)
+    centers = torch.linspace(-1 + 1 / 8, 1 - 1 / 8, 8)
+    assert torch.allclose(actions.flatten(1), centers[result["forward_inputs"]["tokens"]])
+    with pytest.raises(Exception, match=r"bins must be in \[2, 40\]"):
+        build_policy(json.dumps({"policy": name, "arguments": arguments | {"bins": 41}}))
