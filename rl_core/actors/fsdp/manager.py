@@ -29,6 +29,7 @@ from rl_core.actors.source import GatheredSource, GatheringPlan
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.roles import OptimizerSpec
+from rl_core.weights.adapters import AdapterSource, sends_adapters
 from rl_core.weights.manifest import wire_dtype
 from rl_core.weights.version_source import SourceEntry
 
@@ -324,13 +325,31 @@ class FSDPModelManager(ModelManager):
         Adapters are merged into the weights. Collective.
         """
         slices = self.named_slices()
+        adapters = self.cfg.model.lora
+        given = slices if adapters is None else lora.MergedSlices(slices, self._whole_adapters(), adapters.scale)
+        return GatheredSource(
+            self._base_entries(slices, dtype), given, self._gathering, self.ranks, bucket_bytes=bucket_bytes
+        )
+
+    def publish_source(self, bucket_bytes: int, *, needs_base: bool) -> GatheredSource | AdapterSource:
+        """Return the present weights as a source for the publisher; see `ModelManager.publish_source`. Adapters are not merged."""
+        if not sends_adapters(self.cfg):
+            return super().publish_source(bucket_bytes, needs_base=needs_base)
+        if not self.ranks.gather(needs_base)[0]:
+            return AdapterSource(self._whole_adapters(), bucket_bytes=bucket_bytes)
+        slices = self.named_slices()
+        adapters = [name for name in slices if lora.is_adapter_name(name) and not is_critic_name(name)]
         entries = [
+            *self._base_entries(slices, self.cfg.model.dtype),
+            *(SourceEntry(name, slices[name].shape, "float32") for name in adapters),
+        ]
+        return GatheredSource(entries, slices, self._gathering, self.ranks, bucket_bytes=bucket_bytes)
+
+    def _base_entries(self, slices: Mapping[str, LocalSlice], dtype: str) -> list[SourceEntry]:
+        return [
             SourceEntry(name, slices[tied or name].shape, wire_dtype(slices[tied or name].tensor, dtype), tied)
             for name, tied in self.sync_names
         ]
-        adapters = self.cfg.model.lora
-        given = slices if adapters is None else lora.MergedSlices(slices, self._whole_adapters(), adapters.scale)
-        return GatheredSource(entries, given, self._gathering, self.ranks, bucket_bytes=bucket_bytes)
 
     def _adapter_files(self) -> dict[str, bytes]:
         adapters = self.cfg.model.lora

@@ -257,3 +257,22 @@ def test_megatron_refuses_adapters_by_name(make_spec):
 
     spec = make_spec(model__lora=ADAPTERS, actor__backend="megatron")
     assert any("model.lora needs actor.backend fsdp2 or fsdp1" in line for line in unsupported_settings(spec, {}))
+
+
+def test_the_publisher_gets_base_and_adapters_first_and_adapters_only_afterwards(make_lora, model_folder):
+    actor = make_lora()
+    given = []
+    for needs_base in (True, False):
+        source = actor.manager.publish_source(1 << 20, needs_base=needs_base)
+        given.append(
+            {
+                source.entries[index].name: tensor.clone()
+                for bucket in source.buckets("cpu")
+                for index, tensor in zip(bucket.place.entries, bucket.tensors, strict=True)
+            }
+        )
+        source.finish()
+    whole, adapters = given
+    base = load_file(model_folder / "model.safetensors")
+    assert set(whole) == set(base) | set(adapters) and len(adapters) == 28
+    assert all(torch.equal(whole[name], tensor) for name, tensor in {**base, **adapters}.items())
