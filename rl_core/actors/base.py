@@ -246,7 +246,8 @@ class Actor(Worker, ABC):
         """
         version = self.global_step if version is None else version
         with self.manager.residency.loaded(moments=False), self.ranks.guard(f"publishing version {version}"):
-            source = self.manager.version_source(self.cfg.model.dtype, self.cfg.weights.bucket_bytes)
+            needs_base = self.publisher is None or self.publisher.needs_base
+            source = self.manager.publish_source(self.cfg.weights.bucket_bytes, needs_base=needs_base)
             try:
                 if self.publisher is None:
                     return None

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from rl_core.actors import attention
 from rl_core.actors.critic import HEAD, SEPARATE, is_critic_name
-from rl_core.actors.lora import is_adapter_name
 from rl_core.actors.slices import LocalSlice
 from rl_core.api.errors import ConfigError
 from rl_core.checkpoint.files import file_digest
+from rl_core.weights.manifest import is_adapter_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rl_core.actors.slices import LocalSlice
 from rl_core.api.errors import ConfigError, DataError
 from rl_core.api.lora import LoraSpec
+from rl_core.weights.manifest import is_adapter_name
 
 A, B, DROPOUT = "lora_A", "lora_B", "lora_dropout"
 """Names of the parts of an adapter below its layer."""
@@ -27,11 +28,6 @@ FOLDER = "adapter"
 """Folder of the adapters in an exported model."""
 _LAYER = re.compile(r"\blayers\.(\d+)\.(?:\w+\.)*(\w+)$")
 """Number of the decoder layer and own name of a module inside it."""
-
-
-def is_adapter_name(name: str) -> bool:
-    """Return whether the parameter called `name` belongs to an adapter."""
-    return not {A, B}.isdisjoint(name.split("."))
 
 
 def attach_adapters(model: nn.Module, spec: LoraSpec, *, layers: int) -> None:

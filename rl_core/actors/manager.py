@@ -30,6 +30,7 @@ from rl_core.actors.source import GatheredSource
 from rl_core.api.errors import ConfigError, DataError, InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.plan.capacity import ModelFacts, admit, estimate
+from rl_core.weights.adapters import AdapterSource
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +138,13 @@ class ModelManager(ResidentState):
     @abstractmethod
     def version_source(self, dtype: str, bucket_bytes: int) -> GatheredSource:
         """Return the present weights as a source for publishing; floating-point weights in `dtype`. Every rank must call its `finish`."""
+
+    def publish_source(self, bucket_bytes: int, *, needs_base: bool) -> GatheredSource | AdapterSource:
+        """Return the present weights as a source for the publisher. Every rank must call its `finish`. Collective.
+
+        With adapters it has base and adapters, or adapters only unless rank 0's publisher `needs_base`.
+        """
+        return self.version_source(self.cfg.model.dtype, bucket_bytes)
 
     # Set-up ---------------------------------------------------------------------------------------------------------
 

@@ -289,6 +289,8 @@ class PullRequest:
 
     host_token: str
     """Equal to the publisher's when the two share memory."""
+    base: str = ""
+    """Digest of the base below adapters that it has proven; "" for none."""
     direct: bool = False
     """Whether the publisher is to give it itself: what came from another receiver failed."""
 

@@ -15,7 +15,7 @@ from rl_core.messages.weights import PatchSource
 from rl_core.transports.dtypes import CODES, tensor_view
 from rl_core.weights import checksums, patch
 from rl_core.weights.bucket import Bucket, Layout
-from rl_core.weights.manifest import WeightEntry, WeightManifest, checksum, host_bytes
+from rl_core.weights.manifest import WeightEntry, WeightManifest, checksum, host_bytes, is_adapter_name
 
 if TYPE_CHECKING:
     import torch
@@ -146,8 +146,11 @@ class Assembly:
         A checksum is updated from the overwritten elements, before and after the write, so only the changed elements are read. The tensors
         in `source.verify` are read as a whole. Raises DataError if this is no patch of the version in memory.
         """
-        if self._base is None or self._base.digest != source.base:
+        if self._base is None or source.base not in (self._base.digest, self._base.base_digest):
             raise DataError(f"patch must be of the version in memory, got one of {source.base}")
+        if source.base == self._base.base_digest:
+            yield from self._adapters(source, data)
+            return
         if self._retained is None or self._retained.keys() != self._without_place().keys():
             raise DataError("patch must find the tensors where the version before it left them, some are not there")
         proven = {entry.name: entry.checksum for entry in self._base.entries}
@@ -175,6 +178,29 @@ class Assembly:
             yield from self._proven(entry, memory, sums)
         if changes:
             raise DataError(f"patch must be of tensors of the manifest, got {next(iter(changes))!r}")
+
+    def _adapters(self, source: PatchSource, data: np.ndarray) -> Iterator[tuple[str, "torch.Tensor"]]:
+        """Yield the adapters of `source`, whole tensors in `data`. The base is in the engine already, and is not touched.
+
+        Raises DataError unless the adapters are those of the manifest, over the base in memory.
+        """
+        assert self._base is not None
+        if self.manifest.base_digest != source.base:
+            raise DataError(f"adapters must be of the base in memory, {source.base}, got {self.manifest.base_digest}")
+        changes = patch.by_name(source.tensors)
+        for entry in self._entries:
+            if not is_adapter_name(entry.name):
+                continue
+            self._check()
+            change = changes.pop(entry.name, None)
+            if change is None or (change.shape, change.dtype, change.gap_bytes) != (entry.shape, entry.dtype, 0):
+                raise DataError(
+                    f"adapter {entry.name!r} must come as a whole, {entry.dtype} {list(entry.shape)}, got {change}"
+                )
+            values = patch.DecodedChange.of(change, data).values.view(np.uint8)
+            yield from self._whole(entry, values)
+        if changes:
+            raise DataError(f"adapters must be of the manifest, got {next(iter(changes))!r}")
 
     def _reach(self, entry: WeightEntry, start: int, position: int) -> None:
         so_far = self._partial[1] if self._partial is not None else 0

@@ -133,6 +133,14 @@ class HostCopies:
             raise
         return HostCopy(manifest, layout, memory)
 
+    def overwritable(self, copy: HostCopy) -> HostMemory:
+        """Return the memory of `copy` if it has only one holder, else new memory with the same bytes."""
+        if self._can_overwrite(copy.memory):
+            return copy.memory
+        memory = self.allocate(copy.nbytes)
+        np.copyto(memory.data[: copy.nbytes], copy.memory.data[: copy.nbytes])
+        return memory
+
     def _can_overwrite(self, memory: HostMemory) -> bool:
         with self._lock:
             alone = len(memory.holders) == 1

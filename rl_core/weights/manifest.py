@@ -21,6 +21,7 @@ from rl_core.weights import checksums
 if TYPE_CHECKING:
     import torch
 
+_ADAPTER = frozenset(("lora_A", "lora_B"))
 _FLOATING = frozenset(name for name in CODES if "float" in name)
 _DEVICE_CHUNK = 1 << 24
 """Number of 32-bit words summed at once on an accelerator. It limits each 64-bit temporary tensor to 128 MiB."""
@@ -80,9 +81,20 @@ class WeightManifest:
         return blake2b(self.packed, digest_size=16).hexdigest()
 
     @functools.cached_property
+    def base_digest(self) -> str:
+        """BLAKE2b-128 of the tensors that are no adapters, in hex; "" for a model without adapters.
+
+        Versions with equal base digests differ in their adapters only.
+        """
+        rows = [_row(entry) for entry in self.entries if not is_adapter_name(entry.name)]
+        if len(rows) == len(self.entries):
+            return ""
+        return blake2b(msgpack.packb(rows), digest_size=16).hexdigest()
+
+    @functools.cached_property
     def packed(self) -> bytes:
         """Canonical msgpack of [version, epoch, entries, total_bytes]; each entry is a list of its fields."""
-        rows = [[e.name, e.shape, e.dtype, e.nbytes, e.checksum, e.alias_of] for e in self.entries]
+        rows = list(map(_row, self.entries))
         packed: bytes = msgpack.packb([self.version, self.epoch, rows, self.total_bytes])
         return packed
 
@@ -101,6 +113,15 @@ class WeightManifest:
         if manifest.total_bytes != total:
             raise DataError(f"weight manifest must total {manifest.total_bytes} bytes by its entries, says {total}")
         return manifest
+
+
+def is_adapter_name(name: str) -> bool:
+    """Return whether the tensor called `name` belongs to an adapter (LoRA); adapters are named as in `peft`."""
+    return not _ADAPTER.isdisjoint(name.split("."))
+
+
+def _row(entry: WeightEntry) -> list[Any]:
+    return [entry.name, entry.shape, entry.dtype, entry.nbytes, entry.checksum, entry.alias_of]
 
 
 def _entry(

@@ -24,6 +24,7 @@ from rl_core.transports.links import ProcessSharedMemory
 from rl_core.transports.rpc import RpcClient, RpcServer
 from rl_core.transports.rpc_wire import refuse_on_event_loop
 from rl_core.weights import checksums
+from rl_core.weights.adapters import AdapterEncoder, sends_adapters
 from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.fanout import RelayPool
 from rl_core.weights.handshake import CommitGate, Handshake, HandshakeState
@@ -82,6 +83,7 @@ class WeightPublisher:
         self._patch_encoder = (
             PatchEncoder(self._copies, verify_every=own.verify_every) if own.syncer == "patch" else None
         )
+        self._adapter_encoder = AdapterEncoder(self._copies) if sends_adapters(self.cfg) else None
         self._source_factory = SourceFactory(host, keys=keys, encrypt=self.cfg.weights.encrypt, host_token=host_token)
         self._relays = RelayPool(own.fanout, encrypted=own.encrypt) if own.fanout else None
         self._pull_server = PullServer(self._copies, self._source_factory, self._deadlines, self._relays)
@@ -98,7 +100,8 @@ class WeightPublisher:
     def _make_transport(self, host: str, device_uuid: str | None) -> WeightTransport:
         """Return the transport of this job. Patches are sent point to point, and so is everything on a CPU unless the job says otherwise."""
         transport, point_to_point = self.cfg.weights.transport, PointToPoint(self._source_factory, self._relays)
-        if transport == "zmq" or (transport == "auto" and (self._device == "cpu" or self._patch_encoder is not None)):
+        sends_patches = self._patch_encoder is not None or self._adapter_encoder is not None
+        if transport == "zmq" or (transport == "auto" and (self._device == "cpu" or sends_patches)):
             return point_to_point
         if self._shares_devices:
             from rl_core.weights.device_buffer import DeviceBuffer  # needs torch
@@ -133,6 +136,11 @@ class WeightPublisher:
         copy = self._pull_server.committed
         return (copy.manifest.version, copy.manifest.digest) if copy is not None else NO_VERSION
 
+    @property
+    def needs_base(self) -> bool:
+        """Return whether the next source must have all tensors. False: adapters are enough, over the base of the version before."""
+        return self._adapter_encoder is None or not self._adapter_encoder.has_base
+
     def publish(
         self, version: int, source: VersionSource, receivers: Sequence[ReceiverAddress], min_acks: int
     ) -> PublishReport:
@@ -152,8 +160,8 @@ class WeightPublisher:
             self._pull_server.withdraw()
             try:
                 source = source if self._device_buffer is None else self._device_buffer.copying(source)
-                write = self._copies.write if self._patch_encoder is None else self._patch_encoder.write
-                copy = write(source, version=version, epoch=self.epoch, device=self._device)
+                encoder = self._adapter_encoder or self._patch_encoder or self._copies
+                copy = encoder.write(source, version=version, epoch=self.epoch, device=self._device)
                 copied = time.monotonic()
                 handshakes = self._send(copy, receivers, min_acks, self._deadlines.after(copied - started))
             finally:

@@ -73,10 +73,16 @@ class PullServer:
         )
         self._pulls[ticket] = (copy, expiry)
         source: WeightSource | None = None
-        if self._relays is not None and not request.direct and not self._source_factory.maps(copy, request.host_token):
+        has_base = copy.patch is not None and copy.patch.base == request.base
+        if (
+            self._relays is not None
+            and not has_base
+            and not request.direct
+            and not self._source_factory.maps(copy, request.host_token)
+        ):
             source = await self._relays.for_joiner(manifest.digest)
         if source is None:
-            source = self._source_factory.source(copy, request.host_token)
+            source = self._source_factory.source(copy, request.host_token, request.base)
         offer = make_offer(copy, source, self._deadlines)
         return PullOffer(ticket=ticket, version=manifest.version, epoch=manifest.epoch, offer=offer)
 

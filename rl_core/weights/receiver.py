@@ -154,7 +154,7 @@ class WeightReceiver:
             self._states.offer(manifest, layout, retain=offer.keep)
             answer = await self._accept(manifest)
             patch = offer.patch
-            if isinstance(answer, ReceiverReady) and patch is not None and patch.base == self.current()[1]:
+            if isinstance(answer, ReceiverReady) and patch is not None and self._states.accepts(patch.base):
                 answer = await self._load(manifest, layout, patch)
             if isinstance(answer, ReceiverReady) and offer.source is not None:
                 answer = await self._load(manifest, layout, offer.source)
@@ -319,7 +319,7 @@ class WeightReceiver:
             client.close()
 
     async def _pull_once(self, client: RpcClient, timeout: float | None, *, direct: bool) -> ReceiverAnswer:
-        request = PullRequest(host_token=tokens.host_token(), direct=direct)
+        request = PullRequest(host_token=tokens.host_token(), base=self._states.base, direct=direct)
         pulled = await client.call("weights_pull", request, timeout=timeout or self._deadlines.sync_seconds)
         if not isinstance(pulled, PullOffer):
             raise InfrastructureError(f"the publisher at {client.address} has no weights to give: {pulled.reason}")

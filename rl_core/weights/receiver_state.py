@@ -65,6 +65,15 @@ class VersionStates:
         """Return whether the version with `digest` is being served."""
         return self.state is ReceiverState.SERVING and self.current()[1] == digest
 
+    @property
+    def base(self) -> str:
+        """Digest of the base below the adapters of the committed version; "" if there is none."""
+        return self.loaded.base_digest if self.loaded is not None and self.committed else ""
+
+    def accepts(self, base: str) -> bool:
+        """Return whether a patch to `base`, the digest of a version or of the base below adapters, applies to the committed version."""
+        return bool(base) and base in (self.current()[1], self.base)
+
     def offer(self, manifest: WeightManifest, layout: Layout, *, retain: bool) -> None:
         """Record the offered version; `retain`: whether later versions may be sent as patches."""
         self.offered, self.layout, self.bucket_bytes = manifest, layout, layout.bucket_bytes

@@ -29,7 +29,8 @@ from rl_core.actors.source import GatheredSource, GatheringPlan
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.roles import OptimizerSpec
-from rl_core.weights.manifest import wire_dtype
+from rl_core.weights.adapters import AdapterSource, sends_adapters
+from rl_core.weights.manifest import is_adapter_name, wire_dtype
 from rl_core.weights.version_source import SourceEntry
 
 STRATEGIES: dict[str, type[Strategy]] = {"fsdp1": FSDP1Strategy, "fsdp2": FSDP2Strategy}
@@ -102,7 +103,7 @@ class FSDPModelManager(ModelManager):
         self.sync_names = [
             (name, aliases.get(name))
             for name in hf.stored_names(model)
-            if not is_critic_name(name) and not lora.is_adapter_name(name)
+            if not is_critic_name(name) and not is_adapter_name(name)
         ]
         on_meta = any(parameter.is_meta for parameter in model.parameters())
         # Half precision computes in it and keeps float32 weights to update: small steps would be lost in bfloat16.
@@ -123,7 +124,7 @@ class FSDPModelManager(ModelManager):
 
     def _is_trained(self, name: str) -> bool:
         """Return whether the parameter called `name` is trained at all: with adapters these and a value head, otherwise each."""
-        return self.cfg.model.lora is None or lora.is_adapter_name(name) or HEAD in name.split(".")
+        return self.cfg.model.lora is None or is_adapter_name(name) or HEAD in name.split(".")
 
     def _set_modes(self, model: nn.Module) -> None:
         model.train()
@@ -277,7 +278,7 @@ class FSDPModelManager(ModelManager):
             return super().get_model_state_dict(cpu_offload, full_state_dict)
         self.residency.require_loaded("get_model_state_dict")
         stored = hf.stored_tensors(self.model)
-        adapters = [(name, None) for name in stored if lora.is_adapter_name(name) and not is_critic_name(name)]
+        adapters = [(name, None) for name in stored if is_adapter_name(name) and not is_critic_name(name)]
         held = {name: self.strategy.shard(stored[tied or name]) for name, tied in [*self.sync_names, *adapters]}
         return {name: tensor.to("cpu", copy=True) if cpu_offload else tensor for name, tensor in held.items()}
 
@@ -324,13 +325,31 @@ class FSDPModelManager(ModelManager):
         Adapters are merged into the weights. Collective.
         """
         slices = self.named_slices()
+        adapters = self.cfg.model.lora
+        given = slices if adapters is None else lora.MergedSlices(slices, self._whole_adapters(), adapters.scale)
+        return GatheredSource(
+            self._base_entries(slices, dtype), given, self._gathering, self.ranks, bucket_bytes=bucket_bytes
+        )
+
+    def publish_source(self, bucket_bytes: int, *, needs_base: bool) -> GatheredSource | AdapterSource:
+        """Return the present weights as a source for the publisher; see `ModelManager.publish_source`. Adapters are not merged."""
+        if not sends_adapters(self.cfg):
+            return super().publish_source(bucket_bytes, needs_base=needs_base)
+        if not self.ranks.gather(needs_base)[0]:
+            return AdapterSource(self._whole_adapters(), bucket_bytes=bucket_bytes)
+        slices = self.named_slices()
+        adapters = [name for name in slices if is_adapter_name(name) and not is_critic_name(name)]
         entries = [
+            *self._base_entries(slices, self.cfg.model.dtype),
+            *(SourceEntry(name, slices[name].shape, "float32") for name in adapters),
+        ]
+        return GatheredSource(entries, slices, self._gathering, self.ranks, bucket_bytes=bucket_bytes)
+
+    def _base_entries(self, slices: Mapping[str, LocalSlice], dtype: str) -> list[SourceEntry]:
+        return [
             SourceEntry(name, slices[tied or name].shape, wire_dtype(slices[tied or name].tensor, dtype), tied)
             for name, tied in self.sync_names
         ]
-        adapters = self.cfg.model.lora
-        given = slices if adapters is None else lora.MergedSlices(slices, self._whole_adapters(), adapters.scale)
-        return GatheredSource(entries, given, self._gathering, self.ranks, bucket_bytes=bucket_bytes)
 
     def _adapter_files(self) -> dict[str, bytes]:
         adapters = self.cfg.model.lora
@@ -339,7 +358,7 @@ class FSDPModelManager(ModelManager):
     def _whole_adapters(self) -> dict[str, Tensor]:
         """Return the policy's adapters by name; they are small, and each rank gets whole ones. Collective."""
         slices = self.named_slices()
-        names = [name for name in slices if lora.is_adapter_name(name) and not is_critic_name(name)]
+        names = [name for name in slices if is_adapter_name(name) and not is_critic_name(name)]
         sizes = [math.prod(slices[name].shape) for name in names]
         flat = torch.zeros(sum(sizes), device=self.compute_device)
         views = {name: part.view(slices[name].shape) for name, part in zip(names, flat.split(sizes), strict=True)}

@@ -237,6 +237,11 @@ class HFEngine:
         """Return the dtype of every tensor by name, such as "float32"."""
         return self._decoder.weights.dtypes()
 
+    def shapes_and_dtypes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return name -> (shape, dtype) of every tensor, such as ((64, 64), "float32")."""
+        dtypes = self.dtypes()
+        return {name: (shape, dtypes[name]) for name, shape in self.names_and_shapes().items()}
+
     def destinations(self) -> dict[str, Tensor]:
         """Return the parameters in host memory that may be overwritten in place while nothing runs."""
         return self._decoder.weights.destinations()

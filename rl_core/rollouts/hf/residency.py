@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from rl_core.rollouts.adapters import AdapterMerge
 from rl_core.rollouts.engine import Part
 from rl_core.rollouts.hf.loop import EngineLoop
 from rl_core.weights.offload import Offloader, empty_device_cache
@@ -12,8 +13,9 @@ from rl_core.weights.offload import Offloader, empty_device_cache
 class HFResidency:
     """Implements `Residency`. While a part is off the device the engine is paused; its rows continue once all parts are back."""
 
-    def __init__(self, loop: EngineLoop) -> None:
-        """Move the parts of the engine of `loop`."""
+    def __init__(self, loop: EngineLoop, adapters: AdapterMerge | None = None) -> None:
+        """Move the parts of the engine of `loop`, and its `adapters` with the weights."""
+        self._adapters = adapters
         self._loop, self._engine = loop, loop.engine
         self._device = self._engine.device
         self._weights = Offloader(pin=self._device.type == "cuda")
@@ -27,7 +29,8 @@ class HFResidency:
         if "kv_cache" in parts:
             self._engine.release_cache()
         if "weights" in parts and not self._weights.is_offloaded:
-            self._weights.offload(self._engine.stored_weights())
+            adapters = self._adapters.tensors().values() if self._adapters is not None else ()
+            self._weights.offload([*self._engine.stored_weights(), *adapters])
         empty_device_cache(self._device)
         self._offloaded.update(parts)
 

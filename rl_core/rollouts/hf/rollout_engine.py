@@ -11,6 +11,7 @@ import torch
 from rl_core.api.errors import RLJobError
 from rl_core.api.job import RLJobSpec
 from rl_core.data.tokenizer import Tokenizer
+from rl_core.rollouts.adapters import AdapterMerge
 from rl_core.rollouts.engine import PROVEN, UNPROVEN
 from rl_core.rollouts.generation import EngineGenerator
 from rl_core.rollouts.hf.engine import HFEngine
@@ -21,6 +22,7 @@ from rl_core.rollouts.hf.weight_target import HFWeightTarget
 from rl_core.rollouts.meter import EngineLoad
 from rl_core.rollouts.model_files import generation_eos_ids
 from rl_core.rollouts.sampling import SamplingParams
+from rl_core.weights.adapters import sends_adapters
 
 QUEUE_SHARE = 0.5
 """Rows leased beyond the engine's batch, as a fraction of it, so that free places in the batch are filled at once."""
@@ -37,8 +39,11 @@ class HFRolloutEngine:
             spec.algorithm.group_size + 1 if self._by_group else max_batch + int(max_batch * QUEUE_SHARE)
         )
         self.loop = loop
-        self.weight_target = HFWeightTarget(loop)
-        self.residency = HFResidency(loop)
+        engine, adapters = loop.engine, None
+        if spec.model.lora is not None and sends_adapters(spec):
+            adapters = AdapterMerge(spec.model.lora, engine.shapes_and_dtypes(), device=str(engine.device))
+        self.weight_target = HFWeightTarget(loop, adapters)
+        self.residency = HFResidency(loop, adapters)
         self.weights_proof = PROVEN if loop.engine.destinations() else UNPROVEN
         """On a CPU the receiver takes the checksums of the engine's tensors while it writes them. On other devices it can take those of
         the bytes that it received only."""

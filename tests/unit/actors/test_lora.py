@@ -14,6 +14,7 @@ from rl_core.actors import hf, lora
 from rl_core.actors.critic import HEAD
 from rl_core.api.errors import ConfigError, DataError
 from rl_core.api.lora import LoraSpec
+from rl_core.weights.manifest import is_adapter_name
 from tests import actor_samples
 from tests.unit.actors.actor_steps import gradients, train
 
@@ -95,7 +96,7 @@ def test_only_adapters_are_trained_and_only_they_have_moments(make_actor, record
         assert train(actor, records, step)["actor/grad_norm"] > 0
     after = hf.named_parameters(actor.manager.model)
     changed = {name for name in after if not torch.equal(after[name], before[name])}
-    assert changed == {name for name in after if lora.is_adapter_name(name)}
+    assert changed == {name for name in after if is_adapter_name(name)}
     assert len(actor.manager.optimizer.state) == len(changed) == 28
 
 
@@ -179,7 +180,7 @@ def test_a_checkpoint_has_adapters_only_and_the_run_continues_with_the_same_bits
     train(actor, records)
     actor.save_checkpoint(str(tmp_path / "saved"), 1)
     (shard,) = (tmp_path / "saved/model").glob("*.safetensors")
-    assert all(lora.is_adapter_name(name) for name in load_file(shard)) and len(load_file(shard)) == 28
+    assert all(is_adapter_name(name) for name in load_file(shard)) and len(load_file(shard)) == 28
     resumed = make_actor(model__lora=ADAPTERS)
     resumed.load_checkpoint(str(tmp_path / "saved"))
     for one in (actor, resumed):
@@ -234,7 +235,7 @@ def test_a_critic_trains_its_head_and_adapters_of_its_own(make_actor, records, s
         train(actor, records, step)
     after = hf.named_parameters(actor.manager.model)
     changed = {name for name in after if not torch.equal(after[name], before[name])}
-    assert changed == {name for name in after if lora.is_adapter_name(name) or HEAD in name}
+    assert changed == {name for name in after if is_adapter_name(name) or HEAD in name}
     assert len(changed) == 28 * (1 + separate) + 1
     assert not any("lora" in name or HEAD in name for name in actor.manager.get_model_state_dict(True, True))
 
@@ -257,3 +258,22 @@ def test_megatron_refuses_adapters_by_name(make_spec):
 
     spec = make_spec(model__lora=ADAPTERS, actor__backend="megatron")
     assert any("model.lora needs actor.backend fsdp2 or fsdp1" in line for line in unsupported_settings(spec, {}))
+
+
+def test_the_publisher_gets_base_and_adapters_first_and_adapters_only_afterwards(make_lora, model_folder):
+    actor = make_lora()
+    given = []
+    for needs_base in (True, False):
+        source = actor.manager.publish_source(1 << 20, needs_base=needs_base)
+        given.append(
+            {
+                source.entries[index].name: tensor.clone()
+                for bucket in source.buckets("cpu")
+                for index, tensor in zip(bucket.place.entries, bucket.tensors, strict=True)
+            }
+        )
+        source.finish()
+    whole, adapters = given
+    base = load_file(model_folder / "model.safetensors")
+    assert set(whole) == set(base) | set(adapters) and len(adapters) == 28
+    assert all(torch.equal(whole[name], tensor) for name, tensor in {**base, **adapters}.items())

@@ -1,0 +1,61 @@
+"""`AdapterMerge`: the adapters (LoRA) that an engine serves, merged into its weights after each sync.
+
+It keeps the base of every layer with an adapter, because a merged weight cannot be turned back exactly. The receiver writes base and
+adapters here and verifies them here; then the engine is given W + alpha / rank B A, computed in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from rl_core.api.lora import LoraSpec
+
+_WEIGHT = re.compile(r"\blayers\.(\d+)\.(?:\w+\.)*(\w+)\.weight$")
+"""Number of the decoder layer and own name of the module of a weight."""
+Shapes = Mapping[str, tuple[tuple[int, ...], str]]
+"""Name -> (shape, dtype such as "float32")."""
+
+
+class AdapterMerge:
+    """Base and adapters of the adapted layers of one engine."""
+
+    def __init__(self, spec: LoraSpec, shapes: Shapes, *, device: str = "cpu") -> None:
+        """Reserve memory on `device` for the adapters `spec` of a model with the tensors `shapes`."""
+        self._scale = spec.scale
+        self.base: dict[str, Tensor] = {}
+        """Weights of the layers with adapters, by Hugging Face name."""
+        self.adapters: dict[str, Tensor] = {}
+        """`lora_A` [rank, inputs] and `lora_B` [outputs, rank] of each, float32, by the trainer's name."""
+        for name, (shape, dtype) in shapes.items():
+            match = _WEIGHT.search(name)
+            if match and match[2] in spec.targets and (spec.layers is None or int(match[1]) in spec.layers):
+                self.base[name] = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+                down, up = _names(name)
+                self.adapters[down] = torch.zeros(spec.rank, shape[1], device=device)
+                self.adapters[up] = torch.zeros(shape[0], spec.rank, device=device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return base and adapters by name, to be written in place."""
+        return {**self.base, **self.adapters}
+
+    def merged(self, given: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Take the tensors that are kept here out of `given`; yield the others, and at its end each merged weight."""
+        own = self.tensors()
+        for name, tensor in given:
+            if name in own:
+                own[name].copy_(tensor)
+            else:
+                yield name, tensor
+        for name, base in self.base.items():
+            down, up = (self.adapters[part] for part in _names(name))
+            yield name, torch.addmm(base.float(), up, down, alpha=self._scale).to(base.dtype)
+
+
+def _names(weight: str) -> tuple[str, str]:
+    """Return the names of A and B of the layer with that weight."""
+    layer = weight.removesuffix(".weight")
+    return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"

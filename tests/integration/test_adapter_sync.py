@@ -1,0 +1,209 @@
+"""Adapter-only sync by a real publisher, receiver and engine: what is sent, what is served, and the ways to serve a wrong adapter."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rl_core.api.errors import DeadlineExceeded
+from rl_core.api.lora import LoraSpec
+from rl_core.messages.weights import ReceiverAddress
+from rl_core.rollouts.adapters import AdapterMerge
+from rl_core.transports import tokens
+from rl_core.weights.adapters import AdapterSource
+from tests.integration.rollout_world import World, random_state, trainer_logprobs, transformers_model
+from tests.weight_samples import StateSource
+
+LORA = {"rank": 2, "alpha": 6.0}
+SCALE = 3.0
+PROMPT = list(range(2, 20))
+DOWN = "model.layers.1.mlp.down_proj.lora_B.weight"
+
+
+def adapters_of(state, seed, rank=2):
+    """Return adapters of rank `rank` for all linear layers of `state`."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {name: (tuple(tensor.shape), "float32") for name, tensor in state.items()}
+    zeros = AdapterMerge(LoraSpec(rank=rank, alpha=3.0 * rank), shapes).adapters
+    return {name: torch.randn(tensor.shape, generator=generator) * 0.2 for name, tensor in zeros.items()}
+
+
+class LoraWorld(World):
+    """A worker of a job with adapters, and the trainer's side of it."""
+
+    def __init__(self):
+        super().__init__(max_seq_len=64, spec={"model": {"path": "unused", "lora": LORA}})
+        self.state = random_state(1)
+
+    def sync(self, seed, *, base=None, receivers=1, adapters=None):
+        """Publish adapters of `seed` as the next version, with the base where the publisher needs it or one is given."""
+        self.state = base or self.state
+        self.adapters = adapters or adapters_of(self.state, seed)
+        self.version += 1
+        if self.publisher.needs_base or base is not None:
+            source = StateSource({**self.state, **self.adapters})
+        else:
+            source = AdapterSource(self.adapters, bucket_bytes=1 << 20)
+        address = ReceiverAddress(name="rollout:0", address=self.server.address, host_token=tokens.host_token())
+        report = self.publisher.publish(self.version, source, [address] * receivers, receivers)
+        self.ledger.served = self.version
+        return report
+
+    def difference(self):
+        """Return the largest difference of a log-probability between the engine and base plus adapters in transformers."""
+        merged = dict(self.state)
+        for name in self.adapters:
+            if name.endswith("lora_B.weight"):
+                layer = name.removesuffix(".lora_B.weight")
+                up, down = self.adapters[name], self.adapters[f"{layer}.lora_A.weight"]
+                merged[f"{layer}.weight"] = merged[f"{layer}.weight"] + SCALE * up @ down
+        answer = self.on_loop(self.worker.probe(PROMPT, 8))
+        expected = trainer_logprobs(transformers_model(merged), PROMPT, answer.ids)
+        return float((torch.tensor(answer.logprobs) - expected).abs().max())
+
+    def served(self):
+        return self.worker.status()["version"]
+
+
+@pytest.fixture(scope="module")
+def world():
+    made = LoraWorld()
+    made.start()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def synced(world):
+    """The world with a version that is served."""
+    world.on_loop(_forget(world))
+    world.sync(100 + world.version, base=random_state(1))
+    return world
+
+
+async def _forget(world):
+    world.worker._built().receiver.forget()
+
+
+def patched(world, monkeypatch, change):
+    """Let `change` have the copy of the next version before it is offered."""
+    write = world.publisher._adapter_encoder.write
+    monkeypatch.setattr(world.publisher._adapter_encoder, "write", lambda *a, **k: change(write(*a, **k)))
+
+
+def test_after_the_first_version_only_adapters_are_sent_and_the_engine_serves_base_plus_adapter(synced):
+    for seed in (2, 3):
+        report = synced.sync(seed)
+        adapter_bytes = sum(tensor.nbytes for tensor in synced.adapters.values())
+        assert report.patched == ("rollout:0",) and adapter_bytes <= report.bytes <= adapter_bytes + 8 * 28
+        assert synced.served() == synced.version and synced.difference() < 1e-4
+
+
+def test_another_base_is_sent_whole(synced):
+    report = synced.sync(4, base=random_state(7))
+    assert not report.patched and synced.difference() < 1e-4
+    assert synced.sync(5).patched and synced.difference() < 1e-4
+
+
+def cut(copy):
+    return replace(copy, patch=replace(copy.patch, nbytes=copy.patch.nbytes // 2))
+
+
+def doubled(copy):
+    copy.patch.memory.data.view(np.float32)[: copy.patch.nbytes // 4] *= 2
+    return copy
+
+
+def twice(copy):
+    return replace(copy, patch=replace(copy.patch, tensors=(*copy.patch.tensors, copy.patch.tensors[0])))
+
+
+def missing(copy):
+    return replace(copy, patch=replace(copy.patch, tensors=copy.patch.tensors[1:]))
+
+
+def of_another_base(copy):
+    return replace(copy, patch=replace(copy.patch, base="0" * 32))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (cut, "must lie inside"),
+        (doubled, "do not have the checksum of the manifest, first"),
+        (twice, "must change a tensor once"),
+        (missing, "must come as a whole"),
+        (of_another_base, ""),
+    ],
+    ids=["truncated", "doubled values", "a tensor twice", "a tensor missing", "of another base"],
+)
+def test_a_wrong_adapter_is_named_and_the_whole_version_follows_in_the_same_sync(
+    synced, monkeypatch, caplog, change, message
+):
+    with monkeypatch.context() as patch:
+        patched(synced, patch, change)
+        report = synced.sync(6)
+    assert not report.patched and message in caplog.text
+    assert synced.served() == synced.version and synced.difference() < 1e-4
+
+
+def test_an_adapter_that_is_wrong_in_host_memory_too_is_not_served(synced, monkeypatch):
+    def broken(copy):
+        starts = {copy.manifest.entries[index].name: start for index, start in copy.layout.starts.items()}
+        copy.memory.data[starts[DOWN]] ^= 1
+        return replace(copy, patch=None)
+
+    with monkeypatch.context() as patch, pytest.raises(DeadlineExceeded, match=rf"FAILED.*{DOWN}|{DOWN}"):
+        patched(synced, patch, broken)
+        synced.sync(7)
+    assert synced.served() == -1
+    synced.sync(8)
+    assert synced.difference() < 1e-4
+
+
+def test_an_adapter_of_another_rank_is_refused_by_name(synced):
+    before = synced.served()
+    with pytest.raises(DeadlineExceeded, match=r"lora_A\.weight must be float32 \[2, 32\], got float32 \[3, 32\]"):
+        synced.sync(9, base=random_state(1), adapters=adapters_of(random_state(1), 9, rank=3))
+    assert synced.served() == before
+    with pytest.raises(ValueError, match="adapters must be the 28 of the first version"):
+        synced.sync(10)
+
+
+def test_an_engine_that_missed_a_version_pulls_adapters_alone_and_one_without_a_base_pulls_all(synced):
+    receiver = synced.worker._built().receiver
+    synced.sync(11, receivers=0)
+    assert synced.served() == synced.version - 1
+    loads = []
+    accepts, load = receiver._states.accepts, receiver._load
+
+    async def recorded(manifest, layout, source):
+        loads.append(type(source).__name__)
+        return await load(manifest, layout, source)
+
+    receiver._load = recorded
+    try:
+        synced.on_loop(receiver.pull(synced.publisher.address))
+        assert loads == ["PatchSource"] and synced.served() == synced.version and synced.difference() < 1e-4
+        synced.on_loop(_forget(synced))
+        assert not accepts(synced.publisher._adapter_encoder._last.manifest.base_digest)
+        synced.on_loop(receiver.pull(synced.publisher.address))
+    finally:
+        receiver._load = load
+    assert loads == ["PatchSource", "SharedSource"] and synced.difference() < 1e-4
+
+
+def test_an_engine_that_is_lost_between_load_and_use_serves_nothing_until_it_has_all_again(synced, monkeypatch):
+    target = synced.worker._built().receiver._target
+    resume = target.resume
+
+    async def lost(version, digest):
+        synced.worker._built().receiver.forget()
+        await resume(version, digest)
+
+    with monkeypatch.context() as patch, pytest.raises(DeadlineExceeded, match="went with the engine's memory"):
+        patch.setattr(target, "resume", lost)
+        synced.sync(12)
+    assert synced.served() == -1
+    assert not synced.sync(13).patched and synced.difference() < 1e-4
