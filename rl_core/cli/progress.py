@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from rl_core.api.embodied import is_embodied
 from rl_core.api.job import RLJob
 from rl_core.cli.local_view import FINAL, run_table, wait_table
 
@@ -198,28 +199,37 @@ class ValidationMetric:
 
 ACCURACY = ValidationMetric("val/accuracy", "accuracy")
 REWARD = ValidationMetric("val/reward_mean", "reward")
+RETURN = ValidationMetric("val/return", "return")
 
 
 def validation_metric(job: RLJob) -> ValidationMetric:
-    """Return what validation of `job` measures: accuracy where the environment says what is right, else the mean reward.
+    """Return what validation of `job` measures: the return of episodes in simulators, accuracy where the environment says what is right,
+    else the mean reward.
 
     Accuracy is the share of samples with a reward of at least 1, which means nothing for a reward function of any other scale.
     """
+    if is_embodied(job.spec):
+        return RETURN
     env = job.spec.env
     return ACCURACY if env.type in JUDGES or env.reward in JUDGES else REWARD
 
 
 def step_line(metrics: dict[str, Any], total: int, measured: ValidationMetric = ACCURACY) -> str:
-    """Return one readable line of a step's metrics."""
+    """Return one readable line of a step's metrics.
+
+    The share of successes is left out while it is 0: most simulators report none.
+    """
     parts = [time.strftime("%H:%M:%S"), f"step {metrics['step']}/{total}"]
     shown = (
         ("reward/mean", "reward", 3),
+        ("env/success_once", "success", 3),
         (measured.key, f"val {measured.name}", 3),
         ("train/grad_norm", "grad", 3),
         ("perf/tokens_per_second", "tok/s", 0),
+        ("perf/env_steps_per_second", "env steps/s", 0),
     )
     for key, name, digits in shown:
-        if isinstance(metrics.get(key), int | float):
+        if isinstance(metrics.get(key), int | float) and (metrics[key] or name != "success"):
             parts.append(f"{name} {metrics[key]:.{digits}f}")
     if isinstance(metrics.get("time/step"), int | float):
         parts.append(f"{metrics['time/step']:.2f} s")

@@ -161,6 +161,20 @@ def test_validation_is_called_accuracy_only_where_the_environment_judges(tmp_pat
     assert f"val {told}" in step_line(lines[1], 2, measured)
 
 
+def test_the_line_of_an_embodied_step_tells_return_speed_and_successes_if_there_are_some():
+    spec = {
+        "program": "embodied", "model": {"path": "m"}, "data": {"train": "none"}, "algorithm": {"name": "gae", "critic": {}},
+        "env": {"type": "gymnasium", "options": {"id": "CartPole-v1"}},
+    }  # fmt: skip
+    job = RLJob.model_validate(
+        {"apiVersion": "rljob.dev/v1alpha1", "kind": "RLJob", "metadata": {"name": "a"}, "spec": spec}
+    )
+    metrics = {"step": 1, "env/success_once": 0.0, "val/return": 21.5, "perf/env_steps_per_second": 812.4}
+    line = step_line(metrics, 2, validation_metric(job))
+    assert "val return 21.500" in line and "env steps/s 812" in line and "success" not in line
+    assert "success 0.250" in step_line(metrics | {"env/success_once": 0.25}, 2, validation_metric(job))
+
+
 def test_the_tables_fit_80_columns():
     status = {
         "phase": "Initializing", "step": 1000, "totalSteps": 1000, "reward": -0.123, "policyVersion": 1000, "epoch": 12,
