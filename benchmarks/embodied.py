@@ -48,7 +48,9 @@ def plain(updates: int, seed: int, slow: bool) -> tuple[list[float], list[float]
     options = {"id": "slow" if slow else "CartPole-v1", "updates": updates, "annealed": updates, "seed": seed}
     arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     command = [sys.executable, str(HERE / "_plain_ppo.py"), *arguments]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True
+    )
     found = json.loads(done.stdout)
     return found["seconds"], [statistics.mean(ended) for ended in found["returns"] if ended]
 
