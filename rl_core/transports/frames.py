@@ -244,7 +244,8 @@ def _checked_entry(entry: list[Any], limits: Limits) -> tuple[int, tuple[int, ..
 def _crc32c(buffer: memoryview) -> int:
     from crc32c import crc32c  # loads command-line and e-mail parsers, which a message without arrays does not need
 
-    return crc32c(buffer)
+    checksum: int = crc32c(buffer)
+    return checksum
 
 
 def read_body(header: FrameHeader, parts: Sequence[Part], *, copy: bool = False) -> Any:
