@@ -153,7 +153,7 @@ def users(control_plane: Access) -> Iterator[dict[str, User]]:
         ("strict", of_group(gpus=1, resourceClaims=[{"name": "a", "resourceClaimTemplateName": "four"}], replicas=2), "must not exceed 8, got 10"),
         ("strict", of_group(resourceClaims=[{"name": "a", "resourceClaimName": "unknown"}]),
          'spec.groups: resourceClaims must name claims or templates whose devices are known, ["four", "nic"], got [[], ["unknown"]]; use gpus'),
-        ("strict", shared(gpus=3, replicas=3), "must not exceed 8, got 9"),
+        ("strict", shared(gpus=3, replicas=4), "must not exceed 8, got 12"),
         ("strict", shared("hybrid", gpus=2, replicas=2, rollouts={"replicas": 3, "maxReplicas": 5}), "must not exceed 8, got 10"),
         ("strict", shared(gpus=2, replicas=2, **DRA, rollouts={"resources": {"limits": {"amd.com/gpu": 3}}}), "must not exceed 8, got 10"),
         ("strict", {"rollout": {"resources": {"limits": {"amd.com/gpu": 1}}}},
