@@ -36,18 +36,20 @@ def _transposed_product(left_MN: Tensor, right_MK: Tensor) -> Tensor:
 class _OneDnnLinear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(inputs, weight)
-        ctx.has_bias = bias is not None
+        # As `nn.Linear`: of a frozen weight the inputs are not kept, and of inputs without a gradient the weight is not.
+        wants_inputs, wants_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(inputs if wants_weight else None, weight if wants_inputs else None)
+        ctx.inputs_shape = inputs.shape
         return _product(inputs, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         inputs, weight = ctx.saved_tensors
-        rows_MN, inputs_MK = grad.reshape(-1, grad.shape[-1]).contiguous(), inputs.reshape(-1, inputs.shape[-1])
-        wants_inputs, wants_weight, _ = ctx.needs_input_grad
-        grad_inputs = _product(rows_MN, weight.t()).view(inputs.shape) if wants_inputs else None
-        grad_weight = _transposed_product(rows_MN, inputs_MK) if wants_weight else None
-        return grad_inputs, grad_weight, rows_MN.sum(0) if ctx.has_bias else None
+        rows_MN = grad.reshape(-1, grad.shape[-1]).contiguous()
+        wants_inputs, wants_weight, wants_bias = ctx.needs_input_grad
+        grad_inputs = _product(rows_MN, weight.t()).view(ctx.inputs_shape) if wants_inputs else None
+        grad_weight = _transposed_product(rows_MN, inputs.reshape(-1, inputs.shape[-1])) if wants_weight else None
+        return grad_inputs, grad_weight, rows_MN.sum(0) if wants_bias else None
 
 
 class OneDnnLinear(nn.Linear):  # type: ignore[misc]
