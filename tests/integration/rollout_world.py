@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -146,7 +147,7 @@ class Ledger:
     @inline
     def lease_groups(self, call, max_groups, timeout, version):
         with self.lock:
-            self.polls.append((call, max_groups, version))
+            self.polls.append((call, max_groups, version, time.monotonic() + timeout))
         self.answer()
 
     def put(self, *leases):
@@ -155,14 +156,18 @@ class Ledger:
         self.answer()
 
     def answer(self):
-        """Answer the newest poll with what lies there for its version, and older ones with nothing: they were superseded."""
+        """Answer the newest poll with what lies there for its version, and others with nothing: they were superseded, or their time is up.
+
+        The caller of a poll whose time is up may not listen any more, and what it was given would be lost.
+        """
         with self.lock:
-            for call, _, _ in self.polls[:-1]:
+            current = [poll for poll in self.polls[-1:] if time.monotonic() < poll[-1]]
+            for call, *_ in self.polls[: len(self.polls) - len(current)]:
                 call.reply([])
-            del self.polls[:-1]
+            self.polls = current
             if not self.polls:
                 return
-            call, max_groups, version = self.polls[0]
+            call, max_groups, version, _ = self.polls[0]
             version = max(version, self.served)
             found = [one for one in self.pending if one.policy_version == version][:max_groups]
             if found:
@@ -180,7 +185,7 @@ class Ledger:
 
     def close(self):
         with self.lock:
-            for call, _, _ in self.polls:
+            for call, *_ in self.polls:
                 call.reply([])
             self.polls.clear()
         self.server.close()
@@ -284,8 +289,6 @@ def records(world: World, count: int):
 
 def wait_for(condition, seconds: float = 120.0):
     """Poll a condition of another thread; a hang fails here instead of at the test's time limit."""
-    import time
-
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "the condition did not come true"
