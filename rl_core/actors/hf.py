@@ -21,6 +21,7 @@ from rl_core.actors import attention
 from rl_core.actors.critic import HEAD, SEPARATE, is_critic_name
 from rl_core.actors.slices import LocalSlice
 from rl_core.api.errors import ConfigError
+from rl_core.api.imports import collection_paused
 from rl_core.checkpoint.files import file_digest
 from rl_core.weights.manifest import is_adapter_name
 
@@ -65,8 +66,10 @@ def build_model(config: Mapping[str, Any], *, dtype: torch.dtype) -> "PreTrained
     """
     architecture = config["architectures"][0]
     package = f"transformers.models.{ARCHITECTURES[architecture]}"
-    model_class = getattr(importlib.import_module(f"{package}.modeling_{ARCHITECTURES[architecture]}"), architecture)
-    attention.register()
+    with collection_paused():
+        module = importlib.import_module(f"{package}.modeling_{ARCHITECTURES[architecture]}")
+        attention.register()
+    model_class = getattr(module, architecture)
     try:
         settings = model_class.config_class.from_dict(dict(config))
         settings._attn_implementation = attention.PACKED

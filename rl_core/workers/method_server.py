@@ -17,6 +17,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from rl_core.api.errors import ConfigError, InfrastructureError, RemoteError, RLJobError, text_of
+from rl_core.api.imports import collection_paused
 from rl_core.messages.calls import MethodResult, WorkerSpec
 from rl_core.messages.members import MemberState
 from rl_core.transports import frames
@@ -221,7 +222,8 @@ def load_class(path: str) -> type[Worker]:
     """
     module, _, name = path.partition(":")
     try:
-        cls = getattr(importlib.import_module(module), name)
+        with collection_paused():
+            cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"worker class {path} must be importable, got {type(error).__name__}: {error}") from error
     if not isinstance(cls, type) or not issubclass(cls, Worker):
