@@ -33,7 +33,7 @@ def job_document(tiny: Path, **spec) -> dict:
             "data": {"train": str(tiny / "data/train.jsonl"), "validation": str(tiny / "data/validation.jsonl")},
             "algorithm": {"promptsPerStep": 4, "groupSize": 4, "steps": 6},
             "actor": {"optimizer": {"learningRate": 1.0e-3}},
-            "rollout": {"replicas": 2, "maxSequenceLength": 32, "sampling": {"maxNewTokens": 12}},
+            "rollout": {"replicas": 1, "maxSequenceLength": 32, "sampling": {"maxNewTokens": 12}},
             "env": {"type": "reward", "reward": "reward:letter_a"},
             "checkpoint": {"everySteps": 2, "everySeconds": None},
             "validation": {"everySteps": 100, "maxPrompts": 4},
@@ -123,6 +123,18 @@ class Run(Output):
                 )
             time.sleep(0.02)
         pytest.fail(f"{what} did not come within {seconds} s\n{self.logs()}")
+
+    def live_step(self) -> int:
+        """Return the step that the runner itself tells; status.json is up to a second behind."""
+        return self.until(connect(self.output).status, "an answer of the runner")["step"]
+
+    def end_soon(self) -> int:
+        """Lower the number of steps to what will be done in a moment; return the last step once the run has ended."""
+        spec = json.loads((self.output / ".rljob/job.json").read_text())["spec"]
+        spec["algorithm"]["steps"] = self.live_step() + 2
+        assert connect(self.output).change(1000, spec)
+        assert self.wait() == 0, self.text + self.logs()
+        return self.status()["step"]
 
     def metric_names(self) -> set[str]:
         """Return the names of all metrics that the run has written."""

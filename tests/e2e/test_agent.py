@@ -48,7 +48,7 @@ TEMPLATE = (
 SPEC = {
     "data": {"train": "rows.jsonl", "validation": None, "chatTemplate": TEMPLATE},
     "env": {"type": "agent", "agent": "program:run", "reward": None, "processes": 2},
-    "rollout": {"maxSequenceLength": 64},
+    "rollout": {"replicas": 2, "maxSequenceLength": 64},
     "algorithm": {"steps": 4},
 }
 

@@ -15,6 +15,7 @@ def test_an_asynchronous_run_survives_deaths_and_an_interruption_with_every_grou
     """Versions interrupt generation; a rollout dies, then the gang, then Ctrl-C; validation is in the middle of generation; the resumed run ends it."""
     run = start(
         algorithm={"steps": 12, "maxStaleness": BOUND},
+        rollout={"replicas": 2},
         weights={"onUpdate": "abort_resume"},
         checkpoint={"everySteps": 2},
         validation={"everySteps": 5, "beforeTraining": False},

@@ -11,7 +11,7 @@ import pytest
 
 from rl_core.api.errors import ConfigError
 from rl_core.cli.local_control import connect
-from tests.e2e.harness import assert_nothing_left, assert_trained_once
+from tests.e2e.harness import assert_trained_once
 
 QUIET = {"everySteps": 1000, "beforeTraining": False}
 
@@ -25,27 +25,13 @@ def rollouts(status):
     return next((role for role in status.get("roles", []) if role["name"] == "rollout"), {})
 
 
-def live_step(run):
-    """Return the step that the runner itself tells; status.json is up to a second behind."""
-    return run.until(connect(run.output).status, "an answer of the runner")["step"]
-
-
 def spec_of(run):
     return json.loads((run.output / ".rljob/job.json").read_text())["spec"]
 
 
-def end_soon(run):
-    """Lower the number of steps to what will be done in a moment; return the last step once the run has ended."""
-    spec = spec_of(run)
-    spec["algorithm"]["steps"] = live_step(run) + 2
-    assert connect(run.output).change(1000, spec)
-    assert run.wait() == 0, run.text + run.logs()
-    return run.status()["step"]
-
-
-@pytest.mark.parametrize("staleness", [0, 2], ids=["on-policy", "asynchronous"])
-def test_rollouts_join_and_leave_in_mid_run_and_every_group_is_trained_once(start, staleness):
+def test_rollouts_join_and_leave_in_mid_run_and_every_group_is_trained_once(start):
     """Also those that a rollout which leaves holds, or has finished for a later step."""
+    staleness = 2
     run = start(
         algorithm={"steps": 4000, "maxStaleness": staleness},
         rollout={"replicas": 1, "maxSequenceLength": 32},
@@ -73,7 +59,7 @@ def test_rollouts_join_and_leave_in_mid_run_and_every_group_is_trained_once(star
     assert states["rollout:1"] == states["rollout:2"] == "drained"
     run.until(lambda: (rollout := rollouts(run.status()))["desired"] == rollout["ready"] == 1, "one rollout is wanted")
     run.at_step(run.status()["step"] + 3)
-    last = end_soon(run)
+    last = run.end_soon()
     assert_trained_once(run, steps=last, groups=4, staleness=staleness)
     assert run.status()["failures"] == {} and {line["epoch"] for line in run.lines("ledger.jsonl")} == {0}
     assert rljob("scale", str(run.output), "--replicas", "2").returncode == 2
@@ -98,7 +84,7 @@ def test_learning_rate_and_steps_change_at_a_step_boundary_and_other_fields_are_
         2, {**spec, "algorithm": {**spec["algorithm"], "steps": 1}}
     )  # an older one: not taken
     run.at_step(step + 3)
-    spec["algorithm"]["steps"] = last = live_step(run) + 20
+    spec["algorithm"]["steps"] = last = run.live_step() + 20
     assert connect(run.output).change(4, spec)
     assert run.wait() == 0, run.text + run.logs()
     assert run.status()["totalSteps"] == last == run.status()["step"]
@@ -106,36 +92,6 @@ def test_learning_rate_and_steps_change_at_a_step_boundary_and_other_fields_are_
     assert rates[1] == rates[2] == 1.0e-3 and rates[last] == rates[step + 2] == 2.5e-4
     assert_trained_once(run, steps=last, groups=4)
     assert (run.output / f"checkpoints/step-{last:08d}/manifest.json").is_file()
-
-
-def history(run):
-    groups = sorted((line["step"], line["group_id"]) for line in run.lines("ledger.jsonl"))
-    return groups, [line["reward/mean"] for line in run.lines("metrics.jsonl") if line["step"]]
-
-
-def test_a_suspended_run_resumes_as_if_it_had_never_stopped(start):
-    spec = {
-        "algorithm": {"steps": 15},
-        "rollout": {"replicas": 2, "maxSequenceLength": 32, "sampling": {"maxNewTokens": 12}, "batching": "perGroup"},
-        "checkpoint": {"everySteps": None},
-        "validation": QUIET,
-    }
-    calm = start(folder="calm", **spec)
-    assert calm.run() == 0, calm.text + calm.logs()
-    run = start(folder="suspended", **spec)
-    run.start()
-    run.at_step(2)
-    pids = [entry["pid"] for entry in run.processes()]
-    assert connect(run.output).finish("suspend")
-    assert run.wait() == 0, run.text + run.logs()
-    status = run.status()
-    assert status["phase"] == "Suspended" and status["suspended"] and 2 <= status["step"] < 15
-    assert status["checkpoint"]["lastStep"] == status["step"] and not (run.output / "model").exists()
-    assert_nothing_left(run, pids)
-    assert run.run("--resume", "auto") == 0, run.text + run.logs()
-    assert run.status()["phase"] == "Finished"
-    groups, rewards = history(calm)
-    assert history(run)[0] == groups and history(run)[1] == pytest.approx(rewards, abs=1e-6)
 
 
 def test_sigterm_at_the_actor_pod_saves_and_ends_with_3_and_the_next_epoch_goes_on_from_there(start):
@@ -150,7 +106,7 @@ def test_sigterm_at_the_actor_pod_saves_and_ends_with_3_and_the_next_epoch_goes_
     assert saved and not list(run.output.glob("*.lost.jsonl")), (
         "a step was trained after the checkpoint that was resumed"
     )
-    last = end_soon(run)
+    last = run.end_soon()
     assert_trained_once(run, steps=last, groups=4)
 
 
@@ -175,6 +131,6 @@ def test_in_a_cluster_a_missing_rollout_is_waited_for_without_a_bound_and_told(s
     assert status["phase"] == "Degraded" and (status["stall"] or {}).get("reason", "WaitingForPods") == "WaitingForPods"
     os.kill(frozen, signal.SIGCONT)
     run.at_step(status["step"] + 3)
-    last = end_soon(run)
+    last = run.end_soon()
     assert_trained_once(run, steps=last, groups=4)
     assert {line["epoch"] for line in run.lines("ledger.jsonl")} == {0}

@@ -8,45 +8,33 @@ import pytest
 
 from rl_core.cli.local_control import connect
 from tests.e2e import later_version
-from tests.e2e.harness import assert_trained_once
+from tests.e2e.harness import assert_nothing_left, assert_trained_once
+
+QUIET = {"everySteps": 1000, "beforeTraining": False}
 
 
-def kill_mid_run(run, *, step, **match):
+def test_each_kind_of_process_is_killed_in_turn_and_every_group_is_trained_once(start):
+    """A rollout and an env are replaced in the same epoch. Each part of the gang restarts the gang from the newest checkpoint under a new
+    epoch, and the rollouts stay."""
+    run = start(algorithm={"steps": 4000}, rollout={"replicas": 2}, validation=QUIET)
     run.start()
-    run.at_step(step)
-    pid = run.kill(**match)
-    return pid
-
-
-@pytest.mark.parametrize(
-    "match",
-    [{"role": "rollout", "index": 1}, {"role": "env"}],
-    ids=["rollout", "env"],
-)
-def test_a_killed_worker_is_replaced_and_training_goes_on_in_the_same_epoch(start, match):
-    run = start(algorithm={"steps": 30}, validation={"everySteps": 1000, "beforeTraining": False})
-    pid = kill_mid_run(run, step=2, **match)
-    replaced = lambda: [p for p in run.processes(**match) if p["pid"] != pid]  # noqa: E731
-    run.until(replaced, "a replacement process")
-    assert run.wait() == 0, run.text + run.logs()
-    assert_trained_once(run, steps=30, groups=4)
-    assert {line["epoch"] for line in run.lines("ledger.jsonl")} == {0}
-
-
-@pytest.mark.parametrize("role", ["runner", "channel", "actor"])
-def test_a_killed_part_of_the_gang_restarts_it_from_the_newest_checkpoint_under_a_new_epoch(start, role):
-    run = start(algorithm={"steps": 12}, validation={"everySteps": 1000, "beforeTraining": False})
-    run.start()
-    run.at_step(5)
+    run.at_step(2)
+    for match in ({"role": "rollout", "index": 1}, {"role": "env"}):
+        pid = run.kill(**match)
+        run.until(lambda: [p for p in run.processes(**match) if p["pid"] != pid], "a replacement")  # noqa: B023
+    run.at_step(run.live_step() + 2)
+    assert run.status()["epoch"] == 0
     rollouts = {p["pid"] for p in run.processes(role="rollout")}
-    run.kill(role=role)
-    assert run.wait() == 0, run.text + run.logs()
-    assert_trained_once(run, steps=12, groups=4)
-    ledger = run.lines("ledger.jsonl")
-    assert [line["epoch"] for line in ledger] == sorted(line["epoch"] for line in ledger)
-    assert ledger[0]["epoch"] == 0 and ledger[-1]["epoch"] == 1
-    assert {p["pid"] for p in run.processes(role="rollout")} <= rollouts or not run.processes()
-    assert run.status()["epoch"] == 1
+    for epoch, role in enumerate(("runner", "channel", "actor"), 1):
+        run.at_step(run.live_step() + 3)
+        run.kill(role=role)
+        run.until(lambda: run.status().get("epoch") == epoch, f"epoch {epoch}")  # noqa: B023
+        run.until(lambda: run.lines("ledger.jsonl")[-1]["epoch"] == epoch, f"a step of epoch {epoch}")  # noqa: B023
+        assert {p["pid"] for p in run.processes(role="rollout")} == rollouts
+    last = run.end_soon()
+    assert_trained_once(run, steps=last, groups=4)
+    epochs = [line["epoch"] for line in run.lines("ledger.jsonl")]
+    assert epochs == sorted(epochs) and (epochs[0], epochs[-1]) == (0, 3)
 
 
 def test_a_gang_killed_before_its_first_checkpoint_begins_again_and_the_files_with_it(start):
@@ -55,7 +43,7 @@ def test_a_gang_killed_before_its_first_checkpoint_begins_again_and_the_files_wi
     run = start(
         algorithm={"steps": 15},
         checkpoint={"everySteps": 100},
-        validation={"everySteps": 1000, "beforeTraining": False},
+        validation=QUIET,
         runtime={"deadlines": {"heartbeat": 0.5, "suspect": 1.5}},
     )
     run.start()
@@ -78,14 +66,13 @@ def test_a_gang_killed_before_its_first_checkpoint_begins_again_and_the_files_wi
 
 def test_a_run_that_begins_from_another_one_has_its_ledger_and_restarts_there_until_it_has_saved(start, tmp_path):
     """The other one is of an earlier version, which lacked a field of `algorithm`; so are the rollouts of this one, whose image is older."""
-    quiet = {"everySteps": 1000, "beforeTraining": False}
-    first = start(algorithm={"steps": 2}, validation=quiet, folder="first")
+    first = start(algorithm={"steps": 2}, validation=QUIET, folder="first")
     assert first.run() == 0, first.text + first.logs()
     run = start(
         algorithm={"steps": 15},
         checkpoint={"everySteps": 100, "resumeFrom": {"job": "out", "step": 2}},
         rollout={"env": {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(later_version.ROOT)}},
-        validation=quiet,
+        validation=QUIET,
         folder="second",
     )
     run.output, run.tree = first.output.with_name("second"), later_version.build(tmp_path / "later")
@@ -103,7 +90,7 @@ def test_restarts_are_bounded(start):
     run = start(
         algorithm={"steps": 200},
         failurePolicy={"maxRestarts": 0},
-        validation={"everySteps": 1000, "beforeTraining": False},
+        validation=QUIET,
     )
     run.start()
     run.at_step(1)
@@ -119,25 +106,35 @@ def history(run):
     return groups, rewards
 
 
-@pytest.mark.parametrize(
-    ("victim", "resumed"),
-    [({"role": "rollout", "index": 0}, False), ({"role": "actor"}, True)],
-    ids=["rollout killed", "actor killed"],
-)
-def test_with_per_group_batching_a_disturbed_run_trains_the_same_groups_with_the_same_rewards(start, victim, resumed):
+def test_with_per_group_batching_a_disturbed_run_trains_the_same_groups_with_the_same_rewards(start):
+    """A rollout is killed, the run is suspended and resumed, and the actor is killed while checkpoints are saved in the background."""
     spec = {
         "algorithm": {"steps": 15},
-        "rollout": {"replicas": 2, "maxSequenceLength": 32, "sampling": {"maxNewTokens": 12}, "batching": "perGroup"},
-        "validation": {"everySteps": 1000, "beforeTraining": False},
+        "rollout": {"replicas": 2, "batching": "perGroup"},
+        "checkpoint": {"everySteps": None},
+        "validation": QUIET,
     }
     calm = start(folder="calm", **spec)
     assert calm.run() == 0, calm.text + calm.logs()
-    disturbed = start(folder="disturbed", checkpoint={"everySteps": 1, "asynchronous": True}, **spec)
+    disturbed = start(folder="disturbed", **spec)
     disturbed.start()
-    disturbed.at_step(3)
-    disturbed.kill(**victim)
+    disturbed.at_step(2)
+    disturbed.kill(role="rollout", index=0)
+    disturbed.at_step(4)
+    pids = [entry["pid"] for entry in disturbed.processes()]
+    assert connect(disturbed.output).finish("suspend")
     assert disturbed.wait() == 0, disturbed.text + disturbed.logs()
-    assert (disturbed.status()["epoch"] > 0) == resumed
+    status = disturbed.status()
+    assert status["phase"] == "Suspended" and status["suspended"] and 4 <= status["step"] < 12
+    assert status["epoch"] == 0 and status["checkpoint"]["lastStep"] == status["step"]
+    assert not (disturbed.output / "model").exists()
+    assert_nothing_left(disturbed, pids)
+    saving = ("checkpoint.everySteps=1", "checkpoint.asynchronous=true")
+    disturbed.start("--resume", "auto", *(word for change in saving for word in ("--set", change)))
+    disturbed.at_step(status["step"] + 2)
+    disturbed.kill(role="actor")
+    assert disturbed.wait() == 0, disturbed.text + disturbed.logs()
+    assert disturbed.status()["epoch"] > 0 and disturbed.status()["phase"] == "Finished"
     groups, rewards = history(calm)
     assert history(disturbed)[0] == groups
     assert [value for _, value in history(disturbed)[1]] == pytest.approx([value for _, value in rewards], abs=1e-6)
@@ -147,7 +144,6 @@ def test_a_full_disk_costs_older_checkpoints_before_their_time_and_neither_a_ste
     run = start(
         algorithm={"steps": 8},
         actor={"processesPerPod": 2},  # both meet the disk
-        rollout={"replicas": 1},
         checkpoint={"everySteps": 1, "keep": 40, "path": str(small_disk)},
     )
     assert run.run() == 0, run.text + run.logs()
@@ -168,7 +164,7 @@ def test_a_full_output_folder_holds_the_run_until_there_is_room(start, small_dis
     filler = small_disk / "filler"
     filler.write_bytes(bytes((4 << 20) - (400 << 10)))
     checkpoints = {"everySteps": 1000, "path": str(small_disk / "saved")}
-    run = start(algorithm={"steps": 60}, rollout={"replicas": 1}, checkpoint=checkpoints)
+    run = start(algorithm={"steps": 60}, checkpoint=checkpoints)
     run.output = small_disk / "out"
     run.start()
     run.at_step(1)
@@ -196,7 +192,7 @@ def test_a_stall_is_found_named_and_acted_on(start, tmp_path, tiny):
         env={"type": "reward", "reward": "hang:reward"},
         runtime={"deadlines": {"envStep": 1000.0}},
         failurePolicy={"stall": {"seconds": 8.0}},
-        validation={"everySteps": 1000, "beforeTraining": False},
+        validation=QUIET,
     )
     run.env["PYTHONPATH"] = str(tmp_path)
     run.start()

@@ -4,8 +4,6 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
-
 from tests.e2e.harness import assert_trained_once
 from tests.small_models import save_classifier, save_policy
 
@@ -53,21 +51,14 @@ def judged(prompts, completions, messages, **columns):
 """
 
 
-SHORT = {"rollout": {"replicas": 1}, "validation": {"beforeTraining": False}}
+SHORT = {"validation": {"beforeTraining": False}}
 
 
 def read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
-        pytest.param({"type": "reward_model", "reward": None, "options": {"group": "reward-model"}}, id="env.type"),
-        pytest.param({"type": "reward", "reward": "own:judged"}, id="reward function that also asks a judge"),
-    ],
-)
-def test_completions_are_scored_although_the_reward_model_is_killed_in_a_call(start, env, tmp_path):
+def test_a_reward_function_that_asks_two_groups_scores_although_one_is_killed_in_a_call(start, tmp_path):
     folder = save_classifier(tmp_path / "classifier")
     group = {
         "name": "reward-model",
@@ -86,10 +77,8 @@ def test_completions_are_scored_although_the_reward_model_is_killed_in_a_call(st
         "callers": ["env"],
         "config": {**options, "maxNewTokens": 12, "maximum": 12},
     }
-    asked = env["type"] == "reward"
-    run = start(groups=[group, judge] if asked else [group], env=env, algorithm={"steps": 3}, **SHORT)
-    lines = run_with_a_kill(run, "reward-model")
-    assert ("judge/answers_total" in lines[-1]) == asked
+    run = start(groups=[group, judge], env={"reward": "own:judged"}, algorithm={"steps": 3}, **SHORT)
+    assert "judge/answers_total" in run_with_a_kill(run, "reward-model")[-1]
 
 
 def run_with_a_kill(run, group: str) -> list[dict]:

@@ -7,7 +7,6 @@ import time
 from itertools import pairwise
 
 import psutil
-import pytest
 import yaml
 from safetensors import safe_open
 
@@ -19,7 +18,7 @@ from tests.e2e.harness import assert_nothing_left, assert_trained_once
 
 
 def test_a_run_trains_validates_checkpoints_exports_and_leaves_nothing_behind(start):
-    run = start(algorithm={"steps": 4}, rollout={"oversample": 1.5}, trackers=[{"name": "tensorboard"}])
+    run = start(algorithm={"steps": 4}, rollout={"replicas": 2, "oversample": 1.5}, trackers=[{"name": "tensorboard"}])
     run.start()
     run.at_step(1)
     pids = [entry["pid"] for entry in run.processes()]
@@ -196,12 +195,11 @@ def test_status_top_and_logs_read_a_local_run(start):
 
     assert json.loads(rljob("status", str(run.output)).stdout)["step"] == 2
     assert "2/2" in rljob("top", str(run.output), "--once").stdout
-    assert "rollout-1: " in rljob("logs", str(run.output), "--role", "rollout").stdout
+    assert "rollout-0: " in rljob("logs", str(run.output), "--role", "rollout").stdout
     assert rljob("status", str(run.output / "nowhere")).returncode == 2
 
 
-@pytest.mark.parametrize("replicas", [2], ids=["two actor pods"])
-def test_data_parallel_actors_with_a_critic_train_every_group_once_and_send_what_changed(start, replicas):
+def test_data_parallel_actors_with_a_critic_train_every_group_once_and_send_what_changed(start):
     """PPO: the critic alone in the first step, then both; neither rollouts nor the exported model know of it."""
     run = start(
         model={"dtype": "bfloat16"},
@@ -212,10 +210,11 @@ def test_data_parallel_actors_with_a_critic_train_every_group_once_and_send_what
             "rewardKlCoefficient": 0.01,
         },
         actor={
-            "replicas": replicas,
+            "replicas": 2,
             "optimizer": {"learningRate": 1.0e-5, "valueLearningRate": 1.0e-2},
             "criticWarmupSteps": 1,
         },
+        rollout={"replicas": 2},
         weights={"syncer": "patch"},
     )
     assert run.run() == 0, run.text + run.logs()

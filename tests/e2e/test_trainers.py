@@ -26,7 +26,7 @@ BESIDE = COMMON | {"checkpoint": {"everySteps": 1, "asynchronous": True}}
 OFFLOAD = {"offload": {"params": True, "grads": True, "optimizer": True}}
 SAVING = {
     "fsdp2": OFFLOAD,
-    "fsdp1": {"backend": "fsdp1", "processesPerPod": 2, **OFFLOAD},
+    "fsdp1": {"backend": "fsdp1", **OFFLOAD},
     "megatron": {"backend": "megatron", "processesPerPod": 2, "parallel": {"tensor": 2, "sequence": True}, **OFFLOAD},
 }
 
