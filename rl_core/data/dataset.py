@@ -10,7 +10,7 @@ import numpy as np
 from rl_core.api.env import PROGRAMS
 from rl_core.api.errors import ConfigError, DataError, shown
 from rl_core.api.records import DatumSpec
-from rl_core.api.settings import DataSpec
+from rl_core.api.data import DataSpec
 from rl_core.data.source import Row, collect, read_rows
 from rl_core.data.tokenizer import Tokenizer, head_of
 from rl_core.transports import frames
@@ -18,17 +18,24 @@ from rl_core.transports import frames
 CHAT_ROLES = frozenset({"system", "user", "assistant", "tool"})
 GYM_COLUMN = "responses_create_params"
 """Column of rows of NeMo-Gym with the arguments of their model calls."""
+SOURCE_COLUMN = "data_source"
+"""Column with the name of the data set, in rows that do not have it."""
 ANSWERED_TASKS = frozenset({"math"})
 """Environments that need an answer in every row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptDataset:
-    """The samples of a data set that are short enough, in file order; `samples[i]["idx"]` is the row's index in the file."""
+    """The samples of data sets that are short enough, in file order, one data set behind the other.
+
+    `samples[i]["idx"]` is the row's index in the file; in further data sets, also counting the rows of those before.
+    """
 
     samples: list[DatumSpec]
     dropped_overlong: int
     """Number of rows that were dropped because their prompt leaves no room for a completion."""
+    sizes: tuple[int, ...] = ()
+    """Number of samples of each data set, if there are several."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -37,6 +44,32 @@ class PromptDataset:
     def __getitem__(self, index: int) -> DatumSpec:
         """Return one sample."""
         return self.samples[index]
+
+
+def load_sets(data: DataSpec, tokenizer: Tokenizer, *, validation: bool, task_name: str, max_seq_len: int) -> PromptDataset | None:
+    """Return the prompts of training, or of `validation`, of all data sets; None where there are none. Raises as `load_prompts`."""
+    column = "validation" if validation else "train"
+    samples: list[DatumSpec] = []
+    sizes, dropped, rows = [], 0, 0
+    for name, field, part in data.parts():
+        reference = part.validation if validation else part.train
+        if reference is None:
+            continue
+        loaded = load_prompts(
+            reference, part, tokenizer, field=f"{field}.{column}", task_name=task_name, max_seq_len=max_seq_len
+        )
+        for sample in loaded.samples:
+            sample["idx"] += rows
+            if name:
+                sample["data_set"] = name
+                sample["extra_env_info"] = {SOURCE_COLUMN: name} | (sample["extra_env_info"] or {})
+        rows = max(sample["idx"] for sample in loaded.samples) + 1
+        samples += loaded.samples
+        sizes.append(len(loaded))
+        dropped += loaded.dropped_overlong
+    if not samples:
+        return None
+    return PromptDataset(samples=samples, dropped_overlong=dropped, sizes=tuple(sizes) if data.sets else ())
 
 
 def load_prompts(
