@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import Pattern
-from rl_core.api.cel import Cel, unique
+from rl_core.api.cel import Cel, exactly_one_given, unique
 
 Template = Annotated[str, Field(max_length=65536)]
 Column = Annotated[str, Field(min_length=1, max_length=256)]
@@ -65,16 +65,16 @@ class DataSetSpec(Spec):
 
 
 class DataSpec(Spec):
-    """Prompts. A file is .jsonl or .parquet; `hf://owner/name[@revision]/FILE` or `?config=C&split=S` is fetched first;
-    `reasoning-gym://task?size=N&seed=S` is generated.
+    """Prompts: .jsonl or .parquet, fetched for `hf://owner/name[@revision]/FILE` and `hf://owner/name?split=S[&config=C]`, or generated for
+    `reasoning-gym://task?size=N&seed=S`.
     """
 
     train: Annotated[str, Field(min_length=1)] | None = None
     """Training prompts; null = those of sets."""
     validation: str | None = None
     """Validation prompts; null = no validation."""
-    sets: Annotated[list[DataSetSpec], Field(max_length=64)] = []
-    """Several data sets, mixed by weight, instead of train and validation."""
+    sets: Annotated[list[DataSetSpec], Field(min_length=1, max_length=16)] | None = None
+    """Several data sets, mixed by weight, instead of train and validation; null = one."""
     prompt_key: str = "prompt"
     """Column with the prompt: text or a list of {role, content}."""
     answer_key: str = "answer"
@@ -93,31 +93,25 @@ class DataSpec(Spec):
     """Prompts that leave no room for a completion. drop: leave them out and count them; refuse: end the run."""
 
     @rule(
+        exactly_one_given("data", ("train", "sets")),
         Cel(
-            holds="has(self.train) != (has(self.sets) && self.sets.size() > 0)",
-            refusal="exactly one of train and sets must be given; write train for one data set, sets for several",
-        )
+            holds="!has(self.validation) || !has(self.sets)",
+            refusal="validation must be part of an entry of sets where sets is given, got both; move it there",
+            field="validation",
+        ),
     )
     def _one_form(self) -> Iterator[str]:
-        if (self.train is None) != bool(self.sets):
-            yield "exactly one of train and sets must be given; write train for one data set, sets for several"
-
-    @rule(
-        Cel(
-            holds="!has(self.validation) || !has(self.sets) || self.sets.size() == 0",
-            refusal="validation must not be given beside sets; give the set that it belongs to, or one more set, its own validation",
-            field="validation",
-        )
-    )
-    def _validation_of_sets(self) -> Iterator[str]:
-        if self.validation is not None and self.sets:
-            yield "validation must not be given beside sets; give the set that it belongs to, or one more set, its own validation"
+        given = (self.train is not None) + (self.sets is not None)
+        if given != 1:
+            yield f"data must have exactly one of train, sets, got {given}; give one"
+        if self.validation is not None and self.sets is not None:
+            yield "validation must be part of an entry of sets where sets is given, got both; move it there"
 
     @rule(
         unique("sets", "name"),
         Cel(
-            holds="!has(self.sets) || self.sets.size() == 0 || self.sets.exists(one, has(one.train))",
-            refusal="at least one of sets must have train, got none; add it",
+            holds="!has(self.sets) || self.sets.exists(one, has(one.train))",
+            refusal="sets must have an entry with train, got none; add it",
             field="sets",
         ),
         Cel(
@@ -125,45 +119,31 @@ class DataSpec(Spec):
                 "!has(self.sets) || self.sets.all(one, !has(one.train) || has(one.weight)) "
                 "|| !self.sets.exists(one, has(one.weight))"
             ),
-            refusal="weight must be given for each of sets with train, or for none; add or remove weights",
+            refusal="sets must have a weight in each entry with train or in none, got it in some; add or remove weights",
             field="sets",
         ),
     )
     def _sets_fit(self) -> Iterator[str]:
-        names = [one.name for one in self.sets]
+        names = [one.name for one in self.sets or ()]
         if twice := next((name for name in names if names.count(name) > 1), None):
             yield f"sets must have unique names, got {twice} more than once; change one"
-        trained = [one for one in self.sets if one.train is not None]
-        if self.sets and not trained:
-            yield "at least one of sets must have train, got none; add it"
-        if 0 < sum(one.weight is not None for one in trained) < len(trained):
-            yield "weight must be given for each of sets with train, or for none; add or remove weights"
+        trained = [one.weight is not None for one in self.sets or () if one.train is not None]
+        if names and not trained:
+            yield "sets must have an entry with train, got none; add it"
+        if any(trained) and not all(trained):
+            yield "sets must have a weight in each entry with train or in none, got it in some; add or remove weights"
 
-    def parts(self) -> list[tuple[str, str, "DataSpec"]]:
-        """Return (name, field, settings) of each data set, such as (`gsm8k`, `data.sets.0`, ...), the settings as those of a single one.
+    def parts(self) -> Iterator[tuple[str, str, "DataSpec"]]:
+        """Yield (name, field, settings) of each data set, such as (`gsm8k`, `data.sets.0`, ...), the settings as those of a single one.
 
         The name of a single one is empty.
         """
-        if not self.sets:
-            return [("", "data", self)]
-        own = self.model_dump(exclude={"sets"})
-        return [
-            (
-                one.name,
-                f"data.sets.{index}",
-                DataSpec.model_construct(
-                    **own
-                    | {
-                        "train": one.train,
-                        "validation": one.validation,
-                        "prompt_key": one.prompt_key or self.prompt_key,
-                        "answer_key": one.answer_key or self.answer_key,
-                    },
-                    sets=[],
-                ),
-            )
-            for index, one in enumerate(self.sets)
-        ]
+        if self.sets is None:
+            yield "", "data", self
+        for index, one in enumerate(self.sets or ()):
+            own = {name: getattr(one, name) for name in ("train", "validation")}
+            own |= {name: getattr(one, name) or getattr(self, name) for name in ("prompt_key", "answer_key")}
+            yield one.name, f"data.sets.{index}", self.model_copy(update=own | {"sets": None})
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:

@@ -132,8 +132,9 @@ def _check_files(job: RLJob) -> Iterator[str]:
         yield from _check_policy(job)
         return
     tokenizer, limit = None, NO_LIMIT
+    on_hub: list[tuple[str, str]] = []
     if job.spec.model.path.startswith(HUB_SCHEME):
-        yield from _hub_problems("spec.model.path", job.spec.model.path)
+        on_hub.append(("model.path", job.spec.model.path))
     else:
         opened, problems = _open_model(job.spec.model.path)
         yield from problems
@@ -144,17 +145,18 @@ def _check_files(job: RLJob) -> Iterator[str]:
             except RLJobError as error:
                 yield f"spec.model.path: {error}"
             yield from (f"spec: {line}" for line in unsupported_settings(job.spec, config))
-    for field, reference, data in _data_references(job):
+    for name, field, reference, data in _data_references(job):
         if reference.startswith(HUB_SCHEME):
-            yield from _hub_problems(f"spec.{field}", reference)
+            on_hub.append((field, reference))
             continue
         read: Callable[..., object]
         if tokenizer is None:
             read = partial(read_rows, reference)
         else:
             task = job.spec.env.type
-            read = partial(load_prompts, reference, data, tokenizer, task_name=task, max_seq_len=limit)
+            read = partial(load_prompts, reference, data, tokenizer, name=name, task_name=task, max_seq_len=limit)
         yield from _bad_rows(field, read, Path(reference))
+    yield from _hub_problems(on_hub)
 
 
 def _check_policy(job: RLJob) -> Iterator[str]:
@@ -192,21 +194,26 @@ def _open_model(path: str) -> tuple["tuple[Tokenizer, dict[str, Any]] | None", l
     return opened, problems
 
 
-def _data_references(job: RLJob) -> Iterator[tuple[str, str, "DataSpec"]]:
-    """Yield (field, reference, settings) of the training and validation data of each data set."""
-    for _, field, data in job.spec.data.parts():
+def _data_references(job: RLJob) -> Iterator[tuple[str, str, str, "DataSpec"]]:
+    """Yield (name, field, reference, settings) of the training and validation data of each data set."""
+    for name, field, data in job.spec.data.parts():
         for column, reference in (("train", data.train), ("validation", data.validation)):
             if reference is not None:
-                yield f"{field}.{column}", reference, data
+                yield name, f"{field}.{column}", reference, data
 
 
-def _hub_problems(field: str, reference: str) -> Iterator[str]:
-    """Yield the problem of a reference to the hub, which is asked for it. Without an answer that is told on stderr and is no problem."""
-    problem, unseen = hub_problem(reference, data=not field.endswith("model.path"))
-    if problem:
-        yield f"{field}: {problem}"
-    if unseen:
-        sys.stderr.write(f"{field}: {reference} was not looked for: {unseen}\n")
+def _hub_problems(found: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Yield the problems of references to the hub, (field, reference). A hub that does not answer is told on stderr, and is no problem."""
+    for number, (field, reference) in enumerate(found):
+        try:
+            if problem := hub_problem(reference, data=field != "model.path"):
+                yield f"spec.{field}: {problem}"
+        except ConfigError as error:
+            yield f"spec.{field}: {error}"
+        except ConnectionError as error:
+            unseen = ", ".join(f"spec.{name}" for name, _ in found[number:])
+            sys.stderr.write(f"not looked for on the hub: {unseen}: {error}\n")
+            return
 
 
 def hub_hint(path: Path, *, file: str = "") -> str:
@@ -235,9 +242,9 @@ def _example_rows(job: RLJob) -> dict[str, "EnvRow"]:
     found: dict[str, EnvRow] = {}
     if is_embodied(job.spec):
         return found
-    for field, reference, data in _data_references(job):
+    for name, field, reference, data in _data_references(job):
         if not reference.startswith(HUB_SCHEME):
-            rows = read_rows(reference, field=field, max_bad_rows=data.max_bad_rows)
+            rows = read_rows(reference, field=field, name=name, max_bad_rows=data.max_bad_rows)
             found |= example_rows(rows, data, field=field, task_name=job.spec.env.type)
     return found
 

@@ -442,7 +442,12 @@ class PromptLedger:
 
         Raises ConfigError, which is a ValueError, if the seed, the shuffling, or size and weight of the data sets differ from the saved ones.
         """
-        mine = {"seed": self._seed, "shuffle": self._shuffle, "size": len(self.dataset), "parts": None} | self._mixture()
+        mine = {
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "size": len(self.dataset),
+            "parts": None,
+        } | self._mixture()
         wrong = {key: (state.get(key), value) for key, value in mine.items() if state.get(key) != value}
         if wrong:
             differences = ", ".join(f"{key} {saved} (saved) and {now} (now)" for key, (saved, now) in wrong.items())

@@ -10,6 +10,7 @@ the number of sets. Each set has passes of its own, so that a small one with a l
 """
 
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -46,12 +47,10 @@ class PromptOrder:
         """`prefix` begins every group id. Without `shuffle`, each pass uses the order of the data set."""
         self._parts, self._seed, self._shuffle, self._prefix = tuple(parts), seed, shuffle, prefix
         self._starts = list(accumulate((part.size for part in parts), initial=0))
+        self._left = list(accumulate((part.weight for part in reversed(parts)), initial=0))[:0:-1]
+        """Sum of the weights of each part and those behind it."""
         self._permutations: dict[int, tuple[int, list[int]]] = {}
-        self._credits = [0] * len(parts)
-        self._places: list[tuple[int, int]] = []
-        """Part and number within the part, by position; filled as far as it was asked for, and unused with one part."""
-        self._positions: list[list[int]] = [[] for _ in parts]
-        """The inverse of `_places`: positions by part and number within the part."""
+        """The newest data epoch that was asked for and its order, by part."""
 
     def index_at(self, position: int) -> int:
         """Return the index of the prompt at `position`."""
@@ -67,20 +66,20 @@ class PromptOrder:
     def position(self, group_id: str, *, end: int) -> int | None:
         """Return the position of a group id if it is below `end`, else None; also None for text that is no group id.
 
-        Takes time proportional to the size of the data sets.
+        Takes time proportional to the size of the data set.
         """
-        data_epoch, _, index = group_id.removeprefix(self._prefix).partition("-")
-        if not data_epoch.isdecimal() or not index.isdecimal() or int(index) >= self._starts[-1]:
+        data_epoch, _, text = group_id.removeprefix(self._prefix).partition("-")
+        if not data_epoch.isdecimal() or not text.isdecimal() or int(text) >= self._starts[-1]:
             return None
-        part = next(part for part in range(len(self._parts)) if int(index) < self._starts[part + 1])
-        size = self._parts[part].size
-        for number in range(int(data_epoch) * size, (int(data_epoch) + 1) * size):
-            position = self._position(part, number, end=end)
-            if position is None:
-                return None
-            if self.group_id(position) == group_id:
-                return position
-        return None
+        part = bisect_right(self._starts, int(text)) - 1
+        size, offset = self._parts[part].size, int(text) - self._starts[part]
+        position = self._position(part, int(data_epoch) * size)
+        if position >= end:
+            return None  # without the order of a pass that has not begun
+        if self._shuffle:
+            offset = self._permutation(part, int(data_epoch)).index(offset)
+        position = self._position(part, int(data_epoch) * size + offset)
+        return position if position < end and self.group_id(position) == group_id else None
 
     def _permutation(self, part: int, data_epoch: int) -> list[int]:
         """Return the order of pass `data_epoch` over a part."""
@@ -93,30 +92,22 @@ class PromptOrder:
         return kept[1]
 
     def _place(self, position: int) -> tuple[int, int]:
-        """Return (part, number within the part) of a position."""
-        if len(self._parts) == 1:
-            return 0, position
-        self._interleave(position + 1)
-        return self._places[position]
+        """Return (part, number within the part) of a position.
 
-    def _position(self, part: int, number: int, *, end: int) -> int | None:
-        """Return the position of the prompt `number` of a part; None where it is not below `end`."""
-        if len(self._parts) == 1:
-            return number if number < end else None
-        self._interleave(end)
-        positions = self._positions[part]
-        return positions[number] if number < len(positions) and positions[number] < end else None
-
-    def _interleave(self, end: int) -> None:
-        """Fill the tables up to `end`. Each position gives every part its weight and goes to the part that has most, which pays for it.
-
-        This is the smooth weighted round-robin of nginx, in integers: the same on every machine.
+        Of the first n positions the first part gets floor(n w / W), where w is its weight and W the sum of all; what is left is divided among
+        the further parts in the same way. Only integers are used, so that the result is the same on every machine.
         """
-        total = sum(part.weight for part in self._parts)
-        while len(self._places) < end:
-            for part, (_, weight) in enumerate(self._parts):
-                self._credits[part] += weight
-            chosen = max(range(len(self._parts)), key=self._credits.__getitem__)
-            self._credits[chosen] -= total
-            self._positions[chosen].append(len(self._places))
-            self._places.append((chosen, len(self._positions[chosen]) - 1))
+        for part, ((_, weight), left) in enumerate(zip(self._parts, self._left, strict=True)):
+            before, after = position * weight // left, (position + 1) * weight // left
+            if after > before:
+                return part, before
+            position -= before
+        raise AssertionError("the last part gets all that is left")
+
+    def _position(self, part: int, number: int) -> int:
+        """Return the position of prompt `number` of a part, the inverse of `_place`."""
+        weight, left = self._parts[part].weight, self._left[part]
+        position = -(-(number + 1) * left // weight) - 1
+        for before in range(part - 1, -1, -1):
+            position = position * self._left[before] // self._left[before + 1]
+        return position

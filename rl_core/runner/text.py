@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from rl_core.api.data import DataSpec, whole_weights
-from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJob
 from rl_core.api.records import DatumSpec
 from rl_core.channel import Channel
@@ -207,16 +206,13 @@ def launch_groups(run: Run, *, max_seq_len: int) -> None:
 def load_data(job: RLJob, tokenizer: Tokenizer, limit: int) -> tuple[PromptDataset, PromptDataset | None]:
     """Return the training and validation prompts."""
     data, task = job.spec.data, job.spec.env.type
-    train = load_sets(data, tokenizer, validation=False, task_name=task, max_seq_len=limit)
-    if train is None:
-        raise ConfigError("data must have training prompts, got none; write data.train or data.sets")
-    if train.dropped_overlong:
-        logger.warning("data: %s prompts of %s tokens or more dropped (data.onOverlong)", train.dropped_overlong, limit)
-    return train, load_sets(data, tokenizer, validation=True, task_name=task, max_seq_len=limit)
+    train, validation = (
+        load_sets(data, tokenizer, validation=held_out, task_name=task, max_seq_len=limit) for held_out in (False, True)
+    )
+    return train, validation if validation.samples else None
 
 
 def mixture(data: DataSpec, sizes: Sequence[int]) -> list[Part]:
-    """Return the data sets that are mixed, whose numbers of prompts are `sizes`; none for a single data set."""
-    weights = [one.weight for one in data.sets if one.train is not None]
-    given = whole_weights([weight for weight in weights if weight is not None])
-    return [Part(size, weight) for size, weight in zip(sizes, given or sizes, strict=True)]
+    """Return the data sets that are mixed, whose numbers of training prompts are `sizes`."""
+    weights = [one.weight for one in data.sets or () if one.weight is not None]
+    return [Part(size, weight) for size, weight in zip(sizes, whole_weights(weights) or sizes, strict=True)]

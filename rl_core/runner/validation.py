@@ -4,6 +4,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import groupby, islice
 
 import numpy as np
 
@@ -116,17 +117,9 @@ class Validation:
 
 
 def _first_of_each_set(samples: Sequence[DatumSpec], most: int | None) -> Sequence[DatumSpec]:
-    """Return the first `most` samples of each data set, all for None."""
-    if most is None:
-        return samples
-    taken: Counter[str] = Counter()
-    kept = []
-    for sample in samples:
-        name = sample.get("data_set", "")
-        taken[name] += 1
-        if taken[name] <= most:
-            kept.append(sample)
-    return kept
+    """Return the first `most` samples of each data set, all for None. The samples of a data set follow each other."""
+    sets = groupby(samples, key=lambda sample: sample.get("data_set"))
+    return [sample for _, own in sets for sample in islice(own, most)]
 
 
 def summarise(scores: Sequence[ValidationScores], *, errors: int, group_size: int) -> dict[str, float]:
