@@ -22,7 +22,7 @@ def references(spec: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]
 
     The field is a path such as `data.sets.0.train`, and `holder[key]` the reference.
     """
-    model, data = (spec.get(block) if isinstance(spec.get(block), dict) else {} for block in ("model", "data"))
+    model, data = spec.get("model"), spec.get("data")
     sets = data.get("sets") if isinstance(data, dict) else None
     holders = [
         ("data", data),
