@@ -150,7 +150,7 @@ def test_validation_asks_the_hub_for_what_the_job_names(endpoint, tmp_path):
     }
     file = tmp_path / "job.yaml"
     file.write_text(json.dumps(job))
-    done = run(endpoint, tmp_path, "-m", "rl_core.cli", "validate", str(file))
+    done = run(endpoint, tmp_path, "-m", "rl_core.cli.main", "validate", str(file))
     told = {line.partition("data.sets.")[2][:7]: line for line in done.stderr.splitlines() if "spec.data.sets." in line}
     assert done.returncode == 2 and sorted(told) == [f"{n}.train" for n in range(1, 6)], done.stderr
     assert "main/train, got main/test; correct ?split" in told["1.train"]
@@ -159,7 +159,7 @@ def test_validation_asks_the_hub_for_what_the_job_names(endpoint, tmp_path):
     assert "a hub reference must read hf://owner/name" in told["5.train"] and "model.path" not in done.stderr
     job["spec"]["data"] = {"train": sets["right"]}
     file.write_text(json.dumps(job))
-    silent = run("http://127.0.0.1:1", tmp_path, "-m", "rl_core.cli", "validate", str(file))
+    silent = run("http://127.0.0.1:1", tmp_path, "-m", "rl_core.cli.main", "validate", str(file))
     assert silent.returncode == 0 and "not looked for on the hub: spec.model.path, spec.data.train: " in silent.stderr
 
 
