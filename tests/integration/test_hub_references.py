@@ -74,6 +74,8 @@ class Hub(BaseHTTPRequestHandler):
     def answer(self, code, content, body):
         self.send_response(code)
         self.send_header("Content-Length", str(len(content)))
+        if code == 404 and "/nobody/" in self.path:
+            self.send_header("X-Error-Code", "RepoNotFound")
         self.send_header("X-Repo-Commit", getattr(self, "commit", COMMIT))
         self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()[:40]}"')
         self.end_headers()
