@@ -12,6 +12,7 @@ from rl_core.api.backends import EMBODIED_PROGRAMS
 from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import FUNCTION, Name, Pattern, Seconds, listed
 from rl_core.api.cel import Cel, literal, unique
+from rl_core.api.data import DataSpec
 from rl_core.api.distillation import TEACHERS_ARE_GROUPS, unknown_teachers
 from rl_core.api.env import EnvSpec
 from rl_core.api.failure import FailurePolicySpec
@@ -22,7 +23,6 @@ from rl_core.api.roles import ActorSpec, RolloutSpec
 from rl_core.api.settings import (
     CheckpointSpec,
     CodeSpec,
-    DataSpec,
     DeletionPolicySpec,
     ModelSpec,
     PlacementSpec,

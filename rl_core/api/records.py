@@ -66,6 +66,8 @@ class DatumSpec(TypedDict):
     task_name: NotRequired[str]
     stop_strings: NotRequired[list[str] | None]
     group_id: NotRequired[str]
+    data_set: NotRequired[str]
+    """Name of the data set, where the job has several."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""The smaller blocks of `spec`: model, data, validation, placement, weights, checkpoint, runtime, scheduling, trackers, samples."""
+"""The smaller blocks of `spec`: model, validation, placement, weights, checkpoint, runtime, scheduling, trackers, samples."""
 
 import re
 from collections.abc import Iterator
@@ -24,31 +24,6 @@ class ModelSpec(Spec):
     """Data type of the weights in training and generation."""
     lora: LoraSpec | None = None
     """Train low-rank adapters and freeze the model; null = train all weights."""
-
-
-class DataSpec(Spec):
-    """Prompts. A file is .jsonl or .parquet; `hf://repo[@revision]/file` is fetched first; `reasoning-gym://task?size=N&seed=S` is generated."""
-
-    train: str = Field(min_length=1)
-    """Training prompts."""
-    validation: str | None = None
-    """Validation prompts; null = no validation."""
-    prompt_key: str = "prompt"
-    """Column with the prompt: text or a list of {role, content}."""
-    answer_key: str = "answer"
-    """Column with the ground truth."""
-    chat: bool = False
-    """Make each text prompt a user message, rendered with the chat template; false: it is tokenized as it is."""
-    chat_template: Annotated[str, Field(max_length=65536)] | None = None
-    """Jinja chat template for message lists; null = the tokenizer's."""
-    system_prompt: Annotated[str, Field(max_length=65536)] | None = None
-    """System message placed before the messages of each prompt; null = none."""
-    shuffle: bool = True
-    """Shuffle each data epoch with algorithm.seed."""
-    max_bad_rows: int = Field(0, ge=0, lt=2**31)
-    """Most malformed lines of a file, and most rows that cannot be used, that are logged and left out; with more the job is refused."""
-    on_overlong: Literal["drop", "refuse"] = "drop"
-    """Prompts that leave no room for a completion. drop: leave them out and count them; refuse: end the run."""
 
 
 class ValidationSpec(Spec):

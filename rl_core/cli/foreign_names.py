@@ -38,7 +38,7 @@ FOREIGN_NAMES = (
         ("train_dataset", "dataset_name"),
         ("data.train_files",),
         (),
-        "A file, `hf://owner/name/FILE` or `reasoning-gym://`.",
+        "A file, `hf://owner/name?split=train` or `reasoning-gym://`; several are `data.sets`.",
     ),
     ForeignName("data.validation", ("eval_dataset",), ("data.val_files",)),
     ForeignName("data.promptKey", (), ("data.prompt_key",)),

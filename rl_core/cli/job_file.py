@@ -1,6 +1,6 @@
 """Reads a job file: parses YAML, applies overrides, makes paths absolute, downloads models and data from the Hugging Face hub."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,9 @@ from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJob
 from rl_core.api.text import load_value, read_documents
 from rl_core.cli.problems import find_problems
-from rl_core.data.hub import HUB_SCHEME, REFERENCE_FIELDS
+from rl_core.data.hub import HUB_SCHEME, references
 from rl_core.data.source import GENERATED_SCHEME
 
-PATH_FIELDS = (*REFERENCE_FIELDS, ("checkpoint", "path"))
 MODEL_PATH = "modelPath"
 """Field of the `config` of a group that holds the folder of its model, a path as `model.path`."""
 
@@ -88,10 +87,8 @@ def load_job(file: Path, settings: Sequence[str] = ()) -> RLJob:
 def with_absolute_paths(job: RLJob, file: Path) -> RLJob:
     """Return the job with absolute paths; relative ones start at the folder of `file`."""
     spec = job.spec.model_dump(mode="json", by_alias=True)
-    for block, field in PATH_FIELDS:
-        value = spec[block][field]
-        if value is not None:
-            spec[block][field] = absolute(file, value)
+    for _, holder, key in path_fields(spec):
+        holder[key] = absolute(file, holder[key])
     for group in spec["groups"]:
         if isinstance(group["config"].get(MODEL_PATH), str):
             group["config"][MODEL_PATH] = absolute(file, group["config"][MODEL_PATH])
@@ -99,6 +96,13 @@ def with_absolute_paths(job: RLJob, file: Path) -> RLJob:
     if source is not None and source["path"] is not None:
         source["path"] = absolute(file, source["path"])
     return RLJob.model_validate(job.model_dump(mode="json", by_alias=True) | {"spec": spec})
+
+
+def path_fields(spec: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield (field, holder, key) for each field of a spec that holds a path or a reference; the path is `holder[key]`."""
+    yield from references(spec)
+    if spec["checkpoint"]["path"] is not None:
+        yield "checkpoint.path", spec["checkpoint"], "path"
 
 
 def absolute(file: Path, reference: str) -> str:

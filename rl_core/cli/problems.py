@@ -82,17 +82,18 @@ def _mend(document: dict[str, Any], details: Iterable[ErrorDetails]) -> None:
         if not isinstance(holder, dict):
             continue
         if detail["type"] == "missing":
-            holder[cast(str, last)] = {} if fields_at(detail["loc"]) else REQUIRED.get(detail["loc"], PLACEHOLDER)
+            holder[cast(str, last)] = REQUIRED.get(detail["loc"], {} if fields_at(detail["loc"]) else PLACEHOLDER)
         elif detail["loc"] in REQUIRED:
-            holder[cast(str, last)] = REQUIRED[detail["loc"]]
+            holder[cast(str, last)] = copy.deepcopy(REQUIRED[detail["loc"]])
         else:
             holder.pop(last, None)
 
 
-REQUIRED: dict[tuple[int | str, ...], str] = {
+REQUIRED: dict[tuple[int | str, ...], Any] = {
     ("apiVersion",): "rljob.dev/v1alpha1",
     ("kind",): "RLJob",
     ("metadata", "name"): PLACEHOLDER,
     ("spec", "model", "path"): PLACEHOLDER,
+    ("spec", "data"): {"train": PLACEHOLDER},
     ("spec", "data", "train"): PLACEHOLDER,
 }

@@ -12,7 +12,6 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from rl_core.api.identity import ROLES
 from rl_core.api.job import API_VERSION, RLJobSpec
@@ -28,8 +27,8 @@ MAX_LINE = 140
 """Most characters of a line of the page."""
 NAMES_PATH = Path("docs/coming-from.md")
 METRICS_PATH = Path("docs/metrics.md")
-REQUIRED_EXAMPLES = {"model.path": "model", "data.train": "data/train.jsonl"}
-"""Values of required fields in the reference job."""
+EXAMPLES = {"model.path": "model", "data.train": "data/train.jsonl"}
+"""Values in the reference job of fields that it must have and that have no default."""
 GENERATED = "Generated from rl_core.api.job by `make docs`; edit the schema's docstrings instead."
 
 
@@ -49,8 +48,8 @@ def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, F
 def default_text(path: str, field: FieldInfo) -> str:
     """Return the field's default as YAML in flow style."""
     value = field.get_default(call_default_factory=True)
-    if value is PydanticUndefined:
-        value = REQUIRED_EXAMPLES[path]
+    if path in EXAMPLES:
+        value = EXAMPLES[path]
     if isinstance(value, list):
         value = [item.model_dump(mode="json", by_alias=True) if isinstance(item, BaseModel) else item for item in value]
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()

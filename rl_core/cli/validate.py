@@ -11,10 +11,11 @@ from rl_core.api.backends import EMBODIED_PROGRAMS
 from rl_core.api.embodied import embodied_options, is_embodied
 from rl_core.api.errors import ConfigError, RLJobError
 from rl_core.api.job import RLJob
-from rl_core.cli.job_file import PATH_FIELDS, JobProblems, absolute, load_job, read_document
-from rl_core.data.hub import HUB_SCHEME, REFERENCE_FIELDS, fetch_references
+from rl_core.cli.job_file import JobProblems, absolute, load_job, path_fields, read_document
+from rl_core.data.hub import HUB_SCHEME, fetch_references, hub_problem, references
 
 if TYPE_CHECKING:
+    from rl_core.api.data import DataSpec
     from rl_core.data.tokenizer import Tokenizer
     from rl_core.messages.envs import EnvRow
     from rl_core.plan.capacity import CapacityReport
@@ -47,10 +48,8 @@ def paths_on_volumes(job: RLJob) -> list[str]:
     """Return the path fields of the job that lie below a volume mount of the actor, as `spec.model.path`."""
     mounts = [Path(mount.mount_path) for mount in job.spec.actor.volume_mounts]
     spec = job.spec.model_dump(mode="json", by_alias=True)
-    values = {f"spec.{block}.{field}": spec[block][field] for block, field in PATH_FIELDS}
-    return [
-        name for name, value in values.items() if value and any(Path(value).is_relative_to(mount) for mount in mounts)
-    ]
+    values = {f"spec.{field}": holder[key] for field, holder, key in path_fields(spec)}
+    return [name for name, value in values.items() if any(Path(value).is_relative_to(mount) for mount in mounts)]
 
 
 def check_references(job: RLJob, file: Path, *, files: bool = True, device_memory: float | None = None) -> None:
@@ -68,17 +67,17 @@ def find_file_problems(file: Path, settings: Sequence[str]) -> Iterator[str]:
     document = read_document(file, settings)
     if _at(document, "spec", "actor", "volumeMounts"):
         return
-    for block, field in REFERENCE_FIELDS:
-        reference = _at(document, "spec", block, field)
-        if not isinstance(reference, str) or reference.startswith(HUB_SCHEME):
+    spec = _at(document, "spec")
+    for field, holder, key in references(spec if isinstance(spec, dict) else {}):
+        path = absolute(file, holder[key])
+        if path.startswith(HUB_SCHEME):
             continue
-        if block == "model" and _at(document, "spec", "program") in EMBODIED_PROGRAMS:
+        if _at(document, "spec", "program") in EMBODIED_PROGRAMS:
             continue
-        if block == "model":
-            yield from _open_model(absolute(file, reference))[1]
+        if field == "model.path":
+            yield from _open_model(path)[1]
         else:
-            path = absolute(file, reference)
-            yield from _bad_rows(f"{block}.{field}", partial(read_rows, path), Path(path))
+            yield from _bad_rows(field, partial(read_rows, path), Path(path))
 
 
 def _at(document: Any, *path: str) -> Any:
@@ -89,7 +88,7 @@ def _at(document: Any, *path: str) -> Any:
 
 
 def find_reference_problems(job: RLJob, *, search_path: Path, files: bool = True) -> Iterator[str]:
-    """Yield one line per problem. References to the Hugging Face hub are checked when they are downloaded, at the start of a run."""
+    """Yield one line per problem. What lies on the Hugging Face hub is only looked for; its content is checked at the start of a run."""
     problems = list(_with_errors(lambda: _check_files(job))) if files else []
     yield from problems
     # Rows that are wrong are reported once, and not again as failures of the code that is called with them.
@@ -132,8 +131,11 @@ def _check_files(job: RLJob) -> Iterator[str]:
     if is_embodied(job.spec):
         yield from _check_policy(job)
         return
-    data, tokenizer, limit = job.spec.data, None, NO_LIMIT
-    if not job.spec.model.path.startswith(HUB_SCHEME):
+    tokenizer, limit = None, NO_LIMIT
+    on_hub: list[tuple[str, str]] = []
+    if job.spec.model.path.startswith(HUB_SCHEME):
+        on_hub.append(("model.path", job.spec.model.path))
+    else:
         opened, problems = _open_model(job.spec.model.path)
         yield from problems
         if opened is not None:
@@ -143,17 +145,18 @@ def _check_files(job: RLJob) -> Iterator[str]:
             except RLJobError as error:
                 yield f"spec.model.path: {error}"
             yield from (f"spec: {line}" for line in unsupported_settings(job.spec, config))
-    for field, reference in (("data.train", data.train), ("data.validation", data.validation)):
-        if reference is None or reference.startswith(HUB_SCHEME):
-            yield from _hub_data_problems(field, reference)
+    for name, field, reference, data in _data_references(job):
+        if reference.startswith(HUB_SCHEME):
+            on_hub.append((field, reference))
             continue
         read: Callable[..., object]
         if tokenizer is None:
             read = partial(read_rows, reference)
         else:
             task = job.spec.env.type
-            read = partial(load_prompts, reference, data, tokenizer, task_name=task, max_seq_len=limit)
+            read = partial(load_prompts, reference, data, tokenizer, name=name, task_name=task, max_seq_len=limit)
         yield from _bad_rows(field, read, Path(reference))
+    yield from _hub_problems(on_hub)
 
 
 def _check_policy(job: RLJob) -> Iterator[str]:
@@ -191,13 +194,26 @@ def _open_model(path: str) -> tuple["tuple[Tokenizer, dict[str, Any]] | None", l
     return opened, problems
 
 
-def _hub_data_problems(field: str, reference: str | None) -> Iterator[str]:
-    """Yield the problem of a data reference to the hub that names no file."""
-    if reference is not None and reference.removeprefix(HUB_SCHEME).count("/") < 2:
-        yield (
-            f"spec.{field}: must name a file of the data set, hf://owner/name[@revision]/FILE with .parquet or .jsonl, got {reference}; "
-            "add the file, as main/train-00000-of-00001.parquet"
-        )
+def _data_references(job: RLJob) -> Iterator[tuple[str, str, str, "DataSpec"]]:
+    """Yield (name, field, reference, settings) of the training and validation data of each data set."""
+    for name, field, data in job.spec.data.parts():
+        for column, reference in (("train", data.train), ("validation", data.validation)):
+            if reference is not None:
+                yield name, f"{field}.{column}", reference, data
+
+
+def _hub_problems(found: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Yield the problems of references to the hub, (field, reference). A hub that does not answer is told on stderr, and is no problem."""
+    for number, (field, reference) in enumerate(found):
+        try:
+            if problem := hub_problem(reference, data=field != "model.path"):
+                yield f"spec.{field}: {problem}"
+        except ConfigError as error:
+            yield f"spec.{field}: {error}"
+        except ConnectionError as error:
+            unseen = ", ".join(f"spec.{name}" for name, _ in found[number:])
+            sys.stderr.write(f"not looked for on the hub: {unseen}: {error}\n")
+            return
 
 
 def hub_hint(path: Path, *, file: str = "") -> str:
@@ -223,13 +239,12 @@ def _example_rows(job: RLJob) -> dict[str, "EnvRow"]:
     from rl_core.data.examples import example_rows
     from rl_core.data.source import read_rows
 
-    data = job.spec.data
     found: dict[str, EnvRow] = {}
     if is_embodied(job.spec):
         return found
-    for field, reference in (("data.train", data.train), ("data.validation", data.validation)):
-        if reference is not None and not reference.startswith(HUB_SCHEME):
-            rows = read_rows(reference, field=field, max_bad_rows=data.max_bad_rows)
+    for name, field, reference, data in _data_references(job):
+        if not reference.startswith(HUB_SCHEME):
+            rows = read_rows(reference, field=field, name=name, max_bad_rows=data.max_bad_rows)
             found |= example_rows(rows, data, field=field, task_name=job.spec.env.type)
     return found
 

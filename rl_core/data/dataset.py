@@ -1,5 +1,6 @@
 """Reads and tokenizes the prompts of a data set, which the ledger then leases to rollouts."""
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,13 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from rl_core.api.data import DataSpec
 from rl_core.api.env import PROGRAMS
 from rl_core.api.errors import ConfigError, DataError, shown
 from rl_core.api.records import DatumSpec
-from rl_core.api.settings import DataSpec
 from rl_core.data.source import Row, collect, read_rows
 from rl_core.data.tokenizer import Tokenizer, head_of
 from rl_core.transports import frames
+
+logger = logging.getLogger(__name__)
 
 CHAT_ROLES = frozenset({"system", "user", "assistant", "tool"})
 GYM_COLUMN = "responses_create_params"
@@ -24,11 +27,16 @@ ANSWERED_TASKS = frozenset({"math"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptDataset:
-    """The samples of a data set that are short enough, in file order; `samples[i]["idx"]` is the row's index in the file."""
+    """The samples of data sets that are short enough, in file order, one data set behind the other.
+
+    `samples[i]["idx"]` is the row's index in the file; in further data sets, also counting the rows of those before.
+    """
 
     samples: list[DatumSpec]
     dropped_overlong: int
     """Number of rows that were dropped because their prompt leaves no room for a completion."""
+    sizes: tuple[int, ...]
+    """Number of samples of each data set."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -39,16 +47,55 @@ class PromptDataset:
         return self.samples[index]
 
 
+def load_sets(
+    data: DataSpec, tokenizer: Tokenizer, *, validation: bool, task_name: str, max_seq_len: int
+) -> PromptDataset:
+    """Return the training prompts of all data sets, or those of `validation`; without any it is empty. Raises as `load_prompts`."""
+    column = "validation" if validation else "train"
+    samples: list[DatumSpec] = []
+    sizes, dropped, rows = [], 0, 0
+    for name, field, part in data.parts():
+        reference, field = getattr(part, column), f"{field}.{column}"
+        if reference is None:
+            continue
+        loaded = load_prompts(
+            reference, part, tokenizer, field=field, name=name, task_name=task_name, max_seq_len=max_seq_len
+        )
+        if loaded.dropped_overlong:
+            logger.warning(
+                "%s: %s prompts of %s tokens or more dropped (data.onOverlong)",
+                field,
+                loaded.dropped_overlong,
+                max_seq_len,
+            )
+        for sample in loaded.samples:
+            sample["idx"] += rows
+        rows = loaded.samples[-1]["idx"] + 1
+        samples += loaded.samples
+        sizes.append(len(loaded))
+        dropped += loaded.dropped_overlong
+    return PromptDataset(samples=samples, dropped_overlong=dropped, sizes=tuple(sizes))
+
+
 def load_prompts(
-    reference: str, data: DataSpec, tokenizer: Tokenizer, *, field: str, task_name: str, max_seq_len: int
+    reference: str,
+    data: DataSpec,
+    tokenizer: Tokenizer,
+    *,
+    field: str,
+    name: str = "",
+    task_name: str,
+    max_seq_len: int,
 ) -> PromptDataset:
     """Read and tokenize the prompts of the data set `reference`; `field` (such as `data.train`) names it in errors.
+
+    `name` is that of the data set where a job has several.
 
     A prompt of `max_seq_len` tokens or more leaves no room for a completion: it is dropped and counted, or refused (data.onOverlong). Raises
     ConfigError if no prompt is left or no row has a column that the job names, and DataError with a line per problem when
     more than data.maxBadRows rows cannot be used.
     """
-    rows = read_rows(reference, field=field, max_bad_rows=data.max_bad_rows)
+    rows = read_rows(reference, field=field, name=name, max_bad_rows=data.max_bad_rows)
     _check_columns(rows, data, field=field, task_name=task_name)
     _check_settings_of_messages(rows, data, field=field, task_name=task_name)
 
@@ -62,11 +109,13 @@ def load_prompts(
     rows_read = collect(outcomes(), rows=f"{field}: rows that cannot be used", max_bad=data.max_bad_rows)
     samples = [sample for sample in rows_read if sample["length"] < max_seq_len]
     dropped = len(rows_read) - len(samples)
+    if name:
+        samples = [{**sample, "data_set": name} for sample in samples]
     if not samples:
         raise ConfigError(
             f"{field} must hold a prompt shorter than {max_seq_len} tokens, got {dropped} longer ones; raise rollout.maxSequenceLength"
         )
-    return PromptDataset(samples=samples, dropped_overlong=dropped)
+    return PromptDataset(samples=samples, dropped_overlong=dropped, sizes=(len(samples),))
 
 
 def _sample(

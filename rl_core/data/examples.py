@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from rl_core.api.data import DataSpec
 from rl_core.api.env import PROGRAMS
-from rl_core.api.settings import DataSpec
 from rl_core.data.dataset import env_info
 from rl_core.data.source import Row
 from rl_core.messages.envs import EnvRow

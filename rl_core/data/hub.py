@@ -1,13 +1,38 @@
-"""Fetches `hf://repo[@revision][/file]` references into the local cache before a job starts."""
+"""Fetches `hf://` references to models and data sets into the local cache before a job starts."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
 
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJob
 
 HUB_SCHEME = "hf://"
-REFERENCE_FIELDS = (("model", "path"), ("data", "train"), ("data", "validation"))
-"""Fields of the spec that may hold a reference."""
+HUB_ENDINGS = (".parquet", ".jsonl", ".json", ".ndjson")
+"""Endings of files of rows."""
+PARQUET_BRANCH = "refs/convert/parquet"
+"""Branch in which the hub keeps the rows of each public data set as `CONFIG/SPLIT/0000.parquet`, ...: https://huggingface.co/docs/dataset-viewer/parquet"""
+ANSWER_S = 10.0
+"""Seconds for the hub to answer when a job is validated."""
+
+
+def references(spec: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield (field, holder, key) for each reference to a model or a data set in a spec with camelCase names, which may break the schema.
+
+    The field is a path such as `data.sets.0.train`, and `holder[key]` the reference.
+    """
+    model, data = spec.get("model"), spec.get("data")
+    sets = data.get("sets") if isinstance(data, dict) else None
+    holders = [
+        ("data", data),
+        *((f"data.sets.{n}", one) for n, one in enumerate(sets if isinstance(sets, list) else [])),
+    ]
+    found = [("model.path", model, "path")]
+    found += [(f"{field}.{key}", holder, key) for field, holder in holders for key in ("train", "validation")]
+    for field, holder, key in found:
+        if isinstance(holder, dict) and isinstance(holder.get(key), str):
+            yield field, holder, key
 
 
 def fetch_references(job: RLJob) -> RLJob:
@@ -16,15 +41,42 @@ def fetch_references(job: RLJob) -> RLJob:
     Called by `rljob run` before it starts processes, and by the runner on a cluster. Raises ConfigError if a reference cannot be fetched.
     """
     whole = job.model_dump(mode="json", by_alias=True)
-    for block, field in REFERENCE_FIELDS:
-        value = whole["spec"][block][field]
-        if value is not None and value.startswith(HUB_SCHEME):
-            whole["spec"][block][field] = str(fetch(value))
+    for _, holder, key in references(whole["spec"]):
+        if holder[key].startswith(HUB_SCHEME):
+            holder[key] = str(fetch(holder[key]))
     return RLJob.model_validate(whole)
 
 
+class HubReference(NamedTuple):
+    """A parsed `hf://` reference."""
+
+    repo: str
+    revision: str | None
+    file: str
+    """File of a data set; empty for a model and for a split."""
+    split: str
+    """Folder of a split in PARQUET_BRANCH, `CONFIG/SPLIT`; empty for a model and for a file."""
+
+
+def parse(reference: str) -> HubReference:
+    """Return the parts of `hf://owner/name[@revision]`, followed for data by `/FILE` or by `?split=S[&config=C]`. Raises ConfigError."""
+    path, _, query = reference.removeprefix(HUB_SCHEME).partition("?")
+    parts, options = path.split("/", 2), dict(parse_qsl(query))
+    name, _, revision = parts[1].partition("@") if len(parts) > 1 else ("", "", "")
+    known = not query or (len(parts) == 2 and "split" in options and options.keys() <= {"split", "config"})
+    if not all(parts) or not name or not known:
+        raise ConfigError(
+            "a hub reference must read hf://owner/name[@revision], and for data go on with /FILE or with ?split=SPLIT[&config=CONFIG], "
+            f"got {reference}; correct it"
+        )
+    rows = f"{options.get('config', 'default')}/{options['split']}" if query else ""
+    if rows and not revision:
+        revision = PARQUET_BRANCH
+    return HubReference(f"{parts[0]}/{name}", revision or None, parts[2] if len(parts) == 3 else "", rows)
+
+
 def fetch(reference: str) -> Path:
-    """Fetch a model folder, `hf://owner/name[@revision]`, or a data file, `hf://owner/name[@revision]/file`; return its local path.
+    """Fetch a model folder, a data file, or a split of a data set (see `parse`); return its local path, for a split its folder of parquet files.
 
     The endpoint is huggingface_hub's (HF_ENDPOINT). Raises ConfigError when the reference is malformed or cannot be fetched.
     """
@@ -35,18 +87,64 @@ def fetch(reference: str) -> Path:
         raise ConfigError(
             f"{reference} needs huggingface-hub: pip install 'rljob[actor]', or use a local path"
         ) from error
-    parts = reference.removeprefix(HUB_SCHEME).split("/", 2)
-    if len(parts) < 2 or not all(parts):
-        raise ConfigError(f"a hub reference must read hf://owner/name[@revision][/file], got {reference}; correct it")
-    name, _, revision = parts[1].partition("@")
-    repo, at = f"{parts[0]}/{name}", revision or None
+    wanted = parse(reference)
+    patterns = [f"{wanted.split}/*.parquet"] if wanted.split else ["*.json", "*.jinja", "*.safetensors", "*.model"]
     try:
-        if len(parts) == 3:
-            return Path(hf_hub_download(repo, parts[2], revision=at, repo_type="dataset"))
-        return Path(
-            snapshot_download(repo, revision=at, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.model"])
-        )
+        if wanted.file:
+            return Path(hf_hub_download(wanted.repo, wanted.file, revision=wanted.revision, repo_type="dataset"))
+        kind = "dataset" if wanted.split else "model"
+        folder = snapshot_download(wanted.repo, revision=wanted.revision, repo_type=kind, allow_patterns=patterns)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
-            f"{reference} must be reachable, got {type(error).__name__}: {str(error).splitlines()[0]}; check name, revision and HF_ENDPOINT"
+            f"{reference} must be reachable, got {type(error).__name__}: {_first_line(error)}; check name, revision and HF_ENDPOINT"
         ) from error
+    if not (Path(folder) / wanted.split).is_dir():
+        raise ConfigError(
+            f"{reference} must be a split that the hub has as parquet, got no {patterns[0]} at revision {wanted.revision}; "
+            "correct config or split, or name a file of the data set"
+        )
+    return Path(folder) / wanted.split
+
+
+def hub_problem(reference: str, *, data: bool) -> str:
+    """Ask the hub whether a reference to a model, or to `data`, exists; return what is wrong, "" for nothing. Its content is not fetched.
+
+    Raises ConfigError for a malformed reference, and ConnectionError without an answer within ANSWER_S seconds.
+    """
+    wanted = parse(reference)
+    if data and not (wanted.split or wanted.file.endswith(HUB_ENDINGS)):
+        return f"must name a split, ?split=train, or a file, /FILE with {', '.join(HUB_ENDINGS)}, of the data set, got {reference}; add it"
+    try:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+    except ImportError as error:
+        raise ConnectionError("huggingface-hub is not installed (pip install 'rljob[actor]')") from error
+    kind = "dataset" if data else "model"
+    try:
+        info = HfApi().repo_info(wanted.repo, repo_type=kind, revision=wanted.revision, timeout=ANSWER_S)
+    except RevisionNotFoundError:
+        return f"must be a {kind} with the revision {wanted.revision} on the hub, got none; correct it"
+    except (RepositoryNotFoundError, HFValidationError):
+        return f"must be a {kind} of the hub that HF_TOKEN may read, got none named {wanted.repo}; check the name and the token"
+    except Exception as error:  # the hub's client raises what its HTTP library does
+        raise ConnectionError(f"the hub did not answer ({type(error).__name__}: {_first_line(error)})") from error
+    files = [file.rfilename for file in info.siblings or ()]
+    if wanted.split:
+        splits = {file.rpartition("/")[0] for file in files if file.endswith(".parquet")}
+        return (
+            ""
+            if wanted.split in splits
+            else (
+                f"must be one of the CONFIG/SPLIT of {wanted.repo}, {', '.join(sorted(splits))}, got {wanted.split}; correct ?split and &config"
+            )
+        )
+    needed = wanted.file if data else "config.json"
+    return (
+        ""
+        if needed in files
+        else f"must be a {kind} with the file {needed}, got none in {wanted.repo}; correct the name"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]

@@ -16,6 +16,8 @@ from rl_core.data.hub import HUB_SCHEME, fetch
 logger = logging.getLogger(__name__)
 
 GENERATED_SCHEME = "reasoning-gym://"
+SOURCE_COLUMN = "data_source"
+"""Column with the name of the data set of a row, as in the data of verl."""
 ROW = " row "
 """Stands between the field and the number of a row in the errors of rows."""
 SHOWN_PROBLEMS = 10
@@ -64,12 +66,19 @@ def _grouped(problems: list[str]) -> list[str]:
     return lines
 
 
-def read_rows(reference: str, *, field: str, max_bad_rows: int = 0) -> list[Row]:
+def read_rows(reference: str, *, field: str, name: str = "", max_bad_rows: int = 0) -> list[Row]:
     """Return the rows of the data set `reference`; `field` (such as `data.train`) names it in errors.
+
+    Rows without the column SOURCE_COLUMN get `name` as that column if it is not empty.
 
     Raises ConfigError for a file that is missing, empty or of an unknown kind, and DataError with a line per malformed line when there
     are more than `max_bad_rows`.
     """
+    rows = _read(reference, field=field, max_bad_rows=max_bad_rows)
+    return [{SOURCE_COLUMN: name} | row for row in rows] if name else rows
+
+
+def _read(reference: str, *, field: str, max_bad_rows: int) -> list[Row]:
     if reference.startswith(GENERATED_SCHEME):
         return _generate(reference, field=field)
     path = fetch(reference) if reference.startswith(HUB_SCHEME) else Path(reference)
@@ -85,6 +94,8 @@ def read_rows(reference: str, *, field: str, max_bad_rows: int = 0) -> list[Row]
 
 
 def _read_file(path: Path, reference: str, *, field: str, max_bad_rows: int) -> list[Row]:
+    if path.is_dir() and (files := sorted(path.glob("*.parquet"))):
+        return [row for file in files for row in _read_parquet(file, field=field)]
     if not path.is_file():
         raise ConfigError(
             f"{field} must be an existing file, got {reference}; check the path (relative paths start at the job file)"

@@ -163,6 +163,12 @@ METRICS = (
     Metric("val/truncation_rate", "share", "validation completions cut at a limit of length"),
     Metric("val/prompts", "prompts", "validation prompts, failed ones included"),
     Metric("val/errors", "prompts", "validation prompts that failed"),
+    Metric(
+        "val/<set>/<accuracy,reward_mean,response_length_mean,truncation_rate,prompts,errors>",
+        "",
+        "the same over the validation prompts of one of `data.sets`",
+    ),
+    Metric("val/<set>/pass@<n>", "share", "the same over the validation prompts of one of `data.sets`"),
     Metric("rollout/total_reward/<spread>", "reward", f"rewards: {SPREAD}"),
     Metric("rollout/reward/<component>/<spread>", "reward", f"components of the reward by name: {SPREAD}"),
     Metric("rollout/turns_per_sample/<spread>", "turns", f"turns of the model: {SPREAD}, and p95, p99"),

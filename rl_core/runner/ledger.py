@@ -13,14 +13,14 @@ checkpoint stores which groups have ended; all others are pending after a resume
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from rl_core.api.errors import ConfigError
 from rl_core.messages.groups import LeaseMode, PromptLease, RequeueReason
 from rl_core.runner.group_table import OUT, Group, GroupState, GroupTable
-from rl_core.runner.prompt_order import Dataset, PromptOrder
+from rl_core.runner.prompt_order import Dataset, Part, PromptOrder
 
 SEED_REASONS: frozenset[str] = frozenset({"data", "deadline"})
 """Requeue reasons after which the completions are sampled with another seed. After any other, for example a lost worker, the same seed
@@ -108,8 +108,11 @@ class PromptLedger:
         clock: Callable[[], float] = time.monotonic,
         data_epochs: int | None = None,
         prefix: str = "",
+        parts: Sequence[Part] = (),
     ) -> None:
         """Create a ledger over `dataset`, in a permutation seeded by (seed, data epoch).
+
+        `parts` are the data sets that stand one behind the other in `dataset` and are mixed by weight; none: it is one data set.
 
         A lease ends `lease_seconds` after it was granted or last renewed. `max_attempts` is the number of failures of one reason at which a
         group is dropped: one number for all reasons, or one for each. Worker losses count only while they are consecutive.
@@ -132,7 +135,8 @@ class PromptLedger:
         self._budgets = dict(budgets)
         self._clock = clock
         self._end = None if data_epochs is None else data_epochs * len(dataset)
-        self._order = PromptOrder(len(dataset), seed=seed, shuffle=shuffle, prefix=prefix)
+        self._parts = tuple(parts) or (Part(len(dataset), 1),)
+        self._order = PromptOrder(self._parts, seed=seed, shuffle=shuffle, prefix=prefix)
         self._drops: list[Drop] = []
         self._cursor = 0
         self._low_water = 0
@@ -415,6 +419,7 @@ class PromptLedger:
             "seed": self._seed,
             "shuffle": self._shuffle,
             "size": len(self.dataset),
+            **self._mixture(),
             "data_epoch": self._cursor // len(self.dataset),
             "cursor": self._cursor,
             "low_water": self._low_water,
@@ -428,13 +433,22 @@ class PromptLedger:
             "consecutive_drops": self.consecutive_drops,
         }
 
+    def _mixture(self) -> dict[str, Any]:
+        """Return the sizes and weights of several data sets for a checkpoint; nothing for one."""
+        return {"parts": [list(part) for part in self._parts]} if len(self._parts) > 1 else {}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state: all groups that have not ended are pending, in the ledger's order.
 
-        Raises ConfigError, which is a ValueError, if the seed, the shuffling or the size of the data set differ from the saved ones.
+        Raises ConfigError, which is a ValueError, if the seed, the shuffling, or size and weight of the data sets differ from the saved ones.
         """
-        mine = {"seed": self._seed, "shuffle": self._shuffle, "size": len(self.dataset)}
-        wrong = {key: (state[key], value) for key, value in mine.items() if state[key] != value}
+        mine = {
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "size": len(self.dataset),
+            "parts": None,
+        } | self._mixture()
+        wrong = {key: (state.get(key), value) for key, value in mine.items() if state.get(key) != value}
         if wrong:
             differences = ", ".join(f"{key} {saved} (saved) and {now} (now)" for key, (saved, now) in wrong.items())
             raise ConfigError(

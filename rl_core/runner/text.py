@@ -10,10 +10,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from rl_core.api.data import DataSpec, whole_weights
 from rl_core.api.job import RLJob
 from rl_core.api.records import DatumSpec
 from rl_core.channel import Channel
-from rl_core.data.dataset import PromptDataset, load_prompts
+from rl_core.data.dataset import PromptDataset, load_sets
 from rl_core.data.tokenizer import Tokenizer
 from rl_core.messages.members import Incarnation, MemberState
 from rl_core.plan.groups import ACTOR, ENV, ROLLOUT, TRAJECTORIES, VALIDATION
@@ -27,6 +28,7 @@ from rl_core.runner.ledger import PromptLedger
 from rl_core.runner.limits import sequence_limit
 from rl_core.runner.member_versions import MemberVersions
 from rl_core.runner.members import Members
+from rl_core.runner.prompt_order import Part
 from rl_core.runner.prompts import Prompts
 from rl_core.runner.record_mover import RecordMover
 from rl_core.runner.run import Run
@@ -61,6 +63,7 @@ def build_text_program(program: Callable[..., P], run: Run) -> P:
         shuffle=spec.data.shuffle,
         lease_seconds=spec.runtime.lease_seconds,
         max_attempts=ATTEMPTS,
+        parts=mixture(spec.data, train.sizes),
     )
     launch_groups(run, max_seq_len=limit)
     staleness = spec.algorithm.max_staleness
@@ -203,13 +206,13 @@ def launch_groups(run: Run, *, max_seq_len: int) -> None:
 def load_data(job: RLJob, tokenizer: Tokenizer, limit: int) -> tuple[PromptDataset, PromptDataset | None]:
     """Return the training and validation prompts."""
     data, task = job.spec.data, job.spec.env.type
-    train = load_prompts(data.train, data, tokenizer, field="data.train", task_name=task, max_seq_len=limit)
-    if train.dropped_overlong:
-        logger.warning(
-            "data.train: %s prompts of %s tokens or more dropped (data.onOverlong)", train.dropped_overlong, limit
-        )
-    if data.validation is None:
-        return train, None
-    return train, load_prompts(
-        data.validation, data, tokenizer, field="data.validation", task_name=task, max_seq_len=limit
+    train, validation = (
+        load_sets(data, tokenizer, validation=held_out, task_name=task, max_seq_len=limit) for held_out in (False, True)
     )
+    return train, validation if validation.samples else None
+
+
+def mixture(data: DataSpec, sizes: Sequence[int]) -> list[Part]:
+    """Return the data sets that are mixed, whose numbers of training prompts are `sizes`."""
+    weights = [one.weight for one in data.sets or () if one.weight is not None]
+    return [Part(size, weight) for size, weight in zip(sizes, whole_weights(weights) or sizes, strict=True)]

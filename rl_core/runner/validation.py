@@ -2,7 +2,9 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import groupby, islice
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from rl_core.channel import Channel
 from rl_core.messages.groups import ValidationScores
 from rl_core.messages.samples import KeptSample
 from rl_core.runner.dispatcher import Dispatcher
+from rl_core.runner.prompt_order import index_of
 from rl_core.runner.validation_round import ValidationRound
 
 logger = logging.getLogger(__name__)
@@ -38,7 +41,7 @@ class Validation:
         if not samples:
             raise ConfigError("data.validation must hold at least one prompt, got none; fill it or remove it")
         self._spec = spec
-        self._samples = samples[: spec.validation.max_prompts] if spec.validation.max_prompts else samples
+        self._samples = _first_of_each_set(samples, spec.validation.max_prompts)
         self._dispatcher, self._results, self._attempts = dispatcher, results, attempts
         self._rounds = 0
         self.kept: list[KeptSample] = []
@@ -76,11 +79,24 @@ class Validation:
         )
         for group_id, message in validation.failures.items():
             logger.warning("validation prompt %s: %s", group_id, message)
-        return summarise(
-            list(validation.scores.values()),
-            errors=len(validation.failures),
-            group_size=self._spec.validation.samples_per_prompt,
-        )
+        return self._metrics(validation)
+
+    def _metrics(self, validation: ValidationRound) -> dict[str, float]:
+        """Return `val/*` over all prompts, and where the job has several data sets `val/<name>/*` over those of each."""
+        scores: dict[str, list[ValidationScores]] = {}
+        errors = Counter(self._set_of(group_id) for group_id in validation.failures)
+        for group_id, score in validation.scores.items():
+            scores.setdefault(self._set_of(group_id), []).append(score)
+        size = self._spec.validation.samples_per_prompt
+        metrics = summarise(list(validation.scores.values()), errors=len(validation.failures), group_size=size)
+        for name in (scores | errors).keys() - {""}:
+            own = summarise(scores.get(name, []), errors=errors[name], group_size=size)
+            metrics |= {f"val/{name}/{key.removeprefix('val/')}": value for key, value in own.items()}
+        return metrics
+
+    def _set_of(self, group_id: str) -> str:
+        """Return the name of the data set of a validation prompt, empty where the job has one."""
+        return self._samples[index_of(group_id)].get("data_set", "")
 
     def _collect(self, validation: ValidationRound, cancelled: Callable[[], bool], short: Callable[[], bool]) -> None:
         began, limit = time.monotonic(), self._spec.runtime.deadlines.rollout
@@ -98,6 +114,12 @@ class Validation:
                 self._dispatcher.take_scores(self._results.get(timeout=LOOK))
             except (DeadlineExceeded, ChannelEmpty):
                 continue
+
+
+def _first_of_each_set(samples: Sequence[DatumSpec], most: int | None) -> Sequence[DatumSpec]:
+    """Return the first `most` samples of each data set, all for None. The samples of a data set follow each other."""
+    sets = groupby(samples, key=lambda sample: sample.get("data_set"))
+    return [sample for _, own in sets for sample in islice(own, most)]
 
 
 def summarise(scores: Sequence[ValidationScores], *, errors: int, group_size: int) -> dict[str, float]:

@@ -355,7 +355,12 @@ CASES = (
         ),
         "no-model": ({"model": None}, "spec.model", "Required value", OWN),
         "no-path": ({"model": {"path": None}}, "spec.model.path", "Required value", OWN),
-        "no-training-data": ({"data": {"train": None}}, "spec.data.train", "Required value", OWN),
+        "no-training-data": (
+            {"data": {"train": None}},
+            "spec.data",
+            "data must have exactly one of train, sets, got 0; give one",
+            SAME,
+        ),
         "negative-steps": (
             {"algorithm": {"steps": -1}},
             "spec.algorithm.steps",

@@ -28,7 +28,6 @@ FREE = (*MUTABLE_FIELDS, *OPERATOR_FIELDS, "env.options", "groups")
 QUOTED = (
     "model.path",
     "model.dtype",
-    "data.train",
     "algorithm.name",
     "algorithm.promptsPerStep",
     "algorithm.groupSize",

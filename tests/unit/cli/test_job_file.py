@@ -137,4 +137,4 @@ def test_a_name_of_the_hub_gets_its_scheme(tmp_path):
     model, train, validation = error.value.problems
     assert "or write hf://Qwen/Qwen2.5-0.5B for that name on the Hugging Face hub" in model
     assert "or write hf://openai/gsm8k/FILE.parquet" in train
-    assert "must name a file of the data set" in validation
+    assert "must name a split, ?split=train, or a file" in validation

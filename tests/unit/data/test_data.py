@@ -6,8 +6,8 @@ from datetime import date
 import numpy as np
 import pytest
 
+from rl_core.api.data import DataSpec
 from rl_core.api.errors import ConfigError, DataError
-from rl_core.api.settings import DataSpec
 from rl_core.data.dataset import load_prompts
 from rl_core.data.examples import example_rows
 from rl_core.data.source import read_rows

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.api.settings import DataSpec, ValidationSpec
+from rl_core.api.data import DataSpec
+from rl_core.api.settings import ValidationSpec
 from rl_core.data.dataset import load_prompts
 from rl_core.data.tokenizer import Tokenizer
 from tests.small_models import save_policy

@@ -205,7 +205,7 @@ def test_rewards_have_three_forms():
 
 
 def test_a_program_is_not_tried_at_validation_because_there_is_no_model():
-    from rl_core.api.settings import DataSpec
+    from rl_core.api.data import DataSpec
     from rl_core.data.examples import example_rows
 
     rows, data = [{"prompt": "hi", "answer": "1"}], DataSpec(train="t.jsonl")

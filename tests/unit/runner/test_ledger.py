@@ -11,6 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from rl_core.api.errors import ConfigError
 from rl_core.runner.group_table import GroupState
 from rl_core.runner.ledger import PromptLedger
+from rl_core.runner.prompt_order import Part
 
 
 class FakeClock:
@@ -218,6 +219,25 @@ def test_a_group_that_has_ended_is_in_a_wrong_state_not_unknown(shuffle):
         with pytest.raises(KeyError):
             ledger.discard([unknown], "surplus")
     assert set(outstanding(ledger)) == {second.group_id, again.group_id}
+
+
+def test_a_resumed_ledger_continues_every_set_and_refuses_other_weights():
+    def mixed(*weights):
+        parts = [Part(3, weights[0]), Part(7, weights[1])]
+        return PromptLedger(list(range(10)), seed=2, lease_seconds=60.0, max_attempts=3, parts=parts)
+
+    whole = [lease.group_id for lease in mixed(3, 1).lease(40, "r")]
+    ledger = mixed(3, 1)
+    train(ledger, ledger.lease(9, "r"), 1)
+    ledger.lease(2, "r")
+    saved = json.loads(json.dumps(ledger.state_dict()))
+    resumed = mixed(3, 1)
+    resumed.load_state_dict(saved)
+    assert [lease.group_id for lease in resumed.lease(31, "r")] == whole[9:]
+    with pytest.raises(ConfigError, match="parts"):
+        mixed(1, 1).load_state_dict(saved)
+    with pytest.raises(ConfigError, match="parts"):
+        make(10, seed=2).load_state_dict(saved)
 
 
 def test_an_empty_data_set_is_refused():

@@ -8,6 +8,7 @@ from rl_core.api.errors import ConfigError, DeadlineExceeded
 from rl_core.api.job import RLJobSpec
 from rl_core.channel import Channel
 from rl_core.messages.groups import ValidationScores
+from rl_core.observability.metric_list import METRICS
 from rl_core.runner.validation import Validation, summarise
 from tests.unit.runner.account import Account
 
@@ -48,8 +49,10 @@ def test_only_errors_give_no_accuracy_at_all():
 class Run:
     """A validation over a real dispatcher; `rollout` answers each prompt it is given as often as the validation looks."""
 
-    def __init__(self, samples, **runtime):
-        spec = RLJobSpec.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "runtime": runtime})
+    def __init__(self, samples, validation=None, **runtime):
+        spec = RLJobSpec.model_validate(
+            {"model": {"path": "m"}, "data": {"train": "t"}, "validation": validation or {}, "runtime": runtime}
+        )
         self.account, self.results = Account(), Channel.create("validation", local=True)
         budgets = dict.fromkeys(("worker_lost", "infrastructure", "deadline", "data", "stale", "epoch"), 1)
         self.validation = Validation(
@@ -60,7 +63,12 @@ class Run:
         def look():
             poll = self.account.poll(version=version)
             for lease in [] if poll.waits else poll.leases:
-                self.results.put(dataclasses.replace(answer(lease.group_id, [reward]), token=lease.token))
+                self.results.put(
+                    dataclasses.replace(
+                        answer(lease.group_id, [reward(lease.group_id) if callable(reward) else reward]),
+                        token=lease.token,
+                    )
+                )
             return False
 
         return look
@@ -75,6 +83,18 @@ def test_every_prompt_is_measured_by_rollouts_of_that_version():
     run = Run([{"idx": number} for number in range(3)])
     metrics = run.validation.measure(4, cancelled=run.answers(4, 1.0))
     assert metrics["val/accuracy"] == 1.0 and metrics["val/prompts"] == 3
+
+
+def test_each_data_set_has_metrics_of_its_own_and_a_limit_of_its_own():
+    samples = [{"idx": n, "data_set": "sums" if n < 4 else "words"} for n in range(6)]
+    run = Run(samples, validation={"maxPrompts": 3})
+    metrics = run.validation.measure(
+        1, cancelled=run.answers(1, lambda group: float(int(group.rpartition("-")[2]) < 3))
+    )
+    assert metrics["val/prompts"] == 5 and metrics["val/accuracy"] == 0.6
+    assert metrics["val/sums/prompts"] == 3 and metrics["val/sums/accuracy"] == 1.0
+    assert metrics["val/words/prompts"] == 2 and metrics["val/words/accuracy"] == metrics["val/words/pass@1"] == 0.0
+    assert not [name for name in metrics if not any(metric.describes(name) for metric in METRICS)]
 
 
 def test_answers_of_an_earlier_cancelled_round_are_not_counted():
