@@ -155,6 +155,12 @@ class Ledger:
             self.pending += leases
         self.answer()
 
+    def serve(self, version):
+        """Answer from now on for `version`, which the worker has acknowledged."""
+        with self.lock:
+            self.served = version
+        self.answer()
+
     def answer(self):
         """Answer the newest poll with what lies there for its version, and others with nothing: they were superseded, or their time is up.
 
@@ -234,14 +240,16 @@ class World:
 
     def publish(self, version: int, seed: int):
         receivers = [ReceiverAddress(name="rollout:0", address=self.server.address, host_token=tokens.host_token())]
-        return self.publisher.publish(version, StateSource(random_state(seed)), receivers, 1)
+        report = self.publisher.publish(version, StateSource(random_state(seed)), receivers, 1)
+        self.ledger.serve(version)
+        return report
 
     def publish_next(self, state) -> PublishReport:
         """Publish `state` as the version after the last."""
         self.version += 1
         receivers = [ReceiverAddress(name="rollout:0", address=self.server.address, host_token=tokens.host_token())]
         report = self.publisher.publish(self.version, StateSource(state), receivers, 1)
-        self.ledger.served = self.version
+        self.ledger.serve(self.version)
         return report
 
     def start(self):
