@@ -31,6 +31,34 @@ def example() -> tuple[dict, dict]:
     return claim, job
 
 
+UNHURRIED = {
+    "apiVersion": "v1",
+    "kind": "ConfigMap",
+    "metadata": {"name": "unhurried"},
+    "data": {
+        "unhurried.py": """
+import time
+
+
+def reward(prompts, completions, **columns):
+    time.sleep(0.5)
+    return [float(len(text)) for text in completions]
+"""
+    },
+}
+"""Code of jobs that go on while pods start: their training leaves those pods the processors of the machine."""
+
+
+def unhurried(name: str, **changes: Any) -> dict:
+    """Return a job as `small` does, of 100,000 steps, whose reward takes its time."""
+    env = {
+        "type": "reward",
+        "reward": "unhurried:reward",
+        "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}},
+    }
+    return small(name, steps=100_000, code={"configMap": UNHURRIED["metadata"]["name"]}, env=env, **changes)
+
+
 def small(name: str, *, steps: int, **changes: Any) -> dict:
     """Return a job with light steps on the example's model; `changes` are paths with `__` for the dot, e.g. `rollout__replicas=1`."""
     _, job = example()

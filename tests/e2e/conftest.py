@@ -11,8 +11,12 @@ from rl_core.observability.metric_list import find
 from tests.e2e.harness import Run, job_document
 
 REWARD = '''
+import os, time
+
+
 def letter_a(prompts, completions, **columns):
     """Share of the letter a: a task that a random model learns within tens of steps."""
+    time.sleep(float(os.environ.get("RLJOB_TEST_PAUSE", "0")))
     return [text.count("a") / max(len(text), 1) for text in completions]
 '''
 
@@ -39,8 +43,10 @@ def start(tmp_path, tiny):
     """Make a Run of the tiny job; ended with the test."""
     made: list[Run] = []
 
-    def make(*arguments: str, folder: str = "run", **spec) -> Run:
+    def make(*arguments: str, folder: str = "run", pause: float = 0.0, **spec) -> Run:
+        """`pause` seconds pass in each call of the reward: a run that goes on while a process starts leaves that process the processors."""
         made.append(Run(tmp_path / folder, job_document(tiny, **spec), *arguments, python_path=tiny))
+        made[-1].env["RLJOB_TEST_PAUSE"] = str(pause)
         return made[-1]
 
     yield make

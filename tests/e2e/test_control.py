@@ -33,6 +33,7 @@ def test_rollouts_join_and_leave_in_mid_run_and_every_group_is_trained_once(star
     """Also those that a rollout which leaves holds, or has finished for a later step."""
     staleness = 2
     run = start(
+        pause=0.2,
         algorithm={"steps": 4000, "maxStaleness": staleness},
         rollout={"replicas": 1, "maxSequenceLength": 32},
         validation=QUIET,

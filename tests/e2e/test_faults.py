@@ -16,7 +16,7 @@ QUIET = {"everySteps": 1000, "beforeTraining": False}
 def test_each_kind_of_process_is_killed_in_turn_and_every_group_is_trained_once(start):
     """A rollout and an env are replaced in the same epoch. Each part of the gang restarts the gang from the newest checkpoint under a new
     epoch, and the rollouts stay."""
-    run = start(algorithm={"steps": 4000}, rollout={"replicas": 2}, validation=QUIET)
+    run = start(pause=0.2, algorithm={"steps": 4000}, rollout={"replicas": 2}, validation=QUIET)
     run.start()
     run.at_step(2)
     for match in ({"role": "rollout", "index": 1}, {"role": "env"}):

@@ -66,9 +66,8 @@ HELPED = {
 
 
 LAYOUTS = {
-    "tensor 2": {"tensor": 2},
     "data 2": {},
-    "tensor 2 sequence": {"tensor": 2, "sequence": True},
+    "tensor 2 sequence": {"tensor": 2, "sequence": True},  # without "sequence": among those of four ranks
     "pipeline 2": {"pipeline": 2},
     "interleaved 2": {"pipeline": 2, "virtualPipeline": 2},
 }
@@ -143,7 +142,7 @@ CASES = [("plain", "tied"), *EVERYWHERE, *SOMEWHERE, ("critic apart", "tied")]
 PAIRED = [
     *((layout, case) for layout in LAYOUTS for case in EVERYWHERE),
     # Norms of queries and keys that tensor ranks share, a vocabulary that they do not divide, layers that are run again in rounds.
-    *((layout, case) for layout in ("tensor 2", "tensor 2 sequence") for case in SOMEWHERE),
+    *(("tensor 2 sequence", case) for case in SOMEWHERE),
     ("interleaved 2", ("recomputed", "llama")),
 ]
 CHAIN = [*OF_FOUR, "fsdp2 of two", "fsdp1 of two", *LAYOUTS, "data 2 whole", "one", "fsdp2 of one"]

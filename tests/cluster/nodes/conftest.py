@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.jobs_on_nodes import Job, example
+from tests.cluster.jobs_on_nodes import UNHURRIED, Job, example
 from tests.cluster.testcluster.access import Access
 
 ROOT = Path(__file__).parents[3]
@@ -41,7 +41,7 @@ def training(operator: Access) -> str:
     operator.kubectl("create", "namespace", NAMESPACE)
     operator.kubectl("wait", "--for=create", "serviceaccount/default", "-n", NAMESPACE, "--timeout=180s")
     claim, _ = example()
-    operator.apply(claim, namespace=NAMESPACE)
+    operator.apply(claim, UNHURRIED, namespace=NAMESPACE)
     return NAMESPACE
 
 

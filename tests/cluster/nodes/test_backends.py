@@ -122,27 +122,3 @@ def test_sglang_trains_to_its_end_beside_the_actor_in_its_pod_and_in_a_pod_of_it
     output = ended(job, shared, steps=steps, restarts=0)
     assert_trained_once(output, steps=steps, groups=GROUPS)
     assert output.lines("metrics.jsonl")[-1]["weights/content_check_passed_total"] > 0
-
-
-def test_an_asynchronous_job_loses_an_sglang_pod_and_trains_every_group_once_within_its_bound(
-    shared: Path, submit: Callable[[dict], Job]
-) -> None:
-    """Both rollouts have pods of their own; one of them is killed with its engine while groups of later steps are under way."""
-    asynchronous = {
-        "algorithm__maxStaleness": 2,
-        "algorithm__loss": {"name": "decoupled_ppo"},
-        "actor__optimizer__learningRate": 1.0e-4,
-        "checkpoint__everySteps": 1000,
-    }
-    job = submit(tiny("ahead", steps=100_000, **ENGINES, **asynchronous))
-    both_are_ready(job)
-    job.wait_steps(2, seconds=5 * MINUTES)
-    job.wait_replaced("ahead-rollout-0", job.kill("ahead-rollout-0"), seconds=9 * MINUTES)
-    both_are_ready(job)
-    steps = job.status()["step"] + 50
-    job.patch(algorithm={"steps": steps})
-    output = ended(job, shared, steps=steps, restarts=0)
-    assert_trained_once(output, steps=steps, groups=GROUPS, staleness=2)
-    lines = [line for line in output.lines("metrics.jsonl") if line["step"]]
-    assert max(line["train/staleness_max"] for line in lines) > 0, "generation ran ahead"
-    assert lines[-1]["weights/content_check_passed_total"] > 0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.jobs_on_nodes import Job, small
+from tests.cluster.jobs_on_nodes import Job, unhurried
 from tests.cluster.testcluster.access import Access
 
 ROOT = Path(__file__).parents[3]
@@ -19,7 +19,7 @@ MINUTES = 60.0
 def running(operator: Access, training: str) -> Iterator[Job]:
     """A job with one rollout that goes on while the operator changes."""
     job = Job(operator, training, "charted")
-    job.apply(small("charted", steps=100_000, rollout__replicas=1))
+    job.apply(unhurried("charted", rollout__replicas=1))
     job.wait("the second step", lambda status: status.get("step", 0) >= 2, seconds=20 * MINUTES)
     yield job
     job.delete()

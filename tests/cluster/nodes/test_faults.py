@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.jobs_on_nodes import Job, condition, is_ready, small
+from tests.cluster.jobs_on_nodes import Job, condition, is_ready, unhurried
 from tests.cluster.testcluster.access import Access
 
 MINUTES = 60.0
@@ -14,7 +14,7 @@ MINUTES = 60.0
 def running(operator: Access, training: str) -> Iterator[Job]:
     """A job that goes on while its parts are killed, with one rollout on each node."""
     job = Job(operator, training, "faults")
-    job.apply(small("faults", steps=100_000, failurePolicy={"maxRestarts": 10}))
+    job.apply(unhurried("faults", failurePolicy={"maxRestarts": 10}))
     job.wait(
         "a checkpoint", lambda status: (status.get("checkpoint", {}).get("lastStep") or 0) >= 5, seconds=20 * MINUTES
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.jobs_on_nodes import SPREAD, Job, condition, example, small
+from tests.cluster.jobs_on_nodes import SPREAD, Job, condition, example, unhurried
 from tests.cluster.testcluster.access import Access
 from tests.e2e.harness import Output, assert_trained_once
 
@@ -34,7 +34,7 @@ def finished(operator: Access, training: str) -> Job:
 def running(operator: Access, training: str, finished: Job) -> Iterator[Job]:
     """A job that goes on for as long as the tests of this module change it."""
     job = Job(operator, training, "life")
-    job.apply(small("life", steps=100_000))
+    job.apply(unhurried("life"))
     job.wait("the second step", lambda status: status.get("step", 0) >= 2, seconds=9 * MINUTES)
     yield job
     job.delete()
