@@ -1,6 +1,6 @@
-"""What policies with one distribution per action share: sampling, and log-probabilities of the actions that were sampled.
+"""`ActorCritic`, the base class of policies whose networks return the parameters of a distribution over actions, and a value.
 
-Legend: B simulators, C actions of a chunk, D dimensions of an action, V classes.
+Shapes: B simulators, C actions in a chunk, D dimensions of an action, V classes.
 """
 
 from abc import abstractmethod
@@ -13,15 +13,23 @@ from rl_core.policies.base import Mode, Policy, discrete_scores, sample_discrete
 
 
 class ActorCritic(Policy):
-    """Categorical over `num_actions`, or a normal distribution with `action_dim` dimensions whose deviation is a parameter."""
+    """A policy with discrete actions (a categorical distribution over `num_actions` classes) or continuous ones (a normal distribution).
+
+    The normal distribution has `action_dim` independent dimensions. The networks return its mean; its standard deviation is a parameter
+    that does not depend on the observation.
+    """
 
     observation: ClassVar[str]
-    """Name of the observation that the networks see."""
+    """Key of the observation that the networks read."""
 
     def __init__(
         self, *, num_actions: int | None, action_dim: int | None, chunk: int, initial_log_std: float = 0.0
     ) -> None:
-        """Set the distribution. Exactly one of `num_actions` and `action_dim` is given, else ValueError."""
+        """Choose the distribution. Raises ValueError unless exactly one of `num_actions` and `action_dim` is given.
+
+        `chunk` is the number of actions that one prediction returns. `initial_log_std` is the logarithm of the standard deviation before
+        training.
+        """
         super().__init__()
         if (num_actions is None) == (action_dim is None):
             raise ValueError(
@@ -35,10 +43,10 @@ class ActorCritic(Policy):
 
     @abstractmethod
     def networks(self, observed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return [B, num_outputs], which are logits or means, and the values [B, 1] of observations [B, ...]."""
+        """Return the logits or means [B, num_outputs], and the values [B, 1], for observations [B, ...]."""
 
     def predict(self, obs: dict[str, Tensor], mode: Mode = "train") -> tuple[Tensor, dict[str, Any]]:
-        """Return actions [B, C] or [B, C, D]; see `Policy.predict`."""
+        """Return discrete actions [B, C] or continuous ones [B, C, D]; see `Policy.predict`."""
         observed = obs[self.observation]
         outputs, values = self._outputs(observed)
         if self.num_actions is not None:

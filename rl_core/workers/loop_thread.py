@@ -15,7 +15,7 @@ class LoopThread:
     """
 
     def __init__(self, name: str) -> None:
-        """Start the thread `name`."""
+        """Start a daemon thread that runs an event loop. `name` is the name of the thread in stack dumps."""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 

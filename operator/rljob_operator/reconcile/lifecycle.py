@@ -223,9 +223,10 @@ def _surplus(view: JobView) -> list[str]:
 
 
 def _resize(view: JobView, decision: Decision) -> Decision:
-    """Return the decision for a gang that became smaller.
+    """Restart the gang of a job whose spec now asks for fewer pods of it, without the pods that are no longer wanted.
 
-    The API server permits that only while a job is suspended, so the job was suspended and resumed between two reconciles.
+    The API server accepts such a change only while the job is suspended. A job that runs was therefore suspended, changed and resumed
+    between two reconciliations.
     """
     record = _replaced(view, decision.record)
     return replace(
