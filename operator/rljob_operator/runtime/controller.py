@@ -18,7 +18,7 @@ from rl_core.api.defaults import Defaults
 from rl_core.plan.groups import group_blocks
 from rljob_operator import kinds
 from rljob_operator.errors import NotFound
-from rljob_operator.model import Object, Observed, OperatorConfig, Plan, Progress
+from rljob_operator.model import ControlCall, Object, Observed, OperatorConfig, Plan, Progress
 from rljob_operator.naming import LABEL_JOB
 from rljob_operator.reconcile.parsing import ParsedJob
 from rljob_operator.runtime import logs
@@ -90,6 +90,11 @@ class Controller:
         """Return the newest progress report of the runner, None before the first."""
         memory = self._memories.get(key)
         return memory.progress if memory is not None else None
+
+    def set_answer(self, key: JobKey, uid: str, call: ControlCall, message: str) -> bool:
+        """Store the answer of the runner to a control call. Return whether the job must be reconciled with it."""
+        memory = self._memories.get(key)
+        return memory is not None and memory.uid == uid and memory.record_answer(call, message)
 
     async def handle(self, key: JobKey) -> float | None:
         """Reconcile one job; return the seconds until it must be reconciled again, None = when something changes."""
