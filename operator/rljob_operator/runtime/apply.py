@@ -191,12 +191,15 @@ class Applier:
         return True
 
     async def _reread_job(self, key: JobKey) -> None:
+        began = self._cache.now()
         try:
-            self._cache.put(kinds.RLJOB, await self._cluster.read(kinds.RLJOB, key.namespace, key.name))
+            job = await self._cluster.read(kinds.RLJOB, key.namespace, key.name)
         except NotFound:
-            job = self._cache.job(key)
-            if job is not None:
-                self._cache.drop(kinds.RLJOB, job)
+            known = self._cache.job(key)
+            if known is not None:
+                self._cache.drop(kinds.RLJOB, known)
+        else:
+            self._cache.put(kinds.RLJOB, job, read_at=began)
 
     async def _delete(self, work: Application, deletion: Deletion) -> float:
         """Delete an object. An object that does not exist counts as deleted.

@@ -169,11 +169,14 @@ class Controller:
         await asyncio.gather(self._refresh_job(key), self._refresh_pods(key))
 
     async def _refresh_job(self, key: JobKey) -> None:
+        began = self._cache.now()
         try:
-            self._cache.put(kinds.RLJOB, await self._cluster.read(kinds.RLJOB, key.namespace, key.name))
+            job = await self._cluster.read(kinds.RLJOB, key.namespace, key.name)
         except NotFound:
-            if (job := self._cache.job(key)) is not None:
-                self._cache.drop(kinds.RLJOB, job)
+            if (known := self._cache.job(key)) is not None:
+                self._cache.drop(kinds.RLJOB, known)
+        else:
+            self._cache.put(kinds.RLJOB, job, read_at=began)
 
     async def _refresh_pods(self, key: JobKey) -> None:
         began = self._cache.now()
@@ -181,7 +184,7 @@ class Controller:
         async for page in self._cluster.list(kinds.POD, key.namespace, selector=f"{LABEL_JOB}={key.name}"):
             for pod in page:
                 alive.add(pod["metadata"]["uid"])
-                self._cache.put(kinds.POD, pod)
+                self._cache.put(kinds.POD, pod, read_at=began)
         self._cache.sweep(kinds.POD, alive=alive, began=began, within=lambda other: other == key)
 
     async def _refresh_claims(self, key: JobKey, job: Object, memory: JobMemory) -> None:
