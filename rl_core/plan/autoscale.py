@@ -94,10 +94,11 @@ def decide(rollout: RolloutSpec, shares: IdleShares | None, *, on_policy: bool) 
     if replicas == present:
         return None
     generation = f", for {excess:.0%} of generation" if on_policy else ""
-    measured = "" if shares.rollouts == present else f"the {shares.rollouts} that have joined "
+    measured = "rollouts" if shares.rollouts == present else f"the {shares.rollouts} that have joined"
     reason = (
-        f"rollout.replicas {present} -> {replicas}: over {shares.seconds:.0f} s {measured or 'rollouts '}had nothing to generate for {shares.starved:.0%} of the "
-        f"time{generation} (targetIdle {rule.target_idle:.0%}), the trainer nothing to train for {shares.trainer_starved:.0%}"
+        f"rollout.replicas {present} -> {replicas}: over {shares.seconds:.0f} s {measured} had nothing to generate for "
+        f"{shares.starved:.0%} of the time{generation} (targetIdle {rule.target_idle:.0%}), the trainer nothing to train for "
+        f"{shares.trainer_starved:.0%}"
     )
     return ScalingVerdict(replicas=replicas, reason=reason)
 
