@@ -139,7 +139,9 @@ def _entries(directory: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
                 about = entry.stat(follow_symlinks=False)
             except FileNotFoundError:  # its owner removed it meanwhile
                 continue
-            if _is_own(about) and (of_engine or SEGMENT_NAME.fullmatch(entry.name) or _TOKEN_NAME.fullmatch(entry.name)):
+            if _is_own(about) and (
+                of_engine or SEGMENT_NAME.fullmatch(entry.name) or _TOKEN_NAME.fullmatch(entry.name)
+            ):
                 owner = of_engine.group(1) if of_engine else entry.name.rpartition("-")[0]
                 found.setdefault(owner, {})[entry.name] = about.st_mtime
             else:

@@ -319,7 +319,9 @@ def test_a_killed_engine_leaves_no_file_in_memory(monkeypatch):
     monkeypatch.setattr(process_module.sys, "executable", "/bin/true")
     memory = os.memfd_create("weights")
     try:
-        engine = process_module.EngineProcess(EngineSettings(options={}, family="qwen2", owner=folder.owner), {}, memory)
+        engine = process_module.EngineProcess(
+            EngineSettings(options={}, family="qwen2", owner=folder.owner), {}, memory
+        )
         file.touch()
         engine.kill()
         assert not file.exists()
