@@ -70,7 +70,8 @@ def build_launch_plan(
     `host` None is for a cluster: processes find the runner by the name of its pod in the headless Service of the job. Any other
     host, such as 127.0.0.1, is for one machine: all pods run there, and accelerators are numbered over all of them.
     Raises ConfigError for replicas of a group that is not elastic or below 0, for accelerators that do not divide over processes, for two
-    gangs on one machine, and for hostNetwork of only some groups that hold weights; PlacementError for a placement that the pods of the job cannot honour.
+    gangs on one machine, and for hostNetwork of only some groups that hold weights; PlacementError for a placement that the pods of the
+    job cannot honour.
     """
     spec: RLJobSpec = job.spec if hasattr(job, "spec") else job
     groups = groups_of(spec) if groups is None else groups
