@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_core.plan.launch import build_launch_plan
 from rljob_operator import naming
 from rljob_operator.manifests import network
 from tests.unit.operator.manifest_samples import CONFIG, UID, make_job
@@ -256,3 +257,31 @@ def test_the_judge_knows_selectors(expression, labels, expected):
     selected = policy(podSelector={"matchExpressions": [{"key": "k", **expression}]}, ingress=[])
     target = Endpoint(namespace="default", labels=labels)
     assert (not allows([selected], CLIENT, target, 80)) is expected
+
+
+def on_a_node(address):
+    """A pod on the network of its node: to a policy it is an address, and which one depends on the network plug-in."""
+    return Endpoint(ip=address)
+
+
+@pytest.mark.parametrize("address", ["10.1.0.7", "2001:db8::7"], ids=["of the node", "of a tunnel"])
+def test_a_job_on_the_network_of_its_nodes_has_the_paths_that_keys_protect_and_no_others(address):
+    job = make_job(
+        actor={"replicas": 2, "hostNetwork": True},
+        rollout={"replicas": 2, "maxReplicas": 3, "hostNetwork": True},
+        env={"type": "agent", "agent": "mine:program"},
+    )
+    policies, node, env = network.build(job, config=CONFIG), on_a_node(address), pod("env")
+    plan = {p.name: p for p in build_launch_plan(job, name="sums", uid=UID).pods}
+    endpoints = [int(plan[f"sums-rollout-{n}"].containers[0].processes[0].env["RLJOB_ENDPOINT_PORT"]) for n in (0, 1)]
+    outwards = {HUB, CHANNEL, *endpoints}
+    assert all(allows(policies, env, node, port) for port in outwards), "env to runner and to the rollouts' endpoints"
+    assert allows(policies, node, env, RPC), "rollouts and the runner to env"
+    for port in (22, 443, HUB - 1, MASTER, *range(7800, 7810), 40123):
+        assert not allows(policies, env, node, port), port
+    assert not any(allows(policies, node, env, port) for port in PORTS if port != RPC)
+
+
+def test_without_pods_on_nodes_no_address_is_permitted():
+    assert not any("from" not in rule for p in POLICIES for rule in p["spec"]["ingress"])
+    assert not any("to" not in rule for p in POLICIES for rule in p["spec"].get("egress", []))
