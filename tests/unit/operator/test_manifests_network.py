@@ -59,6 +59,8 @@ PLACES = {
     ),
     "metadata": Endpoint(ip="169.254.169.254"),
     "metadata in IPv6": Endpoint(ip="fd00:ec2::254"),
+    "metadata of Azure": Endpoint(ip="168.63.129.16"),
+    "metadata of Alibaba": Endpoint(ip="100.100.100.200"),
     "internet in IPv6": Endpoint(ip="2001:db8::1"),
     "node-local dns": Endpoint(ip="169.254.20.10"),
     "other pod": Endpoint(namespace="default", labels={"app": "web"}, namespace_labels=HOME, ip="10.0.0.80"),
@@ -89,7 +91,7 @@ def let_out(source, destination, port, protocol):
     if destination in ("dns", "node-local dns") and port in (53, 5353):
         return True
     if source != "env":
-        return destination not in ("node-local dns", "metadata", "metadata in IPv6")
+        return destination != "node-local dns" and not destination.startswith("metadata")
     return (
         (destination == "actor-0" and port in (HUB, CHANNEL) and protocol == "TCP")
         or (destination == "allowed server" and port == 443 and protocol == "TCP")
