@@ -1,7 +1,7 @@
 """`spec.actor` and `spec.rollout`, and the fields that they share with `spec.env` (`env.py`)."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
@@ -335,6 +335,8 @@ class RolloutSpec(FabricRoleSpec):
     load."""
     compile: bool = False
     """torch.compile the decode step; needs a C++ compiler in the image (the shipped images have none)."""
+    engine_args: Annotated[dict[str, Any], Field(max_length=64)] = {}
+    """Further arguments of SGLang (ServerArgs), by their Python names; those that rljob sets itself are refused."""
     oversample: float = Field(1.0, ge=1, le=8)
     """On policy only: generate this many times promptsPerStep groups per step. Those that finish and are not filtered train, in the order in which
     they were issued, until the step has enough."""
