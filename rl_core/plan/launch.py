@@ -69,8 +69,9 @@ def build_launch_plan(
     start of its pods, the first half of the incarnation (`Identity.incarnation`); a replacement needs a higher number.
     `host` None is for a cluster: processes find the runner by the name of its pod in the headless Service of the job. Any other
     host, such as 127.0.0.1, is for one machine: all pods run there, and accelerators are numbered over all of them.
-    Raises ConfigError for replicas of a group that is not elastic or below 0, for accelerators that do not divide over processes, for
-    two gangs on one machine, and for arguments of the engine that it does not take; PlacementError for a placement that the pods of the job cannot honour.
+    Raises ConfigError for replicas of a group that is not elastic or below 0, for accelerators that do not divide over processes,
+    for two gangs on one machine, and for arguments that the engine does not take; PlacementError for a placement that the pods of the job
+    cannot honour.
     """
     spec: RLJobSpec = job.spec if hasattr(job, "spec") else job
     check_engine_arguments(spec)
