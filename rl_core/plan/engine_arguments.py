@@ -1,4 +1,4 @@
-"""Checks `rollout.engineArgs`, the arguments of SGLang that a job passes on, without importing SGLang.
+"""Checks what a job asks of SGLang, above all `rollout.engineArgs`, the arguments that it passes on, without importing SGLang.
 
 `sglang_arguments.json` has the names and types of the arguments of the SGLang version that the images contain. It is generated from SGLang's
 source (`tests/lint/sglang_arguments.py`).
@@ -74,6 +74,11 @@ def check_engine_arguments(spec: RLJobSpec) -> None:
     if spec.rollout.engine_args and spec.rollout.engine != "sglang":
         raise ConfigError(
             f"rollout.engineArgs are arguments of SGLang, got engine {spec.rollout.engine}; choose sglang or remove them"
+        )
+    if spec.rollout.engine == "sglang" and spec.rollout.sampling.penalised and spec.weights.on_update != "wait":
+        raise ConfigError(
+            "presencePenalty, frequencyPenalty and repetitionPenalty of rollout.sampling need weights.onUpdate wait with engine sglang, which "
+            f"forgets the tokens before an interruption, got {spec.weights.on_update}; take engine hf or remove them"
         )
     problems = [
         f"rollout.engineArgs.{name} {problem}"

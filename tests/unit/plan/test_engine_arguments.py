@@ -96,6 +96,19 @@ def test_what_keeping_the_cache_needs_cannot_be_switched_off():
         check_engine_arguments(spec({"disable_radix_cache": False}, **kept))
 
 
+def test_penalties_that_sglang_would_forget_at_an_interruption_are_refused():
+    kept = {"weights": {"onUpdate": "abort_resume"}}
+    algorithm = {"maxStaleness": 1, "allowTruncatedSampling": True, "recomputeLogProbs": True}
+    rollout = {"sampling": {"repetitionPenalty": 1.2}}
+    document = merged(GOOD, {"spec": kept | {"algorithm": algorithm, "rollout": rollout}})["spec"]
+    check_engine_arguments(RLJobSpec.model_validate(document))
+    document["rollout"]["engine"] = "sglang"
+    with pytest.raises(ConfigError, match="need weights.onUpdate wait with engine sglang.*got abort_resume"):
+        check_engine_arguments(RLJobSpec.model_validate(document))
+    document["weights"]["onUpdate"] = "wait"
+    check_engine_arguments(RLJobSpec.model_validate(document))
+
+
 def test_each_argument_that_a_job_may_not_set_exists_and_each_that_we_set_is_among_them(tmp_path):
     known = sglang_arguments.arguments(SRT.parent)
     assert set(RESERVED) <= set(known)
