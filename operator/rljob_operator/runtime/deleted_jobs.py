@@ -39,7 +39,7 @@ class DeletedJobs:
 
     def _policies(self, key: JobKey, job: RLJob, pods: Sequence[PodView]) -> list[Object]:
         """Return the policies to write: those that do not exist, and those that still belong to the job."""
-        wanted = []
+        wanted: list[Object] = []
         for policy in network.of_remaining_pods(job, pods, config=self._config):
             held = self._cache.entry(kinds.NETWORK_POLICY, key, policy["metadata"]["name"])
             owners = held.value["metadata"].get("ownerReferences") or [] if held is not None else []
