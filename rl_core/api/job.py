@@ -16,7 +16,7 @@ from rl_core.api.data import DataSpec
 from rl_core.api.distillation import TEACHERS_ARE_GROUPS, unknown_teachers
 from rl_core.api.env import EnvSpec
 from rl_core.api.failure import FailurePolicySpec
-from rl_core.api.groups import GroupSpec
+from rl_core.api.groups import MOST_GROUPS, GroupSpec
 from rl_core.api.identity import ROLES
 from rl_core.api.lora import DROPOUT_IS_ON, idle_dropout
 from rl_core.api.roles import BIASING, ActorSpec, RolloutSpec
@@ -83,8 +83,18 @@ OF_CRITIC = (
 """CEL of whether there is a critic, and of the settings given that need one."""
 KNOWN_CALLER = f"c in {literal(list(ROLES))} || self.groups.exists(o, o.name == c)"
 """CEL of whether the caller `c` is a group of the job."""
-NUMBERED = "has(self.placement) && has(self.placement.componentPlacement) && self.placement.componentPlacement.exists(k, k.contains('{}'))"
+PLACED = (
+    "has(self.placement) && has(self.placement.componentPlacement) && self.placement.componentPlacement.exists(k, {})"
+)
+UNKNOWN_PLACED = f"!k.split(',').all(n, n.trim() in {literal(list(ROLES))} || (has(self.groups) && self.groups.exists(g, g.name == n.trim())))"
+"""CEL of whether the written placement has a key `k` for which an expression holds, and of whether a key names no group of the job."""
+NUMBERED = PLACED.format("k.matches('(^|[ ,]){}([ ,]|$)')")
 """CEL of whether the written placement numbers the pods of a role."""
+
+
+def placed_groups(key: str) -> list[str]:
+    """Return the names of the groups that a key of placement.componentPlacement joins by commas."""
+    return [name.strip() for name in key.split(",")]
 
 
 Program = Annotated[
@@ -114,7 +124,7 @@ class RLJobSpec(Spec):
     """The generation processes."""
     env: EnvSpec = EnvSpec()
     """The environments."""
-    groups: Annotated[list[GroupSpec], Field(max_length=16)] = []
+    groups: Annotated[list[GroupSpec], Field(max_length=MOST_GROUPS)] = []
     """Further groups of worker processes, for a program of one's own."""
     program: Program | None = None
     """The loop of the run: reasoning, asynchronous, embodied, embodied_async or module:Class of the user; null = asynchronous where
@@ -344,6 +354,22 @@ class RLJobSpec(Spec):
 
     @rule(
         Cel(
+            holds=f"!({PLACED.format(UNKNOWN_PLACED)})",
+            refusal="placement.componentPlacement must name groups of the job, got %s; correct them or declare the groups",
+            values=(f"self.placement.componentPlacement.filter(k, {UNKNOWN_PLACED})",),
+            field="placement.componentPlacement",
+        )
+    )
+    def _placed_groups_are_known(self) -> Iterator[str]:
+        known = {*ROLES, *(group.name for group in self.groups)}
+        unknown = [key for key in self.placement.component_placement if not set(placed_groups(key)) <= known]
+        if unknown:
+            yield (
+                f"placement.componentPlacement must name groups of the job, got {listed(unknown)}; correct them or declare the groups"
+            )
+
+    @rule(
+        Cel(
             holds=f"!self.?rollout.?autoscale.hasValue() || ($placement.mode == 'disaggregated' && !({NUMBERED.format('rollout')}))",
             refusal="rollout.autoscale needs rollouts that placement neither pairs nor numbers, got mode %s; remove it or the placement",
             values=("$placement.mode",),
@@ -351,7 +377,7 @@ class RLJobSpec(Spec):
         )
     )
     def _rollouts_scale_alone(self) -> Iterator[str]:
-        numbered = any("rollout" in names for names in self.placement.component_placement or {})
+        numbered = any("rollout" in placed_groups(key) for key in self.placement.component_placement)
         if self.rollout.autoscale is not None and (numbered or self.placement.mode != "disaggregated"):
             yield f"rollout.autoscale needs rollouts that placement neither pairs nor numbers, got mode {self.placement.mode}; remove it or the placement"
 
