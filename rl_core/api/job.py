@@ -19,6 +19,7 @@ from rl_core.api.failure import FailurePolicySpec
 from rl_core.api.groups import MOST_GROUPS, GroupSpec
 from rl_core.api.identity import ROLES
 from rl_core.api.lora import DROPOUT_IS_ON, idle_dropout
+from rl_core.api.placed_groups import NUMBERED, PLACED_ARE_GROUPS, placed_groups, unknown_placed
 from rl_core.api.roles import BIASING, ActorSpec, RolloutSpec
 from rl_core.api.settings import (
     CheckpointSpec,
@@ -83,18 +84,6 @@ OF_CRITIC = (
 """CEL of whether there is a critic, and of the settings given that need one."""
 KNOWN_CALLER = f"c in {literal(list(ROLES))} || self.groups.exists(o, o.name == c)"
 """CEL of whether the caller `c` is a group of the job."""
-PLACED = (
-    "has(self.placement) && has(self.placement.componentPlacement) && self.placement.componentPlacement.exists(k, {})"
-)
-UNKNOWN_PLACED = f"!k.split(',').all(n, n.trim() in {literal(list(ROLES))} || (has(self.groups) && self.groups.exists(g, g.name == n.trim())))"
-"""CEL of whether the written placement has a key `k` for which an expression holds, and of whether a key names no group of the job."""
-NUMBERED = PLACED.format("k.matches('(^|[ ,]){}([ ,]|$)')")
-"""CEL of whether the written placement numbers the pods of a role."""
-
-
-def placed_groups(key: str) -> list[str]:
-    """Return the names of the groups that a key of placement.componentPlacement joins by commas."""
-    return [name.strip() for name in key.split(",")]
 
 
 Program = Annotated[
@@ -352,21 +341,9 @@ class RLJobSpec(Spec):
         if self.weights.transport == "nccl":
             yield f"weights.transport must not be nccl with placement.mode {mode}, as NCCL takes no device twice, got nccl; write auto"
 
-    @rule(
-        Cel(
-            holds=f"!({PLACED.format(UNKNOWN_PLACED)})",
-            refusal="placement.componentPlacement must name groups of the job, got %s; correct them or declare the groups",
-            values=(f"self.placement.componentPlacement.filter(k, {UNKNOWN_PLACED})",),
-            field="placement.componentPlacement",
-        )
-    )
+    @rule(PLACED_ARE_GROUPS)
     def _placed_groups_are_known(self) -> Iterator[str]:
-        known = {*ROLES, *(group.name for group in self.groups)}
-        unknown = [key for key in self.placement.component_placement if not set(placed_groups(key)) <= known]
-        if unknown:
-            yield (
-                f"placement.componentPlacement must name groups of the job, got {listed(unknown)}; correct them or declare the groups"
-            )
+        yield from unknown_placed(self.placement, self.groups)
 
     @rule(
         Cel(
