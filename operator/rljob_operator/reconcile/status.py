@@ -34,8 +34,11 @@ MOST_ROLLOUTS = 1024
 """Most rollouts of a job."""
 DEVICES = 64
 """Most devices of a pod in a status."""
+SUCCESS = "env/success_once"
 METRICS = (
     "reward/mean",
+    "env/return",
+    SUCCESS,
     "val/accuracy",
     "train/loss",
     "train/approx_kl",
@@ -108,6 +111,7 @@ def build(
     after["columns"] = {
         "step": f"{after.get('step') or 0}/{after['totalSteps']}",
         **_role_columns(after["roles"]),
+        **{"success": metric["value"] for metric in after.get("metrics") or () if metric["name"] == SUCCESS},
         "reason": condition_facts.phase_reason(facts),
     }
     after = {key: value for key, value in after.items() if value is not None}
