@@ -111,9 +111,11 @@ def build(
     after["columns"] = {
         "step": f"{after.get('step') or 0}/{after['totalSteps']}",
         **_role_columns(after["roles"]),
-        **{"success": metric["value"] for metric in after.get("metrics") or () if metric["name"] == SUCCESS},
         "reason": condition_facts.phase_reason(facts),
     }
+    metrics = {metric["name"]: metric["value"] for metric in after.get("metrics") or ()}
+    if SUCCESS in metrics:
+        after["columns"]["success"] = metrics[SUCCESS]
     after = {key: value for key, value in after.items() if value is not None}
     if after == before:
         return None
