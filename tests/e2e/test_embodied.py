@@ -71,7 +71,7 @@ def test_a_killed_actor_changes_no_number_and_a_killed_env_worker_costs_its_own_
         (disturbed.job.parent / "armed").touch()
         assert disturbed.wait() == 0, disturbed.text + disturbed.logs()
         status = disturbed.status()
-        assert status["epoch"] == 1 and status["failures"]["env/lost"] == 1
+        assert status["epoch"] == 1 and status["failures"]["env/lost"] >= 1
         expected, found, lines = history(calm), history(disturbed), disturbed.lines("metrics.jsonl")
         assert [line[0] for line in expected] == [line[0] for line in found] == list(range(STEPS + 1))
         assert all(line[3] == 8 for line in expected[1:])
