@@ -19,7 +19,7 @@ class EmbodiedOptions(Spec):
     """Simulators, the size of a step, and how episodes become training rows."""
 
     id: str = Field(min_length=1)
-    """Gymnasium id such as CartPole-v1, or `module:Class` of one's own environment with the interface of gymnasium.Env."""
+    """Gymnasium id such as CartPole-v1, Meta-World/reach-v3, or `module:Class` of one's own environment with the interface of gymnasium.Env."""
     num_envs: int = Field(8, ge=1, le=4096)
     """Simulators of one env pod."""
     horizon: int = Field(128, ge=1, lt=2**31)

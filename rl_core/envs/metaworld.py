@@ -1,4 +1,4 @@
-"""Tasks of Meta-World with the interface of `gymnasium.Env`: `env.options.id: "rl_core.envs.metaworld:MetaWorld"`.
+"""Tasks of Meta-World with the interface of `gymnasium.Env`: `env.options.id: Meta-World/reach-v3`.
 
 An environment of Meta-World ignores the seed of `reset`. Here the seed of an episode chooses one of the 50 arrangements of the task, so
 that the same seed gives the same episode.

@@ -8,7 +8,7 @@ ACTIONS = np.random.default_rng(0).uniform(-1, 1, (8, 4)).astype(np.float32)
 
 
 def test_the_same_seed_gives_the_same_episode_in_any_simulator():
-    env = GymnasiumVectorEnv("rl_core.envs.metaworld:MetaWorld", 2, task="reach-v3")
+    env = GymnasiumVectorEnv("Meta-World/reach-v3", 2)
 
     def episode(seeds):
         outputs = [env.reset(seeds), *(env.step(np.stack([action, action])) for action in ACTIONS)]
