@@ -78,6 +78,13 @@ def test_env_keys_use_no_channel_and_rollout_keys_only_put():
     assert {use for uses in BUILT_IN[ROLLOUT].channels.values() for use in uses} == {ChannelUse.PUT}
 
 
+def test_a_declared_group_that_pulls_weights_may_be_called_by_the_actor_that_sends_them():
+    group = {"name": "scorer", "worker": "own:Scorer", "callers": ["env"], "weights": "pulls"}
+    scorer = groups_of(spec(groups=[group]))["scorer"]
+    assert scorer.pulls_weights and scorer.holds_model and scorer.callers == {ACTOR, ENV}
+    assert not groups_of(spec(groups=[group | {"weights": "none"}]))["scorer"].holds_model
+
+
 JUDGE = "judge"
 
 
