@@ -155,7 +155,11 @@ class TestAFourthGroup:
     def test_is_in_the_estimate_of_memory(self, four):
         job, groups = four
         report = estimate(job, FACTS, groups=groups)
-        assert report.processes[JUDGE] == 2 and JUDGE not in report.on_cpu and report.peak(JUDGE) == report.peak(ENV)
+        assert report.processes[JUDGE] == 2 and JUDGE not in report.on_cpu
+        rows = {row.phase: row.parts for row in report.rows if row.role == JUDGE}
+        assert rows["idle"]["weights"] == rows["sync"]["weights"] == FACTS.parameters * 4, "it pulls the weights, float32"
+        without = {JUDGE: replace(groups[JUDGE], weights=WeightSource.NONE)}
+        assert estimate(job, FACTS, groups=groups | without).peak(JUDGE) == report.peak(ENV)
 
     @pytest.mark.parametrize(
         ("lifecycle", "action"), [(Lifecycle.ELASTIC, "RestartPod"), (Lifecycle.GANG, "RestartJob")]
