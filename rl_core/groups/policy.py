@@ -37,6 +37,8 @@ class PolicyWorker(WeightMethods):
         self.config = config
         self._model: Any = None
         self._weights: WeightReceiver | None = None
+        self._served = -1
+        """Version that is served; -1 while none is."""
         self._in_use = asyncio.Lock()
         """Held while the model is used, and until that ends before its weights change."""
         self._changed = asyncio.Event()
@@ -75,28 +77,28 @@ class PolicyWorker(WeightMethods):
     async def policy(self, version: int | None = None, *, seconds: float) -> AsyncIterator[Any]:
         """Yield the model with the weights of `version`, which do not change inside the block. One block runs at a time.
 
-        `version` None means the version that is served. Waits up to `seconds` for it; raises DeadlineExceeded when it does not come, and
-        InfrastructureError when the weights are newer already. Compute in a thread (`asyncio.to_thread`), so that messages go on.
+        `version` None means the version that is served. Waits up to `seconds` for it, also where the member is still joining; raises
+        DeadlineExceeded when it does not come, and InfrastructureError when the weights are newer already. Compute in a thread
+        (`asyncio.to_thread`), so that messages go on.
         """
-        receiver = self._receiver()
         try:
             async with asyncio.timeout(seconds):
                 while True:
-                    await self._served(version)
+                    while not self._serves(version):
+                        await self._changed.wait()
                     await self._in_use.acquire()
-                    if receiver.state is ReceiverState.SERVING:
+                    if self._serves(version):
                         break
                     self._in_use.release()  # an update began while the block waited for its turn
         except TimeoutError as error:
             wanted = "weights" if version is None else f"version {version} of the weights"
             raise DeadlineExceeded(
-                f"{self.identity.name} must serve {wanted} within {seconds:g} s, it is at {receiver.current()[0]}"
+                f"{self.identity.name} must serve {wanted} within {seconds:g} s, it is at {self._served}"
             ) from error
         try:
-            served = receiver.current()[0]
-            if version is not None and served != version:
+            if version is not None and self._served != version:
                 raise InfrastructureError(
-                    f"{self.identity.name} must serve version {version} of the weights, got {served}; ask for that one"
+                    f"{self.identity.name} must serve version {version} of the weights, got {self._served}; ask for that one"
                 )
             yield self._model
         finally:
@@ -126,11 +128,9 @@ class PolicyWorker(WeightMethods):
             raise InfrastructureError("the model is not built yet; call init_worker first")
         return self._weights
 
-    async def _served(self, version: int | None) -> None:
-        """Wait until verified weights are served, of `version` or a newer one."""
-        receiver = self._receiver()
-        while receiver.state is not ReceiverState.SERVING or receiver.current()[0] < (version or 0):
-            await self._changed.wait()
+    def _serves(self, version: int | None) -> bool:
+        """Return whether verified weights are served, of `version` or a newer one."""
+        return self._served >= (version or 0)
 
     async def _pause(self, deadline: float) -> None:
         """Wait until the model is not used any more. Raises DeadlineExceeded after `deadline` seconds."""
@@ -142,6 +142,7 @@ class PolicyWorker(WeightMethods):
 
     def _on_weights(self, state: ReceiverState, version: int, digest: str) -> None:
         serving = state is ReceiverState.SERVING
+        self._served = version if serving else -1
         self.set_policy_version(version if version >= 0 else None, digest or None, "checksums" if serving else "")
         self.set_state(MemberState.SERVING if serving else MemberState.UPDATING)
         self._changed.set()

@@ -94,7 +94,7 @@ class WeightPublisher:
         handlers = {"weights_pull": self._pull_server.pull, "weights_pulled": self._pull_server.pulled}
         pulling = [group.name for group in groups_of(self.cfg).values() if group.pulls_weights]
         allowed = dict.fromkeys(pulling, frozenset(handlers)) if keys is not None else None
-        self._server = RpcServer(bind, handlers, keys, identity, allowed=allowed).start()
+        self._server = RpcServer(bind, handlers, keys, identity, allowed=allowed, service="weights").start()
         self.address = self._server.address
         """Address at which `weights_pull` is served."""
         checksums.kernels()

@@ -157,7 +157,9 @@ class TestAFourthGroup:
         report = estimate(job, FACTS, groups=groups)
         assert report.processes[JUDGE] == 2 and JUDGE not in report.on_cpu
         rows = {row.phase: row.parts for row in report.rows if row.role == JUDGE}
-        assert rows["idle"]["weights"] == rows["sync"]["weights"] == FACTS.parameters * 4, "it pulls the weights, float32"
+        assert rows["idle"]["weights"] == rows["sync"]["weights"] == FACTS.parameters * 4, (
+            "it pulls the weights, float32"
+        )
         without = {JUDGE: replace(groups[JUDGE], weights=WeightSource.NONE)}
         assert estimate(job, FACTS, groups=groups | without).peak(JUDGE) == report.peak(ENV)
 
