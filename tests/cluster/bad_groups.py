@@ -58,7 +58,7 @@ GROUPS = {
     "inference-that-nobody-asks": (
         {"groups": [{**JUDGE, "weights": "pulls"}], "algorithm": {"inference": "judge"}},
         "spec.algorithm.recomputeLogProbs",
-        "inference needs recomputeLogProbs: true, got false; set it or remove the field",
+        '["inference"] needs recomputeLogProbs: true, got false; set it or remove the field',
         SAME,
     ),
     "adapters-beside-a-group-that-pulls": (

@@ -7,13 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rljob_operator.kinds import Kind
-from rljob_operator.model import Progress
+from rljob_operator.model import ControlCall, Progress
 from rljob_operator.reconcile.parsing import ParsedJob
 from rljob_operator.runtime.backoff import Backoff
 
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 60.0
 """Seconds between attempts of a request that was refused or had no effect."""
+FREE_APPLIES = 3
+"""Applies of one manifest that are followed by no pause, so that an object that somebody edits or deletes is there again at once."""
+SETTLED_SECONDS = 600.0
+"""Seconds after which the applies of an object are counted anew."""
 
 
 def request_backoff() -> Backoff:
@@ -33,6 +37,18 @@ class Refusal:
 
 
 @dataclass(slots=True)
+class Applies:
+    """The applies of one supporting object with one manifest. Another client that changes the object back makes them repeat."""
+
+    manifest: str
+    at: float = 0.0
+    """Time of the newest one, seconds since 1970."""
+    backoff: Backoff = field(
+        default_factory=lambda: Backoff(first=FIRST_PAUSE, longest=LONGEST_PAUSE, free_attempts=FREE_APPLIES)
+    )
+
+
+@dataclass(slots=True)
 class JobMemory:
     """The state of one job. A job of the same name with another uid gets a new one."""
 
@@ -42,6 +58,8 @@ class JobMemory:
     progress: Progress | None = None
     refusals: dict[str, Refusal] = field(default_factory=dict)
     """Refused objects by `Kind/name`."""
+    applies: dict[str, Applies] = field(default_factory=dict)
+    """Supporting objects that were applied, by `Kind/name`."""
     refused_change: tuple[int, str] | None = None
     """(generation, message of the runner) of a changed spec that the runner refused."""
     delete_backoff: dict[str, Backoff] = field(default_factory=dict)
@@ -69,6 +87,19 @@ class JobMemory:
         self.refusals[label] = refusal
         return is_new
 
+    def apply_pause(self, label: str, manifest: str, *, now: float) -> float:
+        """Return the seconds until an object may be applied once more with a manifest that did not last."""
+        known = self.applies.get(label)
+        return known.backoff.remaining(now) if known is not None and known.manifest == manifest else 0.0
+
+    def record_apply(self, label: str, manifest: str, *, now: float) -> bool:
+        """Record that an object was applied. Return whether it was applied with this manifest before and did not keep it."""
+        known = self.applies.get(label)
+        if known is None or known.manifest != manifest or now - known.at > SETTLED_SECONDS:
+            known = self.applies[label] = Applies(manifest)
+        known.at = now
+        return known.backoff.step(now) > 0
+
     def refusal_pause(self, label: str, *, now: float, manifest: str = "") -> float:
         """Return the seconds until a refused object may be sent again.
 
@@ -87,6 +118,19 @@ class JobMemory:
         for label in settled:
             del self.refusals[label]
         return bool(settled)
+
+    def record_answer(self, call: ControlCall, message: str) -> bool:
+        """Record whether the runner refused a changed spec; `message` is empty if it did not. Return whether the record has changed.
+
+        The first message about a generation is kept, so a runner whose messages vary does not cause a status write each time.
+        """
+        if call.method != "PUT /control":
+            return False
+        before, generation = self.refused_change, call.body["generation"]
+        if message and before is not None and before[0] == generation:
+            return False
+        self.refused_change = (generation, message) if message else None
+        return self.refused_change != before
 
     def deletion_is_due(self, uid: str, *, now: float) -> bool:
         """Return whether the object may be deleted now: no earlier deletion was without effect, or its pause is over."""
