@@ -84,7 +84,7 @@ class MultiStepRolloutWorker(WeightMethods):
         )
         self._weights.warm_up()
 
-    async def start_rollout(self) -> None:
+    async def start_serving(self) -> None:
         """Report the version that is served: the hub has forgotten that of a member that lost its connection."""
         receiver = self._receiver()
         if receiver.state is ReceiverState.SERVING:
