@@ -224,7 +224,7 @@ def _hub_problems(found: Sequence[tuple[str, str]]) -> Iterator[str]:
 def hub_hint(reference: str, beside: Path, *, file: str = "") -> str:
     """Return what to write where a path reads like owner/name of the hub: in `beside`, the job's folder, there is no owner/; "" elsewhere."""
     path = Path(reference)
-    if path.suffix and file or path.parent.parent != beside or path.parent.exists():
+    if (path.suffix and file) or path.parent.parent != beside or path.parent.exists():
         return ""
     return f", or write hf://{path.parent.name}/{path.name}{file} for that name on the Hugging Face hub"
 
