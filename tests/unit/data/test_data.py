@@ -300,7 +300,8 @@ def test_a_column_missing_in_one_of_several_sets_is_named_with_the_setting_of_th
             max_seq_len=10,
         )
     assert str(error.value) == (
-        "data.sets.1.train must have the column 'prompt' (data.sets.1.promptKey), got ['question']; correct data.sets.1.promptKey"
+        "data.sets.1.train must have the column 'prompt' (data.sets.1.promptKey), got ['data_source', 'question']; "
+        "correct data.sets.1.promptKey"
     )
 
 
