@@ -130,9 +130,9 @@ class BackgroundPool:
         self.pool = pool
         self._router: SessionRouter | None = None
         if routed:  # other env workers do not load the HTTP server
-            from rl_core.envs.sessions import SessionRouter
+            from rl_core.envs import sessions
 
-            self._router = SessionRouter(pool)
+            self._router = sessions.SessionRouter(pool)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="env-pool", daemon=True)
         self._thread.start()
