@@ -13,11 +13,13 @@ from rl_core.plan.signatures import Guard, Peer, ReceivedCall
 
 HOSTILE_EVERY = 20
 BACKLOG = 1024
-KINDS = ("silent", "endless", "nested", "slow")
+KINDS = ("silent", "endless", "nested", "slow", "bloated")
 LONG_STATUS = STATUS | {
     "members": [{"pod": f"job-rollout-{n}", "state": "serving", "policyVersion": 1} for n in range(200)]
 }
 """Some 15 KiB: several TCP segments."""
+BLOATED = b'{"members": [' + b",".join([b"{}"] * 340_000) + b"]}"
+"""As long as an answer may be; more than 20 MiB as Python objects."""
 BAD = b"HTTP/1.1 200 OK\r\n\r\n"
 
 
@@ -42,10 +44,11 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 async def answer(kind: str, call: ReceivedCall, writer: asyncio.StreamWriter) -> None:
     guard = Guard(Peer(token=keys.control_token(MASTER, call.uid), uid=call.uid, epoch=1))
-    body = b"[" * 500_000 if kind == "nested" else json.dumps(LONG_STATUS).encode()
+    bodies = {"nested": b"[" * 500_000, "bloated": BLOATED}
+    body = bodies.get(kind) or json.dumps(LONG_STATUS).encode()
     signed = "".join(f"{name}: {value}\r\n" for name, value in guard.sign_answer(call, 200, body).items())
     whole = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n{signed}\r\n".encode() + body
-    if kind in ("good", "nested"):
+    if kind in ("good", "nested", "bloated"):
         writer.write(whole)
     elif kind == "silent":
         await asyncio.sleep(600)

@@ -2,7 +2,8 @@
 
     hostile_polls.py [RUNNERS [SECONDS]]
 
-The operator's own poller and client, over HTTP to `_hostile_runners.py`: silent, endless, nested without end, a byte at a time.
+The operator's own poller and client, over HTTP to `_hostile_runners.py`: silent, endless, nested without end, a byte at a time,
+full of small values.
 """
 
 import asyncio

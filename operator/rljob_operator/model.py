@@ -113,7 +113,7 @@ class Progress:
     """The runner's last answer to `GET /status`."""
 
     status: Object
-    """The status that the runner serves at `/status`."""
+    """The status that the runner serves at `/status`; the poller keeps only the fields that decisions use (runner_status.py)."""
     at: float
     """Time at which it was received, seconds since 1970."""
     pod_uid: str

@@ -50,16 +50,29 @@ def merge_trajectories(trajectories: Sequence[Trajectory]) -> Trajectory:
         env_ids=torch.cat([one.env_ids for one in ordered]),
         versions=first.versions,
         sender=first.sender,
+        intervene_flags=_flags(ordered) if any(one.intervene_flags is not None for one in ordered) else None,
     )
 
 
+def _flags(trajectories: Sequence[Trajectory]) -> Tensor:
+    """Return where a person acted [T, B, C] bool; a trajectory without flags is one in which nobody did."""
+    given = [(one.intervene_flags, one.rewards) for one in trajectories]
+    return torch.cat([torch.zeros(r.shape, dtype=torch.bool) if flags is None else flags for flags, r in given], dim=1)
+
+
 def trained_mask(trajectory: Trajectory, options: EmbodiedOptions) -> Tensor:
-    """Return [B, N, C] bool: the actions that were made, in episodes that were not lost and had not ended."""
+    """Return [B, N, C] bool: the actions of the policy that were made, in episodes that were not lost and had not ended.
+
+    An action that a person took is none of the policy's, nor is a chunk that has one where the policy ratio is that of the chunk.
+    """
     width = trajectory.rewards.shape[2]
     made = torch.arange(width) < trajectory.sub_steps.transpose(0, 1)[..., None]
     mask = made & trajectory.valid.transpose(0, 1)[..., None]
     if not options.auto_reset:
         mask &= embodied_loss_mask(trajectory.dones.transpose(0, 1))[0]
+    if trajectory.intervene_flags is not None:
+        taken = trajectory.intervene_flags.transpose(0, 1)
+        mask &= ~(taken.any(dim=2, keepdim=True) if options.log_prob_level == "chunk" else taken)
     return mask
 
 
@@ -78,6 +91,8 @@ def prepare_rows(
     rewards, dones = trajectory.rewards.transpose(0, 1), trajectory.dones.transpose(0, 1)
     mask_BNC = trained_mask(trajectory, options)
     kept, metrics = _filtered(rewards, dones, mask_BNC, algorithm, options)
+    if algorithm.critic_in_use is None and trajectory.intervene_flags is not None:
+        kept &= ~trajectory.intervene_flags.any(dim=0).any(dim=1)  # such a return is not the policy's alone
     mask_BNC &= kept[:, None, None]
     decided_BN = mask_BNC.any(dim=2)
     values = trajectory.prev_values.transpose(0, 1)[..., 0].contiguous()

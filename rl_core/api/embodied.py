@@ -43,6 +43,8 @@ class EmbodiedOptions(Spec):
     """Episodes of an evaluation, over all env pods."""
     eval_horizon: int = Field(1000, ge=1, lt=2**31)
     """Longest episode of an evaluation, steps."""
+    videos: int = Field(0, ge=0, le=4)
+    """Evaluation episodes of which each validation keeps a video."""
     kwargs: dict[str, Any] = {}
     """Further arguments of gymnasium.make, or of the class."""
 

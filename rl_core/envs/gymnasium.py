@@ -36,6 +36,8 @@ class _Episode:
     success_at_end: bool = False
     resting: tuple[bool, bool] | None = None
     """How it ended, (terminated, truncated), where no other episode has begun."""
+    frames: list[np.ndarray] = field(default_factory=list)
+    """Images of it, where it is recorded."""
 
 
 class GymnasiumVectorEnv:
@@ -82,16 +84,19 @@ class GymnasiumVectorEnv:
         self._episodes = [_Episode() for _ in range(num_envs)]
         self._number_of_steps = 0
 
-    def reset(self, seed: int | Sequence[int] | None = None) -> EnvOutput:
+    def reset(self, seed: int | Sequence[int] | None = None, *, record: int = 0) -> EnvOutput:
         """Begin an episode in every simulator; return the first observations, no rewards, and dones that are false, [B, 1].
 
-        `seed`: one number, from which a seed per simulator follows; a seed for each; or None for the next episodes by `seed_of`.
+        `seed`: one number, from which a seed per simulator follows; a seed for each; or None for the next episodes by `seed_of`. The
+        first `record` simulators keep images of the episode.
         """
         if isinstance(seed, int):
             self._seed, self._begun = seed, [0] * self.num_envs
         given = seed if isinstance(seed, Sequence) else None
         seeds = [self._next_seed(index) if given is None else int(given[index]) for index in range(self.num_envs)]
-        outcomes = self._slots.exchange([SimulatorReset(seed=one) for one in seeds])
+        outcomes = self._slots.exchange(
+            [SimulatorReset(seed=one, record=index < record) for index, one in enumerate(seeds)]
+        )
         for index, outcome in enumerate(outcomes):
             self._begin(index, outcome if isinstance(outcome, SimulatorAnswer) else self._replaced(index, outcome))
         return self.current()
@@ -123,6 +128,7 @@ class GymnasiumVectorEnv:
         rewards = np.zeros((count, width), np.float32)
         ends = np.zeros((2, count, width), bool)
         sub_steps, lost = np.zeros(count, np.int64), np.zeros(count, bool)
+        taken, flags = np.zeros_like(actions), np.zeros((count, width), bool)
         final_info: list[dict[str, Any]] = []
         finals: dict[int, dict[str, np.ndarray]] = {}
         for index, outcome in enumerate(outcomes):
@@ -134,6 +140,8 @@ class GymnasiumVectorEnv:
                 rewards[index], sub_steps[index] = outcome.rewards, outcome.sub_steps
                 column = -1 if self.auto_reset else outcome.sub_steps - 1
                 ends[:, index, column] = outcome.terminated, outcome.truncated
+                if outcome.intervene_flags is not None:
+                    taken[index], flags[index] = outcome.intervene_actions, outcome.intervene_flags
                 if outcome.final_obs is not None:
                     finals[index] = outcome.final_obs
                 if info := self._count(index, outcome):
@@ -153,6 +161,8 @@ class GymnasiumVectorEnv:
             final_info=final_info or None,
             sub_steps=sub_steps,
             lost=lost if lost.any() else None,
+            intervene_actions=taken if flags.any() else None,
+            intervene_flags=flags if flags.any() else None,
         )
 
     @property
@@ -169,6 +179,10 @@ class GymnasiumVectorEnv:
         """Return what is known of the episodes that have not ended, in the form of `final_info`."""
         return [self._info(index) for index, episode in enumerate(self._episodes) if episode.resting is None]
 
+    def recordings(self) -> list[list[np.ndarray]]:
+        """Return the images of the episodes that were recorded."""
+        return [episode.frames for episode in self._episodes if episode.frames]
+
     def close(self) -> None:
         """End the simulators."""
         self._slots.close()
@@ -181,6 +195,7 @@ class GymnasiumVectorEnv:
         episode.success_once |= any(answer.successes)
         episode.success_at_end = bool(answer.successes) and answer.successes[-1]
         episode.obs = answer.obs
+        episode.frames += answer.frames
         if not (answer.terminated or answer.truncated):
             return None
         info = self._info(index)
@@ -202,7 +217,7 @@ class GymnasiumVectorEnv:
         }
 
     def _begin(self, index: int, answer: SimulatorAnswer) -> None:
-        self._episodes[index] = _Episode(obs=answer.obs)
+        self._episodes[index] = _Episode(obs=answer.obs, frames=list(answer.frames))
 
     def _replaced(self, index: int, why: Outcome | None) -> SimulatorAnswer:
         """Replace the simulator of a slot until one begins an episode; return its answer. Raises after MOST_FAILURES in a row.

@@ -14,6 +14,7 @@ import numpy as np
 
 from rl_core.api.errors import ConfigError, RLJobError, RolloutDataFailure, text_of
 from rl_core.api.user_code import describe, import_reference
+from rl_core.envs.video import Camera
 from rl_core.messages.embodied import SimulatorAnswer, SimulatorChunk, SimulatorReset, SimulatorSettings
 from rl_core.messages.envs import EnvFailure
 from rl_core.transports import pipe
@@ -21,6 +22,8 @@ from rl_core.transports import pipe
 logger = logging.getLogger(__name__)
 SUCCESS = ("success", "is_success")
 """Keys of the `info` of a step under which a simulator reports that the task is solved."""
+INTERVENTION = "intervene_action"
+"""Key of the `info` of a step under which a simulator reports the action that a person took in place of the given one."""
 Observation = dict[str, Any]
 
 
@@ -32,7 +35,8 @@ def make_simulator(settings: SimulatorSettings) -> Any:
             return import_reference(name, field="env.options.id")(**settings.kwargs)
         import gymnasium
 
-        return gymnasium.make(name, **settings.kwargs)
+        rendering = {"render_mode": "rgb_array"} if settings.record_every else {}
+        return gymnasium.make(name, **rendering | settings.kwargs)
     except ConfigError:
         raise
     except ImportError as error:
@@ -53,15 +57,19 @@ class Simulator:
         self._space = self._env.action_space
         self._discrete = type(self._space).__name__ == "Discrete"
         self._shapes: dict[str, tuple[int, ...]] | None = None
+        self._camera = Camera(self._env, settings.record_every) if settings.record_every else None
 
     def reset(self, request: SimulatorReset) -> SimulatorAnswer:
         """Begin an episode."""
-        return SimulatorAnswer(obs=self._begin(request.seed))
+        obs = self._begin(request.seed)
+        return SimulatorAnswer(obs=obs, frames=self._camera.begin(request.record) if self._camera else [])
 
     def chunk(self, request: SimulatorChunk) -> SimulatorAnswer:
         """Make the actions [C, ...] of a chunk up to the end of the episode. Under auto-reset an end begins the next episode."""
         rewards = np.zeros(len(request.actions), np.float32)
         successes: list[bool] = []
+        frames: list[Any] = []
+        taken: dict[int, Any] = {}
         terminated = truncated = False
         obs: Observation = {}
         for index, action in enumerate(request.actions):
@@ -74,8 +82,13 @@ class Simulator:
             obs, rewards[index] = self._observation(raw), self._reward(reward)
             terminated, truncated = bool(ended), bool(cut)
             successes.append(any(bool(info.get(name)) for name in SUCCESS))
+            if info.get(INTERVENTION) is not None:
+                taken[index] = self._taken(info[INTERVENTION], np.asarray(action))
+            if self._camera:
+                frames += self._camera.after_step(last=terminated or truncated)
             if terminated or truncated:
                 break
+        flags = np.isin(np.arange(len(rewards)), list(taken)) if taken else None
         done = terminated or truncated
         return SimulatorAnswer(
             obs=self._begin(request.seed) if done and self._auto_reset else obs,
@@ -85,6 +98,13 @@ class Simulator:
             truncated=truncated,
             sub_steps=len(successes),
             successes=tuple(successes),
+            intervene_actions=np.stack(
+                [taken.get(at, np.zeros_like(action)) for at, action in enumerate(request.actions)]
+            )
+            if taken
+            else None,
+            intervene_flags=flags,
+            frames=frames,
         )
 
     def close(self) -> None:
@@ -107,6 +127,15 @@ class Simulator:
                 self._space.shape
             )
         return action
+
+    def _taken(self, action: Any, like: np.ndarray) -> np.ndarray:
+        """Return the action of a person in the form of the policy's, `like`."""
+        taken = np.asarray(action) - (int(self._space.start) if self._discrete else 0)
+        if taken.size != like.size:
+            raise RolloutDataFailure(
+                f"{self._label}: info[{INTERVENTION!r}] must have the {like.size} numbers of an action, got {taken.size}"
+            )
+        return taken.reshape(like.shape).astype(like.dtype)
 
     def _reward(self, reward: Any) -> float:
         number = float(reward) if isinstance(reward, int | float | np.number | np.ndarray) else math.nan

@@ -7,7 +7,7 @@ There is one vector environment per pipeline stage. While the rollouts choose th
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from rl_core.api.records import EnvOutput
 from rl_core.channel import Channel
 from rl_core.envs.embodied import eval_seeds, eval_share, train_seed
 from rl_core.envs.gymnasium import GymnasiumVectorEnv
+from rl_core.envs.video import FRAMES, gif, require_imageio
 from rl_core.messages.embodied import CollectionRound, EpisodeStats, SimulatorSettings
 from rl_core.plan.routing import routes
 from rl_core.workers.loop_thread import LoopThread
@@ -39,15 +40,18 @@ class EnvWorker(Worker):
         self._prefetched: list[EnvOutput] | None = None
         self._thread = LoopThread("collection")
         """Runs the collections, because simulators may take long to step."""
+        self._evaluation: GymnasiumVectorEnv | None = None
         self.envs: list[GymnasiumVectorEnv] = []
         try:
             for stage in range(self.options.stages):
                 self.envs.append(self._build(self.per_stage, self.options.auto_reset, self._seeds_of(stage)))
+            if self._records(self.rank):
+                require_imageio()
+                self._evaluation_of(eval_share(self.options.eval_episodes, 0, self.spec.env.replicas))
         except BaseException:
             self.close()
             raise
         self._started = [False] * self.options.stages
-        self._evaluation: GymnasiumVectorEnv | None = None
 
     def init_worker(self) -> None:
         """Do nothing: the simulators are built with the object."""
@@ -80,7 +84,7 @@ class EnvWorker(Worker):
         if self._prefetched is None:
             self.prefetch_train_bootstrap()
         first, self._prefetched = self._prefetched or [], None
-        lost = 0
+        lost = interventions = 0
         for stage in stages:
             self._send(observations, round, stage, first[stage])
         for _ in range(self.options.horizon // self.options.chunk):
@@ -90,9 +94,10 @@ class EnvWorker(Worker):
                 self._send(observations, round, stage, output)
                 stats.episodes.extend(output.final_info or ())
                 lost += int(output.lost.sum()) if output.lost is not None else 0
+                interventions += int(output.intervene_flags.sum()) if output.intervene_flags is not None else 0
                 self.record_progress("env_steps", self.per_stage)
         steps = sum(env.num_steps for env in self.envs) - before
-        return EpisodeStats(episodes=stats.episodes, steps=steps, lost=lost)
+        return EpisodeStats(episodes=stats.episodes, steps=steps, lost=lost, interventions=interventions)
 
     async def _evaluate(self, actions: Channel, observations: Channel, round: CollectionRound) -> EpisodeStats:
         place, workers = round.envs.index(self.rank), len(round.envs)
@@ -100,12 +105,8 @@ class EnvWorker(Worker):
         if not count:
             return await self._end_evaluation(observations, round, [])
         seeds = eval_seeds(self.spec.algorithm.seed, place, workers, count)
-        if self._evaluation is None or self._evaluation.num_envs != count:
-            if self._evaluation is not None:
-                self._evaluation.close()
-            self._evaluation = self._build(count, False, None)
-        env = self._evaluation
-        output = env.reset(seeds)
+        env = self._evaluation_of(count)
+        output = env.reset(seeds, record=self.options.videos if self._records(place) else 0)
         episodes: list[dict[str, Any]] = []
         rollout = place % len(round.rollouts)
         for _ in range(-(-self.options.eval_horizon // self.options.chunk)):
@@ -116,15 +117,33 @@ class EnvWorker(Worker):
             self.record_progress("env_steps", count)
             if env.all_resting:
                 break
-        return await self._end_evaluation(observations, round, episodes + env.open_episodes())
+        videos = [gif(frames) for frames in env.recordings()]
+        return await self._end_evaluation(observations, round, episodes + env.open_episodes(), videos)
 
     async def _end_evaluation(
-        self, observations: Channel, round: CollectionRound, episodes: list[dict[str, Any]]
+        self,
+        observations: Channel,
+        round: CollectionRound,
+        episodes: list[dict[str, Any]],
+        videos: Sequence[bytes] = (),
     ) -> EpisodeStats:
         """Tell the rollout that no observations follow."""
         place = round.envs.index(self.rank)
         await observations.put_async(EnvOutput(obs=None), key=round.key(0, place, place % len(round.rollouts)))
-        return EpisodeStats(episodes=episodes)
+        return EpisodeStats(episodes=episodes, videos=list(videos))
+
+    def _records(self, place: int) -> bool:
+        """Return whether the env worker at a place of an evaluation keeps the videos: the first one does."""
+        return place == 0 and self.options.videos > 0
+
+    def _evaluation_of(self, count: int) -> GymnasiumVectorEnv:
+        """Return the simulators of an evaluation of `count` episodes."""
+        if self._evaluation is None or self._evaluation.num_envs != count:
+            if self._evaluation is not None:
+                self._evaluation.close()
+            every = -(-self.options.eval_horizon // FRAMES) if self.options.videos else 0
+            self._evaluation = self._build(count, False, None, record_every=every)
+        return self._evaluation
 
     # --- simulators --------------------------------------------------------------------------------------------------
 
@@ -159,12 +178,12 @@ class EnvWorker(Worker):
     def close(self) -> None:
         """End the simulators."""
         self._thread.close()
-        for env in (*self.envs, *filter(None, [getattr(self, "_evaluation", None)])):
+        for env in (*self.envs, *filter(None, [self._evaluation])):
             env.close()
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _build(self, count: int, auto_reset: bool, seed_of: Any) -> GymnasiumVectorEnv:
+    def _build(self, count: int, auto_reset: bool, seed_of: Any, *, record_every: int = 0) -> GymnasiumVectorEnv:
         deadlines, options = self.spec.runtime.deadlines, self.options
         settings = SimulatorSettings(
             id=options.id,
@@ -172,6 +191,7 @@ class EnvWorker(Worker):
             auto_reset=auto_reset,
             label=f"simulator {options.id}",
             extensions=list(self.spec.extensions),
+            record_every=record_every,
         )
         return GymnasiumVectorEnv(
             options.id,

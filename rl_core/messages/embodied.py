@@ -48,6 +48,10 @@ class EpisodeStats:
     """Steps that the simulators made."""
     lost: int = 0
     """Episodes that were lost with their simulator."""
+    interventions: int = 0
+    """Actions that a person took."""
+    videos: list[bytes] = field(default_factory=list)
+    """GIF files of the first episodes of an evaluation."""
 
 
 @record
@@ -64,6 +68,8 @@ class SimulatorSettings:
     """Whether keys and memory of the pod are hidden from the code of the simulator."""
     memory_bytes: int | None = None
     """Limit of the address space; None = a share of the container's memory."""
+    record_every: int = 0
+    """Steps between two frames of an episode that is recorded; 0: none can be recorded."""
 
 
 @record
@@ -71,6 +77,8 @@ class SimulatorReset:
     """Begin an episode."""
 
     seed: int
+    record: bool = False
+    """Whether the simulator renders frames of the episode."""
 
 
 @record
@@ -95,3 +103,9 @@ class SimulatorAnswer:
     sub_steps: int = 0
     successes: tuple[bool, ...] = ()
     """Of each step that was made."""
+    intervene_actions: Any = None
+    """[C, ...]: actions that a person took; None where no one did."""
+    intervene_flags: Any = None
+    """[C] bool: where a person did."""
+    frames: list[Any] = field(default_factory=list)
+    """[height, width, 3] uint8 each: what a recorded episode looked like since the last answer."""

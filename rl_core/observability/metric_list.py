@@ -226,6 +226,7 @@ METRICS = (
     Metric(
         "env/<lost_episodes,repeated_collections>", "", "episodes and collections done again after a failure, so far"
     ),
+    Metric("env/interventions", "", "actions that a person took in the step"),
     Metric("env/<steps,steps_total>", "steps", "steps of simulators in the step, and so far"),
     Metric(
         "judge/<counter>_total",

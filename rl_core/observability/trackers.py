@@ -39,6 +39,8 @@ class SampleRow(NamedTuple):
 
 TEXT_CHARACTERS = 2000
 """Characters of a text that a tracker's table shows."""
+GIF_SIZE_AT = 6
+"""Offset of width and height, two bytes each, in a GIF file."""
 MOST_TABLES = 16
 """Tables that may wait for the next metrics; older ones are dropped."""
 
@@ -62,6 +64,14 @@ class SampleTracker(Protocol):
 
     def log_samples(self, split: str, step: int, rows: Sequence[SampleRow]) -> None:
         """Show some samples of a step; `split` is train or validation."""
+
+
+@runtime_checkable
+class VideoTracker(Protocol):
+    """A tracker that can also show videos."""
+
+    def log_videos(self, step: int, videos: Sequence[bytes]) -> None:
+        """Show the GIF files of the evaluation after a step."""
 
 
 class JsonlTracker:
@@ -158,6 +168,15 @@ class TensorBoardTracker:
         tensor = {"dtype": "DT_STRING", "string_val": ["\n\n---\n\n".join(blocks).encode(errors="replace")]}
         value = self._summary.Value(tag=tag, metadata=create_summary_metadata(tag, ""), tensor=tensor)
         self._write(step=step, summary=self._summary(value=[value]))
+
+    def log_videos(self, step: int, videos: Sequence[bytes]) -> None:
+        """Write the videos as the images `val/episode_<number>`, which TensorBoard shows moving."""
+        values = []
+        for number, video in enumerate(videos):
+            width, height = struct.unpack_from("<HH", video, GIF_SIZE_AT)
+            image = self._summary.Image(height=height, width=width, colorspace=3, encoded_image_string=video)
+            values.append(self._summary.Value(tag=f"val/episode_{number}", image=image))
+        self._write(step=step, summary=self._summary(value=values))
 
     def finish(self, status: str) -> None:
         """Close the file."""
@@ -319,6 +338,11 @@ class Trackers:
         """Show samples with the next metrics. May be called from any thread."""
         with self._lock:
             self._tables = [*self._tables, (split, step, list(rows))][-MOST_TABLES:]
+
+    def log_videos(self, step: int, videos: Sequence[bytes]) -> None:
+        """Show the GIF files of an evaluation. Called by the loop only."""
+        if videos:
+            self._each("log_videos", step, videos, to=VideoTracker)
 
     def finish(self, status: str) -> None:
         """Finish every tracker."""

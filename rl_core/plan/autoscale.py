@@ -8,7 +8,9 @@ On policy, nothing can be generated while the trainer trains, whatever the numbe
 number of rollouts; only idle time during generation does. It still limits an increase: with any number of rollouts, a step takes at least
 as long as its training.
 
-The runner starts a new measurement when a rollout joins or leaves, so that each decision rests on a full window with the present number.
+The runner starts a new measurement when a rollout joins or leaves, so that each decision rests on a full window with one number of
+rollouts. A rollout may never join, because no node has room for it or because it fails at its start. The estimate therefore starts from the
+number that was measured. An estimate between that number and `rollout.replicas` changes nothing: more rollouts may be on their way.
 A decrease never goes so far that an increase would follow, and HYSTERESIS keeps noise from changing the number.
 """
 
@@ -80,19 +82,23 @@ def read(workload: Any) -> IdleShares | None:
 def decide(rollout: RolloutSpec, shares: IdleShares | None, *, on_policy: bool) -> ScalingVerdict | None:
     """Return the new number of rollouts, or None to keep `rollout.replicas`. `on_policy` says whether algorithm.maxStaleness is 0."""
     rule, present = rollout.autoscale, rollout.replicas
-    if rule is None or shares is None or shares.rollouts != present:
+    if rule is None or shares is None or shares.rollouts > present:
         return None
     excess = shares.starved_in_generation if on_policy else shares.starved
-    wanted = _wanted(present, shares, excess, rule.target_idle)
+    wanted = _wanted(shares.rollouts, shares, excess, rule.target_idle)
+    if wanted >= shares.rollouts:
+        wanted = max(wanted, present)
     low = max(rule.min, rollout.min_replicas)
     high = min(rule.max, rule.max if rollout.max_replicas is None else rollout.max_replicas)
     replicas = min(max(wanted, low), high)
     if replicas == present:
         return None
     generation = f", for {excess:.0%} of generation" if on_policy else ""
+    measured = "rollouts" if shares.rollouts == present else f"the {shares.rollouts} that have joined"
     reason = (
-        f"rollout.replicas {present} -> {replicas}: over {shares.seconds:.0f} s rollouts had nothing to generate for {shares.starved:.0%} of the "
-        f"time{generation} (targetIdle {rule.target_idle:.0%}), the trainer nothing to train for {shares.trainer_starved:.0%}"
+        f"rollout.replicas {present} -> {replicas}: over {shares.seconds:.0f} s {measured} had nothing to generate for "
+        f"{shares.starved:.0%} of the time{generation} (targetIdle {rule.target_idle:.0%}), the trainer nothing to train for "
+        f"{shares.trainer_starved:.0%}"
     )
     return ScalingVerdict(replicas=replicas, reason=reason)
 

@@ -28,6 +28,8 @@ FIRST_BACKOFF, LONGEST_BACKOFF = 10.0, 300.0
 """Length of the first pause and of the longest one, seconds; each further end doubles the pause."""
 REPEAT_SECONDS = 60.0
 """Least seconds between two actions on the same stall."""
+MISMATCH_METRICS = ("mismatch/kl", "mismatch/max_ratio", "mismatch/mean_abs_diff", "mismatch/share_clipped")
+"""Metrics of the newest step that the message about failurePolicy.mismatch names."""
 SHORTAGE = "WaitingForPods"
 """Reason of a stall that triggers no action: a job that waits for pods has not failed."""
 
@@ -237,6 +239,7 @@ def _mismatch(policy: FailurePolicySpec, metrics: Any) -> str:
     """Return the message for failurePolicy.mismatch, with the metrics of the newest step where there are any."""
     bound = policy.mismatch.kl if policy.mismatch is not None else 0.0
     values = metrics if isinstance(metrics, Mapping) else {}
-    names = ("mismatch/kl", "mismatch/max_ratio", "mismatch/mean_abs_diff", "mismatch/share_clipped")
-    numbers = ", ".join(f"{name} {values[name]:.3g}" for name in names if isinstance(values.get(name), float))
+    numbers = ", ".join(
+        f"{name} {values[name]:.3g}" for name in MISMATCH_METRICS if isinstance(values.get(name), float)
+    )
     return f"mismatch/kl above failurePolicy.mismatch.kl {bound:g}" + (f" (now {numbers})" if numbers else "")

@@ -4,6 +4,7 @@
 next step meanwhile.
 """
 
+import logging
 from typing import Any, Self
 
 from rl_core.api.embodied import embodied_options
@@ -24,6 +25,8 @@ from rl_core.runner.time_sharing import build_device_schedule
 from rl_core.runner.training_program import TrainingProgram
 from rl_core.runner.workload import Workload
 
+logger = logging.getLogger(__name__)
+
 
 class EmbodiedRunner(TrainingProgram):
     """A program that trains a policy that acts in simulators."""
@@ -32,6 +35,7 @@ class EmbodiedRunner(TrainingProgram):
         """`collection` brings the trajectories of a step to the actors; `parts` are those of `TrainingProgram`."""
         super().__init__(run, saving, **parts)
         self.collection = collection
+        self.trackers, self.videos = run.trackers, run.output / "videos"
         self._env_steps = 0
         saving.register("embodied", self)
 
@@ -137,6 +141,7 @@ class EmbodiedRunner(TrainingProgram):
             "env/steps": float(steps),
             "env/steps_total": float(self._env_steps),
             "env/lost_episodes": float(sum(one.lost for one in stats)),
+            "env/interventions": float(sum(one.interventions for one in stats)),
             "env/repeated_collections": float(self.collection.repeated),
         }
 
@@ -155,7 +160,19 @@ class EmbodiedRunner(TrainingProgram):
         episodes = embodied_options(spec).eval_episodes
         with self.board.during(Phase.VALIDATING), self.schedule.generating(), self.report.measure("validation"):
             stats = self.collection.evaluate(self.progress.step, episodes, at=self.await_members)
+            self._keep([video for one in stats for video in one.videos])
         return episode_metrics(episodes_of(stats), prefix="val")
+
+    def _keep(self, videos: list[bytes]) -> None:
+        """Write the GIF files of evaluation episodes into the output folder, and show them in the trackers."""
+        try:
+            for number, video in enumerate(videos):
+                path = self.videos / f"step_{self.progress.step:06d}_{number}.gif"
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(video)
+        except OSError as error:
+            logger.warning("videos of the evaluation could not be written, and the run goes on: %s", error)
+        self.trackers.log_videos(self.progress.step, videos)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps besides the policy: the number of steps that the simulators made."""

@@ -31,9 +31,9 @@ class LoopThread:
     def _serve(self) -> None:
         try:
             self._loop.run_forever()
-            tasks = asyncio.all_tasks(self._loop)
-            for task in tasks:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            if tasks := asyncio.all_tasks(self._loop):
+                for task in tasks:
+                    task.cancel()
+                self._loop.run_until_complete(asyncio.wait(tasks))
         finally:
             self._loop.close()

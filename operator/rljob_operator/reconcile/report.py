@@ -87,11 +87,11 @@ def from_end(pod: PodView | None, *, epoch: int, at: float) -> Report | None:
 
 def read(status: Object, *, at: float) -> Report:
     """Return the report of a `/status` document, without invalid fields."""
-    epoch, applied, stall = status.get("epoch"), status.get("appliedGeneration"), status.get("stall")
+    epoch, applied, stall, phase = (status.get(name) for name in ("epoch", "appliedGeneration", "stall", "phase"))
     return Report(
         raw=status,
         epoch=epoch if isinstance(epoch, int) else -1,
-        phase=str(status.get("phase") or ""),
+        phase=phase if isinstance(phase, str) else "",
         at=at,
         applied_generation=whole_number(applied),
         members=tuple(m for m in _list(status.get("members")) if isinstance(m, Mapping)),

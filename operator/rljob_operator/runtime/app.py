@@ -28,6 +28,7 @@ from rljob_operator.runtime import handlers, master_key
 from rljob_operator.runtime.apply import Applier
 from rljob_operator.runtime.cache import Cache, JobKey, head, policy
 from rljob_operator.runtime.cluster import ApiCluster, Cluster
+from rljob_operator.runtime.control_calls import ControlCalls
 from rljob_operator.runtime.controller import Controller, phase_of
 from rljob_operator.runtime.events import EventRecorder
 from rljob_operator.runtime.fairness import FairSlots
@@ -197,7 +198,11 @@ class Operator:
             ring = await master_key.obtain(cluster, namespace=settings.config.namespace, jobs=jobs)
             recorder = EventRecorder(cluster=cluster, identity=settings.identity, dropped=self.metrics.event_dropped)
             runner = RunnerClient(master=lambda uid: ring.of(self.cache.job_of(uid)), session=session)
-            controller = self.controller(cluster, relister, ring=ring, recorder=recorder, runner=runner)
+            calls = ControlCalls(
+                client=runner,
+                answered=lambda key, *answer: self.queue.add(key) if controller.set_answer(key, *answer) else None,
+            )
+            controller = self.controller(cluster, relister, ring=ring, recorder=recorder, calls=calls)
             poller = Poller(
                 client=runner,
                 targets=self._runners,
@@ -210,11 +215,12 @@ class Operator:
                 self.queue.add(key)
             group.create_task(recorder.run(), name="events")
             group.create_task(poller.run(), name="polls")
+            group.create_task(calls.run(), name="control calls")
             group.create_task(self._resync(), name="resync")
             group.create_task(self.queue.run(controller.handle, workers=settings.workers), name="queue")
 
     def controller(
-        self, cluster: Cluster, relister: Relister, *, ring: KeyRing, recorder: EventRecorder, runner: RunnerClient
+        self, cluster: Cluster, relister: Relister, *, ring: KeyRing, recorder: EventRecorder, calls: ControlCalls
     ) -> Controller:
         """Return the controller over the replica's cache; `relister` says which kinds are served."""
         settings = self._settings
@@ -225,7 +231,7 @@ class Operator:
             cache=self.cache,
             slots=FairSlots(total=settings.api_in_flight, per_key=settings.creates_in_flight),
             recorder=recorder,
-            runner=runner,
+            calls=calls,
             build_secret=lambda job: secret.build(job, master=ring.of(job)),
             secret_seconds=settings.resync_seconds,
         )

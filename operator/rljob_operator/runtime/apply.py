@@ -1,10 +1,10 @@
 """Applies a Plan to the cluster. No other part of a reconcile writes to the API server.
 
-The order is: status (the intent), events, deletions, supporting objects, the Secret, pods, control calls, the number of rollouts. When
-the status write meets a newer object, the application ends, because the rest of the plan was decided on outdated state. Events follow
-the status write directly, because no later reconcile produces them again. Every answer is put into the cache at once, so the next
-reconcile sees the effects of this one. This module decides nothing: it records name conflicts and refused creates in the memory of the
-job, and `reconcile` reports them.
+The order is: status (the intent), events, deletions, supporting objects, the Secret, pods, control calls, the number of rollouts. When the
+status write meets a newer object, the application ends, because the rest of the plan was decided on outdated state. Events follow the
+status write directly, because no later reconcile produces them again. Control calls are only handed over (control_calls.py). Every answer
+is put into the cache at once, so the next reconcile sees the effects of this one. This module decides nothing: it records name conflicts
+and refused creates in the memory of the job, and `reconcile` reports them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,11 +36,11 @@ EARLIER_JOB_PAUSE = 1.0
 """Seconds between two checks whether the object of an earlier job with this name is deleted."""
 
 
-class Runner(Protocol):
-    """Sends control calls to a job's runner; implemented by `progress.RunnerClient`."""
+class Calls(Protocol):
+    """Sends control calls to the runners of jobs; implemented by `control_calls.ControlCalls`."""
 
-    async def call(self, job_uid: str, call: ControlCall) -> str:
-        """Send the call; return the message of a runner that refused it, else "". A runner that does not answer raises nothing."""
+    def send(self, key: JobKey, job_uid: str, calls: Sequence[ControlCall]) -> None:
+        """Queue the calls of the newest plan of a job; returns at once."""
 
 
 class Recorder(Protocol):
@@ -87,7 +87,7 @@ class Applier:
         cache: Cache,
         slots: FairSlots[JobKey],
         recorder: Recorder,
-        runner: Runner,
+        calls: Calls,
         build_secret: Callable[[Object], Object],
         secret_seconds: float = 600.0,
         clock: Callable[[], float] = time.time,
@@ -96,7 +96,7 @@ class Applier:
         self._cache = cache
         self._slots = slots
         self._recorder = recorder
-        self._runner = runner
+        self._calls = calls
         self._build_secret = build_secret
         self._secret_seconds = secret_seconds
         self._clock = clock
@@ -116,7 +116,7 @@ class Applier:
         if (pause := await self._assert_secret(work, needed=bool(pods))) is not None:
             pauses.append(pause)
         pauses += await self._each(pods, lambda pod: self._create(work, pod))
-        pauses += await self._each(work.plan.calls, lambda call: self._call(work, call))
+        self._calls.send(work.key, work.uid, work.plan.calls)
         if work.plan.scale is not None:
             pauses.append(await self._scale(work, work.plan.scale))
         if work.plan.requeue_after is not None:
@@ -130,20 +130,6 @@ class Applier:
             if isinstance(result, BaseException):
                 raise result
         return [result for result in results if isinstance(result, float)]
-
-    async def _call(self, work: Application, call: ControlCall) -> float | None:
-        """Send a control call and record a changed spec that the runner refuses. Return 0 when the record changed, else None.
-
-        The first message about a generation is kept, so a runner whose messages vary does not cause a status write each time.
-        """
-        message = await self._runner.call(work.uid, call)
-        if call.method != "PUT /control":
-            return None
-        before, generation = work.memory.refused_change, call.body["generation"]
-        if message and before is not None and before[0] == generation:
-            return None
-        work.memory.refused_change = (generation, message) if message else None
-        return 0.0 if work.memory.refused_change != before else None
 
     async def _scale(self, work: Application, scale: Scale) -> float:
         """Set the number of rollouts through the scale subresource and record an event; return the seconds until the next reconcile.
@@ -205,12 +191,15 @@ class Applier:
         return True
 
     async def _reread_job(self, key: JobKey) -> None:
+        began = self._cache.now()
         try:
-            self._cache.put(kinds.RLJOB, await self._cluster.read(kinds.RLJOB, key.namespace, key.name))
+            job = await self._cluster.read(kinds.RLJOB, key.namespace, key.name)
         except NotFound:
-            job = self._cache.job(key)
-            if job is not None:
-                self._cache.drop(kinds.RLJOB, job)
+            known = self._cache.job(key)
+            if known is not None:
+                self._cache.drop(kinds.RLJOB, known)
+        else:
+            self._cache.put(kinds.RLJOB, job, read_at=began)
 
     async def _delete(self, work: Application, deletion: Deletion) -> float:
         """Delete an object. An object that does not exist counts as deleted.

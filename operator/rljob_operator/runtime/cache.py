@@ -4,6 +4,9 @@ It is filled by kopf's watch events, by the operator's lists, and by the answers
 newest resourceVersion is kept, from any source; versions of one cluster are compared as numbers. An object that is known to be deleted is
 not added again with the same uid. A list removes the objects that it does not contain, unless they were added after the list began. That is
 needed because kopf reports no deletion that happened in a gap of its watch.
+
+A restore of etcd from a backup sets versions back and brings deleted objects back. Reads and lists are consistent: what the cache held before
+a read began is never newer than its answer. Such an answer (`read_at`) therefore counts, whatever its version.
 """
 
 from __future__ import annotations
@@ -88,21 +91,28 @@ class Cache:
         self._clock = clock
         self._entries: dict[Kind, dict[JobKey, dict[str, Entry]]] = {kind: {} for kind in (RLJOB, *OWNED)}
         """kind -> job -> object name -> entry."""
-        self._gone: OrderedDict[str, None] = OrderedDict()
+        self._gone: OrderedDict[str, float] = OrderedDict()
+        """uids of deleted objects, and when the deletion became known, on the cache's clock in seconds."""
         self._jobs: dict[str, JobKey] = {}
         """uid -> job, of the jobs held."""
 
-    def put(self, kind: Kind, obj: Mapping[str, Any]) -> JobKey | None:
-        """Add an object or update it; return its job if the cache has changed, else None."""
+    def put(self, kind: Kind, obj: Mapping[str, Any], *, read_at: float | None = None) -> JobKey | None:
+        """Add an object or update it; return its job if the cache has changed, else None.
+
+        `read_at` is the time, on the cache's clock, at which the consistent read or list began that gave the object. None means that the
+        object is from an event or from the answer to a write; then only a higher version counts.
+        """
         key = job_key(kind, obj)
         meta = obj["metadata"]
-        if key is None or meta["uid"] in self._gone:
+        if key is None or self._buried_after(meta["uid"], read_at):
             return None
         entries = self._entries.setdefault(kind, {}).setdefault(key, {})
         known = entries.get(meta["name"])
         version = int(meta["resourceVersion"])
-        if known is not None and version <= known.version:
+        older = known is not None and version <= known.version
+        if known is not None and older and (version == known.version or read_at is None or known.since >= read_at):
             return None
+        self._gone.pop(meta["uid"], None)
         project: Projection = self._project.get(kind, trim)
         value = project(obj)
         entries[meta["name"]] = Entry(meta["uid"], version, value, self._clock())
@@ -188,7 +198,12 @@ class Cache:
         """Return the kinds held."""
         return self._entries.keys()
 
+    def _buried_after(self, uid: str, read_at: float | None) -> bool:
+        """Return whether an object is known to be deleted, by something that is not older than a read which began at `read_at`."""
+        gone_at = self._gone.get(uid)
+        return gone_at is not None and (read_at is None or gone_at >= read_at)
+
     def _bury(self, uid: str) -> None:
-        self._gone[uid] = None
+        self._gone[uid] = self._clock()
         while len(self._gone) > GRAVES:
             self._gone.popitem(last=False)

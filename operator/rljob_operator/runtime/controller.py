@@ -18,7 +18,7 @@ from rl_core.api.defaults import Defaults
 from rl_core.plan.groups import group_blocks
 from rljob_operator import kinds
 from rljob_operator.errors import NotFound
-from rljob_operator.model import Object, Observed, OperatorConfig, Plan, Progress
+from rljob_operator.model import ControlCall, Object, Observed, OperatorConfig, Plan, Progress
 from rljob_operator.naming import LABEL_JOB
 from rljob_operator.reconcile.parsing import ParsedJob
 from rljob_operator.runtime import logs
@@ -90,6 +90,11 @@ class Controller:
         """Return the newest progress report of the runner, None before the first."""
         memory = self._memories.get(key)
         return memory.progress if memory is not None else None
+
+    def set_answer(self, key: JobKey, uid: str, call: ControlCall, message: str) -> bool:
+        """Store the answer of the runner to a control call. Return whether the job must be reconciled with it."""
+        memory = self._memories.get(key)
+        return memory is not None and memory.uid == uid and memory.record_answer(call, message)
 
     async def handle(self, key: JobKey) -> float | None:
         """Reconcile one job; return the seconds until it must be reconciled again, None = when something changes."""
@@ -164,11 +169,14 @@ class Controller:
         await asyncio.gather(self._refresh_job(key), self._refresh_pods(key))
 
     async def _refresh_job(self, key: JobKey) -> None:
+        began = self._cache.now()
         try:
-            self._cache.put(kinds.RLJOB, await self._cluster.read(kinds.RLJOB, key.namespace, key.name))
+            job = await self._cluster.read(kinds.RLJOB, key.namespace, key.name)
         except NotFound:
-            if (job := self._cache.job(key)) is not None:
-                self._cache.drop(kinds.RLJOB, job)
+            if (known := self._cache.job(key)) is not None:
+                self._cache.drop(kinds.RLJOB, known)
+        else:
+            self._cache.put(kinds.RLJOB, job, read_at=began)
 
     async def _refresh_pods(self, key: JobKey) -> None:
         began = self._cache.now()
@@ -176,7 +184,7 @@ class Controller:
         async for page in self._cluster.list(kinds.POD, key.namespace, selector=f"{LABEL_JOB}={key.name}"):
             for pod in page:
                 alive.add(pod["metadata"]["uid"])
-                self._cache.put(kinds.POD, pod)
+                self._cache.put(kinds.POD, pod, read_at=began)
         self._cache.sweep(kinds.POD, alive=alive, began=began, within=lambda other: other == key)
 
     async def _refresh_claims(self, key: JobKey, job: Object, memory: JobMemory) -> None:

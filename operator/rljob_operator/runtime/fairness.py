@@ -67,8 +67,11 @@ class FairSlots(Generic[K]):
             if self._held.get(key, 0) >= self._per_key:
                 continue
             waiters = self._waiting[key]
-            self._take(key)
-            waiters.popleft().set_result(None)
+            while waiters and waiters[0].done():  # its task was cancelled and has not run since
+                waiters.popleft()
+            if waiters:
+                self._take(key)
+                waiters.popleft().set_result(None)
             if waiters:
                 self._waiting.move_to_end(key)
             else:

@@ -1,6 +1,7 @@
 """The operator's HTTP server for /metrics, /healthz and /readyz.
 
-It runs on the event loop that also reconciles: a blocked loop does not answer, and a slow one makes /healthz fail.
+It runs on the event loop that also reconciles: a blocked loop does not answer, and a slow one makes /healthz fail. Only the text of /metrics
+is made in a thread.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Health:
 
     async def _serve_metrics(self, _: web.Request) -> web.Response:
         return web.Response(
-            body=self._metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+            body=await self._metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )
 
     async def _serve_health(self, _: web.Request) -> web.Response:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rljob_operator.kinds import Kind
-from rljob_operator.model import Progress
+from rljob_operator.model import ControlCall, Progress
 from rljob_operator.reconcile.parsing import ParsedJob
 from rljob_operator.runtime.backoff import Backoff
 
@@ -87,6 +87,19 @@ class JobMemory:
         for label in settled:
             del self.refusals[label]
         return bool(settled)
+
+    def record_answer(self, call: ControlCall, message: str) -> bool:
+        """Record whether the runner refused a changed spec; `message` is empty if it did not. Return whether the record has changed.
+
+        The first message about a generation is kept, so a runner whose messages vary does not cause a status write each time.
+        """
+        if call.method != "PUT /control":
+            return False
+        before, generation = self.refused_change, call.body["generation"]
+        if message and before is not None and before[0] == generation:
+            return False
+        self.refused_change = (generation, message) if message else None
+        return self.refused_change != before
 
     def deletion_is_due(self, uid: str, *, now: float) -> bool:
         """Return whether the object may be deleted now: no earlier deletion was without effect, or its pause is over."""

@@ -41,11 +41,12 @@
 | rljob_mismatch_max_ratio{namespace,name} | gauge | largest ratio of their probabilities of a token |
 
 Metrics about waiting, generation and mismatch exist only while the job runs. Metrics of jobs have the job's name as a label; they are
-computed at each scrape.
+computed at each scrape, in a thread: with thousands of jobs that takes more than a second, in which the event loop must serve jobs.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -87,6 +88,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._jobs: JobCollector | None = None
+        self._scraping = asyncio.Lock()
         self._adds = self._counter("queue_adds", "Jobs put into the queue")
         self._retries = self._counter("queue_retries", "Looks that failed and are repeated")
         self._latency = self._histogram("queue_latency_seconds", "From put to taken", FAST)
@@ -144,11 +147,15 @@ class Metrics:
 
     def watch_cache(self, cache: Cache) -> None:
         """Report the sizes of the cache and the figures in the jobs' statuses at each scrape."""
-        self.registry.register(JobCollector(cache, self.time_to_ready))
+        self._jobs = JobCollector(cache, self.time_to_ready)
+        self.registry.register(self._jobs)
 
-    def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+    async def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format. Scrapes at the same time wait for each other."""
+        async with self._scraping:
+            if self._jobs is not None:
+                self._jobs.look()
+            return await asyncio.to_thread(generate_latest, self.registry)
 
     def _counter(self, name: str, words: str, labels: Iterable[str] = ()) -> Counter:
         return Counter(PREFIX + name, words, labels, registry=self.registry)
@@ -158,25 +165,33 @@ class Metrics:
 
 
 class JobCollector(Collector):
-    """Reads the jobs' statuses out of the cache at each scrape."""
+    """Computes the metrics of jobs from their statuses. `look` is called on the event loop, `collect` in the thread of the scrape."""
 
     def __init__(self, cache: Cache, time_to_ready: Histogram, *, clock: Callable[[], float] = time.time) -> None:
         self._cache = cache
         self._time_to_ready = time_to_ready
         self._clock = clock
         self._began = clock()
+        self._sizes: Mapping[str, int] = {}
+        self._seen: Mapping[JobKey, Mapping[str, Any]] = {}
+        """The jobs as the last `look` found them."""
         self._steps: dict[JobKey, tuple[int, float]] = {}
         """Step last seen and when it was first seen."""
         self._ready: set[str] = set()
         """uids whose time to ready is counted."""
 
+    def look(self) -> None:
+        """Take the jobs out of the cache, which only the event loop may read. The objects themselves are never changed."""
+        self._sizes = self._cache.sizes()
+        self._seen = {key: job for key in self._cache.jobs() if (job := self._cache.job(key)) is not None}
+
     def collect(self) -> Iterator[Metric]:
-        """Yield the families of cache sizes and of jobs."""
+        """Yield the families of cache sizes and of jobs, as of the last `look`."""
+        jobs = self._seen
         sizes = GaugeMetricFamily(PREFIX + "cache_objects", "Objects held", labels=["resource"])
-        for resource, size in self._cache.sizes().items():
+        for resource, size in self._sizes.items():
             sizes.add_metric([resource], size)
         yield sizes
-        jobs = {key: job for key in self._cache.jobs() if (job := self._cache.job(key)) is not None}
         phases = GaugeMetricFamily("rljob_jobs", "Jobs by phase", labels=["phase"])
         for phase, count in Tally((job.get("status") or {}).get("phase", "Pending") for job in jobs.values()).items():
             phases.add_metric([phase], count)

@@ -3,7 +3,7 @@
 A runner is addressed by the IP of its pod; calls and answers are signed with the job's token (plan/signatures.py). With many jobs the poll
 interval grows, so that polling a thousand jobs costs no more than polling a hundred. Jobs whose pods start, drain or suspend wait for the
 runner's answer and have a separate rate. Deadlines are short and few calls are made at the same time, so that a dead node does not delay
-other jobs. A runner may be a program of a user: an invalid answer affects its own job only.
+other jobs. A runner may be a program of a user: an invalid answer affects its own job only, and only the fields that are used are kept.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ import aiohttp
 from rl_core.plan import keys
 from rl_core.plan.signatures import NotTheRunner, Peer, sign
 from rljob_operator.model import ControlCall, PodView, Progress
+from rljob_operator.reconcile import runner_status
 from rljob_operator.runtime.cache import JobKey
+from rljob_operator.runtime.fairness import FairSlots
 from rljob_operator.runtime.master_key import UnknownKey
 
 logger = logging.getLogger(__name__)
 
 CONTROL_PORT = 7702
 DEADLINE = aiohttp.ClientTimeout(total=3.0, sock_connect=2.0)
-IN_FLIGHT = 32
+IN_FLIGHT, PER_NAMESPACE = 32, 16
+"""Most polls, in all and of one namespace, at the same time: silent runners of one namespace must not delay the others."""
 JOBS_PER_SECOND = 20.0
 """Most polls per second of all jobs together. Jobs that wait for an answer of their runner have a second budget of the same size."""
 LARGEST = 1 << 20
@@ -171,7 +174,7 @@ class Poller:
         self._asked: dict[JobKey, tuple[str, float, float]] = {}
         """pod uid asked, when, and the factor on the interval that spreads the jobs over it."""
         self._asking: set[JobKey] = set()
-        self._in_flight = asyncio.Semaphore(IN_FLIGHT)
+        self._in_flight: FairSlots[str] = FairSlots(total=IN_FLIGHT, per_key=PER_NAMESPACE)
 
     async def run(self) -> None:
         """Poll until cancelled."""
@@ -211,7 +214,7 @@ class Poller:
         if before is not None and before.pod_uid != target.pod_uid:
             before = None
         try:
-            async with self._in_flight:
+            async with self._in_flight.hold(target.key.namespace):
                 status = await self._client.status(target.job_uid, target.ip, epoch=target.epoch)
         except RunnerError as error:
             after = self._failed(target, before, str(error))
@@ -221,11 +224,12 @@ class Poller:
             logger.warning("polling %s failed", target.key, exc_info=error)
             after = self._failed(target, before, _words(error))
         else:
-            after = Progress(status=status, at=self._clock(), pod_uid=target.pod_uid)
+            after = Progress(status=runner_status.kept(status), at=self._clock(), pod_uid=target.pod_uid)
         finally:
             self._asking.discard(target.key)
         self._report(target.key, target.job_uid, after)
-        if before is None or after.status != before.status or after.error != before.error or after.error:
+        changed = before is None or after.status != before.status or after.error != before.error
+        if changed or after.error or target.awaited:
             self._enqueue(target.key)
 
     def _failed(self, target: RunnerTarget, before: Progress | None, words: str) -> Progress:

@@ -122,7 +122,7 @@ class Relister:
         async for page in self._cluster.list(kind, namespace, selector="" if kind == RLJOB else LABEL_JOB):
             for obj in page:
                 alive.add(obj["metadata"]["uid"])
-                if (key := self._cache.put(kind, obj)) is not None:
+                if (key := self._cache.put(kind, obj, read_at=began)) is not None:
                     self._enqueue(key)
             await asyncio.sleep(0)  # a page is hundreds of objects: let the rest of the loop breathe
         lost = self._cache.sweep(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.rollouts.sglang import cpu
-from rl_core.transports.tokens import DIRECTORY
+from rl_core.transports.tokens import Token
 
 if TYPE_CHECKING:
     from rl_core.api.job import RLJobSpec
@@ -29,22 +29,22 @@ class ModelFolder:
         """Write `files` into a new folder; also removes the folders of workers that were killed."""
         _remove_orphans()
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._token = Token(self.path.name.removeprefix(PREFIX))
         self._lock = (self.path / LOCK).open("wb")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         for name, data in files.items():
             (self.path / name).write_bytes(data)
 
+    @property
+    def owner(self) -> str:
+        """Name of the engine in shared memory, see `transports.tokens`."""
+        return self._token.owner
+
     def close(self) -> None:
         """Remove the folder."""
-        _remove(self.path)
+        shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
-
-
-def _remove(folder: Path) -> None:
-    """Remove an engine's folder, and the file in shared memory that an engine killed during its start leaves."""
-    shutil.rmtree(folder, ignore_errors=True)
-    for file in DIRECTORY.glob(f"sglang_loads_{folder.name}_*"):
-        file.unlink(missing_ok=True)
+        self._token.close()
 
 
 def _remove_orphans() -> None:
@@ -55,11 +55,11 @@ def _remove_orphans() -> None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # its worker lives, or belongs to another user
             continue
-        _remove(lock.parent)
+        shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def options(spec: RLJobSpec, folder: Path, device: str, max_seq_len: int) -> dict[str, Any]:
-    """Return the arguments of `sglang.Engine`."""
+    """Return the arguments of `sglang.Engine`: those of the job over our defaults, and over both those that a job may not set."""
     context = max_seq_len + CONTEXT_MARGIN
     common: dict[str, Any] = {
         "model_path": str(folder),
@@ -70,19 +70,19 @@ def options(spec: RLJobSpec, folder: Path, device: str, max_seq_len: int) -> dic
         "random_seed": spec.algorithm.seed,
         "grammar_backend": "none",
         "skip_server_warmup": True,
-        "log_level": "warning",
     }
+    own: dict[str, Any] = {"log_level": "warning"} | spec.rollout.engine_args
     if spec.weights.on_update == "keep_kv":
         # The prefix cache would hold keys and values of older weights, and a step that overlaps an update would be labelled with the
         # new version.
         common |= {"disable_radix_cache": True, "disable_overlap_schedule": True}
     if device == "cpu":
-        return common | cpu.options(max_batch=spec.rollout.max_batch, context=context)
+        return cpu.options(max_batch=spec.rollout.max_batch, context=context) | own | common
     first = int(device.partition(":")[2] or 0)
     if spec.placement.mode != "disaggregated":
         # With a copy in host memory, so that weights that are not replaced while offloaded come back unchanged.
         common |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
-    return common | {"device": "cuda", "base_gpu_id": first, "tp_size": spec.rollout.tensor_parallel}
+    return own | common | {"device": "cuda", "base_gpu_id": first, "tp_size": spec.rollout.tensor_parallel}
 
 
 def variables(folder: Path, device: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -11,13 +11,15 @@ import numpy as np
 class Scripted:
     """Observation (seed, step); reward = step; ends after `ends[seed % len(ends)]` steps: terminated where the number is positive.
 
-    `faults[seed]` happens at step `fault_at` of the episode of that seed; "hang in reset" as the episode begins.
+    `faults[seed]` happens at step `fault_at` of the episode of that seed; "hang in reset" as the episode begins. A person acts at step
+    `person_at` of each episode.
     """
 
     action_space = SimpleNamespace(low=-1.0, high=1.0, dtype=np.float32, shape=())
 
-    def __init__(self, ends=(3, -4), faults=(), fault_at=2):
+    def __init__(self, ends=(3, -4), faults=(), fault_at=2, person_at=0, person_numbers=1):
         self.ends, self.faults, self.fault_at = ends, faults, fault_at
+        self.person_at, self.person_numbers = person_at, person_numbers
 
     def reset(self, seed=None):
         self.seed, self.made = seed, 0
@@ -49,7 +51,14 @@ class Scripted:
                 return np.zeros(5), 1.0, False, False, {}
         end = self.ends[self.seed % len(self.ends)]
         done = self.made >= abs(end)
-        return self.observation(), reward, done and end > 0, done and end < 0, {"success": self.made == 2}
+        info = {"success": self.made == 2}
+        if self.made == self.person_at:
+            info["intervene_action"] = [self.made + 0.25] * self.person_numbers
+        return self.observation(), reward, done and end > 0, done and end < 0, info
+
+    def render(self):
+        """Return a gray image, which tells how many steps the episode has."""
+        return np.full((300, 480, 3), 20 * self.made, np.uint8)
 
     def close(self):
         pass

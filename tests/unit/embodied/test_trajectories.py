@@ -1,12 +1,13 @@
 """Routes, bootstraps and training rows against plain loops."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from rl_core.actors.trajectories import prepare_rows
+from rl_core.actors.trajectories import merge_trajectories, prepare_rows
 from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.embodied import EmbodiedOptions
 from rl_core.api.records import ChunkStepResult, EnvOutput
@@ -140,3 +141,46 @@ def test_outputs_of_several_env_workers_are_merged_in_order_and_cut_again():
     parts = cut_trajectory(trajectory, 2)
     assert torch.equal(torch.cat([part.rewards for part in parts], dim=1), trajectory.rewards)
     assert [part.env_ids.tolist() for part in parts] == [[0, 1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("level", ["chunk", "action"])
+def test_what_a_person_did_is_kept_and_not_trained_as_the_policys(level):
+    recorder, actions = TrajectoryRecorder(sender=0, stage=0, auto_reset=True), torch.ones(2, 3)
+    none = torch.zeros(2, 3, dtype=torch.bool)
+    person = torch.tensor([[False, True, False], [False, False, False]])
+    ends = {"dones": none, "terminations": none, "truncations": none}
+    recorder.observe(EnvOutput(obs={}, env_ids=torch.arange(2), **ends), None)
+    for flags in (person, None):
+        kept = {"actions": actions.clone()}
+        recorder.decide(
+            ChunkStepResult(
+                actions=actions, prev_logprobs=torch.zeros(2, 3, 1), prev_values=torch.zeros(2, 1), forward_inputs=kept
+            )
+        )
+        if flags is not None:
+            recorder.intervene(torch.full((2, 3), 7.0), flags)
+        recorder.observe(EnvOutput(obs={}, **ends), torch.ones(2, 3))
+    alone = recorder.finish(torch.zeros(2, 1))
+    other = replace(
+        alone,
+        sender=1,
+        env_ids=alone.env_ids + 2,
+        intervene_flags=None,
+        actions=torch.ones(2, 2, 3),
+        forward_inputs={"actions": torch.ones(2, 2, 3)},
+    )
+    helped = merge_trajectories([other, alone])
+    assert helped.actions[0, 0].tolist() == helped.forward_inputs["actions"][0, 0].tolist() == [1.0, 7.0, 1.0]
+    assert (helped.actions == 1).sum() == helped.actions.numel() - 1
+    assert torch.equal(helped.intervene_flags[:, :2], torch.stack([person, none]))
+    assert not helped.intervene_flags[:, 2:].any()
+    algorithm = {"gae": {"critic": {}}, "grpo": {"groupSize": 2}}
+    options = {"id": "x", "chunk": 3, "logProbLevel": level}
+    for name, settings in algorithm.items():
+        spec = AlgorithmSpec.model_validate({"name": name, **settings})
+        given = EmbodiedOptions.model_validate(options | {"autoReset": name == "gae"})
+        mask = prepare_rows(helped, spec, given).batch.loss_mask.reshape(4, 2, -1)
+        first = {"chunk": [[False], [True]], "action": [[True, False, True], [True] * 3]}[level]
+        # GRPO compares returns, and this one is not the policy's alone.
+        assert mask[0].tolist() == (first if name == "gae" else torch.zeros_like(mask[0]).tolist())
+        assert mask[1:].all()

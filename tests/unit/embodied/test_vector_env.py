@@ -114,3 +114,26 @@ def test_a_simulator_that_always_fails_ends_the_run_with_its_cause():
     with pytest.raises(RolloutDataFailure, match="5 failures in a row in slot 0.*broken"):
         for _ in range(20):
             made.step(np.zeros(1))
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "process"])
+def test_the_action_of_a_person_is_reported_in_the_form_of_the_policys(vectorization):
+    made = env(2, vectorization=vectorization, person_at=2)
+    try:
+        made.reset()
+        output = made.chunk_step(np.ones((2, 3), np.float32))
+        assert output.intervene_flags.tolist() == [[False, True, False]] * 2
+        assert output.intervene_actions.tolist() == [[0.0, 2.25, 0.0]] * 2
+        assert made.chunk_step(np.ones((2, 1), np.float32)).intervene_flags is None
+    finally:
+        made.close()
+
+
+def test_an_action_of_a_person_in_another_form_is_refused():
+    made = env(1, person_at=1, person_numbers=2)
+    made.reset()
+    with pytest.raises(
+        RolloutDataFailure, match=r"info\['intervene_action'\] must have the 1 numbers of an action, got 2"
+    ):
+        for _ in range(6):
+            made.step(np.zeros(1, np.float32))

@@ -16,13 +16,14 @@ from rljob_operator.runtime.memory import JobMemory
 KEY = JobKey("ns", "x")
 
 
-class Runner:
-    def __init__(self):
-        self.calls, self.words = [], ""
+class Calls:
+    """Notes the calls of the newest plan."""
 
-    async def call(self, job_uid, call):
-        self.calls.append((job_uid, call))
-        return self.words
+    def __init__(self):
+        self.sent = []
+
+    def send(self, key, job_uid, calls):
+        self.sent.append((key, job_uid, calls))
 
 
 class Recorder:
@@ -55,7 +56,7 @@ class Bench:
     def __init__(self, cluster):
         self.cluster = cluster
         self.cache = Cache(projections=dict.fromkeys(kinds.SUPPORT, head))
-        self.runner, self.recorder, self.now = Runner(), Recorder(), [1000.0]
+        self.calls, self.recorder, self.now = Calls(), Recorder(), [1000.0]
         self.memory = JobMemory("job-uid")
         self.secret = secret
         self.applier = Applier(
@@ -63,7 +64,7 @@ class Bench:
             cache=self.cache,
             slots=FairSlots(total=8, per_key=4),
             recorder=self.recorder,
-            runner=self.runner,
+            calls=self.calls,
             build_secret=lambda job: self.secret(job),
             clock=lambda: self.now[0],
         )
@@ -347,21 +348,20 @@ async def test_events_of_a_status_that_was_not_written_are_not_told(bench):
     assert bench.recorder.events == []
 
 
-async def test_a_changed_spec_that_the_runner_refuses_is_told_of_at_once_and_once(bench):
+def test_a_changed_spec_that_the_runner_refuses_is_recorded_once():
+    memory = JobMemory("job-uid")
     call = ControlCall(method="PUT /control", body={"generation": 3, "spec": {}}, ip="10.0.0.1", epoch=1)
-    bench.runner.words = "HTTP 400: steps must be above 7"
-    assert (await bench.apply(calls=(call,))).again_after == 0.0
-    assert bench.memory.refused_change == (3, "HTTP 400: steps must be above 7")
-    assert (await bench.apply(calls=(call,))).again_after is None
-    bench.runner.words = ""
-    await bench.apply(calls=(call,))
-    assert bench.memory.refused_change is None
+    assert memory.record_answer(call, "HTTP 400: steps must be above 7")
+    assert memory.refused_change == (3, "HTTP 400: steps must be above 7")
+    assert not memory.record_answer(call, "HTTP 400: in other words")
+    assert memory.refused_change == (3, "HTTP 400: steps must be above 7")
+    assert memory.record_answer(call, "") and memory.refused_change is None
 
 
 async def test_calls_and_events_are_passed_on(bench):
     call = ControlCall(method="POST /drain", body={"pods": ["x-rollout-1"]}, ip="10.0.0.1", epoch=1)
     event = JobEvent(type="Normal", reason="Scaled", message="down")
     applied = await bench.apply(calls=(call,), events=(event,), requeue_after=7.0)
-    assert bench.runner.calls == [("job-uid", call)]
+    assert bench.calls.sent == [(KEY, "job-uid", (call,))]
     assert bench.recorder.events == [event]
     assert applied.again_after == 7.0

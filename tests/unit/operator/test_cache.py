@@ -126,3 +126,44 @@ def test_a_job_is_found_by_its_uid_as_long_as_it_is_there():
     assert cache.job_of("first") is None and cache.job_of("second")["metadata"]["uid"] == "second"
     cache.drop(RLJOB, cache.job_of("second"))
     assert cache.job_of("second") is None
+
+
+class Clocked:
+    """A cache whose clock a test turns."""
+
+    def __init__(self):
+        self.now = 100.0
+        self.cache = Cache(clock=lambda: self.now)
+
+    def read(self, obj, *, began):
+        self.now += 1.0
+        return self.cache.put(POD, obj, read_at=began)
+
+
+def test_a_read_after_a_restore_of_etcd_counts_though_its_version_is_lower():
+    held = Clocked()
+    held.cache.put(POD, pod(version=900, phase="Running"))
+    held.now += 1.0
+    assert held.cache.put(POD, pod(version=400, phase="Pending")) is None, "an event may be late"
+    assert held.read(pod(version=400, phase="Pending"), began=held.now) == KEY
+    assert phases(held.cache) == ["Pending"]
+    assert held.cache.put(POD, pod(version=401, phase="Failed")) == KEY, "and what follows is compared with it"
+
+
+def test_a_read_that_began_before_a_newer_version_came_does_not_take_it_back():
+    held = Clocked()
+    began = held.now
+    held.now += 1.0
+    held.cache.put(POD, pod(version=900, phase="Running"))
+    assert held.read(pod(version=899, phase="Pending"), began=began) is None
+    assert phases(held.cache) == ["Running"]
+
+
+def test_an_object_that_a_restore_brings_back_is_seen_again():
+    held = Clocked()
+    held.cache.put(POD, pod(version=900, phase="Running"))
+    began = held.now
+    held.cache.drop(POD, pod(version=901))
+    assert held.read(pod(version=400, phase="Running"), began=began) is None, "the list may be older than the deletion"
+    assert held.read(pod(version=400, phase="Running"), began=held.now) == KEY
+    assert held.cache.put(POD, pod(version=401, phase="Failed")) == KEY and phases(held.cache) == ["Failed"]

@@ -66,3 +66,21 @@ def test_a_slot_handed_to_a_waiter_that_is_cancelled_in_that_moment_is_not_lost(
             pass
 
     fake_time(scenario())
+
+
+def test_waiters_that_are_cancelled_together_with_the_holder_do_not_stand_in_the_way(fake_time):
+    """The end of a task group cancels holders and waiters in one turn of the loop: a slot is released before the waiters have run."""
+
+    async def scenario():
+        slots, log, running = FairSlots(total=1, per_key=1), [], []
+        tasks = [asyncio.create_task(worker(slots, "a", log, running)) for _ in range(3)]
+        last = asyncio.create_task(worker(slots, "a", log, running))
+        await asyncio.sleep(0.5)
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results)
+        async with asyncio.timeout(5):
+            await last
+
+    fake_time(scenario())

@@ -1,9 +1,11 @@
 """What /metrics, /healthz and /readyz say."""
 
 import asyncio
+import threading
 
 import aiohttp
 import pytest
+from prometheus_client.registry import Collector
 
 from rljob_operator import kinds
 from rljob_operator.runtime import metrics
@@ -74,6 +76,24 @@ async def test_the_jobs_are_in_the_metrics(bench):
         assert line in text
 
 
+async def test_a_scrape_of_many_jobs_does_not_block_the_loop(bench):
+    """A family that takes until the loop has served another request."""
+    served, slow = threading.Event(), []
+
+    class Slow(Collector):
+        def collect(self):
+            slow.append(served.wait(20))
+            return []
+
+    bench.metrics.registry.register(Slow())
+    scrapes = [asyncio.create_task(bench.get("/metrics")) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    assert await bench.get("/readyz") == (200, "ok\n")
+    served.set()
+    assert [status for status, _ in await asyncio.gather(*scrapes)] == [200, 200]
+    assert slow == [True, True]
+
+
 async def test_every_metric_of_the_table_is_there_and_no_other(bench):
     bench.metrics.watch_queue(lambda: 0, lambda: 0)
     bench.cache.put(kinds.RLJOB, job("a", phase="Running", step=7, restarts=2, reward=0.5, lag=1))
@@ -89,6 +109,7 @@ def test_a_step_grows_old_until_it_changes():
     collector = metrics.JobCollector(cache, held.time_to_ready, clock=lambda: now[0])
 
     def age():
+        collector.look()
         family = next(m for m in collector.collect() if m.name == "rljob_step_age_seconds")
         return [sample.value for sample in family.samples]
 

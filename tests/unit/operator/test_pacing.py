@@ -24,6 +24,7 @@ from rljob_operator.naming import LABEL_JOB, LABEL_JOB_UID
 from rljob_operator.reconcile import pod_views, reconcile
 from rljob_operator.runtime.apply import Applier
 from rljob_operator.runtime.cache import Cache, JobKey, head
+from rljob_operator.runtime.control_calls import ControlCalls
 from rljob_operator.runtime.controller import Controller
 from rljob_operator.runtime.fairness import FairSlots
 from rljob_operator.runtime.queue import WorkQueue
@@ -111,12 +112,16 @@ async def live(
     def clock() -> float:
         return START + loop.time()
 
+    calls = ControlCalls(
+        client=Contrary(),
+        answered=lambda key, *answer: queue.add(key) if controller.set_answer(key, *answer) else None,
+    )
     applier = Applier(
         cluster=cluster,
         cache=cache,
         slots=FairSlots(total=8, per_key=4),
         recorder=recorder,
-        runner=Contrary(),
+        calls=calls,
         build_secret=secret,
         clock=clock,
     )
@@ -128,7 +133,7 @@ async def live(
     for pod in pods:
         cache.put(kinds.POD, cluster.put(kinds.POD, "team", pod))
     queue.add(KEY)
-    serving = asyncio.create_task(queue.run(controller.handle, workers=1))
+    serving = asyncio.gather(queue.run(controller.handle, workers=1), calls.run())
     for step in range(int(SECONDS / POLL)):
         await asyncio.sleep(POLL)
         uid = cluster.objects.get(("Pod", "team", "x-actor-0"), {"metadata": {"uid": ""}})["metadata"]["uid"]

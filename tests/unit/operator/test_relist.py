@@ -1,6 +1,7 @@
 """Our own lists: what vanished without an event is dropped, and a watch that began anew is followed by a list. Time jumps."""
 
 import asyncio
+import copy
 
 import pytest
 
@@ -200,5 +201,32 @@ def test_a_kind_it_needs_may_not(fake_time, cluster):
         with pytest.raises(Forbidden):
             await bench.relister.fill()
         assert not bench.relister.filled.is_set()
+
+    fake_time(scenario())
+
+
+def test_versions_that_a_restore_of_etcd_set_back_are_seen_at_the_next_list(fake_time, cluster):
+    """The watch begins anew after a restore, and the list that follows it has lower versions and a pod that was deleted since the backup."""
+
+    async def scenario():
+        bench = Bench(cluster, interval=10_000.0)
+        backup = copy.deepcopy(cluster.objects)
+        bench.pod("x-env-1")
+        cluster.put(
+            kinds.POD, "ns", {"metadata": {**backup["Pod", "ns", "x-env-0"]["metadata"]}, "status": {"phase": "Failed"}}
+        )
+        await bench.relister.fill()
+        await asyncio.sleep(1)
+        bench.cache.drop(kinds.POD, cluster.objects["Pod", "ns", "x-env-0"])
+        running = asyncio.create_task(bench.relister.run())
+        await asyncio.sleep(1)
+        cluster.objects = backup
+        bench.relister.suspect(kinds.POD)
+        bench.relister.suspect(kinds.RLJOB)
+        await asyncio.sleep(QUIET_SECONDS + 1)
+        assert bench.names() == ["x-env-0"]
+        found = bench.cache.entry(kinds.POD, KEY, "x-env-0")
+        assert found.version == int(backup["Pod", "ns", "x-env-0"]["metadata"]["resourceVersion"])
+        running.cancel()
 
     fake_time(scenario())

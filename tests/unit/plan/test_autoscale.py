@@ -146,8 +146,24 @@ def test_the_bounds_hold(bounds, starved, replicas):
     assert decide(spec(4, **bounds), shares(4, starved=starved, trainer=0.9)).replicas == replicas
 
 
+def test_rollouts_that_never_join_do_not_freeze_the_number():
+    """Four are wanted, and three have joined: the estimate of the three counts beyond the range in which others may be on their way."""
+    assert decide(spec(4), shares(3, starved=0.9, trainer=0.0)).replicas == 2, "idle ones go"
+    assert decide(spec(4), shares(3, starved=0.0, trainer=0.9)).replicas == 6, "a hungry trainer gets more"
+    assert decide(spec(4), shares(3, starved=0.0, trainer=0.2)) is None, (
+        "three ask for the fourth, which is wanted already"
+    )
+    assert decide(spec(4), shares(3, starved=0.2, trainer=0.0)) is None
+    assert decide(spec(8), shares(3, starved=0.0, trainer=0.9)) is None, "at most twice as many as there are"
+    assert decide(spec(4), shares(0, starved=0.0, trainer=1.0)) is None
+    reason = decide(spec(4), shares(3, starved=0.9, trainer=0.0)).reason
+    assert reason.startswith(
+        "rollout.replicas 4 -> 2: over 60 s the 3 that have joined had nothing to generate for 90% of the time"
+    )
+
+
 def test_numbers_of_another_size_and_no_numbers_decide_nothing():
-    assert decide(spec(4), shares(3, starved=0.0, trainer=0.9)) is None, "one of them is missing"
+    assert decide(spec(4), shares(5, starved=0.0, trainer=0.9)) is None, "one of them leaves"
     assert decide(spec(4), None) is None
     assert decide(RolloutSpec(replicas=4), shares(4, starved=0.0, trainer=0.9)) is None
 
