@@ -29,11 +29,11 @@ def run(row, base_url, api_key, model):
             if turn == 3:
                 hold(row)
             choice = client.chat.completions.create(
-                model=model, messages=messages, max_tokens=8, logprobs=True, extra_body={"return_token_ids": True}
+                model=model, messages=messages, max_tokens=6, logprobs=True, extra_body={"return_token_ids": True}
             ).choices[0]
             calls.append([choice.token_ids, [entry.logprob for entry in choice.logprobs.content]])
             texts.append(choice.message.content or "")
-            messages += [choice.message, {"role": "user", "content": "again "}]
+            messages += [choice.message, {"role": "user", "content": "go "}]
     (FOLDER / "runs" / start).write_text(json.dumps([row["number"], calls]))
     text = "".join(texts)
     return {"reward": text.count("a") / max(len(text), 1), "parts": {"length": float(len(text))}}
@@ -58,7 +58,7 @@ TEMPLATE = (
 SPEC = {
     "data": {"train": "rows.jsonl", "validation": None, "chatTemplate": TEMPLATE},
     "env": {"type": "agent", "agent": "program:run", "reward": None, "processes": 2},
-    "rollout": {"replicas": 2, "maxSequenceLength": 96},
+    "rollout": {"replicas": 2, "maxSequenceLength": 64},
     "algorithm": {"steps": 3},
 }
 

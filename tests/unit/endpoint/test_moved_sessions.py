@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import io
 import json
+import resource
 import sys
 import types
 
@@ -11,6 +12,7 @@ import aiohttp
 import anthropic
 import openai
 import pytest
+import yarl
 
 from rl_core.envs.agent import AgentEnvironment
 from rl_core.envs.model_relay import BODY_BYTES
@@ -290,3 +292,34 @@ async def test_other_keys_old_runs_and_long_bodies_are_refused(chatml, world):
         await world.group
         assert await status(f"{key}.{run}") == 401
         assert world.router.counters["calls_refused"] == 2
+
+
+async def test_a_client_that_goes_away_ends_its_row_and_a_thousand_idle_connections_do_no_harm(chatml, world):
+    async with world.running(chatml), aiohttp.ClientSession() as http:
+        url = yarl.URL(world.router._base_url)
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        idle = [await asyncio.open_connection(url.host, url.port) for _ in range(1000)]
+        [key] = world.router._by_key
+        started, ended, generate = asyncio.Event(), asyncio.Event(), world.first.policy.generate_row
+
+        async def hang(*_, **__):
+            started.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        world.first.policy.generate_row = hang
+        headers = {"Authorization": f"Bearer {key}.{world.router._by_key[key].run}"}
+        body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+        call = asyncio.create_task(http.post(url / "chat/completions", json=body, headers=headers))
+        await started.wait()
+        call.cancel()
+        await ended.wait()
+        world.first.policy.generate_row = generate
+        world.go.set()
+        [completion] = (await world.group).completions
+        assert turns(completion) == calls(world.first) and len(turns(completion)) == TURNS
+        for _, writer in idle:
+            writer.close()
