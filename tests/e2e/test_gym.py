@@ -1,12 +1,14 @@
 """A job on servers that speak the protocol of NeMo-Gym, which are killed in mid-run and come back."""
 
 import json
+import signal
 import socket
 import subprocess
 import sys
 
 import pytest
 
+from rl_core.cli.local_control import connect
 from rl_core.samples.reader import SampleReader
 from tests.e2e.harness import assert_trained_once
 from tests.e2e.test_agent import TEMPLATE
@@ -48,6 +50,8 @@ def test_servers_that_are_killed_and_come_back_cost_no_group_and_no_failed_row_h
     serve()
     try:
         run.start().at_step(1)
+        servers[0].send_signal(signal.SIGSTOP)  # no row ends from now on
+        run.until(lambda: connect(run.output).status()["ledger"]["groups"], "a group in flight")
         servers[0].kill()
         servers[0].wait()
         serve()
@@ -56,6 +60,7 @@ def test_servers_that_are_killed_and_come_back_cost_no_group_and_no_failed_row_h
         for server in servers:
             server.kill()
             server.wait()
+    assert "is run again: 1 tries failed" in run.logs()
     assert_trained_once(run, steps=4, groups=4)
     reader = SampleReader(run.output)
     reader.refresh()
