@@ -93,6 +93,8 @@ class _Session:
     calls: list[_Call] | None = field(default_factory=list)
     """Answered calls of the run, in the order of their answers; None = they are too large to be sent again."""
     ended: bool = False
+    moves: int = 0
+    """Number of rollouts that were to take the session over."""
     old_runs: deque[str] = field(default_factory=lambda: deque(maxlen=RUNS))
 
     @property
@@ -205,9 +207,8 @@ class SessionRouter:
         if fresh:
             self._spawn(self._run(fresh))
         moves = [self._spawn(self._move(session, endpoint)) for session, endpoint in moved]
-        await asyncio.gather(
-            *map(asyncio.shield, moves)
-        )  # the answer is worth nothing without the calls that led to it
+        # The answer of a run is worth nothing without the calls that led to it.
+        await asyncio.gather(*map(asyncio.shield, moves))
         return list(await asyncio.gather(*(asyncio.shield(session.answer) for session in sessions)))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -261,14 +262,18 @@ class SessionRouter:
     async def _move(self, session: _Session, endpoint: _Endpoint) -> None:
         """Enter the answered calls of `session` into the one at `endpoint`, which then gets the next calls."""
         session.endpoint = None
+        session.moves = move = session.moves + 1
         if not session.ended:
             session.changed.clear()
         try:
             for call in list(session.calls or ()):
                 await self._replay(endpoint, session.run, call)
         except (aiohttp.ClientError, OSError, _Lost) as error:
-            logger.warning("the run of sample %s cannot be continued: %s", session.name, text_of(error))
-            self._forget(session)
+            if session.moves == move:
+                logger.warning("the run of sample %s cannot be continued: %s", session.name, text_of(error))
+                self._forget(session)
+            return
+        if session.moves != move:  # another rollout has leased the sample since
             return
         self.counters["sessions_moved"] += 1
         logger.info("the run of sample %s goes on at %s", session.name, endpoint.base_url)
@@ -359,6 +364,17 @@ async def _pass_events(
 ) -> web.StreamResponse:
     """Pass a stream on, but for its record. A stream that breaks off ends with an event `error`: the client has seen a part of it."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+
+    async def tell(data: bytes) -> bool:
+        """Return whether the client is still there."""
+        try:
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(data)
+        except ConnectionError:
+            return False
+        return True
+
     rest = b""
     try:
         async for chunk in answer.content.iter_any():
@@ -367,18 +383,13 @@ async def _pass_events(
                 if event.startswith(_EVENT):
                     keep(event.removeprefix(_EVENT))
             told = b"".join(event + b"\n\n" for event in events if not event.startswith(_EVENT))
-            if told:
-                if not response.prepared:
-                    await response.prepare(request)
-                await response.write(told)
+            if told and not await tell(told):
+                break
     except (aiohttp.ClientError, OSError, _Lost) as error:
         if not response.prepared:
             raise
-        message = {
-            "message": f"the rollout of this stream was lost: {type(error).__name__}; call again",
-            "type": "server_error",
-        }
-        await response.write(b"data: " + json.dumps({"error": message}).encode() + b"\n\n")
+        text = f"the rollout of this stream was lost: {type(error).__name__}; call again"
+        await tell(b"data: " + json.dumps({"error": {"message": text, "type": "server_error"}}).encode() + b"\n\n")
     return response
 
 
