@@ -1,8 +1,6 @@
 """A job whose episodes a program of the user drives through the OpenAI endpoint of its rollouts, with the unmodified `openai` client."""
 
 import json
-import os
-import signal
 from collections import Counter
 
 import numpy as np
@@ -74,9 +72,8 @@ def test_a_program_three_turns_in_goes_on_when_its_rollout_is_killed_and_trains_
     held = folder / "held"
     number = run.until(lambda: held.exists() and held.read_text(), "a conversation between two calls")
     groups = connect(run.output).status()["ledger"]["groups"]
-    [owner] = [group["owner"] for group in groups if group["group_id"].endswith(f"-{number}")]
-    [pid] = [entry["pid"] for entry in run.processes(role="rollout") if entry["name"] == owner]
-    os.kill(pid, signal.SIGKILL)
+    [owner] = [group["owner"] for group in groups if group["id"].endswith(f"-{number}")]
+    run.kill(role="rollout", index=int(owner.partition(":")[2]))
     (folder / "go").touch()
     assert run.wait() == 0, run.text + run.logs()
     assert_trained_once(run, steps=3, groups=4)
