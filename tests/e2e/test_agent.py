@@ -73,7 +73,7 @@ def test_a_program_three_turns_in_goes_on_when_its_rollout_is_killed_and_trains_
     number = run.until(lambda: held.exists() and held.read_text(), "a conversation between two calls")
     groups = connect(run.output).status()["ledger"]["groups"]
     [owner] = [group["owner"] for group in groups if group["id"].endswith(f"-{number}")]
-    run.kill(role="rollout", index=int(owner.partition(":")[2]))
+    run.kill(role="rollout", index=int(owner.split()[0].partition(":")[2]))
     (folder / "go").touch()
     assert run.wait() == 0, run.text + run.logs()
     assert_trained_once(run, steps=3, groups=4)
