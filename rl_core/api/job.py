@@ -16,7 +16,7 @@ from rl_core.api.data import DataSpec
 from rl_core.api.distillation import TEACHERS_ARE_GROUPS, unknown_teachers
 from rl_core.api.env import EnvSpec
 from rl_core.api.failure import FailurePolicySpec
-from rl_core.api.groups import GroupSpec
+from rl_core.api.groups import INFERENCE_HOLDS_THE_POLICY, WEIGHTS_ARE_WHOLE, GroupSpec, wrong_pulls
 from rl_core.api.identity import ROLES
 from rl_core.api.lora import DROPOUT_IS_ON, idle_dropout
 from rl_core.api.roles import BIASING, ActorSpec, RolloutSpec
@@ -212,6 +212,8 @@ class RLJobSpec(Spec):
             field="groups",
         ),
         TEACHERS_ARE_GROUPS,
+        INFERENCE_HOLDS_THE_POLICY,
+        WEIGHTS_ARE_WHOLE,
     )
     def _groups_are_known(self) -> Iterator[str]:
         names = [group.name for group in self.groups]
@@ -221,6 +223,7 @@ class RLJobSpec(Spec):
         if any(unknown):
             yield f"groups must name groups of the job in callers, got {json.dumps(unknown)}; correct it"
         yield from unknown_teachers(self.algorithm.distillation, self.groups)
+        yield from wrong_pulls(self.groups, inference=self.algorithm.inference, lora=self.model.lora is not None)
 
     @rule(
         Cel(

@@ -118,7 +118,9 @@ def _groups() -> Iterator[Schema]:
         refusal="groups must keep their names; delete the job and create it anew",
         field="groups",
     )
-    same = " && ".join(_same(field) for field in ("worker", "lifecycle", "processesPerPod", "gpus", "callers"))
+    same = " && ".join(
+        _same(field) for field in ("worker", "lifecycle", "processesPerPod", "gpus", "callers", "weights")
+    )
     lifecycle = f"({field_or_default('lifecycle', GroupSpec, root='g')} == 'elastic' || {_same('replicas')})"
     yield rule_entry(
         holds=f"{SUSPENDED} || !has(self.groups) || self.groups.all(g, oldSelf.groups.all(o, o.name != g.name || ({same} && {lifecycle})))",

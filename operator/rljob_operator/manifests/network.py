@@ -34,7 +34,7 @@ from rl_core.plan.node_network import STRIDE, is_on_node
 from rl_core.plan.slots import own_pods
 from rljob_operator import naming
 from rljob_operator.manifests import meta
-from rljob_operator.model import Object, OperatorConfig
+from rljob_operator.model import Object, OperatorConfig, PodView
 
 API_VERSION = "networking.k8s.io/v1"
 KIND = "NetworkPolicy"
@@ -61,6 +61,21 @@ def build(job: RLJob, *, config: OperatorConfig, groups: Mapping[str, Group] | N
             selector = _runner_pod(job)["podSelector"]
             policies.append(_policy(job, f"{group.name}-0", selector, runner, config=config))
     return policies
+
+
+def of_remaining_pods(job: RLJob, pods: Sequence[PodView], *, config: OperatorConfig) -> list[dict[str, Any]]:
+    """Return the policies of a deleted job that fence at least one of `pods`, each with the pods that it fences as its owners."""
+    found = []
+    for policy in build(job, config=config):
+        labels = policy["spec"]["podSelector"]["matchLabels"]
+        fenced = [
+            {"apiVersion": "v1", "kind": "Pod", "name": pod.name, "uid": pod.uid}
+            for pod in pods
+            if pod.role == labels[naming.LABEL_ROLE] and labels.get(naming.LABEL_INDEX) in (None, str(pod.index))
+        ]
+        if fenced:
+            found.append({**policy, "metadata": {**policy["metadata"], "ownerReferences": fenced}})
+    return found
 
 
 def digest_of(policy: Object) -> str:
