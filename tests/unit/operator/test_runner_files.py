@@ -49,15 +49,13 @@ class ApiServer:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self._run(self._start())}"
 
-    def serve(self, *, epoch, **actions):
+    def serve(self, *, epoch):
         """Replace the runner by one of `epoch`."""
         if self.runner is not None:
             self.runner.close()
         peer = Peer(token=TOKEN, uid=UID, epoch=epoch)
         files = {"POST /files": OutputFiles(self.folder, limit=500).read}
-        self.runner = ControlServer(
-            "127.0.0.1", 0, peer=peer, status=lambda: {"epoch": epoch}, actions=actions or files
-        )
+        self.runner = ControlServer("127.0.0.1", 0, peer=peer, status=lambda: {"epoch": epoch}, actions=files)
 
     def close(self):
         self._run(self._web.cleanup())
@@ -174,11 +172,6 @@ def test_after_a_restart_the_runner_of_the_new_epoch_is_asked(api):
         ask(body)
     pod["metadata"]["labels"]["rljob.dev/epoch"], api.pod = "4", pod
     assert ask(body)[0] == {"epoch": 4}
-
-
-def test_a_runner_that_does_not_know_the_call_is_told_as_an_older_version(api):
-    api.serve(epoch=3, **{"POST /finish": lambda body: {}})
-    assert "a version of rljob that does not" in rljob("samples", "add").stderr
 
 
 def test_the_page_of_a_running_job_is_served_from_a_copy_that_is_deleted_at_the_end(api, tmp_path):
