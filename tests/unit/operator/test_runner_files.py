@@ -178,11 +178,21 @@ def test_the_page_of_a_running_job_is_served_from_a_copy_that_is_deleted_at_the_
     (tmp_path / "tmp").mkdir()
     command = [sys.executable, "-m", "rl_core.cli.main", "view", "add", "--no-browser"]
     environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "NO_PROXY": "127.0.0.1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+    )
+    try:
         url = process.stdout.readline().split()[0]
         runs = json.loads(urllib.request.urlopen(f"{url}api/runs", timeout=30).read())
         steps = json.loads(urllib.request.urlopen(f"{url}api/steps?run=0", timeout=30).read())
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate()
     assert (runs[0]["name"], runs[0]["epoch"], steps["train"]) == ("add", 3, [1, 2, 3])
     assert list((tmp_path / "tmp").iterdir()) == []
