@@ -46,7 +46,8 @@ class ApiServer:
         self.forwarded = []
         """Ports that were asked for."""
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
         self.url = f"http://127.0.0.1:{self._run(self._start())}"
 
     def serve(self, *, epoch):
@@ -60,6 +61,8 @@ class ApiServer:
     def close(self):
         self._run(self._web.cleanup())
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
         self.runner.close()
 
     def _run(self, work):
@@ -107,8 +110,8 @@ class ApiServer:
         async for message in answer:
             if message.type == aiohttp.WSMsgType.BINARY and message.data[0] == 0:
                 writer.write(message.data[1:])
-        await answering
         writer.close()
+        await answering
         return answer
 
 
