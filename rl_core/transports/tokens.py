@@ -1,8 +1,8 @@
 """Names of files in /dev/shm, tokens that prove a shared /dev/shm, and the removal of files that dead processes left.
 
-Names are `rljob-<uid8>-<pid>-<random>-<n>`, mode 0600. The random part is one per process and is sent to peers only, so that no other user
-can create a file of that name in advance. `rljob-<uid8>-<pid>-<random>-token` is locked while its process lives, and proves to a peer that
-both see the same /dev/shm. Files of other users are never opened or removed.
+Names are `rljob-<uid8>-<pid>-<random>-<n>`, mode 0600, with `-s<n>` for the sockets of direct connections. The random part is one per
+process and is sent to peers only, so that no other user can create a file of that name in advance. `rljob-<uid8>-<pid>-<random>-token` is
+locked while its process lives, and proves to a peer that both see the same /dev/shm. Files of other users are never opened or removed.
 """
 
 import errno
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 DIRECTORY = Path("/dev/shm")
 SEGMENT_NAME = re.compile(r"rljob-[a-z0-9]+-\d+-[0-9a-f]{16}-\d+")
+_SOCKET_NAME = re.compile(r"rljob-[a-z0-9]+-\d+-[0-9a-f]{16}-s\d+")
 _TOKEN_NAME = re.compile(r"rljob-[a-z0-9]+-\d+-[0-9a-f]{16}-token")
 _OWNERLESS_SECONDS = 3_600.0
 """Age at which a segment without a token, or an empty token, is nobody's."""
@@ -57,8 +58,8 @@ def open_own(path: Path, flags: int) -> int:
     return descriptor
 
 
-def _is_own(found: os.stat_result) -> bool:
-    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+def _is_own(found: os.stat_result, is_kind: Callable[[int], bool] = stat.S_ISREG) -> bool:
+    return is_kind(found.st_mode) and found.st_uid == os.geteuid()
 
 
 class Token:
@@ -125,7 +126,10 @@ def _entries(directory: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
                 about = entry.stat(follow_symlinks=False)
             except FileNotFoundError:  # its owner removed it meanwhile
                 continue
-            if _is_own(about) and (SEGMENT_NAME.fullmatch(entry.name) or _TOKEN_NAME.fullmatch(entry.name)):
+            is_file = SEGMENT_NAME.fullmatch(entry.name) or _TOKEN_NAME.fullmatch(entry.name)
+            if _is_own(about, stat.S_ISREG if is_file else stat.S_ISSOCK) and (
+                is_file or _SOCKET_NAME.fullmatch(entry.name)
+            ):
                 found.setdefault(entry.name.rpartition("-")[0], {})[entry.name] = about.st_mtime
             else:
                 foreign.append(entry.name)
