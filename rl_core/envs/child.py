@@ -49,9 +49,10 @@ def main() -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # text that cannot be encoded must not fail the call
     first = os.getpid()
-    member_calls.connect(sock)
     try:
         source: EnvSettings | SimulatorSettings = pipe.receive_blocking(sock)
+        if isinstance(source, EnvSettings):
+            member_calls.connect(sock)
         try:
             server = Server(source) if isinstance(source, EnvSettings) else _simulator_server(source)
             end_copy(first)
@@ -60,6 +61,8 @@ def main() -> int:
             sock.sendall(pipe.pack(EnvFailure(type="ConfigError", message=_why_not_built(error, source.label))))
             return 2
         sock.sendall(pipe.pack(EnvReady(pid=first, max_turns=server.max_turns)))
+        if not isinstance(server, Server):
+            server.serve(sock)
         while True:
             sock.sendall(server.answer(pipe.receive_blocking(sock)))
             if server.spent:

@@ -80,6 +80,8 @@ class GymnasiumVectorEnv:
         self._seed = 0
         self._begun = [0] * num_envs
         """Number of episodes that each slot has begun."""
+        self._upcoming: list[int | None] = [None] * num_envs
+        """Seed of the next episode of each slot, once it was asked for."""
         self._failures = [0] * num_envs
         self._episodes = [_Episode() for _ in range(num_envs)]
         self._number_of_steps = 0
@@ -91,7 +93,8 @@ class GymnasiumVectorEnv:
         first `record` simulators keep images of the episode.
         """
         if isinstance(seed, int):
-            self._seed, self._begun = seed, [0] * self.num_envs
+            self._seed = seed
+            self.restart_seeds()
         given = seed if isinstance(seed, Sequence) else None
         seeds = [self._next_seed(index) if given is None else int(given[index]) for index in range(self.num_envs)]
         outcomes = self._slots.exchange(
@@ -103,7 +106,7 @@ class GymnasiumVectorEnv:
 
     def restart_seeds(self) -> None:
         """Count the episodes anew, because `seed_of` gives other seeds from now on. Open episodes go on."""
-        self._begun = [0] * self.num_envs
+        self._begun, self._upcoming = [0] * self.num_envs, [None] * self.num_envs
 
     def current(self) -> EnvOutput:
         """Return the present observations without rewards, as the first output of a trajectory."""
@@ -254,10 +257,13 @@ class GymnasiumVectorEnv:
         return filled
 
     def _peek_seed(self, index: int) -> int:
-        return self._seed_of(index, self._begun[index])
+        seed = self._upcoming[index]
+        if seed is None:
+            seed = self._upcoming[index] = self._seed_of(index, self._begun[index])
+        return seed
 
     def _next_seed(self, index: int) -> int:
-        seed = self._peek_seed(index)
+        seed, self._upcoming[index] = self._peek_seed(index), None
         self._begun[index] += 1
         return seed
 

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from rl_core.api.errors import (
     ConfigError,
@@ -43,7 +43,6 @@ LAST_ANSWER_SECONDS = 1.0
 logger = logging.getLogger(__name__)
 CallMember = Callable[[MemberCall], Awaitable[Any]]
 """Calls a member of a group of the job for the code of an environment; returns its value."""
-Answer = TypeVar("Answer")
 
 
 class EnvProcess:
@@ -186,25 +185,12 @@ class EnvProcess:
             await self.kill()
             raise
 
-    async def ask(self, message: Any, answer: type[Answer], *, deadline: float) -> Answer | EnvFailure:
-        """Send `message` and return the answer, of the type `answer`, or the EnvFailure that the child answered with.
-
-        After `deadline` seconds the child is killed and RolloutTimeout is raised. Raises InfrastructureError when the child ends, or
-        answers with another type.
-        """
-        try:
-            received = await self._exchange(message, deadline)
-            if not isinstance(received, answer | EnvFailure):
-                raise InfrastructureError(self._unexpected_answer(received))
-            return received
-        except TimeoutError as error:
-            await self.kill()
-            raise RolloutTimeout(
-                f"{self._label}: an answer must come within {deadline:g} s, got none; process {self.pid} was killed"
-            ) from error
-        except InfrastructureError:
-            await self.kill()
-            raise
+    def take_stream(self) -> socket.socket:
+        """Return the connection to the child, for use by any one thread in place of `call`."""
+        self._writer.transport.pause_reading()  # type: ignore[attr-defined]
+        stream = socket.socket(fileno=os.dup(self._writer.get_extra_info("socket").fileno()))
+        stream.setblocking(True)
+        return stream
 
     def _unexpected_answer(self, answer: Any) -> str:
         return (
@@ -221,10 +207,10 @@ class EnvProcess:
             if not answer.done():
                 await asyncio.wait({answer}, timeout=LAST_ANSWER_SECONDS)
             if not answer.done():
-                raise InfrastructureError(await self._how_it_ended())
+                raise InfrastructureError(await self.how_it_ended())
             return answer.result()
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise InfrastructureError(await self._how_it_ended()) from error
+            raise InfrastructureError(await self.how_it_ended()) from error
         except FrameError as error:
             raise InfrastructureError(
                 f"{self._label}: process {self.pid} answered with a malformed message: {error}"
@@ -257,7 +243,8 @@ class EnvProcess:
                 EnvFailure(type=RolloutDataFailure.__name__, message=f"{call.group}.{call.method}: {error}")
             )
 
-    async def _how_it_ended(self) -> str:
+    async def how_it_ended(self) -> str:
+        """Return a text about the end of the child, once it has ended or closed its connection."""
         await asyncio.wait({self._ended}, timeout=LAST_ANSWER_SECONDS)
         code = self._process.returncode
         if code is None:

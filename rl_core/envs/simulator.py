@@ -8,16 +8,25 @@ Legend: C actions of a chunk.
 
 import logging
 import math
-from typing import Any
+import socket
+from typing import Any, NoReturn
 
 import numpy as np
 
 from rl_core.api.errors import ConfigError, RLJobError, RolloutDataFailure, text_of
 from rl_core.api.user_code import describe, import_reference
+from rl_core.envs.simulator_messages import (
+    ANSWER,
+    FAILURE,
+    Request,
+    answer_to_arrays,
+    failure_to_arrays,
+    request_from_arrays,
+)
 from rl_core.envs.video import Camera
 from rl_core.messages.embodied import SimulatorAnswer, SimulatorChunk, SimulatorReset, SimulatorSettings
 from rl_core.messages.envs import EnvFailure
-from rl_core.transports import pipe
+from rl_core.transports.direct import Connection
 
 logger = logging.getLogger(__name__)
 SUCCESS = ("success", "is_success")
@@ -59,10 +68,15 @@ class Simulator:
     def __init__(self, settings: SimulatorSettings) -> None:
         """Build the environment. Raises ConfigError when it cannot be built."""
         self._env = make_simulator(settings)
+        self._step = self._env.step
         self._label, self._auto_reset = settings.label, settings.auto_reset
         self._space = self._env.action_space
         self._discrete = type(self._space).__name__ == "Discrete"
+        self._start = int(self._space.start) if self._discrete else 0
         self._shapes: dict[str, tuple[int, ...]] | None = None
+        """Shapes of the first observation."""
+        self._vector: tuple[int, ...] | None = None
+        """Its shape where it was a vector of floating-point numbers and nothing else."""
         self._camera = Camera(self._env, settings.record_every) if settings.record_every else None
 
     def reset(self, request: SimulatorReset) -> SimulatorAnswer:
@@ -79,16 +93,16 @@ class Simulator:
         terminated = truncated = False
         obs: Observation = {}
         for index, action in enumerate(request.actions):
-            answer = self._env.step(self._action(action))
-            if not isinstance(answer, tuple) or len(answer) != 5:
+            answer = self._step(self._action(action))
+            if type(answer) is not tuple or len(answer) != 5:
                 raise RolloutDataFailure(
                     f"{self._label}: step must return (observation, reward, terminated, truncated, info), got {type(answer).__name__}"
                 )
             raw, reward, ended, cut, info = answer
             obs, rewards[index] = self._observation(raw), self._reward(reward)
             terminated, truncated = bool(ended), bool(cut)
-            successes.append(any(bool(info.get(name)) for name in SUCCESS))
-            if info.get(INTERVENTION) is not None:
+            successes.append(bool(info) and any(bool(info.get(name)) for name in SUCCESS))
+            if info and info.get(INTERVENTION) is not None:
                 taken[index] = self._taken(info[INTERVENTION], np.asarray(action))
             if self._camera:
                 frames += self._camera.after_step(last=terminated or truncated)
@@ -127,7 +141,7 @@ class Simulator:
 
     def _action(self, action: Any) -> Any:
         if self._discrete:
-            return int(action) + int(self._space.start)
+            return int(action) + self._start
         if hasattr(self._space, "low"):
             return np.clip(np.asarray(action, self._space.dtype), self._space.low, self._space.high).reshape(
                 self._space.shape
@@ -150,7 +164,14 @@ class Simulator:
         return number
 
     def _observation(self, raw: Any) -> Observation:
-        """Return an observation as named arrays: `states` for a vector, `pixels` for an image, or the names that it has itself."""
+        """Return an observation as named arrays: `states` for a vector, `pixels` for an image, or the names that it has itself.
+
+        They are copies: simulators write the next observation into the same memory.
+        """
+        if type(raw) is np.ndarray and raw.shape == self._vector and raw.dtype.kind == "f":
+            copied = raw.astype(np.float32 if raw.dtype == np.float64 else raw.dtype)
+            if math.isfinite(np.add.reduce(copied)):  # the sum of finite numbers may overflow: then each is looked at
+                return {"states": copied}
         if isinstance(raw, dict):
             named = {str(name): np.asarray(value) for name, value in raw.items()}
         else:
@@ -164,11 +185,14 @@ class Simulator:
                 raise RolloutDataFailure(
                     f"{self._label}: observation {name} must be finite numbers, got {array.dtype} {array.reshape(-1)[:4]}"
                 )
-            found[name] = np.array(array)  # a copy: simulators write the next observation into the same memory
+            found[name] = np.array(array)
         shapes = {name: array.shape for name, array in found.items()}
         if self._shapes is not None and shapes != self._shapes:
             raise RolloutDataFailure(f"{self._label}: observations must keep their shapes {self._shapes}, got {shapes}")
         self._shapes = shapes
+        states = found.get("states")
+        if len(found) == 1 and states is not None and states.ndim == 1 and states.dtype.kind == "f":
+            self._vector = states.shape
         return found
 
 
@@ -176,20 +200,25 @@ class SimulatorServer:
     """Answers the requests of the env worker in a child process; see `child`."""
 
     max_turns = None
-    spent = False
 
     def __init__(self, settings: SimulatorSettings) -> None:
         """Build the simulator. Raises ConfigError when it cannot be built."""
         self._simulator = Simulator(settings)
 
-    def answer(self, request: SimulatorReset | SimulatorChunk) -> bytes:
-        """Run one request and return the packed answer. A failure of the simulator is an EnvFailure in the answer."""
+    def serve(self, stream: socket.socket) -> NoReturn:
+        """Answer what comes over `stream`. A failure of the simulator is told in the answer. Raises EOFError when the stream ends."""
+        connection = Connection(stream)
+        while True:
+            for _, arrays in connection.receive(wait=True):
+                connection.send(*self._answer(request_from_arrays(arrays)))
+
+    def _answer(self, request: Request) -> tuple[str, dict[str, Any]]:
+        """Return key and arrays of an answer."""
         try:
-            if isinstance(request, SimulatorReset):
-                return pipe.pack(self._simulator.reset(request))
-            return pipe.pack(self._simulator.chunk(request))
+            reset = isinstance(request, SimulatorReset)
+            return ANSWER, answer_to_arrays(self._simulator.reset(request) if reset else self._simulator.chunk(request))
         except BaseException as error:  # noqa: BLE001 - a simulator raises anything, and its sys.exit() is a failure of it
-            return pipe.pack(failure_of(error))
+            return FAILURE, failure_to_arrays(failure_of(error))
 
 
 def failure_of(error: BaseException) -> EnvFailure:

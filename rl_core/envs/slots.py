@@ -5,18 +5,28 @@ A slot is the place of one simulator. A simulator that fails is replaced, and th
 
 import asyncio
 import concurrent.futures
+import select
 import threading
+import time
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from rl_core.api.errors import DataError, DeadlineExceeded, InfrastructureError, RolloutDataFailure
+from rl_core.api.errors import FrameError, InfrastructureError, RolloutDataFailure, RolloutTimeout
 from rl_core.envs.process import EnvProcess
 from rl_core.envs.simulator import Simulator, failure_of
-from rl_core.messages.embodied import SimulatorAnswer, SimulatorChunk, SimulatorReset, SimulatorSettings
-from rl_core.messages.envs import EnvFailure
+from rl_core.envs.simulator_messages import (
+    FAILURE,
+    REQUEST,
+    Request,
+    answer_from_arrays,
+    failure_from_arrays,
+    request_to_arrays,
+)
+from rl_core.messages.embodied import SimulatorAnswer, SimulatorReset, SimulatorSettings
+from rl_core.transports.direct import Connection
 
 T = TypeVar("T")
-Request = SimulatorReset | SimulatorChunk
 Outcome = SimulatorAnswer | Exception
 
 
@@ -67,10 +77,19 @@ class LocalSlots:
             simulator.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """A child process and the stream to it."""
+
+    process: EnvProcess
+    connection: Connection
+
+
 class ProcessSlots:
     """Implements `Slots` by one child process per simulator.
 
-    An event loop on a thread of its own talks to them: the kernel kills a child when the thread that started it ends.
+    The caller's thread exchanges the messages. An event loop on a thread of its own starts and kills the processes: the kernel kills a child
+    when the thread that started it ends.
     """
 
     def __init__(self, settings: SimulatorSettings, count: int, *, start_seconds: float, step_seconds: float) -> None:
@@ -79,7 +98,7 @@ class ProcessSlots:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="simulators", daemon=True)
         self._thread.start()
-        self._children: list[EnvProcess | None] = [None] * count
+        self._children: list[_Child | None] = [None] * count
         try:
             self._wait(self._start_all(count))
         except BaseException:
@@ -89,11 +108,39 @@ class ProcessSlots:
     @property
     def pids(self) -> list[int]:
         """Process ids of the children, 0 for one that was not replaced yet."""
-        return [0 if child is None else child.pid for child in self._children]
+        return [0 if child is None else child.process.pid for child in self._children]
 
     def exchange(self, requests: Sequence[Request | None]) -> list[Outcome | None]:
-        """Send all requests at once."""
-        return self._wait(self._exchange(requests))
+        """Send all requests at once, then receive the answers."""
+        outcomes: list[Outcome | None] = [None] * len(requests)
+        waiting: dict[int, int] = {}
+        poll = select.poll()
+        for index, request in enumerate(requests):
+            if request is None:
+                continue
+            if (child := self._children[index]) is None:
+                outcomes[index] = InfrastructureError("the process of this simulator has not been started")
+                continue
+            try:
+                child.connection.send(REQUEST, request_to_arrays(request))
+            except InfrastructureError:
+                outcomes[index] = self._ended(child)
+                continue
+            waiting[child.connection.socket.fileno()] = index
+            poll.register(child.connection.socket, select.POLLIN)
+        deadline = time.monotonic() + self._step_seconds
+        while waiting:
+            ready = poll.poll(max(deadline - time.monotonic(), 0.0) * 1000)
+            for number in [number for number, _ in ready] or list(waiting):
+                index = waiting[number]
+                child = self._children[index]
+                assert child is not None
+                outcome = self._answer_of(child) if ready else self._late(child)
+                if outcome is not None:
+                    outcomes[index] = outcome
+                    del waiting[number]
+                    poll.unregister(number)
+        return outcomes
 
     def replace(self, index: int) -> None:
         """End the process of a slot and start another one."""
@@ -107,41 +154,51 @@ class ProcessSlots:
             self._thread.join()
             self._loop.close()
 
+    def _answer_of(self, child: _Child) -> Outcome | None:
+        """Return what a child has answered, or why it does not; None for an answer that is not complete."""
+        try:
+            for key, arrays in child.connection.receive():
+                return RolloutDataFailure(failure_from_arrays(arrays)) if key == FAILURE else answer_from_arrays(arrays)
+        except EOFError:
+            return self._ended(child)
+        except (FrameError, KeyError, ValueError) as error:
+            return InfrastructureError(f"{self._settings.label}: process {child.process.pid} answered badly: {error}")
+        return None
+
+    def _ended(self, child: _Child) -> InfrastructureError:
+        return InfrastructureError(self._wait(child.process.how_it_ended()))
+
+    def _late(self, child: _Child) -> RolloutTimeout:
+        return RolloutTimeout(
+            f"{self._settings.label}: process {child.process.pid} must answer within runtime.deadlines.envStep = "
+            f"{self._step_seconds:g} s, got none"
+        )
+
     async def _start_all(self, count: int) -> None:
         started = await asyncio.gather(*(self._start() for _ in range(count)), return_exceptions=True)
-        self._children = [child if isinstance(child, EnvProcess) else None for child in started]
+        self._children = [child if isinstance(child, _Child) else None for child in started]
         for child in started:
             if isinstance(child, BaseException):
                 raise child
 
-    async def _start(self) -> EnvProcess:
-        return await EnvProcess.start(self._settings, deadline=self._start_seconds)
-
-    async def _exchange(self, requests: Sequence[Request | None]) -> list[Outcome | None]:
-        return await asyncio.gather(
-            *(self._ask(child, request) for child, request in zip(self._children, requests, strict=True))
-        )
-
-    async def _ask(self, child: EnvProcess | None, request: Request | None) -> Outcome | None:
-        if request is None:
-            return None
-        if child is None:
-            return InfrastructureError("the process of this simulator has not been started")
-        try:
-            answer = await child.ask(request, SimulatorAnswer, deadline=self._step_seconds)
-        except (DataError, DeadlineExceeded, InfrastructureError) as error:
-            return error
-        return RolloutDataFailure(answer.message) if isinstance(answer, EnvFailure) else answer
+    async def _start(self) -> _Child:
+        process = await EnvProcess.start(self._settings, deadline=self._start_seconds)
+        return _Child(process, Connection(process.take_stream()))
 
     async def _replace(self, index: int) -> None:
         child, self._children[index] = self._children[index], None
         if child is not None:
-            await child.kill()
+            await _kill(child)
         self._children[index] = await self._start()
 
     async def _kill_all(self) -> None:
-        await asyncio.gather(*(child.kill() for child in self._children if child is not None))
+        await asyncio.gather(*(_kill(child) for child in self._children if child is not None))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         future: concurrent.futures.Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         return future.result()
+
+
+async def _kill(child: _Child) -> None:
+    await child.process.kill()
+    child.connection.close()

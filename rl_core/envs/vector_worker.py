@@ -7,8 +7,8 @@ There is one vector environment per pipeline stage. While the rollouts choose th
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,11 +17,13 @@ from rl_core.api.errors import InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import EnvOutput
 from rl_core.channel import Channel
+from rl_core.channel.direct import DirectChannel
 from rl_core.envs.embodied import eval_seeds, eval_share, train_seed
 from rl_core.envs.gymnasium import GymnasiumVectorEnv
 from rl_core.envs.video import FRAMES, gif, require_imageio
 from rl_core.messages.embodied import CollectionRound, EpisodeStats, SimulatorSettings
 from rl_core.plan.routing import routes
+from rl_core.transports.direct import Listener, Mailbox
 from rl_core.workers.loop_thread import LoopThread
 from rl_core.workers.worker import Worker
 
@@ -38,6 +40,10 @@ class EnvWorker(Worker):
         self._step = 0
         self._interacting: asyncio.Future[EpisodeStats] | None = None
         self._prefetched: list[EnvOutput] | None = None
+        self._parts: list[list[_Part]] = []
+        """Of each stage, in the order of the simulators."""
+        self._listener = Listener(self.identity.uid)
+        self._mailbox = Mailbox(self._listener, seconds=self.spec.runtime.deadlines.rollout)
         self._thread = LoopThread("collection")
         """Runs the collections, because simulators may take long to step."""
         self._evaluation: GymnasiumVectorEnv | None = None
@@ -52,6 +58,10 @@ class EnvWorker(Worker):
             self.close()
             raise
         self._started = [False] * self.options.stages
+
+    async def direct_address(self) -> str:
+        """Return the address at which rollouts of this host connect directly."""
+        return self._listener.address
 
     def init_worker(self) -> None:
         """Do nothing: the simulators are built with the object."""
@@ -69,15 +79,45 @@ class EnvWorker(Worker):
         if self._interacting is not None:
             self._interacting.cancel()
             await asyncio.wait({self._interacting})
-        work = self._evaluate(input_channel, output_channel, round) if round.mode == "eval" else None
-        self._interacting = self._thread.submit(work or self._collect(input_channel, output_channel, round))
+        self._interacting = self._thread.submit(self._run(input_channel, output_channel, round))
         return await self._interacting
 
     async def evaluate(self, input_channel: Channel, output_channel: Channel, round: CollectionRound) -> EpisodeStats:
         """Take part in an evaluation; see `interact`."""
         return await self.interact(input_channel, output_channel, round)
 
-    async def _collect(self, actions: Channel, observations: Channel, round: CollectionRound) -> EpisodeStats:
+    async def _run(self, actions: Channel, observations: Channel, round: CollectionRound) -> EpisodeStats:
+        self._mailbox.keep(round.prefix)
+        exchange = DirectChannel(self._mailbox, get_from=actions, put_to=observations)
+        try:
+            await self._open(exchange, round)
+            return await (self._evaluate if round.mode == "eval" else self._collect)(exchange, round)
+        except Exception:
+            exchange.disconnect()  # tells the rollouts that no observations follow
+            raise
+        finally:
+            exchange.close()
+
+    async def _open(self, exchange: DirectChannel, round: CollectionRound) -> None:
+        """Take the direct connections of the rollouts that make one, and note which simulators each rollout serves."""
+        place = round.envs.index(self.rank)
+        for rollout in range(len(round.rollouts)):
+            if round.address(place, rollout) is not None:
+                with self.waiting("connection", f"rollout:{round.rollouts[rollout]}"):
+                    connection = await exchange.accept(round.opening_key(rollout))
+                for stage in range(self.options.stages):
+                    exchange.connect(round.key(stage, place, rollout), connection)
+        every = routes(self.per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts))
+        self._parts = [
+            [
+                _Part(round.key(stage, place, one.rollout), one.size, f"rollout:{round.rollouts[one.rollout]}")
+                for one in every
+                if one.env == place
+            ]
+            for stage in range(self.options.stages)
+        ]
+
+    async def _collect(self, exchange: DirectChannel, round: CollectionRound) -> EpisodeStats:
         self.update_reset_state_ids(round.step)
         stages, stats = range(self.options.stages), EpisodeStats()
         before = sum(env.num_steps for env in self.envs)
@@ -86,51 +126,40 @@ class EnvWorker(Worker):
         first, self._prefetched = self._prefetched or [], None
         lost = interventions = 0
         for stage in stages:
-            self._send(observations, round, stage, first[stage])
+            first[stage].env_ids = np.arange(self.per_stage, dtype=np.int64) + self._first_env(stage)
+            self._send(exchange, stage, first[stage])
         for _ in range(self.options.horizon // self.options.chunk):
             for stage in stages:
-                chosen = await self._receive(actions, round, stage)
+                chosen = await self._receive(exchange, stage)
                 output = self.env_interact_step(chosen, stage)
-                self._send(observations, round, stage, output)
+                self._send(exchange, stage, output)
                 stats.episodes.extend(output.final_info or ())
                 lost += int(output.lost.sum()) if output.lost is not None else 0
                 interventions += int(output.intervene_flags.sum()) if output.intervene_flags is not None else 0
-                self.record_progress("env_steps", self.per_stage)
+            self.record_progress("env_steps", self.options.num_envs)
         steps = sum(env.num_steps for env in self.envs) - before
         return EpisodeStats(episodes=stats.episodes, steps=steps, lost=lost, interventions=interventions)
 
-    async def _evaluate(self, actions: Channel, observations: Channel, round: CollectionRound) -> EpisodeStats:
+    async def _evaluate(self, exchange: DirectChannel, round: CollectionRound) -> EpisodeStats:
         place, workers = round.envs.index(self.rank), len(round.envs)
-        count = eval_share(round.episodes, place, workers)
-        if not count:
-            return await self._end_evaluation(observations, round, [])
-        seeds = eval_seeds(self.spec.algorithm.seed, place, workers, count)
-        env = self._evaluation_of(count)
-        output = env.reset(seeds, record=self.options.videos if self._records(place) else 0)
+        key = round.key(0, place, place % len(round.rollouts))
         episodes: list[dict[str, Any]] = []
-        rollout = place % len(round.rollouts)
-        for _ in range(-(-self.options.eval_horizon // self.options.chunk)):
-            observations.put(output, key=round.key(0, place, rollout), async_op=True)
-            chosen = await actions.get_async(key=round.key(0, place, rollout))
-            output = env.chunk_step(np.asarray(chosen))
-            episodes.extend(output.final_info or ())
-            self.record_progress("env_steps", count)
-            if env.all_resting:
-                break
-        videos = [gif(frames) for frames in env.recordings()]
-        return await self._end_evaluation(observations, round, episodes + env.open_episodes(), videos)
-
-    async def _end_evaluation(
-        self,
-        observations: Channel,
-        round: CollectionRound,
-        episodes: list[dict[str, Any]],
-        videos: Sequence[bytes] = (),
-    ) -> EpisodeStats:
-        """Tell the rollout that no observations follow."""
-        place = round.envs.index(self.rank)
-        await observations.put_async(EnvOutput(obs=None), key=round.key(0, place, place % len(round.rollouts)))
-        return EpisodeStats(episodes=episodes, videos=list(videos))
+        videos: list[bytes] = []
+        if count := eval_share(round.episodes, place, workers):
+            env = self._evaluation_of(count)
+            seeds = eval_seeds(self.spec.algorithm.seed, place, workers, count)
+            output = env.reset(seeds, record=self.options.videos if self._records(place) else 0)
+            for _ in range(-(-self.options.eval_horizon // self.options.chunk)):
+                exchange.put(output, key)
+                output = env.chunk_step(np.asarray(await exchange.get_async(key)))
+                episodes.extend(output.final_info or ())
+                self.record_progress("env_steps", count)
+                if env.all_resting:
+                    break
+            videos = [gif(frames) for frames in env.recordings()]
+            episodes += env.open_episodes()
+        exchange.put(EnvOutput(obs=None), key)  # no observations follow
+        return EpisodeStats(episodes=episodes, videos=videos)
 
     def _records(self, place: int) -> bool:
         """Return whether the env worker at a place of an evaluation keeps the videos: the first one does."""
@@ -178,6 +207,7 @@ class EnvWorker(Worker):
     def close(self) -> None:
         """End the simulators."""
         self._thread.close()
+        self._mailbox.close()
         for env in (*self.envs, *filter(None, [self._evaluation])):
             env.close()
 
@@ -217,30 +247,35 @@ class EnvWorker(Worker):
         """Return the number, in the job, of the first simulator of a stage."""
         return self.rank * self.options.num_envs + stage * self.per_stage
 
-    def _send(self, channel: Channel, round: CollectionRound, stage: int, output: EnvOutput) -> None:
+    def _send(self, exchange: DirectChannel, stage: int, output: EnvOutput) -> None:
         """Send each rollout its simulators' part of the output."""
-        place, begin = round.envs.index(self.rank), 0
-        output.env_ids = np.arange(self.per_stage, dtype=np.int64) + self._first_env(stage)
-        for route in routes(self.per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts)):
-            if route.env == place:
-                part = slice_output(output, begin, begin + route.size)
-                channel.put(part, key=round.key(stage, place, route.rollout), async_op=True)
-                begin += route.size
+        begin = 0
+        for part in self._parts[stage]:
+            whole = part.size == self.per_stage
+            exchange.put(output if whole else slice_output(output, begin, begin + part.size), part.key)
+            begin += part.size
 
-    async def _receive(self, channel: Channel, round: CollectionRound, stage: int) -> np.ndarray:
+    async def _receive(self, exchange: DirectChannel, stage: int) -> np.ndarray:
         """Return the actions of a stage [B, C, ...] from all rollouts that serve it."""
-        place = round.envs.index(self.rank)
-        parts = []
-        for route in routes(self.per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts)):
-            if route.env == place:
-                with self.waiting("actions", f"rollout:{round.rollouts[route.rollout]}"):
-                    part = np.asarray(await channel.get_async(key=round.key(stage, place, route.rollout)))
-                if len(part) != route.size:
-                    raise InfrastructureError(
-                        f"actions of {route.size} simulators are expected from rollout {route.rollout}, got {len(part)}"
-                    )
-                parts.append(part)
-        return np.concatenate(parts)
+        chosen = []
+        for part in self._parts[stage]:
+            with self.waiting("actions", part.rollout):
+                actions = np.asarray(await exchange.get_async(part.key))
+            if len(actions) != part.size:
+                raise InfrastructureError(
+                    f"actions of {part.size} simulators are expected from {part.rollout}, got {len(actions)}"
+                )
+            chosen.append(actions)
+        return chosen[0] if len(chosen) == 1 else np.concatenate(chosen)
+
+
+class _Part(NamedTuple):
+    """Consecutive simulators of a stage that one rollout serves in a collection."""
+
+    key: str
+    size: int
+    rollout: str
+    """Its name."""
 
 
 def slice_output(output: EnvOutput, begin: int, end: int) -> EnvOutput:

@@ -1,6 +1,7 @@
 """Messages of the embodied programs: which workers take part in a collection of trajectories, and what came of their episodes.
 
 runner -> env, rollout    CollectionRound, argument of `interact` and `generate`
+env    -> rollout         EnvOutput, answered by an array of actions
 env    -> child           SimulatorSettings, SimulatorReset, SimulatorChunk; answers: SimulatorAnswer, or EnvFailure
 env    -> runner          EpisodeStats
 """
@@ -28,10 +29,25 @@ class CollectionRound:
     mode: Literal["train", "eval"] = "train"
     episodes: int = 0
     """Episodes to evaluate, over all env workers."""
+    direct: tuple[tuple[int, int, str], ...] = ()
+    """(place of an env worker, place of a rollout, address at which the former listens) of those that exchange their messages directly."""
 
     def key(self, stage: int, env: int, rollout: int) -> str:
         """Return the key under which the env worker at place `env` and the rollout at place `rollout` exchange messages of a stage."""
         return f"{self.number} {env}_{rollout}_{self.mode}_{stage}"
+
+    def address(self, env: int, rollout: int) -> str | None:
+        """Return where the env worker at place `env` listens for the rollout at place `rollout`; None if they use the channels."""
+        return next((where for one, other, where in self.direct if (one, other) == (env, rollout)), None)
+
+    @property
+    def prefix(self) -> str:
+        """What all keys begin with."""
+        return f"{self.number} "
+
+    def opening_key(self, rollout: int) -> str:
+        """Return the key of the first message of the rollout at place `rollout` on a direct connection."""
+        return f"{self.number} opens {rollout}"
 
     def trajectory_key(self, data_rank: int) -> str:
         """Return the key under which a data rank finds its trajectories."""

@@ -4,6 +4,7 @@ Legend: B simulators, C actions of a chunk, T decisions.
 """
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from rl_core.api.records import EnvOutput, Trajectory
 
 FLAGS = ("rewards", "terminations", "truncations", "dones")
 """Fields that all shards of an output have, or none."""
+ARRAYS = tuple(one.name for one in fields(EnvOutput) if one.name != "final_info")
 
 
 def merge_env_outputs(shards: Sequence[EnvOutput], sizes: Sequence[int]) -> EnvOutput:
@@ -27,6 +29,8 @@ def merge_env_outputs(shards: Sequence[EnvOutput], sizes: Sequence[int]) -> EnvO
         rows = len(next(iter(shard.obs.values())))
         if rows != size:
             raise DataError(f"an env worker must send {size} observations, got {rows}; env and rollout must agree")
+    if len(shards) == 1:
+        return _of_tensors(shards[0])
     merged: dict[str, Any] = {"obs": _merge([shard.obs for shard in shards])}
     for name in FLAGS:
         values = [getattr(shard, name) for shard in shards]
@@ -100,9 +104,21 @@ def bootstrap_rewards(
     return result
 
 
+def _of_tensors(output: EnvOutput) -> EnvOutput:
+    """Return an output with tensors in place of arrays."""
+    found: dict[str, Any] = {}
+    for name in ARRAYS:
+        value = getattr(output, name)
+        if value is not None:
+            found[name] = tensors_of(value) if isinstance(value, dict) else tensor_of(value)
+    return EnvOutput(**found, final_info=output.final_info or None)
+
+
 def tensor_of(value: Any) -> Tensor:
     """Return an array of numpy or torch as a tensor on the CPU."""
-    return torch.from_numpy(np.ascontiguousarray(value)) if isinstance(value, np.ndarray) else value.detach().cpu()
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value if value.flags.c_contiguous else np.ascontiguousarray(value))
+    return value.detach().cpu()
 
 
 def tensors_of(named: dict[str, Any]) -> dict[str, Tensor]:

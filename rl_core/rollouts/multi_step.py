@@ -10,7 +10,7 @@ Legend: B simulators, C actions of a chunk, T decisions.
 
 import asyncio
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from rl_core.api.errors import DataError, InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import ChunkStepResult, EnvOutput
 from rl_core.channel import Channel
+from rl_core.channel.direct import DirectChannel, PeerLost
 from rl_core.messages.embodied import CollectionRound
 from rl_core.messages.members import MemberState
 from rl_core.plan.routing import data_rank_of, routes, trajectory_parts
@@ -32,9 +33,12 @@ from rl_core.rollouts.pausing_target import pausing
 from rl_core.rollouts.policy_target import PolicyWeightTarget
 from rl_core.rollouts.recorder import TrajectoryRecorder
 from rl_core.rollouts.weight_methods import WeightMethods
+from rl_core.transports.direct import Connection, Mailbox
 from rl_core.weights.receiver import WeightReceiver
 from rl_core.weights.receiver_state import ReceiverState
 from rl_core.workers.loop_thread import LoopThread
+
+Exchange = Channel | DirectChannel
 
 
 class MultiStepRolloutWorker(WeightMethods):
@@ -56,8 +60,13 @@ class MultiStepRolloutWorker(WeightMethods):
         """Places of env workers that were lost in the collection."""
         self._latest: dict[tuple[int, int], EnvOutput] = {}
         """(stage, place of the env worker) -> its last output in the collection."""
+        self._routed: tuple[CollectionRound, list[tuple[int, int]]] | None = None
+        """A collection and the env workers that this rollout serves in it."""
         self._working: asyncio.Future[int] | None = None
         self._offloaded = False
+        self._mailbox = Mailbox(seconds=self.cfg.runtime.deadlines.rollout)
+        self._connections: dict[str, Connection] = {}
+        """Direct connections by the address of the env worker."""
         self._thread = LoopThread("collection")
         """Runs the collections, because a policy may take long to choose. One decides at a time, so that random numbers do not mix."""
 
@@ -109,14 +118,16 @@ class MultiStepRolloutWorker(WeightMethods):
         """
         if self.model is None:
             raise InfrastructureError("the policy is not built yet; call init_worker first")
-        obs = {name: tensor.to(self.device) for name, tensor in tensors_of(env_obs).items()}
+        obs = tensors_of(env_obs)
+        if self.device != "cpu":
+            obs = {name: tensor.to(self.device) for name, tensor in obs.items()}
         with torch.no_grad():
             actions, result = self.model.predict(obs, mode)
         values = result.get("prev_values")
-        return actions.detach().cpu().contiguous(), {
-            "prev_logprobs": result["prev_logprobs"].detach().cpu().float(),
-            "prev_values": None if values is None else values.detach().cpu().float(),
-            "forward_inputs": {name: tensor.detach().cpu() for name, tensor in result["forward_inputs"].items()},
+        return _on_host(actions).contiguous(), {
+            "prev_logprobs": _on_host(result["prev_logprobs"]).float(),
+            "prev_values": None if values is None else _on_host(values).float(),
+            "forward_inputs": {name: _on_host(tensor) for name, tensor in result["forward_inputs"].items()},
         }
 
     def get_dones_and_rewards(self, env_output: EnvOutput) -> tuple[Tensor, Tensor | None]:
@@ -128,13 +139,12 @@ class MultiStepRolloutWorker(WeightMethods):
         if env_output.rewards is None:
             return dones, None
         rewards = torch.as_tensor(env_output.rewards) * self.options.reward_scale
-        values = None
         wanted = self.options.auto_reset and self._with_values and self.options.bootstrap != "none"
-        if wanted and env_output.final_obs is not None and bool(dones[:, -1].any()):
-            values = self.predict(env_output.final_obs, "eval")[1]["prev_values"]
+        if not wanted or env_output.final_obs is None or not bool(dones[:, -1].any()):
+            return dones, rewards.detach().cpu().contiguous()
         return dones, bootstrap_rewards(
             rewards,
-            values,
+            self.predict(env_output.final_obs, "eval")[1]["prev_values"],
             torch.as_tensor(env_output.truncations),
             dones,
             gamma=self._gamma,
@@ -146,15 +156,17 @@ class MultiStepRolloutWorker(WeightMethods):
 
     def get_src_ranks(self, stage: int = 0) -> list[tuple[int, int]]:
         """Return (place of the env worker, number of simulators) of each env worker that this rollout serves in a stage."""
-        mine = self._place
-        parts = routes(self.per_stage, env_workers=len(self._round.envs), rollouts=len(self._round.rollouts))
-        return [(route.env, route.size) for route in parts if route.rollout == mine]
+        if self._routed is None or self._routed[0] is not self._round:
+            parts = routes(self.per_stage, env_workers=len(self._round.envs), rollouts=len(self._round.rollouts))
+            mine = [(route.env, route.size) for route in parts if route.rollout == self._place]
+            self._routed = self._round, mine
+        return self._routed[1]
 
     def get_dst_ranks(self, stage: int = 0) -> list[tuple[int, int]]:
         """Return where the actions of a stage go: as `get_src_ranks`."""
         return self.get_src_ranks(stage)
 
-    async def recv_env_output(self, input_channel: Channel, mode: Mode = "train", stage: int = 0) -> EnvOutput:
+    async def recv_env_output(self, input_channel: Exchange, mode: Mode = "train", stage: int = 0) -> EnvOutput:
         """Receive the outputs of all env workers that this rollout serves, merged in their order, as tensors.
 
         The simulators of an env worker that was lost are lost from then on. Raises InfrastructureError when it sent nothing before.
@@ -163,7 +175,7 @@ class MultiStepRolloutWorker(WeightMethods):
         for env, _ in sources:
             shard = None
             if env not in self._gone:
-                with self.waiting("observations", f"env:{self._round.envs[env]}"):
+                with self.waiting("observations", f"env:{self._round.envs[env]}"), suppress(PeerLost):
                     shard = await input_channel.get_async(key=self._round.key(stage, env, self._place))
             if shard is None or shard.obs is None:
                 self._gone.add(env)
@@ -173,7 +185,7 @@ class MultiStepRolloutWorker(WeightMethods):
         return merge_env_outputs(shards, [size for _, size in sources])
 
     def send_chunk_actions(
-        self, output_channel: Channel, chunk_actions: Tensor | np.ndarray, mode: Mode = "train", stage: int = 0
+        self, output_channel: Exchange, chunk_actions: Tensor | np.ndarray, mode: Mode = "train", stage: int = 0
     ) -> None:
         """Send each env worker the actions of its simulators. Raises DataError when their numbers are not those of the actions."""
         destinations, begin = self.get_dst_ranks(stage), 0
@@ -185,7 +197,10 @@ class MultiStepRolloutWorker(WeightMethods):
         for env, size in destinations:
             part = np.ascontiguousarray(actions[begin : begin + size])
             if env not in self._gone:
-                output_channel.put(part, key=self._round.key(stage, env, self._place), async_op=True)
+                try:
+                    output_channel.put(part, key=self._round.key(stage, env, self._place), async_op=True)
+                except PeerLost:
+                    self._gone.add(env)
             begin += size
 
     # --- one collection ----------------------------------------------------------------------------------------------
@@ -224,14 +239,14 @@ class MultiStepRolloutWorker(WeightMethods):
         recorders = [
             TrajectoryRecorder(sender=self._place, stage=stage, auto_reset=options.auto_reset) for stage in stages
         ]
-        with self._seeded():
+        with closing(self._exchange(observations, actions)) as exchange, self._seeded():
             for decision in range(decisions + 1):
                 for stage in stages:
-                    output = await self.recv_env_output(observations, stage=stage)
+                    output = await self.recv_env_output(exchange, stage=stage)
                     last = decision == decisions
                     chosen = self._decide(recorders[stage], output, version, last)
                     if chosen is not None:
-                        self.send_chunk_actions(actions, chosen, stage=stage)
+                        self.send_chunk_actions(exchange, chosen, stage=stage)
                 self.record_progress("decisions")
         await self._deliver(trajectories, recorders)
         return decisions * options.stages
@@ -261,21 +276,41 @@ class MultiStepRolloutWorker(WeightMethods):
 
     async def _evaluate(self, observations: Channel, actions: Channel, round: CollectionRound) -> int:
         sources = [place for place in range(len(round.envs)) if place % len(round.rollouts) == self._place]
-        served = await asyncio.gather(*(self._serve(observations, actions, round, env) for env in sources))
+        with closing(self._exchange(observations, actions)) as exchange:
+            served = await asyncio.gather(*(self._serve(exchange, round, env) for env in sources))
         return sum(served)
 
-    async def _serve(self, observations: Channel, actions: Channel, round: CollectionRound, env: int) -> int:
+    async def _serve(self, exchange: DirectChannel, round: CollectionRound, env: int) -> int:
         """Choose the actions for one env worker until it sends no observations."""
         key, count = round.key(0, env, self._place), 0
         while True:
             with self.waiting("observations", f"env:{round.envs[env]}"):
-                output: EnvOutput = await observations.get_async(key=key)
+                output: EnvOutput = await exchange.get_async(key=key)
             if output.obs is None:
                 return count
             chosen, _ = self.predict(output.obs, "eval")
-            actions.put(chosen.numpy(), key=key, async_op=True)
+            exchange.put(chosen.numpy(), key=key)
             self.record_progress("decisions")
             count += 1
+
+    def _exchange(self, observations: Channel, actions: Channel) -> DirectChannel:
+        """Return this end of the exchange with the env workers; connects to those of this host."""
+        round, place = self._round, self._place
+        self._mailbox.wait(0.0)  # notices which connections have ended
+        self._mailbox.keep(round.prefix)
+        exchange = DirectChannel(self._mailbox, get_from=observations, put_to=actions)
+        for env in range(len(round.envs)):
+            address = round.address(env, place)
+            if address is None:
+                continue
+            connection = self._connections.get(address)
+            if connection is None or connection.closed:
+                connection = self._connections[address] = Connection.connect(address)
+                self._mailbox.add(connection)
+            self._mailbox.send(connection, round.opening_key(place), {})
+            for stage in range(self.options.stages):
+                exchange.connect(round.key(stage, env, place), connection)
+        return exchange
 
     # --- weights and the end -----------------------------------------------------------------------------------------
 
@@ -305,6 +340,7 @@ class MultiStepRolloutWorker(WeightMethods):
         """Stop serving. May be called again."""
         self._stop()
         self._thread.close()
+        self._mailbox.close()
         if self._weights is not None:
             await self._weights.close()
             self._weights = None
@@ -349,3 +385,7 @@ class MultiStepRolloutWorker(WeightMethods):
     def _stop(self) -> None:
         if self._working is not None:
             self._working.cancel()
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor if tensor.device.type == "cpu" and not tensor.requires_grad else tensor.detach().cpu()

@@ -10,7 +10,7 @@ from rl_core.api.records import ChunkStepResult, EnvOutput, Trajectory
 
 
 class TrajectoryRecorder:
-    """The trajectory of one stage while it is generated."""
+    """The trajectory of one stage while it is generated. A step only appends to lists; `finish` computes."""
 
     def __init__(self, *, sender: int, stage: int, auto_reset: bool) -> None:
         """`sender` is the place of the rollout in the collection. Without `auto_reset` a simulator rests after its episode."""
@@ -18,34 +18,25 @@ class TrajectoryRecorder:
         self._steps: list[ChunkStepResult] = []
         self._rewards: list[Tensor] = []
         self._sub_steps: list[Tensor] = []
-        self._valid: list[Tensor] = []
-        self._began: Tensor | None = None
-        """[B]: decision with which the open episode of each simulator began."""
+        self._lost: dict[int, Tensor] = {}
+        """Decision -> [B]: simulators that were lost in it."""
         self._flags: list[Tensor | None] = []
         self._ends: list[tuple[Tensor, Tensor, Tensor]] = []
         self._env_ids: Tensor | None = None
 
     def observe(self, output: EnvOutput, rewards: Tensor | None) -> None:
         """Add what the simulators answered to the last decision; `rewards` [B, C] have bootstraps added, None before the first one."""
-        if rewards is None or self._began is None:
-            self._began = torch.zeros(len(output.dones), dtype=torch.int64)
+        first = not self._ends
+        self._ends.append((output.dones, output.terminations, output.truncations))
+        if rewards is None or first:
             self._env_ids = output.env_ids
-            self._ends.append((output.dones, output.terminations, output.truncations))
             return
         if output.lost is not None:
+            self._lost[len(self._rewards)] = output.lost
             rewards = rewards.masked_fill(output.lost[:, None], 0.0)  # the end of a lost episode has no bootstrap
         self._rewards.append(rewards)
-        self._ends.append((output.dones, output.terminations, output.truncations))
-        width = rewards.shape[1]
-        made = output.sub_steps if output.sub_steps is not None else torch.full((len(rewards),), width)
-        self._sub_steps.append(made)
-        self._valid.append(torch.ones(len(rewards), dtype=torch.bool))
-        done = output.dones.any(dim=1)
-        if output.lost is not None:
-            for row in output.lost.nonzero().flatten().tolist():
-                for valid in self._valid[int(self._began[row]) :]:
-                    valid[row] = False
-        self._began = torch.where(done, len(self._rewards), self._began)
+        made = output.sub_steps
+        self._sub_steps.append(torch.full((len(rewards),), rewards.shape[1]) if made is None else made)
 
     def decide(self, step: ChunkStepResult) -> None:
         """Add a decision."""
@@ -87,13 +78,24 @@ class TrajectoryRecorder:
                 name: torch.stack([step.forward_inputs[name] for step in steps]) for name in steps[0].forward_inputs
             },
             sub_steps=torch.stack(self._sub_steps),
-            valid=torch.stack(self._valid),
+            valid=self._valid(dones),
             env_ids=torch.arange(rows) if self._env_ids is None else self._env_ids,
             versions=torch.tensor([step.versions for step in steps]),
             sender=self._sender,
             stage=self._stage,
             intervene_flags=flags,
         )
+
+    def _valid(self, dones: Tensor) -> Tensor:
+        """Return [T, B] bool: the decisions of episodes that were not lost. `dones` is [T + 1, B, C]."""
+        valid = torch.ones(len(self._rewards), dones.shape[1], dtype=torch.bool)
+        ended = dones[1:].any(dim=2)
+        for decision, lost in self._lost.items():
+            for row in lost.nonzero().flatten().tolist():
+                before = ended[:decision, row].nonzero().flatten()
+                began = int(before[-1]) + 1 if len(before) else 0
+                valid[began : decision + 1, row] = False
+        return valid
 
 
 def _ends(parts: list[Tensor], rewards: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from rl_core.api.errors import DeadlineExceeded, InfrastructureError
 from rl_core.api.records import EnvOutput
 from rl_core.channel import Channel
 from rl_core.messages.embodied import CollectionRound, EpisodeStats
+from rl_core.messages.members import MemberId
 from rl_core.plan.groups import ENV, ROLLOUT
 from rl_core.plan.routing import routes
 from rl_core.runner.env_calls import EnvCall
@@ -76,6 +77,8 @@ class Collection:
         self._run, self._actor, self._versions = run, actor, versions
         self._observations, self._actions, self._trajectories = observations, actions, trajectories
         self._number = run.epoch * 1_000_000
+        self._addresses: dict[MemberId, str] = {}
+        """Where the processes of env workers listen."""
         self.repeated = 0
         """Number of collections that were abandoned and run again."""
 
@@ -112,6 +115,7 @@ class Collection:
                 f"a collection needs an env worker and a rollout, got {len(envs)} and {len(rollouts)}"
             )
         return CollectionRound(
+            direct=self._direct(envs, rollouts),
             number=self._number,
             step=step,
             envs=envs,
@@ -120,6 +124,24 @@ class Collection:
             mode="eval" if episodes else "train",
             episodes=episodes,
         )
+
+    def _direct(self, envs: tuple[int, ...], rollouts: tuple[int, ...]) -> tuple[tuple[int, int, str], ...]:
+        """Return `CollectionRound.direct`: the pairs of an env worker and a rollout that share a host."""
+        hosts = {member.name: member.host_token for member in self._members(ROLLOUT)}
+        known, self._addresses, pairs = self._addresses, {}, []
+        for member in self._members(ENV):
+            near = [at for at, rank in enumerate(rollouts) if hosts.get(f"{ROLLOUT}:{rank}") == member.host_token]
+            if member.rank not in envs or not near:
+                continue
+            address = known.get(member.id)
+            if address is None:
+                seconds = self._run.applied.spec.runtime.deadlines.rpc
+                address = self._run.cluster.submit(
+                    member.name, "direct_address", (), {}, timeout=seconds
+                ).future.result()
+            self._addresses[member.id] = address
+            pairs += [(envs.index(member.rank), at, address) for at in near]
+        return tuple(pairs)
 
     def _ranks(self, group: str) -> tuple[int, ...]:
         return tuple(sorted(int(member.name.partition(":")[2]) for member in self._members(group)))
@@ -137,7 +159,7 @@ class Collection:
         """Begin the collection of a later step with the present weights; None where an env worker or a rollout is missing."""
         try:
             return self._start(self._round(step))
-        except InfrastructureError:
+        except (InfrastructureError, DeadlineExceeded):
             return None
 
     def settle(self, pending: Pending) -> Pending | None:

@@ -1,8 +1,8 @@
 """Names of files in /dev/shm, tokens that prove a shared /dev/shm, and the removal of files that dead processes left.
 
-Names are `rljob-<uid8>-<pid>-<random>-<n>`, mode 0600. The random part is one per process and is sent to peers only, so that no other user
-can create a file of that name in advance. `rljob-<uid8>-<pid>-<random>-token` is locked while its process lives, and proves to a peer that
-both see the same /dev/shm. Files of other users are never opened or removed.
+Names are `rljob-<uid8>-<pid>-<random>-<n>`, mode 0600, with `-s<n>` for the sockets of direct connections. The random part is one per
+process and is sent to peers only, so that no other user can create a file of that name in advance. `rljob-<uid8>-<pid>-<random>-token` is
+locked while its process lives, and proves to a peer that both see the same /dev/shm. Files of other users are never opened or removed.
 
 A library that names a file of its own after what it is given, as SGLang does, is given the name of an owner. Its file is then removed
 with those of this owner.
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 DIRECTORY = Path("/dev/shm")
 SEGMENT_NAME = re.compile(r"rljob-[a-z0-9]+-\d+-[0-9a-f]{16}-\d+")
+_SOCKET_NAME = re.compile(r"rljob-[a-z0-9]+-\d+-[0-9a-f]{16}-s\d+")
 _TOKEN_NAME = re.compile(r"rljob-[a-z0-9]+-\d+-[0-9a-f]{16}-token")
 _ENGINE_FILE = re.compile(r"sglang_loads_(rljob-[a-z0-9]+-\d+-[0-9a-f]{16})_\w+\.shm")
 """What an SGLang engine shares with its scheduler; the group is the owner."""
@@ -62,8 +63,8 @@ def open_own(path: Path, flags: int) -> int:
     return descriptor
 
 
-def _is_own(found: os.stat_result) -> bool:
-    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+def _is_own(found: os.stat_result, is_kind: Callable[[int], bool] = stat.S_ISREG) -> bool:
+    return is_kind(found.st_mode) and found.st_uid == os.geteuid()
 
 
 class Token:
@@ -139,8 +140,9 @@ def _entries(directory: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
                 about = entry.stat(follow_symlinks=False)
             except FileNotFoundError:  # its owner removed it meanwhile
                 continue
-            if _is_own(about) and (
-                of_engine or SEGMENT_NAME.fullmatch(entry.name) or _TOKEN_NAME.fullmatch(entry.name)
+            is_file = of_engine or SEGMENT_NAME.fullmatch(entry.name) or _TOKEN_NAME.fullmatch(entry.name)
+            if _is_own(about, stat.S_ISREG if is_file else stat.S_ISSOCK) and (
+                is_file or _SOCKET_NAME.fullmatch(entry.name)
             ):
                 owner = of_engine.group(1) if of_engine else entry.name.rpartition("-")[0]
                 found.setdefault(owner, {})[entry.name] = about.st_mtime

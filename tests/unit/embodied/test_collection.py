@@ -85,18 +85,22 @@ class World:
         self.channels = [Channel.create(name, local=True) for name in ("observations", "actions", "trajectories")]
         self.senders = rollouts * stages
 
-    async def collect(self, step, actors, lose=None):
+    async def collect(self, step, actors, direct=False, lose=None):
         """Return the trajectories of each data rank, and the statistics of the env workers.
 
+        `direct`: all pairs but the first exchange their messages by direct connections, not by channels.
         `lose` is (place of an env worker that ends, number of decisions that it makes before).
         """
         observations, actions, trajectories = self.channels
+        addresses = [await env.direct_address() for env in self.envs]
+        pairs = [(env, rollout) for env in range(len(self.envs)) for rollout in range(len(self.rollouts))]
         round = CollectionRound(
             number=step,
             step=step,
             envs=tuple(range(len(self.envs))),
             rollouts=tuple(range(len(self.rollouts))),
             actors=actors,
+            direct=tuple((*pair, addresses[pair[0]]) for pair in pairs[len(pairs) > 1 :] if direct),
         )
         if lose is not None:
             self.envs[lose[0]] = Ending(self.envs[lose[0]], self, round, *lose)
@@ -179,8 +183,8 @@ def test_every_transition_is_that_of_a_plain_loop_and_arrives_once(envs, rollout
     world = World(envs, rollouts, stages)
     plain = [PlainSimulator(number) for number in range(envs * PER_WORKER)]
 
-    async def check(step, actors):
-        received, stats = await world.collect(step, actors)
+    async def check(step, actors, direct=False):
+        received, stats = await world.collect(step, actors, direct)
         assert all(len(parts) == len(received[0]) for parts in received)
         merged = merge_trajectories([part for parts in received for part in parts])
         assert sorted(merged.env_ids.tolist()) == list(range(len(plain)))
@@ -203,7 +207,8 @@ def test_every_transition_is_that_of_a_plain_loop_and_arrives_once(envs, rollout
 
     async def twice():
         await check(1, actors=1)
-        await check(2, actors=2)
+        await check(2, actors=2, direct=True)
+        await check(3, actors=1, direct=True)
 
     asyncio.run(twice())
 

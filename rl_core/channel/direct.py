@@ -1,0 +1,111 @@
+"""`DirectChannel`: the exchange of observations and actions between an env worker and a rollout.
+
+What two processes of one host send each other goes by a direct connection; what others do goes by the channels of the job.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from rl_core.api.errors import InfrastructureError
+from rl_core.api.records import EnvOutput
+from rl_core.channel.channel import Channel
+from rl_core.transports.direct import SLICE, Connection, Mailbox
+
+OUTPUT_FIELDS = tuple(one.name for one in fields(EnvOutput) if one.name != "final_info")
+ACTIONS = "actions"
+
+
+class PeerLost(InfrastructureError):
+    """The process at the other end of a direct connection is gone."""
+
+
+class DirectChannel:
+    """One end, for one collection. It takes the place of the channel to put to and of the channel to get from."""
+
+    def __init__(self, mailbox: Mailbox, *, get_from: Channel, put_to: Channel) -> None:
+        """`mailbox` has the direct connections of this process."""
+        self._mailbox, self._get_from, self._put_to = mailbox, get_from, put_to
+        self._ways: dict[str, Connection] = {}
+        self._told: dict[str, asyncio.Future[Any]] = {}
+        """Of keys whose messages are waited for: what comes by the channel, as the runner says there that a process is lost."""
+
+    def connect(self, key: str, connection: Connection) -> None:
+        """Exchange the messages of `key` by a direct connection from now on."""
+        self._ways[key] = connection
+
+    async def accept(self, key: str) -> Connection:
+        """Return the connection from which the first message of `key` comes."""
+        while (found := self._mailbox.take(key)) is None:
+            self._mailbox.wait(SLICE)
+            await asyncio.sleep(0)
+        return found[1]
+
+    def put(self, item: Any, key: str, async_op: bool = True) -> None:
+        """Send observations or actions, as `Channel.put` does. Raises PeerLost when the process that gets them is gone."""
+        connection = self._ways.get(key)
+        if connection is None:
+            self._put_to.put(item, key=key, async_op=async_op)
+        else:
+            try:
+                self._mailbox.send(connection, key, to_arrays(item))
+            except InfrastructureError as error:
+                raise PeerLost(str(error)) from error
+
+    async def get_async(self, key: str) -> Any:
+        """Return the next observations or actions, as `Channel.get_async` does. Raises PeerLost when the process that sends them is gone."""
+        connection = self._ways.get(key)
+        if connection is None:
+            return await self._get_from.get_async(key=key)
+        while (found := self._mailbox.take(key)) is None:
+            if connection.closed:
+                raise PeerLost("the other end of a collection is gone; the collection is run again")
+            if key in self._told and self._told[key].done():
+                return self._told[key].result()
+            if not self._mailbox.wait(SLICE) and key not in self._told:
+                self._told[key] = asyncio.ensure_future(self._get_from.get_async(key=key))
+            await asyncio.sleep(0)  # lets others of this loop go on, and a cancellation in
+        return from_arrays(found[0])
+
+    def disconnect(self) -> None:
+        """Close the direct connections of the collection, so that the other ends know that nothing follows."""
+        for connection in self._ways.values():
+            self._mailbox.remove(connection)
+
+    def close(self) -> None:
+        """Wait for nothing any more. The connections are kept for the next collection."""
+        for told in self._told.values():
+            told.cancel()
+
+
+def to_arrays(item: EnvOutput | np.ndarray) -> dict[str, Any]:
+    """Return observations or actions as arrays by name. `final_info` is left out: it is for the env worker."""
+    if not isinstance(item, EnvOutput):
+        return {ACTIONS: item}
+    arrays = {}
+    for name in OUTPUT_FIELDS:
+        value = getattr(item, name)
+        if type(value) is dict:
+            arrays |= {f"{name}.{inner}": array for inner, array in value.items()}
+        elif value is not None:
+            arrays[name] = value
+    return arrays
+
+
+def from_arrays(arrays: Mapping[str, np.ndarray]) -> EnvOutput | np.ndarray:
+    """Return what was given to `to_arrays`."""
+    if ACTIONS in arrays:
+        return arrays[ACTIONS]
+    found: dict[str, Any] = {"obs": None}
+    for name, array in arrays.items():
+        outer, dot, inner = name.partition(".")
+        if not dot:
+            found[name] = array
+        elif found.get(outer) is None:
+            found[outer] = {inner: array}
+        else:
+            found[outer][inner] = array
+    return EnvOutput(**found)

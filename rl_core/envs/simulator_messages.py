@@ -1,0 +1,84 @@
+"""The messages between an env worker and the child process of one simulator, as arrays by name.
+
+    reset      seed, record             answer: obs.*, frames.*
+    chunk      seed, actions            answer: obs.*, final_obs.*, frames.*, rewards, ends, intervene_*; or failure, a text
+
+`ends` are terminated and truncated, then whether each step succeeded.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rl_core.messages.embodied import SimulatorAnswer, SimulatorChunk, SimulatorReset
+from rl_core.messages.envs import EnvFailure
+
+REQUEST, ANSWER, FAILURE = "request", "answer", "failure"
+"""Keys of the messages."""
+Request = SimulatorReset | SimulatorChunk
+Arrays = Mapping[str, np.ndarray]
+
+
+def request_to_arrays(request: Request) -> dict[str, Any]:
+    """Return a request as arrays by name."""
+    seed = np.array(request.seed, np.int64)
+    if isinstance(request, SimulatorReset):
+        return {"seed": seed, "record": np.array(request.record)}
+    return {"seed": seed, "actions": request.actions}
+
+
+def request_from_arrays(arrays: Arrays) -> Request:
+    """Return what was given to `request_to_arrays`."""
+    seed = int(arrays["seed"])
+    if "actions" in arrays:
+        return SimulatorChunk(actions=arrays["actions"], seed=seed)
+    return SimulatorReset(seed=seed, record=bool(arrays["record"]))
+
+
+def answer_to_arrays(answer: SimulatorAnswer) -> dict[str, Any]:
+    """Return the answer of a simulator as arrays by name."""
+    arrays = {f"obs.{name}": array for name, array in answer.obs.items()}
+    if answer.final_obs is not None:
+        arrays |= {f"final_obs.{name}": array for name, array in answer.final_obs.items()}
+    arrays |= {f"frames.{number}": frame for number, frame in enumerate(answer.frames)}
+    if answer.intervene_flags is not None:
+        arrays |= {"intervene_actions": answer.intervene_actions, "intervene_flags": answer.intervene_flags}
+    if answer.rewards is not None:
+        arrays["rewards"] = answer.rewards
+        arrays["ends"] = np.array([answer.terminated, answer.truncated, *answer.successes])
+    return arrays
+
+
+def answer_from_arrays(arrays: Arrays) -> SimulatorAnswer:
+    """Return what was given to `answer_to_arrays`."""
+    parts: dict[str, dict[str, np.ndarray]] = {"obs": {}, "final_obs": {}, "frames": {}}
+    for name, array in arrays.items():
+        outer, dot, inner = name.partition(".")
+        if dot:
+            parts[outer][inner] = array
+    if "rewards" not in arrays:
+        return SimulatorAnswer(obs=parts["obs"], frames=list(parts["frames"].values()))
+    terminated, truncated, *successes = arrays["ends"].tolist()
+    return SimulatorAnswer(
+        obs=parts["obs"],
+        final_obs=parts["final_obs"] or None,
+        rewards=arrays["rewards"],
+        terminated=terminated,
+        truncated=truncated,
+        sub_steps=len(successes),
+        successes=tuple(successes),
+        intervene_actions=arrays.get("intervene_actions"),
+        intervene_flags=arrays.get("intervene_flags"),
+        frames=list(parts["frames"].values()),
+    )
+
+
+def failure_to_arrays(failure: EnvFailure) -> dict[str, Any]:
+    """Return the message of a failure as an array of its bytes."""
+    return {"text": np.frombuffer(failure.message.encode(), np.uint8)}
+
+
+def failure_from_arrays(arrays: Arrays) -> str:
+    """Return the message of a failure."""
+    return arrays["text"].tobytes().decode()
