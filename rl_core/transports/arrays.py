@@ -16,7 +16,7 @@ from rl_core.api.errors import FrameError
 
 HEAD = struct.Struct("<QII")
 """Bytes of the message behind the head, of the key and of the layout."""
-MAX_BYTES = 2**32
+MAX_BYTES = 2**31
 MOST_LAYOUTS = 256
 """Layouts that one end keeps; then it begins anew."""
 KINDS = "buif"
@@ -32,7 +32,7 @@ class ArrayCodec:
         self._layouts: dict[bytes, list[tuple[str, np.dtype[Any], tuple[int, ...], int]]] = {}
 
     def pack(self, key: str, arrays: Named) -> bytes:
-        """Return a message. Arrays that are not contiguous are copied. Raises TypeError for an array that has no numbers."""
+        """Return a message. Arrays that are not contiguous are copied. Raises TypeError for one without numbers, FrameError beyond MAX_BYTES."""
         laid = tuple((name, array.dtype.str, array.shape) for name, array in arrays.items())
         layout = self._packed.get(laid)
         if layout is None:
@@ -44,7 +44,9 @@ class ArrayCodec:
             layout = self._packed[laid] = msgpack.packb(laid)
         named = key.encode()
         parts = [b"", named, layout, *(array.tobytes() for array in arrays.values())]
-        parts[0] = HEAD.pack(sum(map(len, parts)), len(named), len(layout))
+        if (size := sum(map(len, parts))) > MAX_BYTES:
+            raise FrameError(f"a message of arrays must have at most {MAX_BYTES} bytes, got {size}")
+        parts[0] = HEAD.pack(size, len(named), len(layout))
         return b"".join(parts)
 
     def unpack(self, body: Any, key_bytes: int, layout_bytes: int) -> tuple[str, dict[str, np.ndarray]]:
@@ -59,7 +61,7 @@ class ArrayCodec:
             for name, dtype, shape, size in layout:
                 arrays[name] = np.frombuffer(body, dtype, size, begin).reshape(shape)
                 begin += size * dtype.itemsize
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
+        except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
             raise FrameError(f"a message of arrays is malformed: {error}") from error
         if begin != len(body):
             raise FrameError(f"a message of arrays must have {begin} bytes, got {len(body)}")

@@ -35,9 +35,9 @@ Message = dict[str, np.ndarray]
 class Connection:
     """One end of a direct connection."""
 
-    def __init__(self, end: socket.socket, *, most: int = MAX_BYTES) -> None:
-        """Take over a connected socket. `most`: bytes that a message of the other end may have."""
-        self.socket, self._most = end, most
+    def __init__(self, end: socket.socket) -> None:
+        """Take over a connected socket."""
+        self.socket = end
         self._codec = ArrayCodec()
         self._rest = b""
         """Beginning of a head whose end has not arrived."""
@@ -93,8 +93,8 @@ class Connection:
         messages, begin = [], 0
         while len(data) - begin >= HEAD.size:
             size, key_bytes, layout_bytes = HEAD.unpack_from(data, begin)
-            if size > self._most or key_bytes + layout_bytes > size:
-                raise FrameError(f"a message of arrays must have at most {self._most} bytes, got {size}")
+            if size > MAX_BYTES or key_bytes + layout_bytes > size:
+                raise FrameError(f"a message of arrays must have at most {MAX_BYTES} bytes, got {size}")
             begin += HEAD.size
             body = bytearray(size)
             there = memoryview(data)[begin : begin + size]

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import math
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -89,7 +90,8 @@ class World:
         """Return the trajectories of each data rank, and the statistics of the env workers.
 
         `direct`: all pairs but the first exchange their messages by direct connections, not by channels.
-        `lose` is (place of an env worker that ends, number of decisions that it makes before).
+        `lose` is (place of an env worker that ends, number of decisions that it makes before, whether it hangs and is given up).
+        The rollouts learn of the end of a direct connection themselves.
         """
         observations, actions, trajectories = self.channels
         addresses = [await env.direct_address() for env in self.envs]
@@ -119,18 +121,21 @@ class World:
 class Ending:
     """An env worker that ends in the middle of a collection; the runner tells the rollouts."""
 
-    def __init__(self, env, world, round, place, decisions):
+    def __init__(self, env, world, round, place, decisions, hangs=False):
         self.env, self.world, self.round, self.place, self.decisions = env, world, round, place, decisions
+        self.hangs, self.tells = hangs, not round.direct or hangs
 
     async def interact(self, actions, observations, round):
         made, step = 0, self.env.env_interact_step
-        ended = asyncio.Event()
+        ended, release = asyncio.Event(), threading.Event()
         loop = asyncio.get_running_loop()
 
         def counted(chosen, stage):
             nonlocal made
             if made == self.decisions:
                 loop.call_soon_threadsafe(ended.set)
+                if self.hangs:
+                    release.wait(30)
                 raise RuntimeError("killed")
             made += 1
             return step(chosen, stage)
@@ -138,11 +143,14 @@ class Ending:
         self.env.env_interact_step = counted
         work = asyncio.ensure_future(self.env.interact(actions, observations, round))
         await ended.wait()
-        await asyncio.wait({work})
-        assert isinstance(work.exception(), RuntimeError)
+        if not self.hangs:
+            await asyncio.wait({work})
+            assert isinstance(work.exception(), RuntimeError)
         for rollout in range(len(self.world.rollouts)):
             for stage in range(self.env.options.stages):
-                await observations.put_async(EnvOutput(obs=None), key=round.key(stage, self.place, rollout))
+                if self.tells:
+                    await observations.put_async(EnvOutput(obs=None), key=round.key(stage, self.place, rollout))
+        self.release = release
 
 
 class PlainSimulator:
@@ -244,12 +252,15 @@ def test_a_collection_that_was_given_up_is_repeated_exactly():
 
 @pytest.mark.parametrize("decisions", [1, 2, 3])
 @pytest.mark.parametrize("rollouts", [1, 2, 3])
-def test_an_env_worker_that_is_lost_costs_its_open_episodes_only(rollouts, decisions):
+@pytest.mark.parametrize(("direct", "hangs"), [(False, False), (True, False), (True, True)])
+def test_an_env_worker_that_is_lost_costs_its_open_episodes_only(rollouts, decisions, direct, hangs):
     world, lost = World(2, rollouts, 1), 1
     plain = [PlainSimulator(number) for number in range(2 * PER_WORKER)]
 
     async def check():
-        received, _ = await world.collect(1, 1, lose=(lost, decisions))
+        received, _ = await world.collect(1, 1, direct, lose=(lost, decisions, hangs))
+        if hangs:
+            world.envs[lost].release.set()
         merged = merge_trajectories(received[0])
         assert sorted(merged.env_ids.tolist()) == list(range(len(plain)))
         trained = 0
