@@ -85,7 +85,7 @@ def to_arrays(item: EnvOutput | np.ndarray) -> dict[str, Any]:
     """Return observations or actions as arrays by name. `final_info` is left out: it is for the env worker."""
     if not isinstance(item, EnvOutput):
         return {ACTIONS: item}
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for name in OUTPUT_FIELDS:
         value = getattr(item, name)
         if type(value) is dict:

@@ -15,7 +15,8 @@ import numpy as np
 
 from rl_core.api.errors import RolloutDataFailure
 from rl_core.api.records import EnvOutput
-from rl_core.envs.slots import LocalSlots, Outcome, ProcessSlots, Request, Slots
+from rl_core.envs.simulator_messages import Request
+from rl_core.envs.slots import LocalSlots, Outcome, ProcessSlots, Slots
 from rl_core.messages.embodied import SimulatorAnswer, SimulatorChunk, SimulatorReset, SimulatorSettings
 
 logger = logging.getLogger(__name__)

@@ -215,8 +215,9 @@ class SimulatorServer:
     def _answer(self, request: Request) -> tuple[str, dict[str, Any]]:
         """Return key and arrays of an answer."""
         try:
-            reset = isinstance(request, SimulatorReset)
-            return ANSWER, answer_to_arrays(self._simulator.reset(request) if reset else self._simulator.chunk(request))
+            if isinstance(request, SimulatorReset):
+                return ANSWER, answer_to_arrays(self._simulator.reset(request))
+            return ANSWER, answer_to_arrays(self._simulator.chunk(request))
         except BaseException as error:  # noqa: BLE001 - a simulator raises anything, and its sys.exit() is a failure of it
             return FAILURE, failure_to_arrays(failure_of(error))
 

@@ -161,7 +161,7 @@ class ProcessSlots:
                 return RolloutDataFailure(failure_from_arrays(arrays)) if key == FAILURE else answer_from_arrays(arrays)
         except EOFError:
             return self._ended(child)
-        except (FrameError, KeyError, ValueError) as error:
+        except (FrameError, KeyError, TypeError, ValueError) as error:
             return InfrastructureError(f"{self._settings.label}: process {child.process.pid} answered badly: {error}")
         return None
 

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import math
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -15,10 +15,12 @@ from rl_core.api.errors import InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import EnvOutput
 from rl_core.channel import Channel
+from rl_core.channel.direct import from_arrays, to_arrays
 from rl_core.envs.embodied import train_seed
 from rl_core.envs.worker import EnvWorker
 from rl_core.messages.embodied import CollectionRound
 from rl_core.rollouts.hf import MultiStepRolloutWorker
+from rl_core.transports.direct import Connection
 from rl_core.workers.context import WorkerContext, stand_alone_identity
 from tests.unit.embodied.simulators import Echo
 
@@ -297,6 +299,61 @@ def test_an_env_worker_that_is_lost_before_its_first_observations_ends_the_colle
             await world.rollouts[0].generate(observations, actions, trajectories, round)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_rollout_that_is_gone_ends_the_collection_of_its_env_worker(mode):
+    """Its direct connection ends after the first observations, while the env worker waits for actions."""
+    world = World(1, 1, 1)
+
+    async def main():
+        observations, actions, _ = world.channels
+        address = await world.envs[0].direct_address()
+        round = CollectionRound(
+            number=1,
+            step=1,
+            envs=(0,),
+            rollouts=(0,),
+            mode=mode,
+            episodes=2 * (mode == "eval"),
+            direct=((0, 0, address),),
+        )
+        working = asyncio.ensure_future(world.envs[0].interact(actions, observations, round))
+        rollout = Connection.connect(address)
+        rollout.send(round.opening_key(0), {})
+        [(key, arrays)] = await asyncio.to_thread(rollout.receive, wait=True)
+        assert key == round.key(0, 0, 0) and len(arrays["obs.states"])
+        rollout.close()
+        with pytest.raises(InfrastructureError, match="gone"):
+            await asyncio.wait_for(working, 20)
+
+    asyncio.run(main())
+
+
+def test_observations_and_actions_arrive_as_they_were_sent():
+    assert np.array_equal(from_arrays(to_arrays(np.arange(6.0).reshape(2, 3))), np.arange(6.0).reshape(2, 3))
+    assert from_arrays(to_arrays(EnvOutput(obs=None))).obs is None
+    generator = np.random.default_rng(0)
+    sent = EnvOutput(
+        obs={"a.b": generator.random((2, 3)), "pixels": np.ones((2, 4, 4, 3), np.uint8)},
+        final_obs={"a.b": generator.random((2, 3))},
+        rewards=generator.random((2, 2)),
+        terminations=np.eye(2, dtype=bool),
+        truncations=np.zeros((2, 2), bool),
+        dones=np.eye(2, dtype=bool),
+        sub_steps=np.array([1, 2]),
+        lost=np.array([True, False]),
+        env_ids=np.array([4, 5]),
+        intervene_actions=generator.random((2, 2, 1)),
+        intervene_flags=np.eye(2, dtype=bool),
+    )
+    got = from_arrays(to_arrays(sent))
+    for field in fields(EnvOutput):
+        before, after = getattr(sent, field.name), getattr(got, field.name)
+        if isinstance(before, dict):
+            assert list(after) == list(before) and all(np.array_equal(after[name], before[name]) for name in before)
+        elif field.name != "final_info":
+            assert before is not None and np.array_equal(after, before)
 
 
 def test_rewards_are_scaled_and_values_are_not():
