@@ -136,9 +136,8 @@ class Collection:
             address = known.get(member.id)
             if address is None:
                 seconds = self._run.applied.spec.runtime.deadlines.rpc
-                address = self._run.cluster.submit(
-                    member.name, "direct_address", (), {}, timeout=seconds
-                ).future.result()
+                call = self._run.cluster.submit(member.name, "direct_address", (), {}, timeout=seconds)
+                address = call.future.result().value
             self._addresses[member.id] = address
             pairs += [(envs.index(member.rank), at, address) for at in near]
         return tuple(pairs)
