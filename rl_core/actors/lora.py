@@ -114,7 +114,7 @@ class DisabledAdapters:
 class MergedSlices(Mapping[str, LocalSlice]):
     """The parts that a rank stores of the merged weights W + alpha / rank B A, by Hugging Face name.
 
-    Each is computed when it is asked for, in the type of W, so that there is never a second copy of the model.
+    Each is computed in float64 when it is asked for and rounded once to the type of W, so that there is never a second copy of the model.
     """
 
     def __init__(self, slices: Mapping[str, LocalSlice], adapters: Mapping[str, Tensor], scale: float) -> None:
@@ -130,7 +130,8 @@ class MergedSlices(Mapping[str, LocalSlice]):
         merged = replace(part, tensor=part.tensor.detach().clone())
         for box in merged.boxes():
             rows, columns = box.box
-            box.tensor.addmm_(up[rows], down[:, columns], alpha=self._scale)
+            left, right = up[rows].double(), down[:, columns].double()
+            box.tensor.copy_(torch.addmm(box.tensor.double(), left, right, alpha=self._scale))
         return merged
 
     def __iter__(self) -> Iterator[str]:
