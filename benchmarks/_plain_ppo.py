@@ -44,8 +44,8 @@ class Task:
 
 REACH = {"inputs": 39, "outputs": 4, "continuous": True, "num_envs": 4, "horizon": 512, "epochs": 10}
 TASKS = {
-    "CartPole-v1": Task(lambda: gymnasium.make("CartPole-v1")),
-    "slow": Task(SlowCartPole),
+    "CartPole-v1": Task(lambda: gymnasium.make("CartPole-v1"), scale=0.1),
+    "slow": Task(SlowCartPole, scale=0.1),
     "reach": Task(lambda: MetaWorld("reach-v3"), **REACH, minibatches=32, rate=3e-4, entropy=0.0, scale=0.1),
 }
 

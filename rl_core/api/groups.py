@@ -11,6 +11,8 @@ from rl_core.api.cel import Cel, literal
 from rl_core.api.identity import ROLES
 from rl_core.api.roles import RoleSpec
 
+MOST_GROUPS = 16
+"""Most groups that a job declares."""
 RESERVED_NAMES = (*ROLES, "runner", "channel", "supervisor", "hub", "weights", "control")
 """Names that a job gives to its own groups, processes and services."""
 GroupName = Annotated[

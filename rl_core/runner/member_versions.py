@@ -12,12 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rl_core.api.errors import DeadlineExceeded
-from rl_core.messages.members import MemberState
 from rl_core.runner.roster import Identity
 from rl_core.workers.member import Member
-
-RECEIVES = frozenset({MemberState.SERVING, MemberState.UPDATING})
-"""States in which a member that has weights can receive a new version."""
 
 
 class MemberVersions:
@@ -53,12 +49,13 @@ class MemberVersions:
                 self._changed.notify_all()
 
     def receivers(self, members: Iterable[Member]) -> list[Member]:
-        """Return those of `members` that can receive a new version: they are live and have weights already.
+        """Return those of `members` that can receive a new version: they take calls and have weights already.
 
-        A member without weights is joining; it pulls the newest version by itself.
+        A member without weights is joining; it pulls the newest version by itself. One that has just pulled may still be READY here, because
+        its heartbeat comes later.
         """
         with self._changed:
-            return [m for m in members if m.state in RECEIVES and (m.name, m.incarnation) in self._held]
+            return [m for m in members if m.state.constructed and (m.name, m.incarnation) in self._held]
 
     def proved(self, processes: Sequence[Identity], version: int) -> None:
         """Record that `processes` have proved `version`. Ignored for a process that has proved a newer version."""

@@ -18,7 +18,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from rl_core.api.groups import GroupSpec
-from rl_core.api.job import MANAGER, MUTABLE_FIELDS, NUMBERED, OPERATOR_FIELDS, RLJobSpec
+from rl_core.api.job import MANAGER, MUTABLE_FIELDS, OPERATOR_FIELDS, RLJobSpec
+from rl_core.api.placed_groups import NUMBERED
 from rl_core.api.pods import PodSpec
 from rl_core.plan.groups import BUILT_IN
 from rljob_operator.crd.rules import Schema, field_at, field_or_default, rule_entry

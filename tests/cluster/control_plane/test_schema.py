@@ -207,7 +207,7 @@ def test_status_is_written_by_its_subresource_only(control_plane, namespace):
         (
             {"rollout": {"sampling": {"temperature": 0.5}}},
             "spec.rollout",
-            "rollout must stay as it is but for replicas, minReplicas, maxReplicas, autoscale, the pod fields while the job is not suspended, got a change; set suspend: true, then edit it",
+            "rollout must stay as it is but for replicas, minReplicas, maxReplicas, autoscale, engineArgs, the pod fields while the job is not suspended, got a change; set suspend: true, then edit it",
         ),
         (
             {"actor": {"optimizer": {"weightDecay": 0.5}}},

@@ -154,9 +154,7 @@ def sweep(folder: Path) -> None:
     remove_rests(folder)
     for state in folder.glob("*/cluster.json"):
         cluster = Cluster(state.parent)
-        try:
+        with suppress(ClusterError, FileNotFoundError):  # its owner, or another session, has just taken it down
             owner = cluster.state.settings.owner
-        except (ClusterError, FileNotFoundError):  # its owner has just taken it down
-            continue
-        if owner and not owner.alive:
-            cluster.down(wait=False)
+            if owner and not owner.alive:
+                cluster.down(wait=False)

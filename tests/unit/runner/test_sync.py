@@ -8,6 +8,7 @@ import pytest
 from rl_core.api.errors import DeadlineExceeded, WeightsDiverged, WorkerLost
 from rl_core.api.job import RLJobSpec
 from rl_core.messages.groups import ProbeAnswer
+from rl_core.messages.members import MemberState
 from rl_core.messages.weights import PublishReport
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.content_check import ContentCheck
@@ -67,7 +68,7 @@ class FakeCluster:
                 group=name.partition(":")[0],
                 address=f"tcp://{name}",
                 host_token="h",
-                state="serving",
+                state=MemberState.SERVING,
                 incarnation=(0, 0),
                 policy_version=0,
             )
@@ -181,6 +182,17 @@ def test_members_of_other_groups_get_the_weights_but_count_for_no_rollout_and_ar
     assert counts["weights/content_check_skipped_total"] == 0.0
 
 
+@pytest.mark.parametrize("state", MemberState)
+def test_a_member_gets_the_next_version_once_it_has_weights_and_takes_calls(state):
+    """One that has pulled counts although its heartbeat still says READY: it would never get the version otherwise."""
+    member = SimpleNamespace(name="rollout:0", incarnation=(0, 1), state=state)
+    versions = MemberVersions(lambda processes, version: None)
+    assert versions.receivers([member]) == []
+    versions.proved([("rollout:0", (0, 1))], 2)
+    takes_calls = state in (MemberState.READY, MemberState.UPDATING, MemberState.SERVING)
+    assert versions.receivers([member]) == ([member] if takes_calls else [])
+
+
 def test_the_check_can_be_switched_off():
     run = Run({"rollout:0": probe(-9.0)}, content_check=False)
     run.sync.publish(3)
@@ -230,7 +242,7 @@ class LateCluster(FakeCluster):
         self.looks += 1
         found = super().members(role)
         for member in found:
-            member.state = "serving" if self.looks < 3 else "constructing"
+            member.state = MemberState.SERVING if self.looks < 3 else MemberState.CONSTRUCTING
         return found
 
 
