@@ -33,8 +33,7 @@ def client(server):
     client.close()
 
 
-ARGUMENTS = {"decode_log_interval": 100, "max_prefill_tokens": 4096, "disable_overlap_schedule": True}
-"""Without overlap, as in a job with penalties, which some of the tests ask for row by row."""
+ARGUMENTS = {"decode_log_interval": 100, "max_prefill_tokens": 4096}
 
 
 @pytest.fixture(scope="session")

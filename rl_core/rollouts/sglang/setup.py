@@ -76,9 +76,6 @@ def options(spec: RLJobSpec, folder: Path, device: str, max_seq_len: int) -> dic
         # The prefix cache would hold keys and values of older weights, and a step that overlaps an update would be labelled with the
         # new version.
         common |= {"disable_radix_cache": True, "disable_overlap_schedule": True}
-    if spec.rollout.sampling.penalised:
-        # SGLang prepares a step while the one before runs, and its penalties would not know the token of that one yet.
-        common |= {"disable_overlap_schedule": True}
     if device == "cpu":
         return cpu.options(max_batch=spec.rollout.max_batch, context=context) | own | common
     first = int(device.partition(":")[2] or 0)

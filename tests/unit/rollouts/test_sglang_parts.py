@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from rl_core.api.errors import GenerationUnavailable, InfrastructureError, RolloutDataFailure
-from rl_core.api.job import RLJobSpec
 from rl_core.messages.engine import EngineOutput, EngineSettings
 from rl_core.rollouts.hf.stopping import StopStrings
 from rl_core.rollouts.rows import Row
@@ -330,14 +329,3 @@ def test_a_killed_engine_leaves_no_file_in_memory(monkeypatch):
         os.close(memory)
         folder.close()
         file.unlink(missing_ok=True)
-
-
-@pytest.mark.parametrize("field", ["presencePenalty", "frequencyPenalty", "repetitionPenalty"])
-def test_an_engine_with_penalties_prepares_no_step_before_the_last_token_is_known(field, tmp_path):
-    def overlaps(**sampling):
-        rollout = {"engine": "sglang", "sampling": sampling}
-        algorithm = {"allowTruncatedSampling": True, "recomputeLogProbs": True}
-        spec = {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": rollout, "algorithm": algorithm}
-        return not setup.options(RLJobSpec.model_validate(spec), tmp_path, "cpu", 64).get("disable_overlap_schedule")
-
-    assert overlaps() and not overlaps(**{field: 1.5})
