@@ -62,6 +62,7 @@ lint: env ## ruff (lint and format), import contracts, circles of files, literal
 	$(BIN)/python -m tests.lint.circles
 	$(BIN)/python -m tests.lint.group_names
 	$(BIN)/python -m tests.lint.pages
+	$(BIN)/python -m tests.lint.sglang_arguments --check
 	$(BIN)/python -m rl_core.cli.reference --check
 	$(BIN)/python -m rljob_operator.crd --check
 	@long=$$(git ls-files '*.py' | xargs wc -l | awk '$$1 > 500 && $$2 != "total"'); [ -z "$$long" ] || { echo "files over 500 lines (split by noun):"; echo "$$long"; exit 1; }
@@ -72,7 +73,8 @@ types: env ## mypy
 bench: env ## every benchmark, JSON on standard output
 	@for script in benchmarks/*.py; do case $$script in */_*) continue;; esac; echo "== $$script"; $(BIN)/python $$script; done
 
-docs: env ## regenerate docs/reference, examples/reference.yaml and the CRD from the schema
+docs: env ## regenerate docs/reference, examples/reference.yaml, the CRD from the schema, and the list of SGLang's arguments
+	$(BIN)/python -m tests.lint.sglang_arguments
 	$(BIN)/python -m rl_core.cli.reference
 	$(BIN)/python -m rljob_operator.crd
 

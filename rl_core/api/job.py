@@ -19,7 +19,7 @@ from rl_core.api.failure import FailurePolicySpec
 from rl_core.api.groups import GroupSpec
 from rl_core.api.identity import ROLES
 from rl_core.api.lora import DROPOUT_IS_ON, idle_dropout
-from rl_core.api.roles import ActorSpec, RolloutSpec
+from rl_core.api.roles import BIASING, ActorSpec, RolloutSpec
 from rl_core.api.settings import (
     CheckpointSpec,
     CodeSpec,
@@ -379,28 +379,18 @@ class RLJobSpec(Spec):
 
     @rule(
         Cel(
-            holds=(
-                "$algorithm.allowTruncatedSampling"
-                " || ($rollout.sampling.topP >= 1.0 && !self.?rollout.?sampling.?topK.hasValue())"
-            ),
+            holds=f"$algorithm.allowTruncatedSampling || {BIASING}.size() == 0",
             refusal=(
-                "rollout.sampling.topP and topK bias the policy ratio, got topP %s, topK %s"
-                "; remove them or set algorithm.allowTruncatedSampling and recomputeLogProbs"
+                "rollout.sampling biases the policy ratio by %s; remove it or set algorithm.allowTruncatedSampling and recomputeLogProbs"
             ),
-            values=(
-                "$rollout.sampling.topP",
-                "self.?rollout.?sampling.?topK.hasValue() ? string(self.rollout.sampling.topK) : 'null'",
-            ),
+            values=(BIASING,),
             field="rollout.sampling",
         )
     )
     def _sampling_is_exact(self) -> Iterator[str]:
-        sampling = self.rollout.sampling
-        truncated = sampling.top_p < 1 or sampling.top_k is not None
-        if truncated and not self.algorithm.allow_truncated_sampling:
-            yield (
-                f"rollout.sampling.topP and topK bias the policy ratio, got topP {sampling.top_p:g}, topK {'null' if sampling.top_k is None else sampling.top_k}; remove them or set algorithm.allowTruncatedSampling and recomputeLogProbs"
-            )
+        biasing = self.rollout.sampling.biasing
+        if biasing and not self.algorithm.allow_truncated_sampling:
+            yield f"rollout.sampling biases the policy ratio by {listed(biasing)}; remove it or set algorithm.allowTruncatedSampling and recomputeLogProbs"
 
     @rule(
         Cel(

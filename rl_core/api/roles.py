@@ -1,14 +1,15 @@
 """`spec.actor` and `spec.rollout`, and the fields that they share with `spec.env` (`env.py`)."""
 
+import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
 from rl_core.api.backends import ENGINES, TRAINERS
 from rl_core.api.base import Spec, rule
-from rl_core.api.bounds import none_for_zero
-from rl_core.api.cel import Cel
+from rl_core.api.bounds import listed, none_for_zero
+from rl_core.api.cel import Cel, no_keys
 from rl_core.api.egress import Egress
 from rl_core.api.pods import PodSpec
 
@@ -274,8 +275,18 @@ class ActorSpec(FabricRoleSpec):
             yield f"optimizer.distributed false needs backend megatron, got {self.backend}; choose it or remove distributed"
 
 
+BIASING = (
+    "(($rollout.sampling.topP < 1.0 ? ['topP'] : []) + (self.?rollout.?sampling.?topK.hasValue() ? ['topK'] : [])"
+    " + ($rollout.sampling.minP > 0.0 ? ['minP'] : []) + ($rollout.sampling.presencePenalty != 0.0 ? ['presencePenalty'] : [])"
+    " + ($rollout.sampling.frequencyPenalty != 0.0 ? ['frequencyPenalty'] : [])"
+    " + ($rollout.sampling.repetitionPenalty != 1.0 ? ['repetitionPenalty'] : [])"
+    " + (self.?rollout.?sampling.?logitBias.orValue({}).size() > 0 ? ['logitBias'] : []))"
+)
+"""CEL list of the fields that `SamplingSpec.biasing` returns, of a job."""
+
+
 class SamplingSpec(Spec):
-    """Sampling of tokens in training rollouts."""
+    """Sampling of tokens in training rollouts. Fields that need algorithm.allowTruncatedSampling bias the policy ratio."""
 
     temperature: float = Field(1.0, gt=0)
     """Softmax temperature; the trainer uses the same."""
@@ -283,12 +294,53 @@ class SamplingSpec(Spec):
     """Nucleus sampling; below 1 needs algorithm.allowTruncatedSampling."""
     top_k: int | None = Field(None, ge=1, lt=2**31)
     """Top-k sampling; null = off; a number needs algorithm.allowTruncatedSampling."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Least probability over that of the likeliest token. This and the next four need allowTruncatedSampling too."""
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    """Subtracted from logits of tokens generated before in this turn."""
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    """The same for each time they were generated."""
+    repetition_penalty: float = Field(1.0, gt=0, le=2)
+    """Reduces logits of tokens generated before by this factor."""
+    logit_bias: Annotated[
+        dict[Annotated[str, Field(max_length=10)], Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)
+    ] = {}
+    """Token id -> number added to its logit; -100 bans it."""
     max_new_tokens: int = Field(64, ge=1, lt=2**31)
     """Longest generation of one turn, tokens."""
     stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=32)] = []
     """Strings that end a generation; they are kept in the text."""
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=256)] = []
     """Token ids that end a generation, besides the eos token of the tokenizer."""
+
+    @property
+    def penalised(self) -> bool:
+        """Return whether logits depend on the tokens that were generated before."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def biasing(self) -> list[str]:
+        """Return the fields by which tokens are not drawn from softmax(logits / temperature)."""
+        used = {
+            "topP": self.top_p < 1,
+            "topK": self.top_k is not None,
+            "minP": self.min_p > 0,
+            "presencePenalty": self.presence_penalty != 0,
+            "frequencyPenalty": self.frequency_penalty != 0,
+            "repetitionPenalty": self.repetition_penalty != 1,
+            "logitBias": bool(self.logit_bias),
+        }
+        return [name for name, given in used.items() if given]
+
+    @rule(
+        no_keys(
+            "logitBias", "!k.matches('^[0-9]{1,9}$')", "logitBias must have token ids as keys, got %s; correct them"
+        )
+    )
+    def _bias_of_ids(self) -> Iterator[str]:
+        wrong = [key for key in self.logit_bias if not re.fullmatch("[0-9]{1,9}", key)]
+        if wrong:
+            yield f"logitBias must have token ids as keys, got {listed(wrong)}; correct them"
 
 
 class AutoscaleSpec(Spec):
@@ -335,6 +387,8 @@ class RolloutSpec(FabricRoleSpec):
     load."""
     compile: bool = False
     """torch.compile the decode step; needs a C++ compiler in the image (the shipped images have none)."""
+    engine_args: Annotated[dict[str, Any], Field(max_length=64)] = {}
+    """Further arguments of SGLang (ServerArgs), by their Python names; those that rljob sets itself are refused."""
     oversample: float = Field(1.0, ge=1, le=8)
     """On policy only: generate this many times promptsPerStep groups per step. Those that finish and are not filtered train, in the order in which
     they were issued, until the step has enough."""

@@ -152,6 +152,8 @@ FOREIGN_NAMES = (
         "Biases the policy ratio: see algorithm.allowTruncatedSampling.",
     ),
     ForeignName("rollout.sampling.topK", ("top_k",), ("actor_rollout_ref.rollout.top_k",)),
+    ForeignName("rollout.sampling.minP", ("min_p",)),
+    ForeignName("rollout.sampling.repetitionPenalty", ("repetition_penalty",)),
     ForeignName(
         "rollout.sampling.maxNewTokens",
         ("max_completion_length",),

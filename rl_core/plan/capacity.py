@@ -188,6 +188,7 @@ def _offloaded(job: RLJobSpec, phase: str) -> frozenset[str]:
 def _rollout_rows(name: str, job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
     width = WIDTH[job.model.dtype]
     tokens = job.rollout.max_batch * (job.rollout.max_sequence_length or facts.max_length)
+    tokens = job.rollout.engine_args.get("max_total_tokens") or tokens
     # SGLang is tensor parallel over the accelerators of its pod; it replicates key-value heads where there are fewer than accelerators.
     ranks = max(1, job.rollout.gpus) if job.rollout.engine == "sglang" else 1
     weights = {"weights": -(-facts.parameters // ranks) * width}

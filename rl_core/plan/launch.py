@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rl_core.api.errors import ConfigError
 from rl_core.plan.colocated import colocate, shape_of
+from rl_core.plan.engine_arguments import check_engine_arguments
 from rl_core.plan.groups import CONTROL_GROUP, KINDS_VARIABLE, Group, groups_of, kinds_as_variable
 from rl_core.plan.parts import ContainerPlan, GpuClaim, LaunchPlan, PodPlan, Ports, ProcessPlan
 from rl_core.plan.placement import Placement
@@ -68,10 +69,12 @@ def build_launch_plan(
     start of its pods, the first half of the incarnation (`Identity.incarnation`); a replacement needs a higher number.
     `host` None is for a cluster: processes find the runner by the name of its pod in the headless Service of the job. Any other
     host, such as 127.0.0.1, is for one machine: all pods run there, and accelerators are numbered over all of them.
-    Raises ConfigError for replicas of a group that is not elastic or below 0, for accelerators that do not divide over processes, and for
-    two gangs on one machine; PlacementError for a placement that the pods of the job cannot honour.
+    Raises ConfigError for replicas of a group that is not elastic or below 0, for accelerators that do not divide over processes,
+    for two gangs on one machine, and for arguments that the engine does not take; PlacementError for a placement that the pods of the job
+    cannot honour.
     """
     spec: RLJobSpec = job.spec if hasattr(job, "spec") else job
+    check_engine_arguments(spec)
     groups = groups_of(spec) if groups is None else groups
     local = host is not None
     gangs = [group.name for group in groups.values() if not group.elastic]

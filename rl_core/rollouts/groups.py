@@ -65,7 +65,7 @@ class GroupMaker:
         if kind not in self._managers:
             spec, generation = self._spec, self._training
             if temperature is not None:
-                params = replace(self._params, temperature=temperature, top_p=1.0, top_k=None)
+                params = replace(self._params.unbiased(), temperature=temperature)
                 generation = self._engine.generator(params)
             self._managers[kind] = RolloutManager(
                 self._tokenizer,
@@ -90,6 +90,11 @@ def training_params(spec: RLJobSpec) -> SamplingParams:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=tuple((int(token), bias) for token, bias in sampling.logit_bias.items()),
         stop_strings=unique(sampling.stop),
         stop_token_ids=unique(sampling.stop_token_ids),
     )

@@ -82,8 +82,8 @@ def token_limit(prompt_tokens: int, params: SamplingParams, max_seq_len: int) ->
     return min(params.max_new_tokens, room), reason.value
 
 
-def check_prompt(prompt: Sequence[int], *, vocab_size: int, max_seq_len: int) -> None:
-    """Raise ValueError if `prompt` is empty, longer than `max_seq_len`, or has ids outside [0, `vocab_size`).
+def check_prompt(prompt: Sequence[int], params: SamplingParams, *, vocab_size: int, max_seq_len: int) -> None:
+    """Raise ValueError if `prompt` is empty or longer than `max_seq_len`, or if it or the logit bias has ids outside [0, `vocab_size`).
 
     Such a row must be rejected before it is queued, because in the middle of a batch it would fail every row of the batch.
     """
@@ -94,3 +94,8 @@ def check_prompt(prompt: Sequence[int], *, vocab_size: int, max_seq_len: int) ->
     low, high = min(prompt), max(prompt)
     if low < 0 or high >= vocab_size:
         raise ValueError(f"token ids must be in [0, {vocab_size}), got {low} to {high}; use the model's tokenizer")
+    outside = [token for token, _ in params.logit_bias if not 0 <= token < vocab_size]
+    if outside:
+        raise ValueError(
+            f"token ids of logitBias must be in [0, {vocab_size}), got {outside}; use ids of the model's tokenizer"
+        )

@@ -22,6 +22,16 @@ class SamplingParams:
     """Nucleus sampling, applied after top_k; 1 = off."""
     top_k: int | None = None
     """Number of most likely tokens that are kept; None = off."""
+    min_p: float = 0.0
+    """Smallest probability of a token as a share of the most likely one's, applied after top_p; 0 = off."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that were generated before."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token once for each time that it was generated before."""
+    repetition_penalty: float = 1.0
+    """Factor by which logits of tokens that were generated before are reduced (Keskar et al. 2019); after the other penalties; 1 = off."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, number added to its logit), after the penalties."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end the generation, in addition to the end-of-sequence ids."""
     stop_strings: tuple[str, ...] = ()
@@ -35,6 +45,11 @@ class SamplingParams:
             "temperature": (self.temperature >= 0, ">= 0"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "top_k": (self.top_k is None or self.top_k >= 1, "None or >= 1"),
+            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
+            "presence_penalty": (-2 <= self.presence_penalty <= 2, "in [-2, 2]"),
+            "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
+            "repetition_penalty": (0 < self.repetition_penalty <= 2, "in (0, 2]"),
+            "logit_bias": (all(-100 <= bias <= 100 for _, bias in self.logit_bias), "in [-100, 100]"),
             "stop_strings": (all(isinstance(s, str) and s for s in self.stop_strings), "texts that are not empty"),
         }
         for name, (good, rule) in rules.items():
@@ -47,6 +62,16 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Return whether the most likely token is taken."""
         return self.temperature == 0
+
+    @property
+    def penalised(self) -> bool:
+        """Return whether logits depend on the tokens that were generated before."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    def unbiased(self) -> SamplingParams:
+        """Return the settings under which tokens are drawn from softmax(logits / temperature), as the trainer scores them."""
+        params = replace(self, top_p=1.0, top_k=None, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0)
+        return replace(params, repetition_penalty=1.0, logit_bias=())
 
     @classmethod
     def of(cls, given: SamplingParams | Mapping[str, Any]) -> SamplingParams:
@@ -68,7 +93,7 @@ class SamplingParams:
             stop_strings=unique((*self.stop_strings, *stop_strings)),
             max_new_tokens=self.max_new_tokens if max_new_tokens is None else max_new_tokens,
         )
-        return replace(params, temperature=0.0, top_p=1.0, top_k=None) if greedy else params
+        return replace(params.unbiased(), temperature=0.0) if greedy else params
 
     def stop_ids(self, eos_token_ids: Collection[int]) -> frozenset[int]:
         """Return all ids that end a row, given the model's end-of-sequence ids."""

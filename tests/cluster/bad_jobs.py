@@ -146,13 +146,36 @@ CASES = (
         "truncated-sampling": (
             {"rollout": {"sampling": {"topK": 5}}},
             "spec.rollout.sampling",
-            "rollout.sampling.topP and topK bias the policy ratio, got topP 1, topK 5; remove them or set algorithm.allowTruncatedSampling and recomputeLogProbs",
+            'rollout.sampling biases the policy ratio by ["topK"]; remove it or set algorithm.allowTruncatedSampling and recomputeLogProbs',
             SAME,
         ),
         "nucleus-sampling": (
             {"rollout": {"sampling": {"topP": 0.5}}},
             "spec.rollout.sampling",
-            "rollout.sampling.topP and topK bias the policy ratio, got topP 0.5, topK null; remove them or set algorithm.allowTruncatedSampling and recomputeLogProbs",
+            'rollout.sampling biases the policy ratio by ["topP"]; remove it or set algorithm.allowTruncatedSampling and recomputeLogProbs',
+            SAME,
+        ),
+        "penalties-of-tokens": (
+            {
+                "rollout": {
+                    "sampling": {
+                        "minP": 0.1,
+                        "presencePenalty": 1.0,
+                        "frequencyPenalty": 0.5,
+                        "repetitionPenalty": 1.1,
+                        "logitBias": {"5": -100.0},
+                    }
+                }
+            },
+            "spec.rollout.sampling",
+            'rollout.sampling biases the policy ratio by ["minP", "presencePenalty", "frequencyPenalty", "repetitionPenalty", "logitBias"]; '
+            "remove it or set algorithm.allowTruncatedSampling and recomputeLogProbs",
+            SAME,
+        ),
+        "bias-of-a-word": (
+            {"rollout": {"sampling": {"logitBias": {"the": 1.0}}}},
+            "spec.rollout.sampling.logitBias",
+            'logitBias must have token ids as keys, got ["the"]; correct them',
             SAME,
         ),
         "completion-longer-than-the-row": (

@@ -5,8 +5,8 @@ Fixed are all fields of spec except:
 - fields that only the operator reads,
 - pod fields, which take effect when a pod is started the next time.
 
-The rules check whether the old object is suspended, so a fixed field is changed by two writes: suspend, then edit. `env.options` is free-
-form and cannot be compared by CEL; the runner rejects a change of it.
+The rules check whether the old object is suspended, so a fixed field is changed by two writes: suspend, then edit. `env.options` and
+`rollout.engineArgs` are free-form and cannot be compared by CEL; the runner rejects a change of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rl_core.plan.groups import BUILT_IN
 from rljob_operator.crd.rules import Schema, field_at, field_or_default, rule_entry
 
 POD_FIELDS = frozenset(field.alias for field in PodSpec.model_fields.values())
-FREE = (*MUTABLE_FIELDS, *OPERATOR_FIELDS, "env.options", "groups")
+FREE = (*MUTABLE_FIELDS, *OPERATOR_FIELDS, "env.options", "rollout.engineArgs", "groups")
 QUOTED = (
     "model.path",
     "model.dtype",

@@ -153,7 +153,7 @@ class HFEngine:
         Raises ValueError for a prompt that `rows.check_prompt` rejects and for a seed outside 64 bits.
         """
         ids = tuple(map(int, prompt))
-        check_prompt(ids, vocab_size=self._decoder.vocab_size, max_seq_len=self.max_seq_len)
+        check_prompt(ids, params, vocab_size=self._decoder.vocab_size, max_seq_len=self.max_seq_len)
         if not 0 <= seed < 2**64:
             raise ValueError(f"a seed must be in [0, 2**64), got {seed}; take rollouts.sampling.sample_seed")
         self._next_ticket += 1
@@ -352,7 +352,8 @@ class HFEngine:
         """Return the sampler of the rows from `first` on; that of the whole batch is kept until rows come or go."""
         if self._draw is None or first:
             params = [request.params for request in self._rows.requests[first:]]
-            draw = BatchSampler(params, vocab_size=self._decoder.vocab_size, device=self._decoder.device)
+            ids = [self._rows.ids(first + row) if one.penalised else [] for row, one in enumerate(params)]
+            draw = BatchSampler(params, ids, vocab_size=self._decoder.vocab_size, device=self._decoder.device)
             if first:
                 return draw
             self._draw = draw

@@ -4,6 +4,9 @@ The random number of a token is a function of (seed of its row, position in the 
 seed s uses `uniforms(s, p)`. So samples do not depend on the other rows of the batch or on interruptions. A token is sampled by inverting
 the cumulative distribution at its random number.
 
+Logits are changed in the order of SGLang: presence and frequency penalties, repetition penalty, logit bias, temperature, then the cuts top-k,
+top-p and min-p.
+
 Legend: n rows, V vocabulary.
 """
 
@@ -41,14 +44,55 @@ def _mix(z: Any) -> Any:
     return z ^ (z >> np.uint64(31))
 
 
+class _Penalties:
+    """Changes the logits of rows by the tokens that each has generated, and by its logit bias."""
+
+    def __init__(
+        self, rows: Sequence[SamplingParams], ids: Sequence[Sequence[int]], vocab_size: int, device: torch.device
+    ) -> None:
+        self._counts = torch.zeros(len(rows), vocab_size, device=device)
+        self._bias = torch.zeros(len(rows), vocab_size, device=device)
+        for row, (params, generated) in enumerate(zip(rows, ids, strict=True)):
+            if generated:
+                tokens = torch.tensor(generated, device=device)
+                self._counts[row].index_add_(0, tokens, torch.ones(len(generated), device=device))
+            for token, bias in params.logit_bias:
+                self._bias[row, token] = bias
+
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, device=device).unsqueeze(1)
+
+        self._presence = column([row.presence_penalty for row in rows])
+        self._frequency = column([row.frequency_penalty for row in rows])
+        self._repetition = column([row.repetition_penalty for row in rows])
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return the changed logits [n, V]."""
+        seen = self._counts > 0
+        logits = logits - self._frequency * self._counts - self._presence * seen
+        reduced = torch.where(logits < 0, logits * self._repetition, logits / self._repetition)
+        return torch.where(seen, reduced, logits) + self._bias
+
+    def count(self, tokens: Tensor) -> None:
+        """Count the tokens [n] that the rows have got."""
+        self._counts.scatter_add_(1, tokens.unsqueeze(1), torch.ones_like(self._counts[:, :1]))
+
+
 class BatchSampler:
     """Samples one token for each row of a fixed batch: `tokens, logprobs = sampler(logits, uniforms)`.
 
     It is created when rows are added or removed, and called at every step.
     """
 
-    def __init__(self, rows: Sequence[SamplingParams], *, vocab_size: int, device: torch.device) -> None:
-        """Prepare to sample rows with these settings on `device`, from a vocabulary of `vocab_size` tokens."""
+    def __init__(
+        self, rows: Sequence[SamplingParams], ids: Sequence[Sequence[int]], *, vocab_size: int, device: torch.device
+    ) -> None:
+        """Prepare to sample rows with these settings on `device`, from a vocabulary of `vocab_size` tokens.
+
+        `ids` are the tokens that each row has generated so far; they matter for rows with penalties only.
+        """
+        biased = any(row.penalised or row.logit_bias for row in rows)
+        self._penalties = _Penalties(rows, ids, vocab_size, device) if biased else None
         greedy = [row.greedy for row in rows]
         temperatures = [1.0 if row.greedy else row.temperature for row in rows]
         self._all_greedy, self._any_greedy = all(greedy), any(greedy)
@@ -60,13 +104,17 @@ class BatchSampler:
         self._top_k = torch.tensor(tops, device=device).unsqueeze(1) if min(tops) < vocab_size else None
         nuclei = [row.top_p for row in rows]
         self._top_p = torch.tensor(nuclei, device=device).unsqueeze(1) if min(nuclei) < 1 else None
+        floors = [row.min_p for row in rows]
+        self._min_p = torch.tensor(floors, device=device).unsqueeze(1) if max(floors) > 0 else None
 
     def __call__(self, logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Return (tokens [n] int64, log-probabilities [n] float32) for `logits` [n, V] float32, `noise` [n] float64.
 
-        Log-probabilities are of softmax(logits / temperature) over the whole vocabulary, also with top-k or top-p; greedy rows use
-        temperature 1.
+        Log-probabilities are of softmax(logits / temperature) over the whole vocabulary, also with top-k, top-p or min-p; with penalties
+        and logit bias the logits are those after them. Greedy rows use temperature 1.
         """
+        if self._penalties is not None:
+            logits = self._penalties.apply(logits)
         if self._scaled:
             logits = logits / self._temperature
         probabilities = logits.softmax(-1)
@@ -76,6 +124,8 @@ class BatchSampler:
             tokens = self._sample(self._cut(logits, probabilities), noise)
             if self._any_greedy:
                 tokens = torch.where(self._greedy, logits.argmax(-1), tokens)
+        if self._penalties is not None:
+            self._penalties.count(tokens)
         return tokens, probabilities.gather(1, tokens.unsqueeze(1)).squeeze(1).log_()
 
     @staticmethod
@@ -89,9 +139,14 @@ class BatchSampler:
         return torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_(max=weights.shape[1] - 1)
 
     def _cut(self, logits: Tensor, probabilities: Tensor) -> Tensor:
-        """Return the probabilities, with those that top-k and then top-p exclude set to 0 (not renormalised)."""
+        """Return the probabilities, with those that top-k, then top-p and min-p exclude set to 0 (not renormalised)."""
+        if self._min_p is not None:  # the most likely token is never excluded, so the order does not matter
+            floor = self._min_p * probabilities.amax(-1, keepdim=True)
+            kept = probabilities.masked_fill(probabilities < floor, 0.0)
+        else:
+            kept = probabilities
         if self._top_k is None and self._top_p is None:
-            return probabilities
+            return kept
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
         if self._top_k is not None:
             ranks = torch.arange(logits.shape[1], device=logits.device)
@@ -101,4 +156,5 @@ class BatchSampler:
             total = ordered.sum(-1, keepdim=True)
             # Keep the token that crosses top_p: the sum before it is still below.
             ordered = ordered.masked_fill(before >= self._top_p * total, 0.0)
-        return torch.zeros_like(probabilities).scatter_(1, order, ordered)
+        cut = torch.zeros_like(probabilities).scatter_(1, order, ordered)
+        return torch.where(kept > 0, cut, kept)

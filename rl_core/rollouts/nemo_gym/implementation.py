@@ -31,7 +31,16 @@ from rl_core.workers.timers import Timers, worker_timer
 TASK = "nemo_gym"
 """Name of the environment that runs the rows."""
 TIMERS = "timing/rollout"
-UNSUPPORTED = ("stop_strings", "stop_token_ids", "top_k")
+UNSUPPORTED = (
+    "stop_strings",
+    "stop_token_ids",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+)
 """Generation settings that a request of the Responses API cannot state."""
 NAMED_FAILURES = 3
 """Rows without an answer whose reason is part of the error."""

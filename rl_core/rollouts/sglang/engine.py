@@ -164,7 +164,7 @@ class SGLangEngine:
                 next(self._numbers), row, sink, self.max_seq_len, self.eos_token_ids, self._stop_strings
             )
             try:
-                check_prompt(row.prompt, vocab_size=self._vocab_size, max_seq_len=self.max_seq_len)
+                check_prompt(row.prompt, row.params, vocab_size=self._vocab_size, max_seq_len=self.max_seq_len)
             except ValueError as error:
                 sink([(row.key, error)])
                 continue

@@ -59,7 +59,7 @@ def _remove_orphans() -> None:
 
 
 def options(spec: RLJobSpec, folder: Path, device: str, max_seq_len: int) -> dict[str, Any]:
-    """Return the arguments of `sglang.Engine`."""
+    """Return the arguments of `sglang.Engine`: those of the job over our defaults, and over both those that a job may not set."""
     context = max_seq_len + CONTEXT_MARGIN
     common: dict[str, Any] = {
         "model_path": str(folder),
@@ -70,19 +70,19 @@ def options(spec: RLJobSpec, folder: Path, device: str, max_seq_len: int) -> dic
         "random_seed": spec.algorithm.seed,
         "grammar_backend": "none",
         "skip_server_warmup": True,
-        "log_level": "warning",
     }
+    own: dict[str, Any] = {"log_level": "warning"} | spec.rollout.engine_args
     if spec.weights.on_update == "keep_kv":
         # The prefix cache would hold keys and values of older weights, and a step that overlaps an update would be labelled with the
         # new version.
         common |= {"disable_radix_cache": True, "disable_overlap_schedule": True}
     if device == "cpu":
-        return common | cpu.options(max_batch=spec.rollout.max_batch, context=context)
+        return cpu.options(max_batch=spec.rollout.max_batch, context=context) | own | common
     first = int(device.partition(":")[2] or 0)
     if spec.placement.mode != "disaggregated":
         # With a copy in host memory, so that weights that are not replaced while offloaded come back unchanged.
         common |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
-    return common | {"device": "cuda", "base_gpu_id": first, "tp_size": spec.rollout.tensor_parallel}
+    return own | common | {"device": "cuda", "base_gpu_id": first, "tp_size": spec.rollout.tensor_parallel}
 
 
 def variables(folder: Path, device: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:

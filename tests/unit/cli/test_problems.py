@@ -39,7 +39,7 @@ def test_a_good_job_has_no_problems():
         ({"data": {"trian": "x", "train": "y"}}, ["spec.data.trian", "not a known field", "did you mean train?"]),
         ({"algorithm": {"steps": "many"}}, ["spec.algorithm.steps", "valid integer", "got 'many'"]),
         ({"algorithm": {"name": "ppo2"}}, ["spec.algorithm.name", "grpo", "module:function", "got ppo2"]),
-        ({"rollout": {"sampling": {"topP": 0.9}}}, ["topP", "bias the policy ratio"]),
+        ({"rollout": {"sampling": {"topP": 0.9}}}, ["topP", "biases the policy ratio"]),
         (
             {"rollout": {"sampling": {"temperature": 0}}},
             ["spec.rollout.sampling.temperature", "greater than 0", "got 0"],

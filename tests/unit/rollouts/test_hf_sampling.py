@@ -8,6 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation import SequenceBiasLogitsProcessor
 
 from rl_core.api.errors import RolloutConfigError
 from rl_core.api.job import RLJobSpec
@@ -73,7 +80,7 @@ def test_noise_is_splitmix_of_the_mixed_seed_at_the_position(seed, position):
 
 def draw(logits, noise, **params):
     rows = [SamplingParams(**params)] * len(logits)
-    return BatchSampler(rows, vocab_size=logits.shape[1], device=CPU)(logits, noise)
+    return BatchSampler(rows, [[]] * len(rows), vocab_size=logits.shape[1], device=CPU)(logits, noise)
 
 
 def reference(logits, *, temperature=1.0, top_k=None, top_p=1.0):
@@ -140,6 +147,62 @@ def test_log_probabilities_are_of_the_whole_vocabulary_whatever_is_cut(seed, tem
     assert (logprobs.double() - exact).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("changes", [{}, {"top_k": 7}, {"top_p": 0.8}], ids=str)
+def test_min_p_excludes_what_transformers_excludes(changes):
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(3)) * 2
+    scores = (logits / 0.7).clone()
+    if changes.get("top_k"):
+        scores = TopKLogitsWarper(changes["top_k"])(None, scores)
+    if changes.get("top_p"):
+        scores = TopPLogitsWarper(changes["top_p"])(None, scores)
+    kept = MinPLogitsWarper(0.1)(None, scores).isfinite()[0]
+    assert 1 < kept.sum() < scores.isfinite().sum()
+    noise = torch.from_numpy(grid([5], range(20_000)).ravel().copy())
+    tokens, logprobs = draw(logits.expand(20_000, -1).contiguous(), noise, temperature=0.7, min_p=0.1, **changes)
+    assert set(tokens.tolist()) == set(kept.nonzero().flatten().tolist())
+    exact = (logits.double() / 0.7).log_softmax(-1)[0, tokens]
+    assert (logprobs.double() - exact).abs().max() < 1e-5
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 9), max_size=12), min_size=3, max_size=3),
+    st.floats(0.5, 2.0),
+    st.lists(st.floats(-2, 2), min_size=2, max_size=2),
+)
+def test_penalties_and_bias_change_logits_as_transformers_and_as_the_definition_of_openai_do(ids, factor, additive):
+    presence, frequency = additive
+    bias = ((3, -100.0), (4, 1.5))
+    settings_ = {"repetition_penalty": factor, "presence_penalty": presence, "frequency_penalty": frequency}
+    rows = [SamplingParams(temperature=0.5, **settings_, logit_bias=bias), SamplingParams(temperature=0.5)]
+    rows.append(SamplingParams(temperature=0.5, repetition_penalty=factor))
+    logits = torch.randn(3, 10, generator=torch.Generator().manual_seed(len(ids[0])))
+    sampler = BatchSampler(rows, ids, vocab_size=10, device=CPU)
+    generated = [list(row) for row in ids]
+    for _ in range(3):  # tokens that are drawn count at the next step
+        tokens, logprobs = sampler(logits, torch.rand(3, dtype=torch.float64))
+        for row, (params, before) in enumerate(zip(rows, generated, strict=True)):
+            scores = logits[row : row + 1].double().clone()
+            for token in set(before):
+                scores[0, token] -= params.presence_penalty + params.frequency_penalty * before.count(token)
+            if before and params.repetition_penalty != 1:
+                scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(torch.tensor([before]), scores)
+            if params.logit_bias:
+                added = {(token,): value for token, value in params.logit_bias}
+                scores = SequenceBiasLogitsProcessor(added)(torch.zeros(1, 1, dtype=torch.int64), scores)
+            exact = (scores / 0.5).log_softmax(-1)[0, tokens[row]]
+            assert abs(logprobs[row].double() - exact) < 1e-4
+            before.append(int(tokens[row]))
+    assert 3 not in generated[0][len(ids[0]) :]
+
+
+def test_settings_without_bias_are_those_that_the_trainer_scores_with():
+    params = SamplingParams(temperature=0.7, top_p=0.5, top_k=3, min_p=0.1, presence_penalty=1.0, frequency_penalty=1.0)
+    params = replace(params, repetition_penalty=1.2, logit_bias=((1, 2.0),), stop_strings=("x",))
+    assert params.unbiased() == SamplingParams(temperature=0.7, stop_strings=("x",))
+    assert params.for_row((), None, greedy=True) == SamplingParams(temperature=0.0, stop_strings=("x",))
+
+
 def test_greedy_takes_the_likeliest_token_with_its_probability_at_temperature_one():
     logits = torch.randn(5, 20)
     tokens, logprobs = draw(logits, torch.rand(5, dtype=torch.float64), temperature=0.0)
@@ -153,9 +216,9 @@ def test_rows_of_different_settings_share_a_draw():
         SamplingParams(temperature=t, top_k=k, top_p=p)
         for t, k, p in ((0.0, None, 1.0), (1.0, None, 1.0), (0.5, 2, 1.0), (2.0, None, 0.5))
     ]
-    tokens, logprobs = BatchSampler(rows, vocab_size=20, device=CPU)(logits, noise)
+    tokens, logprobs = BatchSampler(rows, [[]] * 4, vocab_size=20, device=CPU)(logits, noise)
     for index, row in enumerate(rows):
-        token, logprob = BatchSampler([row], vocab_size=20, device=CPU)(
+        token, logprob = BatchSampler([row], [[]], vocab_size=20, device=CPU)(
             logits[index : index + 1], noise[index : index + 1]
         )
         assert token.item() == tokens[index].item() and abs(logprob.item() - logprobs[index].item()) < 1e-6
@@ -170,7 +233,19 @@ def test_tokens_of_no_probability_are_never_taken(noise):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("temperature", -1.0), ("top_p", 0.0), ("top_p", 1.1), ("top_k", 0), ("max_new_tokens", -1)]
+    ("field", "value"),
+    [
+        ("temperature", -1.0),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", 0),
+        ("max_new_tokens", -1),
+        ("min_p", 1.1),
+        ("presence_penalty", 3.0),
+        ("frequency_penalty", -3.0),
+        ("repetition_penalty", 0.0),
+        ("logit_bias", ((1, 101.0),)),
+    ],
 )
 def test_settings_out_of_range_are_refused(field, value):
     with pytest.raises(RolloutConfigError, match=f"{field} must be"):
@@ -198,5 +273,5 @@ def test_a_row_adds_stop_strings_and_may_change_its_length_and_decode_greedily()
 
 
 def test_unknown_settings_are_refused():
-    with pytest.raises(RolloutConfigError, match="repetition_penalty"):
-        SamplingParams.of({"repetition_penalty": 1.1})
+    with pytest.raises(RolloutConfigError, match="length_penalty"):
+        SamplingParams.of({"length_penalty": 1.1})

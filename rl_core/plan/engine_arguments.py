@@ -1,0 +1,121 @@
+"""Checks what a job asks of SGLang, above all `rollout.engineArgs`, the arguments that it passes on, without importing SGLang.
+
+`sglang_arguments.json` has the names and types of the arguments of the SGLang version that the images contain. It is generated from SGLang's
+source (`tests/lint/sglang_arguments.py`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_core.api.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rl_core.api.job import RLJobSpec
+
+FILE = Path(__file__).with_name("sglang_arguments.json")
+WEIGHTS = "the engine gets its weights by weight sync only; remove it"
+PROCESSES = "rljob starts the engine's processes and chooses their addresses; remove it"
+ONE_ENGINE = "a pod has one engine, whose ranks share each layer; use rollout.gpus for a larger engine and rollout.replicas for more engines"
+ADAPTERS = "adapters (spec.model.lora) are merged into the weights that the engine gets; remove it"
+SAMPLING = "every row has the sampling settings of the job; use rollout.sampling"
+RESERVED: Mapping[str, str] = {
+    "model_path": "use spec.model.path",
+    "tokenizer_path": "the tokenizer is that of spec.model.path; remove it",
+    "skip_tokenizer_init": "the engine finds stop strings with its tokenizer; remove it",
+    "json_model_override_args": "trainer and engine must run the same model; change config.json of spec.model.path",
+    "is_embedding": "rollouts generate; remove it",
+    "dtype": "use spec.model.dtype",
+    "quantization": "the engine must serve the weights that are trained, and their checksums are compared; remove it",
+    "context_length": "use rollout.maxSequenceLength",
+    "max_running_requests": "use rollout.maxBatch",
+    "random_seed": "use algorithm.seed",
+    "grammar_backend": "no completion is constrained by a grammar; remove it",
+    "skip_server_warmup": "the engine has no weights when it starts; remove it",
+    "tp_size": "use rollout.gpus",
+    "enable_memory_saver": "use placement.mode colocated, which sets it",
+    "incremental_streaming_output": "the worker reads whole outputs; remove it",
+    "custom_sigquit_handler": "a function cannot be given in a job; remove it",
+    "disaggregation_mode": "an engine prefills and decodes; remove it",
+    "weight_version": "each weight sync sets it; remove it",
+    **dict.fromkeys(("sampling_defaults", "preferred_sampling_params"), SAMPLING),
+    **dict.fromkeys(("pp_size", "dp_size", "nnodes", "node_rank"), ONE_ENGINE),
+    **dict.fromkeys(("device", "base_gpu_id", "gpu_id_step", "use_ray"), PROCESSES),
+    **dict.fromkeys(("host", "port", "nccl_port", "dist_init_addr", "tokenizer_worker_num"), PROCESSES),
+    **dict.fromkeys(("enable_lora", "lora_paths", "max_lora_rank", "lora_target_modules"), ADAPTERS),
+    **dict.fromkeys(("load_format", "custom_weight_loader", "revision", "download_dir", "model_checksum"), WEIGHTS),
+    **dict.fromkeys(("enable_weights_cpu_backup", "startup_weight_load_mode", "weight_cache_mode"), WEIGHTS),
+    **dict.fromkeys(("checkpoint_engine_wait_weights_before_ready", "modelopt_quant", "quantize_and_serve"), WEIGHTS),
+}
+"""Argument -> why a job may not pass it, and what to do instead."""
+KEPT_CACHE = ("disable_radix_cache", "disable_overlap_schedule")
+"""Arguments that `weights.onUpdate: keep_kv` sets to true."""
+TYPES: Mapping[str, tuple[type, ...]] = {
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+    "string": (str,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+def check_engine_arguments(spec: RLJobSpec) -> None:
+    """Raise ConfigError with every argument of `rollout.engineArgs` that rljob sets, that SGLang lacks or whose type is another.
+
+    The engine hf takes no arguments.
+    """
+    if spec.rollout.engine_args and spec.rollout.engine != "sglang":
+        raise ConfigError(
+            f"rollout.engineArgs are arguments of SGLang, got engine {spec.rollout.engine}; choose sglang or remove them"
+        )
+    if spec.rollout.engine == "sglang" and spec.rollout.sampling.penalised and spec.weights.on_update != "wait":
+        raise ConfigError(
+            "presencePenalty, frequencyPenalty and repetitionPenalty of rollout.sampling need weights.onUpdate wait with engine sglang, which "
+            f"forgets the tokens before an interruption, got {spec.weights.on_update}; take engine hf or remove them"
+        )
+    problems = [
+        f"rollout.engineArgs.{name} {problem}"
+        for name, value in spec.rollout.engine_args.items()
+        if (problem := _problem(name, value, kept=spec.weights.on_update == "keep_kv"))
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _problem(name: str, value: Any, *, kept: bool) -> str | None:
+    version, known = _arguments()
+    if name in RESERVED:
+        return f"is not for a job to set, got {value!r}: {RESERVED[name]}"
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"write {near[0]}" if near else "remove it"
+        return f"must be an argument of SGLang {version}, which has none of that name; {hint}"
+    if not any(_fits(value, kind) for kind in known[name]):
+        kinds = " or ".join(kind if isinstance(kind, str) else repr(kind["is"]) for kind in known[name])
+        return f"must be {kinds}, got {value!r}; correct it"
+    if kept and name in KEPT_CACHE and value is False:
+        return "must not be false with weights.onUpdate keep_kv, got False; remove it"
+    return None
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Return whether a JSON value is of a kind: the name of a JSON type, or {"is": the value itself}."""
+    if not isinstance(kind, str):
+        return type(value) is type(kind["is"]) and bool(value == kind["is"])
+    if isinstance(value, bool):
+        return kind == "boolean"
+    return isinstance(value, TYPES.get(kind, ()))
+
+
+@functools.cache
+def _arguments() -> tuple[str, dict[str, list[Any]]]:
+    """Return the version of SGLang, and name -> kinds of its arguments."""
+    content = json.loads(FILE.read_text())
+    return content["version"], content["arguments"]

@@ -1,0 +1,131 @@
+"""`rollout.engineArgs`: the arguments of the installed SGLang by name and type, without those that rljob sets itself."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from rl_core.api.errors import ConfigError
+from rl_core.api.job import RLJob, RLJobSpec
+from rl_core.plan.engine_arguments import FILE, RESERVED, check_engine_arguments
+from rl_core.plan.launch import build_launch_plan
+from rl_core.rollouts.sglang import setup
+from tests.cluster.bad_jobs import GOOD, merged
+from tests.lint import sglang_arguments
+from tests.unit.rollouts.test_sglang_contract import SRT
+
+
+def spec(arguments, engine="sglang", **changes):
+    rollout = {"engine": engine, "engineArgs": arguments}
+    return RLJobSpec.model_validate(merged(GOOD, {"spec": {"rollout": rollout} | changes})["spec"])
+
+
+def test_the_names_are_those_of_the_installed_sglang():
+    assert FILE.read_text() == sglang_arguments.text()
+
+
+def test_sglangs_own_list_of_positional_arguments_has_only_names_that_are_known():
+    """SGLang keeps the order of its constructor's arguments in another file than their types."""
+    tree = ast.parse((SRT / "arg_groups" / "field_order.py").read_text())
+    names = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    known = set(sglang_arguments.arguments(SRT.parent))
+    ordered = {name for name in names if name.isidentifier() and not name.startswith("_")}
+    assert len(ordered) > 300 and len(ordered - known) <= 2, sorted(ordered - known)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mem_fraction_static": 0.7, "attention_backend": "fa3", "kv_cache_dtype": "fp8_e5m2"},
+        {"enable_deterministic_inference": True, "chunked_prefill_size": 4096, "attn_dp_size": 2},
+        {"cuda_graph_bs_decode": [1, 2, 4], "mem_fraction_static": 1, "deepep_mode": "low_latency"},
+        {"radix_eviction_policy_config": {"a": 1}, "cuda_graph_backend_decode": "full"},
+    ],
+)
+def test_arguments_of_sglang_are_passed_on(given, tmp_path):
+    job = spec(given)
+    check_engine_arguments(job)
+    options = setup.options(job, tmp_path, "cuda:0", 64)
+    assert {name: options[name] for name in given} == given
+    assert options["tp_size"] == 1 and options["load_format"] == "dummy"
+
+
+def test_arguments_precede_our_defaults_on_a_cpu(tmp_path):
+    options = setup.options(spec({"max_total_tokens": 77, "log_level": "info"}), tmp_path, "cpu", 64)
+    assert (options["max_total_tokens"], options["log_level"], options["device"]) == (77, "info", "cpu")
+    assert options["attention_backend"] == "torch_native"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("mem_fraction_static", "much", "must be null or number, got 'much'"),
+        ("chunked_prefill_size", True, "must be integer or null, got True"),
+        ("chunked_prefill_size", 0.5, "must be integer or null, got 0.5"),
+        ("deepep_mode", "slow", "'low_latency'"),
+        ("custom_sigquit_handler", "f", "a function cannot be given"),
+        ("mem_fraction", 0.7, "SGLang 0.5.23, which has none of that name; write mem_fraction_static"),
+        ("--tp", 2, "which has none of that name; remove it"),
+        ("tp_size", 2, "use rollout.gpus"),
+        ("dtype", "float16", "use spec.model.dtype"),
+        ("max_running_requests", 8, "use rollout.maxBatch"),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_name_with_the_way_out(name, value, words):
+    with pytest.raises(ConfigError) as refused:
+        check_engine_arguments(spec({name: value, "sampling_defaults": "model"}))
+    first, second = str(refused.value).splitlines()
+    assert first.startswith(f"rollout.engineArgs.{name} ") and words in first
+    assert second.startswith("rollout.engineArgs.sampling_defaults ") and "use rollout.sampling" in second
+
+
+def test_the_hf_engine_takes_none():
+    with pytest.raises(ConfigError, match="arguments of SGLang, got engine hf; choose sglang"):
+        check_engine_arguments(spec({"mem_fraction_static": 0.7}, engine="hf"))
+
+
+def test_what_keeping_the_cache_needs_cannot_be_switched_off():
+    kept = {
+        "weights": {"onUpdate": "keep_kv"},
+        "algorithm": {"maxStaleness": 1, "importance": {}, "recomputeLogProbs": True},
+    }
+    check_engine_arguments(spec({"disable_radix_cache": False}))
+    check_engine_arguments(spec({"disable_radix_cache": True}, **kept))
+    with pytest.raises(ConfigError, match="disable_radix_cache must not be false with weights.onUpdate keep_kv"):
+        check_engine_arguments(spec({"disable_radix_cache": False}, **kept))
+
+
+def test_penalties_that_sglang_would_forget_at_an_interruption_are_refused():
+    kept = {"weights": {"onUpdate": "abort_resume"}}
+    algorithm = {"maxStaleness": 1, "allowTruncatedSampling": True, "recomputeLogProbs": True}
+    rollout = {"sampling": {"repetitionPenalty": 1.2}}
+    document = merged(GOOD, {"spec": kept | {"algorithm": algorithm, "rollout": rollout}})["spec"]
+    check_engine_arguments(RLJobSpec.model_validate(document))
+    document["rollout"]["engine"] = "sglang"
+    with pytest.raises(ConfigError, match="need weights.onUpdate wait with engine sglang.*got abort_resume"):
+        check_engine_arguments(RLJobSpec.model_validate(document))
+    document["weights"]["onUpdate"] = "wait"
+    check_engine_arguments(RLJobSpec.model_validate(document))
+
+
+def test_each_argument_that_a_job_may_not_set_exists_and_each_that_we_set_is_among_them(tmp_path):
+    known = sglang_arguments.arguments(SRT.parent)
+    assert set(RESERVED) <= set(known)
+    colocated = {"placement": {"mode": "colocated"}}
+    given = setup.options(spec({}, **colocated), tmp_path, "cuda:0", 64)
+    assert set(given) - set(RESERVED) == {"log_level"}
+
+
+def test_a_plan_of_the_operator_and_of_validate_checks_them():
+    job = RLJob.model_validate(merged(GOOD, {"spec": {"rollout": {"engine": "sglang", "engineArgs": {"tp_size": 2}}}}))
+    with pytest.raises(ConfigError, match="rollout.engineArgs.tp_size"):
+        build_launch_plan(job, name="a", uid="u")
+
+
+def test_the_check_needs_neither_torch_nor_sglang():
+    code = (
+        "import sys; from rl_core.plan.engine_arguments import _arguments; _arguments();"
+        "assert not {'torch', 'sglang'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
