@@ -37,10 +37,10 @@ test-integration: env ## real processes, sockets, tiny models
 	$(BIN)/python -m pytest $(RERUNS) tests/integration
 test-pair: env cluster-programs # at once: the first computes, the second mostly waits for its API server
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-integration test-control-plane
-test-e2e: env ## real runs of the command, faults included; two at once, as most of a run is waiting
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(RERUNS) tests/e2e
-test-control-plane: env cluster-programs ## the operator on a real API server; needs no root
-	$(BIN)/python -m pytest $(RERUNS) tests/cluster/control_plane
+test-e2e: env ## real runs of the command, faults included; three at once, as much of a run is waiting
+	$(BIN)/python -m pytest -n 3 --dist loadgroup $(RERUNS) tests/e2e
+test-control-plane: env cluster-programs ## the operator on real API servers, two at once, as it mostly waits; needs no root
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(RERUNS) tests/cluster/control_plane
 test-nodes: env cluster-programs ## images, pods and jobs on real nodes; needs root
 	$(BIN)/python -m pytest $(RERUNS) tests/cluster/nodes
 

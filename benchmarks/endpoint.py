@@ -2,7 +2,8 @@
 
 `throughput`: 64 conversations of 4 short turns at a time, over HTTP from a process of their own, over the same rows (same ids, same seeds)
 given to the engine directly. `overhead`: a call whose generation takes no time, one after another, median and 95th percentile.
-`first_token`: from the request to the first chunk of such a call, streamed. HF engine on the processor: hidden size 512, 8 layers.
+`first_token`: from the request to the first chunk of such a call, streamed. `router`: both through the router of an env pod, which keeps the
+records of the calls, on the endpoint's event loop. HF engine on the processor: hidden size 512, 8 layers.
 """
 
 import argparse
@@ -45,6 +46,41 @@ class AtOnce:
         if on_tokens is not None:
             on_tokens(ids[:1])
         return GenerationOutput(ids=ids, logprobs=[-1.0] * 8, finish_reason="length", versions=[(0, 8, 0)])
+
+
+class Waiting:
+    """Programs that never end: the calls of their sessions come from this benchmark."""
+
+    async def step_rows(self, rows: Any) -> Any:
+        [self.row] = rows
+        return await asyncio.Event().wait()
+
+
+async def routed(base_url: str, api_key: str) -> dict[str, Any]:
+    """Return the overhead of calls and of first chunks by way of a router, milliseconds."""
+    from rl_core.envs.sessions import SessionRouter
+    from rl_core.messages.agents import REQUEST
+    from rl_core.messages.envs import EnvRow
+
+    programs = Waiting()
+    router = SessionRouter(programs)
+    await router.start()
+    request = {"base_url": base_url, "api_key": api_key, "model": "policy", "seconds": 600.0, "attempt": 1}
+    request |= {"resumed": False, "oldest_version": 0}
+    row = EnvRow(key="overhead", messages=[], metadata={REQUEST: request}, task_name=None)
+    run = asyncio.create_task(router.step_rows([row]))
+    await asyncio.sleep(0.1)
+    given = programs.row.metadata[REQUEST]
+    url, keys = f"{given['base_url']}/chat/completions", [given["api_key"]]
+    calls = (await called(url, keys, turns=1000))[50:]
+    first = (await called(url, keys, turns=1000, stream=True))[50:]
+    run.cancel()
+    await router.close()
+    return {"overhead_ms": percentiles(calls), "first_token_ms": percentiles(first)}
+
+
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    return {"p50": 1e3 * statistics.median(seconds), "p95": 1e3 * statistics.quantiles(seconds, n=20)[-1]}
 
 
 async def converse(url: str, keys: list[str], turns: int, stream: bool) -> list[float]:
@@ -121,12 +157,14 @@ async def measure(repetitions: int) -> dict[str, Any]:
     single = [episodes.open("overhead", AtOnce(), seed=0, greedy=False).key]  # type: ignore[arg-type]
     calls = (await called(url, single, turns=1000))[50:]
     first = (await called(url, single, turns=1000, stream=True))[50:]
+    through_router = await routed(url.removesuffix("/chat/completions"), single[0])
     await endpoint.close()
     own, served = statistics.median(alone[1:]), statistics.median(through[1:])
     return {
         "throughput": {"engine_tokens_per_second": own, "endpoint_tokens_per_second": served, "ratio": served / own},
-        "overhead_ms": {"p50": 1e3 * statistics.median(calls), "p95": 1e3 * statistics.quantiles(calls, n=20)[-1]},
-        "first_token_ms": {"p50": 1e3 * statistics.median(first), "p95": 1e3 * statistics.quantiles(first, n=20)[-1]},
+        "overhead_ms": percentiles(calls),
+        "first_token_ms": percentiles(first),
+        "router": through_router,
     }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+WEBHOOK = "failed calling webhook"
+"""Words of the API server's message about an admission webhook that failed (k8s.io/apiserver, webhook/errors)."""
 LONGEST_MESSAGE = 1000
 """Characters that are kept of a message of the API server, which can list every field of an object."""
 
@@ -34,6 +36,10 @@ class AlreadyExists(ApiError):
 
 class Forbidden(ApiError):
     """403: a missing permission, a quota, an admission rule, or the namespace is being deleted."""
+
+
+class WebhookFailed(Forbidden):
+    """500 because an admission webhook failed: it has no word on the object, and the same call fails until its owner mends it."""
 
 
 class Invalid(ApiError):
@@ -72,6 +78,8 @@ def error_of(status: int, text: bytes, *, retry_after: str | None) -> ApiError:
         kind: type[ApiError] = AlreadyExists if reason == "AlreadyExists" else Conflict
     else:
         kind = _BY_STATUS.get(status, Unavailable if status >= 500 else ApiError)
+    if status == 500 and WEBHOOK in message:
+        kind = WebhookFailed
     return kind(_short(message or f"HTTP {status}"), reason=reason, retry_after=asked)
 
 

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from rl_core.actors.backend import TrainBackend
+from rl_core.actors.inference import InferenceGroup
 from rl_core.actors.manager import validated
 from rl_core.actors.publishing import open_publisher
 from rl_core.actors.rows import Columns, StepRows
@@ -53,8 +54,8 @@ if TYPE_CHECKING:
 REWARD = "total_reward/"
 """Prefix of metrics that have no meaning when no sample of the group has a reward."""
 
-TEACHER_SHARE = 0.8
-"""Share of the deadlines of a call and of a collective that the teachers get, so that their failure arrives first."""
+ANSWER_SHARE = 0.8
+"""Share of the deadlines of a call and of a collective that other groups get for their answers, so that their failure arrives first."""
 
 
 class Actor(Worker, ABC):
@@ -83,15 +84,24 @@ class Actor(Worker, ABC):
             kept_groups=self.cfg.samples.groups,
             progress=lambda: self.record_progress("micro_steps"),
             teachers=self._teachers(),
+            inference=self._inference(),
         )
 
     def _teachers(self) -> Teachers | None:
         """Return the teachers of the job, None without distillation. Other ranks wait for their answers in a collective."""
-        distillation, deadlines = self.cfg.algorithm.distillation, self.cfg.runtime.deadlines
-        if distillation is None:
-            return None
-        seconds = TEACHER_SHARE * min(deadlines.group_method, deadlines.collective)
-        return Teachers(self, distillation, temperature=self.cfg.rollout.sampling.temperature, seconds=seconds)
+        distillation = self.cfg.algorithm.distillation
+        return None if distillation is None else Teachers(self, distillation, **self._bounds_of_answers())
+
+    def _inference(self) -> InferenceGroup | None:
+        """Return the group that computes the old log-probabilities, None where the trainer does."""
+        group = self.cfg.algorithm.inference
+        return None if group is None else InferenceGroup(self, group, **self._bounds_of_answers())
+
+    def _bounds_of_answers(self) -> dict[str, float]:
+        """Return the temperature at which other groups score tokens, and the seconds within which they must answer."""
+        deadlines = self.cfg.runtime.deadlines
+        seconds = ANSWER_SHARE * min(deadlines.group_method, deadlines.collective)
+        return {"temperature": self.cfg.rollout.sampling.temperature, "seconds": seconds}
 
     @abstractmethod
     def _build_backend(self, cfg: RLJobSpec) -> TrainBackend:

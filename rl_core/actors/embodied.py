@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from rl_core.actors.base import Actor
 from rl_core.actors.fsdp.policy import PolicyBackend, PolicyModelManager
 from rl_core.actors.trajectories import merge_trajectories, prepare_rows
@@ -38,6 +40,8 @@ class EmbodiedFSDPActor(Actor):
                 "change env.options.horizon or optimizerStepsPerBatch"
             )
         self._trajectory: Trajectory | None = None
+        self._inputs: dict[str, Tensor] = {}
+        """What the policy saw in the rows of the step."""
 
     def _build_backend(self, cfg: RLJobSpec) -> PolicyBackend:
         """Return the backend of this rank; all ranks are data-parallel."""
@@ -105,5 +109,21 @@ class EmbodiedFSDPActor(Actor):
                 reduce=self.ranks.sum_over_data_ranks if self.ranks.data_size > 1 else None,
             )
         self._trajectory = None
+        valid = prepared.batch.valid
+        self._inputs = {name: tensor[valid] for name, tensor in prepared.inputs.items()}
         self.engine.load_prepared(prepared, version=self.global_step)
         return {name: float(stat) for name, stat in prepared.metrics.items()}
+
+    def run_training(self, step: int | None = None) -> dict[str, float] | None:
+        """Train as `Actor.run_training` does, then let the policy update its statistics of observations where it has some."""
+        metrics = super().run_training(step)
+        inputs, self._inputs = self._inputs, {}
+        update = getattr(self.manager.model, "update_statistics", None)  # type: ignore[attr-defined]
+        if metrics is not None and callable(update):
+            reduce = self.ranks.sum_over_data_ranks if self.ranks.data_size > 1 else None
+            with (
+                self.ranks.guard("updating the statistics of observations"),
+                self.manager.residency.loaded(moments=False),
+            ):
+                update(inputs, reduce)
+        return metrics

@@ -53,6 +53,7 @@ class StepEngine:
         kept_groups: int = 0,
         progress: Callable[[], None] = lambda: None,
         teachers: Callable[[TrainingBatch, Sequence[PromptGroupRecord]], TeacherScores] | None = None,
+        inference: Callable[[TrainingBatch, int], Tensor | None] | None = None,
     ) -> None:
         """Run steps of `algorithm` with `backend` on this rank of `ranks`.
 
@@ -61,11 +62,14 @@ class StepEngine:
         - `balance`: assign rows to ranks by cost, otherwise in order.
         - `progress`: called before each micro-batch in training.
         - `teachers`: returns the teachers' scores of a batch; None in a job without distillation.
+        - `inference`: returns the old log-probabilities of a batch at a version of the weights, [B, S], or None when the backend has to compute
+          them; None in a job without a group for that.
         """
         self._backend, self._model = backend, backend.manager
         self._ranks, self._algorithm = ranks, algorithm
         self._micro_batch_tokens, self._response_limit = micro_batch_tokens, response_limit
-        self._balance, self._progress, self._teachers = balance, progress, teachers
+        self._balance, self._progress = balance, progress
+        self._teachers, self._inference = teachers, inference
         self._objective = PolicyObjective(algorithm, max_tokens=response_limit)
         self._cancellation = Cancellation(ranks)
         self._reduce = ranks.sum_over_data_ranks if ranks.data_size > 1 else None
@@ -112,8 +116,12 @@ class StepEngine:
         prepared, algorithm = self._require_batch("compute_log_probs"), self._algorithm
         wanted = {"log_probs": algorithm.recompute_log_probs, "values": algorithm.critic_in_use is not None}
         try:
+            if wanted["log_probs"] and self._inference is not None:
+                prepared.old_log_probs = self._ask_inference(prepared.collated)
+                wanted["log_probs"] = prepared.old_log_probs is None
             if any(wanted.values()):
-                prepared.old_log_probs, prepared.values = self._scored(prepared.collated, **wanted)
+                log_probs, prepared.values = self._scored(prepared.collated, **wanted)
+                prepared.old_log_probs = log_probs if wanted["log_probs"] else prepared.old_log_probs
             if algorithm.needs_reference:
                 prepared.ref_log_probs = self.score_reference(prepared.collated)
             if self._teachers is not None:
@@ -145,6 +153,17 @@ class StepEngine:
             answer = self._ranks.broadcast_in_replica(None if found is None else _packed(list(found)))
         assert answer is not None
         return TeacherScores(*(None if part is None else torch.as_tensor(part) for part in _unpacked(answer)))
+
+    def _ask_inference(self, batch: TrainingBatch) -> Tensor | None:
+        """Return the old log-probabilities from the inference group; None on all ranks when one of them got no answer."""
+        assert self._inference is not None
+        found = self._inference(batch, self._objective.version) if self._ranks.receives else None
+        with self._ranks.guard("handing out the answers of the inference group"):
+            answer = self._ranks.broadcast_in_replica(None if found is None else _packed([found]))
+            unanswered = torch.tensor(float(answer is None))
+            if self._reduce is not None:
+                unanswered = self._reduce(unanswered)
+        return None if answer is None or unanswered > 0 else torch.as_tensor(_unpacked(answer)[0])
 
     def score(self, batch: TrainingBatch) -> Tensor:
         """Return the trainer's log-probabilities of `batch`, [B, S] float32; zeros on a rank that computes none.

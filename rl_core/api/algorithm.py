@@ -34,7 +34,7 @@ SELF_WHITENING = PER_TOKEN - {"gae"} | {"gdpo"}
 
 
 NEEDING_RECOMPUTE = (
-    "((has(self.importance) ? ['importance'] : []) + (has(self.sequenceErrorThreshold) ? ['sequenceErrorThreshold'] : [])"
+    "((has(self.inference) ? ['inference'] : []) + (has(self.importance) ? ['importance'] : []) + (has(self.sequenceErrorThreshold) ? ['sequenceErrorThreshold'] : [])"
     " + ($allowTruncatedSampling ? ['allowTruncatedSampling'] : []))"
 )
 RATIO_BOUNDS = "((has(self.maxPolicyRatio) ? ['maxPolicyRatio'] : []) + (has(self.maxPolicyKl) ? ['maxPolicyKl'] : []))"
@@ -187,6 +187,8 @@ class AlgorithmSpec(Spec):
     """Passes over the rows of a training step (PPO epochs)."""
     recompute_log_probs: bool = False
     """Where the old log-probabilities of the policy ratio come from. true: the trainer computes them before the update; false: the rollout's."""
+    inference: str | None = Field(None, max_length=15)
+    """Group of spec.groups that computes the old log-probabilities in place of the trainer; needs recomputeLogProbs."""
     importance: ImportanceSpec | None = None
     """Importance weights that correct the difference between rollout and trainer; needs recomputeLogProbs."""
     sequence_error_threshold: float | None = Field(None, gt=1)
@@ -408,6 +410,7 @@ class AlgorithmSpec(Spec):
     )
     def _recompute(self) -> Iterator[str]:
         needs = {
+            "inference": self.inference is not None,
             "importance": self.importance is not None,
             "sequenceErrorThreshold": self.sequence_error_threshold is not None,
             "allowTruncatedSampling": self.allow_truncated_sampling,

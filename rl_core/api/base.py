@@ -34,7 +34,7 @@ def rule(*cel: Cel) -> Callable[[Rule], Rule]:
 
 
 class Spec(BaseModel):
-    """A part of the job schema; attribute docstrings become descriptions in the CRD and the reference."""
+    """A part of the job schema; attribute docstrings become descriptions in the CRD and the reference, see `descriptions.py`."""
 
     model_config = ConfigDict(
         alias_generator=to_camel,
@@ -42,7 +42,6 @@ class Spec(BaseModel):
         extra="forbid",
         frozen=True,
         strict=True,
-        use_attribute_docstrings=True,
         validate_default=True,
         allow_inf_nan=False,
         protected_namespaces=(),

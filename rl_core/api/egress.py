@@ -11,8 +11,8 @@ from rl_core.api.bounds import Pattern, Port
 from rl_core.api.cel import Cel, literal
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-NEVER = ("169.254.0.0/16", "fe80::/10", "fd00:ec2::254/128")
-"""Link-local addresses, and the metadata service of AWS in IPv6."""
+NEVER = ("169.254.0.0/16", "fe80::/10", "fd00:ec2::254/128", "168.63.129.16/32", "100.100.100.200/32")
+"""Link-local addresses, and the metadata services that have others: of AWS in IPv6, of Azure's hosts, and of Alibaba Cloud."""
 Cidr = Annotated[
     str,
     Field(max_length=43),

@@ -19,7 +19,7 @@ class EmbodiedOptions(Spec):
     """Simulators, the size of a step, and how episodes become training rows."""
 
     id: str = Field(min_length=1)
-    """Gymnasium id such as CartPole-v1, or `module:Class` of one's own environment with the interface of gymnasium.Env."""
+    """Gymnasium id such as CartPole-v1, Meta-World/reach-v3, or `module:Class` of one's own environment with the interface of gymnasium.Env."""
     num_envs: int = Field(8, ge=1, le=4096)
     """Simulators of one env pod."""
     horizon: int = Field(128, ge=1, lt=2**31)
@@ -35,10 +35,12 @@ class EmbodiedOptions(Spec):
     bootstrap: Literal["standard", "always", "none"] = "standard"
     """Which ends of an episode add gamma times the value of the final observation to the last reward. standard: truncated ones; always: all
     ends; none: no end."""
+    reward_scale: float = Field(1.0, gt=0)
+    """Factor of the rewards that are trained on; the metrics of episodes have the rewards of the simulators."""
     log_prob_level: Literal["chunk", "action", "token"] = "chunk"
     """What the policy ratio is computed for: the whole chunk, each action, or each token or dimension of an action."""
     reward_filter: tuple[float, float] | None = None
-    """Groups whose mean episode return is outside [low, high] are not trained on; null = all are."""
+    """Groups whose mean episode return, in scaled rewards, is outside [low, high] are not trained on; null = all are."""
     eval_episodes: int = Field(16, ge=1, lt=2**20)
     """Episodes of an evaluation, over all env pods."""
     eval_horizon: int = Field(1000, ge=1, lt=2**31)

@@ -16,9 +16,10 @@ from rl_core.api.data import DataSpec
 from rl_core.api.distillation import TEACHERS_ARE_GROUPS, unknown_teachers
 from rl_core.api.env import EnvSpec
 from rl_core.api.failure import FailurePolicySpec
-from rl_core.api.groups import GroupSpec
+from rl_core.api.groups import INFERENCE_HOLDS_THE_POLICY, MOST_GROUPS, WEIGHTS_ARE_WHOLE, GroupSpec, wrong_pulls
 from rl_core.api.identity import ROLES
 from rl_core.api.lora import DROPOUT_IS_ON, idle_dropout
+from rl_core.api.placed_groups import NUMBERED, PLACED_ARE_GROUPS, placed_groups, unknown_placed
 from rl_core.api.roles import BIASING, ActorSpec, RolloutSpec
 from rl_core.api.settings import (
     CheckpointSpec,
@@ -83,8 +84,6 @@ OF_CRITIC = (
 """CEL of whether there is a critic, and of the settings given that need one."""
 KNOWN_CALLER = f"c in {literal(list(ROLES))} || self.groups.exists(o, o.name == c)"
 """CEL of whether the caller `c` is a group of the job."""
-NUMBERED = "has(self.placement) && has(self.placement.componentPlacement) && self.placement.componentPlacement.exists(k, k.contains('{}'))"
-"""CEL of whether the written placement numbers the pods of a role."""
 
 
 Program = Annotated[
@@ -114,7 +113,7 @@ class RLJobSpec(Spec):
     """The generation processes."""
     env: EnvSpec = EnvSpec()
     """The environments."""
-    groups: Annotated[list[GroupSpec], Field(max_length=16)] = []
+    groups: Annotated[list[GroupSpec], Field(max_length=MOST_GROUPS)] = []
     """Further groups of worker processes, for a program of one's own."""
     program: Program | None = None
     """The loop of the run: reasoning, asynchronous, embodied, embodied_async or module:Class of the user; null = asynchronous where
@@ -212,6 +211,8 @@ class RLJobSpec(Spec):
             field="groups",
         ),
         TEACHERS_ARE_GROUPS,
+        INFERENCE_HOLDS_THE_POLICY,
+        WEIGHTS_ARE_WHOLE,
     )
     def _groups_are_known(self) -> Iterator[str]:
         names = [group.name for group in self.groups]
@@ -221,6 +222,7 @@ class RLJobSpec(Spec):
         if any(unknown):
             yield f"groups must name groups of the job in callers, got {json.dumps(unknown)}; correct it"
         yield from unknown_teachers(self.algorithm.distillation, self.groups)
+        yield from wrong_pulls(self.groups, inference=self.algorithm.inference, lora=self.model.lora is not None)
 
     @rule(
         Cel(
@@ -342,6 +344,10 @@ class RLJobSpec(Spec):
         if self.weights.transport == "nccl":
             yield f"weights.transport must not be nccl with placement.mode {mode}, as NCCL takes no device twice, got nccl; write auto"
 
+    @rule(PLACED_ARE_GROUPS)
+    def _placed_groups_are_known(self) -> Iterator[str]:
+        yield from unknown_placed(self.placement, self.groups)
+
     @rule(
         Cel(
             holds=f"!self.?rollout.?autoscale.hasValue() || ($placement.mode == 'disaggregated' && !({NUMBERED.format('rollout')}))",
@@ -351,7 +357,7 @@ class RLJobSpec(Spec):
         )
     )
     def _rollouts_scale_alone(self) -> Iterator[str]:
-        numbered = any("rollout" in names for names in self.placement.component_placement or {})
+        numbered = any("rollout" in placed_groups(key) for key in self.placement.component_placement)
         if self.rollout.autoscale is not None and (numbered or self.placement.mode != "disaggregated"):
             yield f"rollout.autoscale needs rollouts that placement neither pairs nor numbers, got mode {self.placement.mode}; remove it or the placement"
 

@@ -45,8 +45,8 @@ class FabricRoleSpec(RoleSpec):
     """Fields of the roles that exchange weights or gradients."""
 
     host_network: bool = False
-    """Use the node's network, for RDMA without a device plugin; only where the chart value policy.allowHostNetwork is true. NetworkPolicies
-    do not reach such pods, and a node holds one of them per job."""
+    """Use the node's network, for RDMA without a device plugin; only where the chart value policy.allowHostNetwork is true, and for
+    actor and rollout alike. NetworkPolicies do not fence such pods."""
     egress: Egress | None = None
     """Destinations that the pods may reach besides the job, DNS and the envs, on a cluster that enforces NetworkPolicies; null = all but
     link-local addresses and the cloud's metadata; [] = none."""

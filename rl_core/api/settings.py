@@ -1,14 +1,14 @@
 """The smaller blocks of `spec`: model, validation, placement, weights, checkpoint, runtime, scheduling, trackers, samples."""
 
-import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from rl_core.api.base import Spec, rule
-from rl_core.api.bounds import CheckpointStep, Name, Pattern, ShortName, listed, none_for_zero
-from rl_core.api.cel import Cel, literal, no_keys
+from rl_core.api.bounds import CheckpointStep, Name, Pattern, ShortName, none_for_zero
+from rl_core.api.cel import Cel
+from rl_core.api.groups import MOST_GROUPS
 from rl_core.api.identity import ROLES
 from rl_core.api.lora import LoraSpec
 
@@ -55,8 +55,6 @@ class ValidationSpec(Spec):
             )
 
 
-COMPONENTS = rf" *({'|'.join(ROLES)}) *(, *({'|'.join(ROLES)}) *)*"
-"""Keys of componentPlacement: roles that have processes, joined by commas where they share."""
 _RANKS = r"[0-9]+( *- *[0-9]+)?"
 _PART = rf"(all|{_RANKS})( *: *{_RANKS})?"
 PlacementMap = Annotated[
@@ -77,21 +75,10 @@ class PlacementSpec(Spec):
     """disaggregated: each role has its own devices. colocated: each rollout runs in an actor pod and uses its devices while the actor does not.
     hybrid: as colocated, and further rollouts have their own devices."""
     component_placement: Annotated[
-        dict[Annotated[str, Field(max_length=64)], PlacementMap], Field(max_length=len(ROLES))
+        dict[Annotated[str, Field(max_length=64)], PlacementMap], Field(max_length=len(ROLES) + MOST_GROUPS)
     ] = {}
-    """Accelerators (on CPU: processes) of each role, numbered over the roles named: `{actor: "0-3", rollout: "4-7"}`; {} = actor, rollout, env in turn."""
-
-    @rule(
-        no_keys(
-            "componentPlacement",
-            f"!k.matches({literal(f'^({COMPONENTS})$')})",
-            f"componentPlacement must place {', '.join(ROLES)}, got %s; remove them",
-        )
-    )
-    def _components_have_processes(self) -> Iterator[str]:
-        unknown = [key for key in self.component_placement if not re.fullmatch(COMPONENTS, key)]
-        if unknown:
-            yield f"componentPlacement must place {', '.join(ROLES)}, got {listed(unknown)}; remove them"
+    """Accelerators (on CPU: processes) of each group, numbered over the groups named: `{actor: "0-3", rollout: "4-7"}`; {} = actor, rollout, env
+    and declared groups in turn."""
 
 
 class WeightsSpec(Spec):

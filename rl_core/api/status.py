@@ -175,6 +175,8 @@ class Columns(StatusPart):
     """ACTOR: ready/desired."""
     envs: Text | None = None
     """ENV: ready/desired."""
+    success: Text | None = None
+    """SUCCESS: share of episodes with success."""
     reason: Text | None = None
     """REASON of the condition that explains the phase."""
 

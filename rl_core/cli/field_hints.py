@@ -28,16 +28,24 @@ def suggest(loc: Location) -> str:
         return f"write {camel}"
     if setting := by_name().get(name):
         return f"write {setting.ours}" + (f" ({setting.note.rstrip('.')})" if setting.note else "")
-    for word in (camel, name):
-        if close := difflib.get_close_matches(word, known, n=1, cutoff=SIMILAR):
-            return f"did you mean {close[0]}?"
-    if short := [field for field in known if len(field) >= SHORT and camel.startswith(field)]:
-        return f"did you mean {max(short, key=len)}?"
+    if near := _nearest(name, known):
+        return f"did you mean {near}?"
+    if not block and (near := _nearest(name, fields_at(("spec",)))):
+        return f"did you mean spec.{near}?"
     if elsewhere := _elsewhere(camel, block):
         return f"did you mean {elsewhere}?"
     if known and len(known) <= MOST_NAMES:
         return f"remove it or use one of: {', '.join(sorted(known))}"
     return "remove it; docs/reference/rljob.md lists the fields" if known else "remove it"
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    """Return the field of `known` that is most similar to `name`, or that it begins with; "" for none."""
+    camel = to_camel(name)
+    for word in (camel, name):
+        if close := difflib.get_close_matches(word, known, n=1, cutoff=SIMILAR):
+            return close[0]
+    return max((field for field in known if len(field) >= SHORT and camel.startswith(field)), key=len, default="")
 
 
 def _elsewhere(name: str, block: Location) -> str:

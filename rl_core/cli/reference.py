@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from rl_core.api.descriptions import descriptions
 from rl_core.api.identity import ROLES
 from rl_core.api.job import API_VERSION, RLJobSpec
 from rl_core.api.pods import PodSpec
@@ -32,15 +33,16 @@ EXAMPLES = {"model.path": "model", "data.train": "data/train.jsonl"}
 GENERATED = "Generated from rl_core.api.job by `make docs`; edit the schema's docstrings instead."
 
 
-def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo, type[BaseModel] | None]]:
-    """Yield (path, field, inner model) depth first; the inner model is None for a leaf or an optional block."""
+def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo, type[BaseModel] | None, str]]:
+    """Yield (path, field, inner model, meaning) depth first; the inner model is None for a leaf or an optional block."""
+    meanings = descriptions(model)
     own_first = sorted(model.model_fields.items(), key=lambda item: item[0] in PodSpec.model_fields)
     for name, field in own_first:
         path = f"{prefix}{field.alias or name}"
         inner = (
             field.annotation if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) else None
         )
-        yield path, field, inner
+        yield path, field, inner, " ".join(meanings.get(name, "").split())
         if inner is not None:
             yield from fields_of(inner, f"{path}.")
 
@@ -64,9 +66,8 @@ def render_yaml() -> str:
         "metadata: {name: reference}",
         "spec:",
     ]
-    for path, field, inner in fields_of(RLJobSpec):
+    for path, field, inner, meaning in fields_of(RLJobSpec):
         indent = "  " * (path.count(".") + 1)
-        meaning = " ".join((field.description or "").split())
         key = path.rpartition(".")[2]
         lines.append(
             f"{indent}{key}:  # {meaning}"

@@ -7,6 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from rl_core.api.descriptions import described_schema
+
 Node = Mapping[str, Any]
 MANY = 2**31
 """Upper bounds of at least this value only keep numbers in the range of machine integers and are not shown."""
@@ -24,7 +26,7 @@ class Row:
 
 def rows(model: type[BaseModel]) -> Iterator[Row]:
     """Yield the fields of a model, depth first; a block or a list of blocks is followed by its own fields."""
-    whole = model.model_json_schema(by_alias=True)
+    whole = described_schema(model)
     yield from _fields(whole, whole.get("$defs", {}), "")
 
 

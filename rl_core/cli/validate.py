@@ -75,9 +75,11 @@ def find_file_problems(file: Path, settings: Sequence[str]) -> Iterator[str]:
         if _at(document, "spec", "program") in EMBODIED_PROGRAMS:
             continue
         if field == "model.path":
-            yield from _open_model(path)[1]
+            yield from _open_model(path, file.resolve().parent)[1]
         else:
-            yield from _bad_rows(field, partial(read_rows, path), Path(path))
+            yield from _bad_rows(
+                field, partial(read_rows, path), hub_hint(path, file.resolve().parent, file="/FILE.parquet")
+            )
 
 
 def _at(document: Any, *path: str) -> Any:
@@ -89,7 +91,7 @@ def _at(document: Any, *path: str) -> Any:
 
 def find_reference_problems(job: RLJob, *, search_path: Path, files: bool = True) -> Iterator[str]:
     """Yield one line per problem. What lies on the Hugging Face hub is only looked for; its content is checked at the start of a run."""
-    problems = list(_with_errors(lambda: _check_files(job))) if files else []
+    problems = list(_with_errors(lambda: _check_files(job, search_path))) if files else []
     yield from problems
     # Rows that are wrong are reported once, and not again as failures of the code that is called with them.
     rows_are_right = files and not any(line.startswith("spec.data.") for line in problems)
@@ -122,7 +124,7 @@ def _with_errors(check: Callable[[], Iterator[str]]) -> Iterator[str]:
         yield str(error)
 
 
-def _check_files(job: RLJob) -> Iterator[str]:
+def _check_files(job: RLJob, folder: Path) -> Iterator[str]:
     from rl_core.actors.megatron.guards import unsupported_settings
     from rl_core.data.dataset import load_prompts
     from rl_core.data.source import read_rows
@@ -136,7 +138,7 @@ def _check_files(job: RLJob) -> Iterator[str]:
     if job.spec.model.path.startswith(HUB_SCHEME):
         on_hub.append(("model.path", job.spec.model.path))
     else:
-        opened, problems = _open_model(job.spec.model.path)
+        opened, problems = _open_model(job.spec.model.path, folder)
         yield from problems
         if opened is not None:
             tokenizer, config = opened
@@ -155,7 +157,7 @@ def _check_files(job: RLJob) -> Iterator[str]:
         else:
             task = job.spec.env.type
             read = partial(load_prompts, reference, data, tokenizer, name=name, task_name=task, max_seq_len=limit)
-        yield from _bad_rows(field, read, Path(reference))
+        yield from _bad_rows(field, read, hub_hint(reference, folder, file="/FILE.parquet"))
     yield from _hub_problems(on_hub)
 
 
@@ -168,15 +170,18 @@ def _check_policy(job: RLJob) -> Iterator[str]:
         yield f'spec.model.path: {config} must have the key "policy", got none; see docs/embodied.md'
 
 
-def _open_model(path: str) -> tuple["tuple[Tokenizer, dict[str, Any]] | None", list[str]]:
-    """Return (tokenizer, content of config.json) of a model folder, None for a missing one, and the problems of the folder."""
+def _open_model(path: str, beside: Path) -> tuple["tuple[Tokenizer, dict[str, Any]] | None", list[str]]:
+    """Return (tokenizer, content of config.json) of a model folder, None for a missing one, and the problems of the folder.
+
+    `beside`: the folder of the job file.
+    """
     from rl_core.data.tokenizer import Tokenizer
     from rl_core.plan.model_facts import stored_shapes
 
     folder, opened, problems = Path(path), None, []
     if not (folder / "config.json").is_file():
         return None, [
-            f"spec.model.path: must be a folder with config.json, got {folder}, check the path{hub_hint(folder)}"
+            f"spec.model.path: must be a folder with config.json, got {folder}, check the path{hub_hint(path, beside)}"
         ]
     try:
         opened = Tokenizer.from_folder(folder), json.loads((folder / "config.json").read_text())
@@ -216,22 +221,20 @@ def _hub_problems(found: Sequence[tuple[str, str]]) -> Iterator[str]:
             return
 
 
-def hub_hint(path: Path, *, file: str = "") -> str:
-    """Return what to write where `path` reads like owner/name of the hub, as its parent folder does not exist; "" elsewhere."""
-    if path.parent.exists() or not path.parent.parent.exists():
+def hub_hint(reference: str, beside: Path, *, file: str = "") -> str:
+    """Return what to write where a path reads like owner/name of the hub: in `beside`, the job's folder, there is no owner/; "" elsewhere."""
+    path = Path(reference)
+    if (path.suffix and file) or path.parent.parent != beside or path.parent.exists():
         return ""
     return f", or write hf://{path.parent.name}/{path.name}{file} for that name on the Hugging Face hub"
 
 
-def _bad_rows(field: str, read: Callable[..., object], path: Path | None = None) -> Iterator[str]:
+def _bad_rows(field: str, read: Callable[..., object], hint: str) -> Iterator[str]:
     """Yield the problems of the rows of a data reference, for which `read(field=...)` raises, one line each."""
     try:
         read(field=field)
     except RLJobError as error:
-        missing = hub_hint(path, file="/FILE.parquet") if path is not None and not path.suffix else ""
-        yield from (
-            f"spec.{field}: {line.removeprefix(field).lstrip(': ')}{missing}" for line in str(error).splitlines()
-        )
+        yield from (f"spec.{field}: {line.removeprefix(field).lstrip(': ')}{hint}" for line in str(error).splitlines())
 
 
 def _example_rows(job: RLJob) -> dict[str, "EnvRow"]:

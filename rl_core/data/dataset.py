@@ -126,8 +126,9 @@ def _sample(
     _check_travels(row, where=where)
     if task_name in ANSWERED_TASKS and not _is_answer(row.get(data.answer_key)):
         raise DataError(
-            f"{where}: column {data.answer_key!r} (data.answerKey) must hold the answer as text or number for env.type {task_name}, "
-            f"got {shown(row.get(data.answer_key))}; correct the row or data.answerKey"
+            f"{where}: column {data.answer_key!r} ({_beside(field, 'answerKey')}) must hold the answer as text or number for "
+            f"env.type {task_name}, "
+            f"got {shown(row.get(data.answer_key))}; correct the row or {_beside(field, 'answerKey')}"
         )
     prompt = prompt_of(row, data, task_name=task_name)
     log = _message_log(prompt, data, tokenizer, where=where, max_seq_len=max_seq_len)
@@ -172,8 +173,14 @@ def _check_columns(rows: list[Row], data: DataSpec, *, field: str, task_name: st
     for name, column in named.items():
         if not any(column in row for row in rows):
             raise ConfigError(
-                f"{field} must have the column {column!r} (data.{name}), got {sorted(rows[0])}; correct data.{name}"
+                f"{field} must have the column {column!r} ({_beside(field, name)}), got {sorted(rows[0])}; "
+                f"correct {_beside(field, name)}"
             )
+
+
+def _beside(field: str, name: str) -> str:
+    """Return the setting `name` of the data set of `field`, such as `data.sets.1.promptKey` for `data.sets.1.train`."""
+    return f"{field.rpartition('.')[0]}.{name}"
 
 
 def _check_settings_of_messages(rows: list[Row], data: DataSpec, *, field: str, task_name: str) -> None:

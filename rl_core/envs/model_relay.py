@@ -111,7 +111,7 @@ class ModelRelay:
             session = body.pop(SESSION)
             url, key = f"{session['base_url']}/chat/completions", f"{session['api_key']}"
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return _refusal(
+            return refusal(
                 400,
                 f"the body of a call must have {SESSION} with a session of the job; rows of rljob have it in metadata.extra_body",
             )
@@ -126,10 +126,9 @@ class ModelRelay:
                 )
         except (aiohttp.ClientError, OSError, ValueError) as error:
             logger.warning("the endpoint %s does not answer: %s", shown(url), text_of(error))
-            return _refusal(GONE, f"the rollout of this sample does not answer: {type(error).__name__}")
+            return refusal(GONE, f"the rollout of this sample does not answer: {type(error).__name__}")
 
 
-def _refusal(status: int, message: str) -> web.Response:
-    return web.json_response(
-        {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}, status=status
-    )
+def refusal(status: int, message: str, *, kind: str = "invalid_request_error") -> web.Response:
+    """Return the refusal of a call in the form that OpenAI clients read; `kind` is its `type`."""
+    return web.json_response({"error": {"message": message, "type": kind, "param": None, "code": None}}, status=status)

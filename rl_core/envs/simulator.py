@@ -22,13 +22,15 @@ from rl_core.transports import pipe
 logger = logging.getLogger(__name__)
 SUCCESS = ("success", "is_success")
 """Keys of the `info` of a step under which a simulator reports that the task is solved."""
+META_WORLD = "Meta-World/"
+"""Beginning of the ids of tasks of Meta-World."""
 INTERVENTION = "intervene_action"
 """Key of the `info` of a step under which a simulator reports the action that a person took in place of the given one."""
 Observation = dict[str, Any]
 
 
 def make_simulator(settings: SimulatorSettings) -> Any:
-    """Return the environment of a gymnasium id, or of a `module:Class` of the user. Raises ConfigError when it cannot be built."""
+    """Return the environment of a gymnasium id, a task of Meta-World, or a `module:Class` of the user. Raises ConfigError when it cannot be built."""
     name = settings.id
     try:
         if ":" in name and not name.startswith("ALE/"):
@@ -36,6 +38,10 @@ def make_simulator(settings: SimulatorSettings) -> Any:
         import gymnasium
 
         rendering = {"render_mode": "rgb_array"} if settings.record_every else {}
+        if name.startswith(META_WORLD):
+            from rl_core.envs.metaworld import MetaWorld
+
+            return MetaWorld(name.removeprefix(META_WORLD), **rendering | settings.kwargs)
         return gymnasium.make(name, **rendering | settings.kwargs)
     except ConfigError:
         raise

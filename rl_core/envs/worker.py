@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from rl_core.api.env import EnvSpec
 from rl_core.api.errors import DeadlineExceeded, InfrastructureError
@@ -21,6 +21,9 @@ from rl_core.observability import events
 from rl_core.workers.member_calls import MemberCaller
 from rl_core.workers.worker import Worker
 
+if TYPE_CHECKING:
+    from rl_core.envs.sessions import SessionRouter
+
 __all__ = ["EnvWorker", "TextEnvWorker"]
 CALL_SHARE = 0.8
 """Share of the deadline of a step that one call to a group may take, so that its failure arrives before that of the step."""
@@ -30,7 +33,7 @@ T = TypeVar("T")
 class TextEnvWorker(Worker):
     """Steps message logs in a pool of `env.processes` child processes; ready once all of them have built the environment."""
 
-    peer_methods: ClassVar[Mapping[str, frozenset[str]]] = {"rollout": frozenset({"step_rows"})}
+    peer_methods: ClassVar[Mapping[str, frozenset[str]]] = {"rollout": frozenset({"step_rows", "held_sessions"})}
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class TextEnvWorker(Worker):
             waiting=lambda process: self.waiting("step of user code", f"{self.identity.name}/{process}"),
             call_member=self._call_member,
         )
-        self._pool: BackgroundPool | None = BackgroundPool(pool)
+        self._pool: BackgroundPool | None = BackgroundPool(pool, routed=env.calls_model)
 
     async def step_rows(self, rows: Sequence[EnvRow]) -> list[EnvAnswer | EnvFailure]:
         """Return one answer per row, in order; every row fails separately, and no failure becomes a reward."""
@@ -73,9 +76,18 @@ class TextEnvWorker(Worker):
             raise InfrastructureError("the env worker is closed; call another")
         answers = await self._pool.step_rows(list(rows))
         self.record_progress("env_steps", len(answers))
-        for name, count in self._pool.pool.counters.items() if self._pool is not None else ():
+        for name, count in self._pool.counters.items() if self._pool is not None else ():
             self.record_metric(f"env/{name}_total", count)
         return answers
+
+    async def held_sessions(self, keys: Sequence[str]) -> list[str]:
+        """Return those of the samples `keys` whose agent programs run here, or have just ended."""
+        return [] if self._pool is None else await self._pool.held_sessions(keys)
+
+    async def on_new_epoch(self, epoch: int) -> None:
+        """End the sessions of agent programs: their tokens may be of weights that were lost with the trainer."""
+        if self._pool is not None:
+            await self._pool.end_sessions()
 
     async def status(self) -> dict[str, Any]:
         """Return processes, queue and counters of the pool."""
@@ -113,27 +125,64 @@ class BackgroundPool:
     The kernel kills an env child when the thread that started it ends; this thread lives as long as the pool.
     """
 
-    def __init__(self, pool: EnvPool) -> None:
-        """Start the pool's processes and wait for them. Raises what `EnvPool.start` raises."""
+    def __init__(self, pool: EnvPool, *, routed: bool = False) -> None:
+        """Start the pool's processes and wait for them. `routed`: they run agent programs. Raises what `EnvPool.start` raises."""
         self.pool = pool
+        self._router: SessionRouter | None = None
+        if routed:  # other env workers do not load the HTTP server
+            from rl_core.envs import sessions
+
+            self._router = sessions.SessionRouter(pool)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="env-pool", daemon=True)
         self._thread.start()
         try:
-            self._submit(pool.start()).result()
+            self._submit(self._start()).result()
         except BaseException:
             self._stop_loop()
             raise
 
+    async def _start(self) -> None:
+        await self.pool.start()
+        if self._router is not None:
+            await self._router.start()
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Return the counts of the pool and of the sessions of agent programs."""
+        return {**self.pool.counters, **(self._router.counters if self._router is not None else {})}
+
     async def step_rows(self, rows: list[EnvRow]) -> list[EnvAnswer | EnvFailure]:
-        """Return the pool's answers; if the call is cancelled, the rows are dropped."""
-        return await asyncio.wrap_future(self._submit(self.pool.step_rows(rows)))
+        """Return the pool's answers. If the call is cancelled, the rows are dropped; agent programs go on for a while."""
+        return await asyncio.wrap_future(self._submit((self._router or self.pool).step_rows(rows)))
+
+    async def held_sessions(self, keys: Sequence[str]) -> list[str]:
+        """Return those of the samples `keys` that have a session."""
+
+        async def held() -> list[str]:
+            return [] if self._router is None else self._router.held(keys)
+
+        return await asyncio.wrap_future(self._submit(held()))
+
+    async def end_sessions(self) -> None:
+        """End the sessions of all agent programs."""
+
+        async def end() -> None:
+            if self._router is not None:
+                self._router.end_all()
+
+        await asyncio.wrap_future(self._submit(end()))
 
     def close(self) -> None:
         """Kill the processes and end the thread; idempotent."""
         if self._thread.is_alive():
-            self._submit(self.pool.close()).result()
+            self._submit(self._close()).result()
             self._stop_loop()
+
+    async def _close(self) -> None:
+        if self._router is not None:
+            await self._router.close()
+        await self.pool.close()
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         return asyncio.run_coroutine_threadsafe(work, self._loop)

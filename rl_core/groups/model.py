@@ -4,13 +4,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer
 
 from rl_core.api.base import Spec
-from rl_core.api.errors import ConfigError
+from rl_core.api.errors import ConfigError, DataError
 from rl_core.envs.base import Log
 
 
@@ -74,7 +76,42 @@ def batches(lengths: Sequence[int], *, tokens: int) -> Iterator[list[int]]:
         yield batch
 
 
-def padded(rows: Sequence[Sequence[int]], *, pad: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def token_scores(
+    model: Any, rows: Sequence[np.ndarray], temperature: float, *, batch_tokens: int
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield (index of a row, its tokens after the first [T - 1], log-probabilities of all tokens in their places [T - 1, V]).
+
+    The logits are divided by `temperature`; `batch_tokens` is the largest number of tokens of a forward pass. Raises DataError for an
+    empty row and for ids outside the vocabulary.
+    """
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    for index, row in enumerate(rows):
+        if not len(row) or row.min() < 0 or row.max() >= vocabulary:
+            raise DataError(
+                f"row {index} must hold token ids in [0, {vocabulary}), got {len(row)} ids up to {max(row, default=None)}"
+            )
+    device = model.get_output_embeddings().weight.device
+    for batch in batches([len(row) for row in rows], tokens=batch_tokens):
+        ids, mask = padded([rows[index].tolist() for index in batch], pad=0, device=device)
+        with torch.inference_mode():
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        for place, index in enumerate(batch):
+            scores = (logits[place, : len(rows[index]) - 1].float() / temperature).log_softmax(dim=-1)
+            yield index, ids[place, 1 : len(rows[index])], scores
+
+
+def entries(targets: Tensor, scores: Tensor) -> Tensor:
+    """Return the entries of `scores` [T, V] at `targets` [T]."""
+    return scores.gather(1, targets.unsqueeze(1)).squeeze(1)
+
+
+def after_nothing(values: Tensor) -> np.ndarray:
+    """Return `values` [T - 1, ...] on the CPU after a first entry of 0, [T, ...]."""
+    whole: np.ndarray = torch.cat([values.new_zeros(1, *values.shape[1:]), values]).cpu().numpy()
+    return whole
+
+
+def padded(rows: Sequence[Sequence[int]], *, pad: int, device: str | torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (token ids, attention mask), [B, S] int64 each, padded on the right."""
     ids = [torch.tensor(row) for row in rows]
     mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from rl_core.api.errors import ConfigError, DataError
 from rl_core.data.tokenizer import Tokenizer
 from rl_core.envs.base import parse_config
-from rl_core.groups.model import ModelConfig, batches, load, padded
+from rl_core.groups.model import ModelConfig, after_nothing, entries, load, token_scores
 from rl_core.plan.groups import ACTOR
 from rl_core.workers.worker import Worker
 
@@ -53,8 +53,8 @@ class Teacher(Worker):
         if student is not None:
             check_tokenizers(student, Tokenizer.from_folder(self._config.model_path))
         self._model = load(AutoModelForCausalLM, self._config, device=self.device)
-        self._vocabulary: int = self._model.get_output_embeddings().weight.shape[0]
-        self._shared = self._vocabulary if student is None else _tokens(student)
+        vocabulary: int = self._model.get_output_embeddings().weight.shape[0]
+        self._shared = vocabulary if student is None else _tokens(student)
         """Number of ids that the student has too."""
 
     def log_probs(self, rows: Sequence[np.ndarray], temperature: float = 1.0) -> list[np.ndarray]:
@@ -64,7 +64,7 @@ class Teacher(Worker):
         """
         found: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
         for index, targets, scores in self._scored(rows, temperature):
-            found[index] = _after_nothing(_of(targets, scores))
+            found[index] = after_nothing(entries(targets, scores))
         return found
 
     def top_log_probs(self, rows: Sequence[np.ndarray], temperature: float, top_k: int) -> list[TopScores]:
@@ -80,41 +80,18 @@ class Teacher(Worker):
         found: list[TopScores] = [(empty, empty, empty)] * len(rows)
         for index, targets, scores in self._scored(rows, temperature):
             top = scores[:, : self._shared].topk(top_k, dim=-1)
-            parts = (_of(targets, scores), top.indices.to(torch.int32), top.values)
-            found[index] = (_after_nothing(parts[0]), _after_nothing(parts[1]), _after_nothing(parts[2]))
+            parts = (entries(targets, scores), top.indices.to(torch.int32), top.values)
+            found[index] = (after_nothing(parts[0]), after_nothing(parts[1]), after_nothing(parts[2]))
         return found
 
     def _scored(self, rows: Sequence[np.ndarray], temperature: float) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield (index of a row, its tokens after the first [T - 1], log-probabilities of all tokens in their places [T - 1, V])."""
-        for index, row in enumerate(rows):
-            if not len(row) or row.min() < 0 or row.max() >= self._vocabulary:
-                raise DataError(
-                    f"row {index} must hold token ids in [0, {self._vocabulary}), got {len(row)} ids up to {max(row, default=None)}"
-                )
-        for batch in batches([len(row) for row in rows], tokens=self._config.batch_tokens):
-            ids, mask = padded([rows[index].tolist() for index in batch], pad=0, device=self.device)
-            with torch.inference_mode():
-                logits = self._model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-            for place, index in enumerate(batch):
-                scores = (logits[place, : len(rows[index]) - 1].float() / temperature).log_softmax(dim=-1)
-                yield index, ids[place, 1 : len(rows[index])], scores
+        yield from token_scores(self._model, rows, temperature, batch_tokens=self._config.batch_tokens)
         self.record_progress("teacher_rows", len(rows))
 
 
 def _tokens(tokenizer: Tokenizer) -> int:
     """Return the number of ids of `tokenizer`, unused ones below the largest included."""
     return max(tokenizer.backend.get_vocab(with_added_tokens=True).values()) + 1
-
-
-def _of(targets: Tensor, scores: Tensor) -> Tensor:
-    """Return the entries of `scores` [T, V] at `targets` [T]."""
-    return scores.gather(1, targets.unsqueeze(1)).squeeze(1)
-
-
-def _after_nothing(values: Tensor) -> np.ndarray:
-    """Return `values` [T - 1, ...] on the CPU after a first entry of 0, [T, ...]."""
-    whole: np.ndarray = torch.cat([values.new_zeros(1, *values.shape[1:]), values]).cpu().numpy()
-    return whole
 
 
 def check_tokenizers(student: Tokenizer, teacher: Tokenizer) -> None:

@@ -6,6 +6,15 @@ answer has, under RESULT, which run was scored and why there is no reward if the
 
 from typing import Literal, TypedDict
 
+RECORD = "X-RLJob-Record"
+"""Header by which an env worker asks the endpoint for the record of a call, and by which the endpoint says at which byte of a body it begins.
+
+The record is what the policy sampled, as JSON: `[[ids, logprobs, finish_reason, versions, worker], ...]`, one entry per choice. A request
+with a number in the header has a record behind its body: the endpoint enters these tokens into the session and generates none.
+"""
+RECORD_EVENT = "rljob_record"
+"""Name of the server-sent event with the record of a streamed call."""
+
 MODEL_NAME = "policy"
 """Name of the served model at the endpoint."""
 REQUEST, RESULT = "rljob_agent", "rljob_agent_result"
@@ -27,6 +36,12 @@ class AgentRequest(TypedDict):
     model: str
     seconds: float
     """Time of the run."""
+    attempt: int
+    """Attempt of the sample, on which its sampling seeds depend."""
+    resumed: bool
+    """Whether this attempt was begun before, on a rollout that is lost or gave its group back. A run of it that goes on is continued."""
+    oldest_version: int
+    """Lowest policy version of the tokens that a run that is continued may have."""
 
 
 class AgentResult(TypedDict):

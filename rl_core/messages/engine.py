@@ -17,6 +17,8 @@ class EngineSettings:
     """Keyword arguments of the engine."""
     family: str
     """`model_type` of the model: the engine's module of this name."""
+    owner: str
+    """Name after which SGLang's file in shared memory is called, see `transports.tokens`."""
 
 
 @record

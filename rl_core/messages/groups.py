@@ -48,6 +48,8 @@ class PromptLease:
     """Runner's clock when it was given out."""
     order: int = 0
     """Place of its prompt in the ledger's order."""
+    resumed: bool = False
+    """Whether the group was leased before."""
 
 
 @record

@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 
 @record
 class ReceiverAddress:
-    """The address of a rollout that is to receive a version."""
+    """The address of a member that is to receive a version."""
 
     name: str
     address: str
     """Where its RPC is served."""
     host_token: str
     """Equal on processes that share memory."""
+    group: str = "rollout"
+    """Group of the member. Only acknowledgements of rollouts count towards the number that a sync needs."""
 
 
 @record

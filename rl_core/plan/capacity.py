@@ -130,7 +130,7 @@ def estimate(
     """
     job = job.spec if isinstance(job, RLJob) else job
     groups = groups_of(job) if groups is None else groups
-    rows = [row for name in groups for row in _ESTIMATES.get(name, _other_rows)(name, job, facts)]
+    rows = [row for group in groups.values() for row in _estimate_of(group)(group.name, job, facts)]
     rows = _colocated(rows) if colocated_rollouts(job) else rows
     return CapacityReport(
         rows=tuple(rows),
@@ -204,6 +204,16 @@ def _rollout_rows(name: str, job: RLJobSpec, facts: ModelFacts) -> list[Capacity
     ]
 
 
+def _policy_rows(name: str, job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
+    """Return the rows of a group that pulls the weights of the policy: what it computes with them is not known."""
+    weights, buckets = {"weights": facts.parameters * WIDTH[job.model.dtype]}, 2 * job.weights.bucket_bytes
+    return [
+        _row(name, "load", weights),
+        _row(name, "sync", weights | {"buckets": buckets}, host=buckets),
+        _row(name, "idle", weights),
+    ]
+
+
 def _other_rows(name: str, job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
     """Return the row of a group without a model: what any process needs."""
     return [_row(name, "idle", {})]
@@ -213,6 +223,10 @@ _ESTIMATES: Mapping[str, Callable[[str, RLJobSpec, ModelFacts], list[CapacityRow
     ACTOR: _actor_rows,
     ROLLOUT: _rollout_rows,
 }
+
+
+def _estimate_of(group: Group) -> Callable[[str, RLJobSpec, ModelFacts], list[CapacityRow]]:
+    return _ESTIMATES.get(group.name, _policy_rows if group.pulls_weights else _other_rows)
 
 
 def _colocated(rows: Sequence[CapacityRow]) -> list[CapacityRow]:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rl_core.api.volumes import Volume
 
 Shape = Literal["containers", "processes"]
-SECOND_HEALTH_PORT = 7706
-"""Health port of the second supervisor of a pod: the containers of a pod share its ports."""
+SECOND_HEALTH = 4
+"""Distance from the health port of a pod to that of its second supervisor. The containers of a pod share its ports, so it is none of Ports."""
 
 PROCESS_FIELDS = frozenset({"env", "gpus", "replicas", "threads"})
 CONTAINER_FIELDS = frozenset(
@@ -93,7 +93,8 @@ def colocate(plan: LaunchPlan, *, shape: Shape, spare: bool = False) -> LaunchPl
 
 
 def _as_containers(actor: PodPlan, rollout: PodPlan) -> PodPlan:
-    second = tuple(_moved(container, actor, health_port=SECOND_HEALTH_PORT) for container in rollout.containers)
+    health = int(actor.containers[0].processes[0].env["RLJOB_HEALTH_PORT"]) + SECOND_HEALTH
+    second = tuple(_moved(container, actor, health_port=health) for container in rollout.containers)
     return replace(actor, containers=(*actor.containers, *second), claim=_shared(actor))
 
 

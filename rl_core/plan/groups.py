@@ -238,9 +238,16 @@ def group_blocks(spec: Any) -> dict[str, dict[str, Any]]:
 
 
 def _declared(group: GroupSpec) -> Group:
-    """Return a group of `spec.groups`."""
+    """Return a group of `spec.groups`. The actor sends the weights to a group that pulls them, so it may call it."""
+    weights = WeightSource(group.weights)
+    senders = {ACTOR} if weights is WeightSource.PULLS else set()
     return Group.of_kind(
-        GroupKind(name=group.name, lifecycle=Lifecycle(group.lifecycle), callers=frozenset(group.callers)),
+        GroupKind(
+            name=group.name,
+            lifecycle=Lifecycle(group.lifecycle),
+            weights=weights,
+            callers=frozenset(group.callers) | senders,
+        ),
         worker=group.worker,
         spec=group,
         replicas=group.replicas,

@@ -14,6 +14,7 @@ from rl_core.api.errors import ConfigError
 from rl_core.plan.colocated import colocate, shape_of
 from rl_core.plan.engine_arguments import check_engine_arguments
 from rl_core.plan.groups import CONTROL_GROUP, KINDS_VARIABLE, Group, groups_of, kinds_as_variable
+from rl_core.plan.node_network import check, port_offset
 from rl_core.plan.parts import ContainerPlan, GpuClaim, LaunchPlan, PodPlan, Ports, ProcessPlan
 from rl_core.plan.placement import Placement
 from rl_core.plan.slots import colocated_rollouts, place_processes
@@ -70,8 +71,8 @@ def build_launch_plan(
     `host` None is for a cluster: processes find the runner by the name of its pod in the headless Service of the job. Any other
     host, such as 127.0.0.1, is for one machine: all pods run there, and accelerators are numbered over all of them.
     Raises ConfigError for replicas of a group that is not elastic or below 0, for accelerators that do not divide over processes,
-    for two gangs on one machine, and for arguments that the engine does not take; PlacementError for a placement that the pods of the job
-    cannot honour.
+    for two gangs on one machine, for hostNetwork of only some groups that hold weights, and for arguments that the engine does not take;
+    PlacementError for a placement that the pods of the job cannot honour.
     """
     spec: RLJobSpec = job.spec if hasattr(job, "spec") else job
     check_engine_arguments(spec)
@@ -82,6 +83,8 @@ def build_launch_plan(
         raise ConfigError(
             f"one machine can run one gang, as a plan has one rendezvous port for it, got {', '.join(gangs)}"
         )
+    if not local:
+        check(groups)
     context = _Context(
         groups=groups,
         name=name,
@@ -138,6 +141,11 @@ def _build_pod(context: _Context, group: Group, index: int, by_pod: list[list[Pl
     )
 
 
+def _offset(context: _Context, group: str, index: int) -> int:
+    """Return what is added to the ports of pod `index` of a group; on one machine the launcher picks free ports."""
+    return 0 if context.local else port_offset(context.groups, group, index)
+
+
 def _identity(context: _Context, role: str, group: str, index: int) -> dict[str, str]:
     """Return the variables that identify a process of role `role` in pod `index` of `group`."""
     env = {
@@ -152,7 +160,7 @@ def _identity(context: _Context, role: str, group: str, index: int) -> dict[str,
         "RLJOB_HUB": f"tcp://{context.host}:{context.ports.hub}",
         "RLJOB_CHANNEL": f"tcp://{context.host}:{context.ports.channel}",
         "RLJOB_CURVE_DIR": CURVE_PATH,
-        "RLJOB_HEALTH_PORT": str(context.ports.health),
+        "RLJOB_HEALTH_PORT": str(context.ports.health + _offset(context, group, index)),
         "TOKENIZERS_PARALLELISM": "false",
     }
     if kinds := kinds_as_variable(context.groups):
@@ -185,9 +193,10 @@ def _worker(context: _Context, group: Group, placement: Placement, *, world: int
         first = context.host if context.local else _pod_host(context.name, context.namespace, name)
         env |= {"MASTER_ADDR": first, "MASTER_PORT": str(context.ports.master)}
     elif not context.local:
-        env |= {"RLJOB_RPC_PORT": str(context.ports.rpc)}
+        offset = _offset(context, name, placement.placement_node_rank)
+        env |= {"RLJOB_RPC_PORT": str(context.ports.rpc + offset)}
         if group.endpoint_callers:
-            env |= {"RLJOB_ENDPOINT_PORT": str(context.ports.endpoint)}
+            env |= {"RLJOB_ENDPOINT_PORT": str(context.ports.endpoint + offset)}
     return ProcessPlan(
         name=f"{name}-{rank}",
         group=name,

@@ -7,12 +7,15 @@ Legend: B simulators, C actions of a chunk, D tokens or dimensions of an action.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 Mode = Literal["train", "eval"]
+Reduce = Callable[[Tensor], Tensor] | None
+"""Sums a tensor over the trainer's data ranks; None where there is one."""
 
 
 class Policy(nn.Module):  # type: ignore[misc]
@@ -29,6 +32,13 @@ class Policy(nn.Module):  # type: ignore[misc]
     @abstractmethod
     def forward_train(self, inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
         """Return `log_probs` and `entropy` [B, C, D], and `values` [B, 1] or None, with gradient, for kept `forward_inputs`."""
+
+    def update_statistics(self, inputs: dict[str, Tensor], reduce: Reduce) -> None:
+        """Update buffers that summarize observations, such as means, after each training step. Optional; does nothing by default.
+
+        `inputs` are the kept `forward_inputs` of the step's rows on this rank, on the CPU. Buffers are published with the weights and kept
+        in checkpoints; during the step they must not change, since log-probabilities would.
+        """
 
 
 def layer(inputs: int, outputs: int, gain: float = 2**0.5) -> nn.Linear:

@@ -6,10 +6,14 @@ Legend: B simulators, S numbers of an observation.
 from collections.abc import Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from rl_core.policies.actor_critic import ActorCritic
-from rl_core.policies.base import layer
+from rl_core.policies.base import Reduce, layer
+
+NORMALIZED_LIMIT = 10.0
+"""Largest number of a normalized observation."""
 
 
 class MLPPolicy(ActorCritic):
@@ -26,16 +30,46 @@ class MLPPolicy(ActorCritic):
         chunk: int = 1,
         hidden: Sequence[int] = (64, 64),
         initial_log_std: float = 0.0,
+        normalize: bool = False,
     ) -> None:
-        """Observations have `observation_size` numbers. See `ActorCritic` for the actions."""
+        """Observations have `observation_size` numbers. See `ActorCritic` for the actions.
+
+        With `normalize` the networks see each number less its mean, in standard deviations, over all observations that were trained on.
+        """
         super().__init__(num_actions=num_actions, action_dim=action_dim, chunk=chunk, initial_log_std=initial_log_std)
         self.actor = _network(observation_size, hidden, self.num_outputs, gain=0.01)
         self.critic = _network(observation_size, hidden, 1, gain=1.0)
+        self.normalize = normalize
+        if normalize:
+            self.register_buffer("mean", torch.zeros(observation_size))
+            self.register_buffer("variance", torch.ones(observation_size))
+            self.register_buffer("count", torch.zeros(1))
 
     def networks(self, observed: Tensor) -> tuple[Tensor, Tensor]:
         """Return outputs and values for states [B, S]."""
         states = observed.to(self.critic[-1].weight.dtype)
+        if self.normalize:
+            states = ((states - self.mean) * (self.variance + 1e-8).rsqrt()).clamp(-NORMALIZED_LIMIT, NORMALIZED_LIMIT)
         return self.actor(states), self.critic(states)
+
+    def update_statistics(self, inputs: dict[str, Tensor], reduce: Reduce) -> None:
+        """Add the observations of a step to mean and variance; see `Policy.update_statistics`."""
+        if not self.normalize:
+            return
+        states = inputs["states"].double()
+        sums = torch.cat([torch.tensor([float(len(states))]).double(), states.sum(dim=0), states.square().sum(dim=0)])
+        sums = reduce(sums) if reduce is not None else sums
+        new, size = sums[0], states.shape[1]
+        if not new:
+            return
+        mean, square = sums[1 : size + 1] / new, sums[size + 1 :] / new
+        share = (new / (self.count.double().cpu() + new)).item()
+        before, spread = self.mean.double().cpu(), self.variance.double().cpu()
+        apart = mean - before
+        merged = (1 - share) * spread + share * (square - mean.square()) + share * (1 - share) * apart.square()
+        self.mean.copy_(before + share * apart)
+        self.variance.copy_(merged)
+        self.count.add_(new.item())
 
 
 def _network(inputs: int, hidden: Sequence[int], outputs: int, *, gain: float) -> nn.Sequential:

@@ -58,6 +58,7 @@ class AgentEndpoint:
         self._episodes = Episodes(template, max_seq_len=engine.max_seq_len, max_calls=max_calls)
         self._server = Endpoint(self._episodes, tokenizer, model=MODEL_NAME, max_new_tokens=sampling.max_new_tokens)
         self._branches = spec.env.options.get("branches", BRANCHES)
+        self._max_staleness = spec.algorithm.max_staleness
         self._host = ""
 
     async def start(self, host: str, port: int = 0) -> None:
@@ -83,6 +84,7 @@ class AgentEndpoint:
             "episodes": self._episodes,
             "base_url": lambda: self.base_url,
             "model": MODEL_NAME,
+            "max_staleness": self._max_staleness if training else 0,
         }
 
 
@@ -96,19 +98,27 @@ class AgentRolloutImpl(AsyncRolloutImpl):
         base_url: Callable[[], str],
         model: str,
         branches: str = BRANCHES,
+        max_staleness: int = 0,
         **options: Any,
     ) -> None:
         """Serve sessions of `episodes` at `base_url()` as the model `model`; other arguments are those of `AsyncRolloutImpl`.
+
+        A run that goes on from another rollout may have tokens that are `max_staleness` versions old.
 
         `branches` says what part of an episode's reward each branch of its conversation gets: the `whole`, an `equal` part, or only the
         `last` branch is a sample.
         """
         super().__init__(*arguments, **options)
         self._branches = branches
+        self._max_staleness = max_staleness
         self._episodes, self._base_url, self._model = episodes, base_url, model
 
     async def run_rollout(self, input_sample: Mapping[str, Any]) -> PromptGroupRecord:
         """Return the group of `input_sample`; its prompt is what the first inputs of all samples have in common."""
+        locate = getattr(self.task_to_env.get(input_sample.get("task_name")), "locate", None)
+        if locate is not None and input_sample.get("resumed"):
+            names = [f"{group_name(input_sample)}_g{index}" for index in range(self.num_generations_per_prompt)]
+            await locate(names)
         record = await super().run_rollout(input_sample)
         record.prompt = [{"role": "user", "content": "", "token_ids": common_prefix(record.completions)}]
         return record
@@ -123,7 +133,7 @@ class AgentRolloutImpl(AsyncRolloutImpl):
             input_sample, seed=seed if self._generator.honours_seeds else None, key=f"{group_id}_g{traj_idx}"
         )
         agent = self._episodes.open(episode.key, self._generator, seed=seed, greedy=self.greedy)
-        episode.env_info = {**(episode.env_info or {}), REQUEST: self._request(agent)}
+        episode.env_info = {**(episode.env_info or {}), REQUEST: self._request(agent, input_sample)}
         where = f"prompt_idx={episode.prompt_idx} traj_idx={traj_idx}"
         try:
             returned = await self._env_step(episode)
@@ -148,9 +158,15 @@ class AgentRolloutImpl(AsyncRolloutImpl):
             samples.append((completion, metrics))
         return samples
 
-    def _request(self, agent: AgentEpisode) -> AgentRequest:
+    def _request(self, agent: AgentEpisode, sample: Mapping[str, Any]) -> AgentRequest:
         return AgentRequest(
-            base_url=self._base_url(), api_key=agent.key, model=self._model, seconds=TIME_SHARE * self.env_step_seconds
+            base_url=self._base_url(),
+            api_key=agent.key,
+            model=self._model,
+            seconds=TIME_SHARE * self.env_step_seconds,
+            attempt=sample.get("attempt", 1),
+            resumed=sample.get("resumed", False),
+            oldest_version=self.policy_version - self._max_staleness,
         )
 
     def _fill(self, episode: Episode, branch: Branch, cut: str | None) -> None:

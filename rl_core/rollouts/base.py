@@ -1,6 +1,6 @@
 """`RolloutWorkerBase`: the rollout worker of every engine. It receives weights, leases prompt groups and delivers their records.
 
-    init_worker -> join (pull and verify the committed weights) -> start_rollout -> serving
+    init_worker -> join (pull and verify the committed weights) -> start_serving -> serving
     offer of new weights -> updating (no prompt is leased, groups in flight end) -> transfer and verify -> commit -> serving
 
 A lease is the right to generate one prompt group for a limited time; the runner's ledger records which rollout holds which group.
@@ -202,7 +202,7 @@ class RolloutWorkerBase(WeightMethods):
         self._built().recovery.joined(publisher_address)
         return await super().join(publisher_address)
 
-    async def start_rollout(self, trajectories: Channel, validation: Channel) -> None:
+    async def start_serving(self, trajectories: Channel, validation: Channel) -> None:
         """Start to lease prompt groups from the runner; returns at once.
 
         Records of training groups go to the channel `trajectories`, and scores of validation groups to `validation`.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_core.api.errors import DataError
+from rl_core.api.errors import DataError, InfrastructureError
 from rl_core.api.records import EnvOutput, Trajectory
 
 FLAGS = ("rewards", "terminations", "truncations", "dones")
@@ -50,6 +50,28 @@ def merge_env_outputs(shards: Sequence[EnvOutput], sizes: Sequence[int]) -> EnvO
     merged["env_ids"] = _merge(ids) if all(part is not None for part in ids) else None
     infos = [info for shard in shards for info in shard.final_info or ()]
     return EnvOutput(**merged, final_info=infos or None)
+
+
+def lost_output(latest: EnvOutput | None, width: int) -> EnvOutput:
+    """Return what takes the place of an output of C = `width` actions once an env worker is lost: each of its episodes is lost.
+
+    `latest` is the last output that came. Raises InfrastructureError when there is none.
+    """
+    if latest is None:
+        raise InfrastructureError("an env worker was lost before its first observations; the collection is run again")
+    count = len(latest.dones)
+    none, ends = np.zeros((count, width), bool), np.zeros((count, width), bool)
+    ends[:, -1] = True
+    return EnvOutput(
+        obs=latest.obs,
+        rewards=np.zeros((count, width), np.float32),
+        terminations=none,
+        truncations=ends,
+        dones=ends.copy(),
+        sub_steps=np.zeros(count, np.int64),
+        lost=np.ones(count, bool),
+        env_ids=latest.env_ids,
+    )
 
 
 def bootstrap_rewards(

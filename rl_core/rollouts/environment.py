@@ -36,6 +36,8 @@ ANSWER_MARGIN_S = 40.0
 """
 
 PATIENCE_MARGIN_S = 10.0
+LOCATE_SECONDS = 5.0
+"""How long `locate` waits for an env worker."""
 GATHER_S = 0.005
 """Longest time that a row waits for others while its env worker is busy; it is sent earlier if a call ends."""
 
@@ -139,6 +141,16 @@ class RemoteEnvironment(EnvironmentInterface):
             answers=[answer.answer for answer in answers],
         )
 
+    async def locate(self, keys: Sequence[str]) -> None:
+        """Find the env workers that hold sessions of agent programs for the samples `keys`; the samples are then stepped there."""
+
+        async def ask(address: str) -> None:
+            with suppress(RLJobError):  # a lost worker has lost its sessions too
+                for key in await self._connect(address).call("held_sessions", list(keys), timeout=LOCATE_SECONDS):
+                    self._homes[key] = address
+
+        await asyncio.gather(*(ask(address) for address in self._addresses()))
+
     def release(self, key: str) -> None:
         """Forget which env worker serves the sample with id `key`, because its episode has ended."""
         self._homes.pop(key, None)
@@ -224,7 +236,7 @@ class RemoteEnvironment(EnvironmentInterface):
                 raise InfrastructureError("no env worker is ready, got an empty list; wait for one to join")
             address = min(live, key=lambda candidate: self._pods.setdefault(candidate, _Pod()).rows)
             self._homes[key] = address
-        self._pods[address].rows += 1
+        self._pods.setdefault(address, _Pod()).rows += 1
         return address
 
     async def _call(self, address: str, rows: list[_Row]) -> None:

@@ -42,7 +42,7 @@ class GroupMaker:
 
     async def make(self, lease: PromptLease) -> PromptGroupRecord:
         """Generate a leased group and return its record. Raises the last failure once all attempts are used."""
-        sample = {**lease.sample, "group_id": lease.group_id, "attempt": lease.attempt}
+        sample = {**lease.sample, "group_id": lease.group_id, "attempt": lease.attempt, "resumed": lease.resumed}
         sample["task_name"] = self._spec.env.type
         return await self._manager(lease.temperature, lease.num_generations).run(sample)
 

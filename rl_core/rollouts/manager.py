@@ -188,10 +188,9 @@ class RolloutManager:
     ) -> PromptGroupRecord:
         """Return what `attempt(sample)` returns, repeated after failures; raises the last failure unchanged."""
         failures: Counter[FailureKind] = Counter()
-        number = first = sample.get("attempt", 1)
         while True:
             try:
-                return await attempt(sample if number == first else {**sample, "attempt": number})
+                return await attempt(sample)
             except RolloutConfigError:
                 raise
             except Exception as error:
@@ -204,6 +203,7 @@ class RolloutManager:
                 logger.warning("group %s: %s failure, trying again: %s", group_name(sample), kind.value, error)
             self._redispatched[kind.value] += 1
             self._counts["data_retry_total"] += kind is FailureKind.DATA
-            number += kind is not FailureKind.INFRASTRUCTURE
+            lost = kind is FailureKind.INFRASTRUCTURE
+            sample = {**sample, "attempt": sample.get("attempt", 1) + (not lost), "resumed": lost}
             if delay := self.retry.delay(kind, failures[kind]):
                 await asyncio.sleep(delay)

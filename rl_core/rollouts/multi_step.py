@@ -27,7 +27,7 @@ from rl_core.messages.members import MemberState
 from rl_core.plan.routing import data_rank_of, routes, trajectory_parts
 from rl_core.policies.base import Mode
 from rl_core.policies.folder import build_policy
-from rl_core.rollouts.embodied import bootstrap_rewards, cut_trajectory, merge_env_outputs, tensors_of
+from rl_core.rollouts.embodied import bootstrap_rewards, cut_trajectory, lost_output, merge_env_outputs, tensors_of
 from rl_core.rollouts.pausing_target import pausing
 from rl_core.rollouts.policy_target import PolicyWeightTarget
 from rl_core.rollouts.recorder import TrajectoryRecorder
@@ -52,6 +52,10 @@ class MultiStepRolloutWorker(WeightMethods):
         self.global_step = 0
         self._weights: WeightReceiver | None = None
         self._round = CollectionRound(number=0, step=1, envs=(0,), rollouts=(0,))
+        self._gone: set[int] = set()
+        """Places of env workers that were lost in the collection."""
+        self._latest: dict[tuple[int, int], EnvOutput] = {}
+        """(stage, place of the env worker) -> its last output in the collection."""
         self._working: asyncio.Future[int] | None = None
         self._offloaded = False
         self._thread = LoopThread("collection")
@@ -80,7 +84,7 @@ class MultiStepRolloutWorker(WeightMethods):
         )
         self._weights.warm_up()
 
-    async def start_rollout(self) -> None:
+    async def start_serving(self) -> None:
         """Report the version that is served: the hub has forgotten that of a member that lost its connection."""
         receiver = self._receiver()
         if receiver.state is ReceiverState.SERVING:
@@ -116,14 +120,14 @@ class MultiStepRolloutWorker(WeightMethods):
         }
 
     def get_dones_and_rewards(self, env_output: EnvOutput) -> tuple[Tensor, Tensor | None]:
-        """Return dones [B, C], and rewards [B, C] with the value of the final observation added where an episode was cut.
+        """Return dones [B, C], and scaled rewards [B, C] with the value of the final observation added where an episode was cut.
 
         Rewards are None for the first output of a trajectory.
         """
         dones = torch.as_tensor(env_output.dones).cpu().contiguous()
         if env_output.rewards is None:
             return dones, None
-        rewards = torch.as_tensor(env_output.rewards)
+        rewards = torch.as_tensor(env_output.rewards) * self.options.reward_scale
         values = None
         wanted = self.options.auto_reset and self._with_values and self.options.bootstrap != "none"
         if wanted and env_output.final_obs is not None and bool(dones[:, -1].any()):
@@ -151,11 +155,21 @@ class MultiStepRolloutWorker(WeightMethods):
         return self.get_src_ranks(stage)
 
     async def recv_env_output(self, input_channel: Channel, mode: Mode = "train", stage: int = 0) -> EnvOutput:
-        """Receive the outputs of all env workers that this rollout serves, merged in their order, as tensors."""
+        """Receive the outputs of all env workers that this rollout serves, merged in their order, as tensors.
+
+        The simulators of an env worker that was lost are lost from then on. Raises InfrastructureError when it sent nothing before.
+        """
         sources, shards = self.get_src_ranks(stage), []
         for env, _ in sources:
-            with self.waiting("observations", f"env:{self._round.envs[env]}"):
-                shards.append(await input_channel.get_async(key=self._round.key(stage, env, self._place)))
+            shard = None
+            if env not in self._gone:
+                with self.waiting("observations", f"env:{self._round.envs[env]}"):
+                    shard = await input_channel.get_async(key=self._round.key(stage, env, self._place))
+            if shard is None or shard.obs is None:
+                self._gone.add(env)
+                shard = lost_output(self._latest.get((stage, env)), self.options.chunk)
+            self._latest[stage, env] = shard
+            shards.append(shard)
         return merge_env_outputs(shards, [size for _, size in sources])
 
     def send_chunk_actions(
@@ -170,7 +184,8 @@ class MultiStepRolloutWorker(WeightMethods):
             )
         for env, size in destinations:
             part = np.ascontiguousarray(actions[begin : begin + size])
-            output_channel.put(part, key=self._round.key(stage, env, self._place), async_op=True)
+            if env not in self._gone:
+                output_channel.put(part, key=self._round.key(stage, env, self._place), async_op=True)
             begin += size
 
     # --- one collection ----------------------------------------------------------------------------------------------
@@ -205,6 +220,7 @@ class MultiStepRolloutWorker(WeightMethods):
     ) -> int:
         options, version = self.options, self.sync_model_from_actor() if self._weights is not None else self.global_step
         stages, decisions = range(options.stages), options.horizon // options.chunk
+        self._gone, self._latest = set(), {}
         recorders = [
             TrajectoryRecorder(sender=self._place, stage=stage, auto_reset=options.auto_reset) for stage in stages
         ]

@@ -12,8 +12,12 @@ class PolicyWeightTarget:
     """Implements `WeightTarget` and `InPlaceTarget` over a module that nobody calls while its weights change."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Write into the parameters and buffers of `model`."""
-        self._tensors: dict[str, Tensor] = dict(model.state_dict(keep_vars=False))
+        """Write into the parameters and the buffers of `model` that are saved; a tied tensor is there once, by its first name."""
+        saved = model.state_dict().keys()
+        buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+        self._tensors: dict[str, Tensor] = {
+            name: tensor.detach() for name, tensor in model.named_parameters()
+        } | buffers
 
     async def prepare(self, deadline: float) -> None:
         """Do nothing: the worker has paused already."""

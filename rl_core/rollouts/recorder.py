@@ -32,6 +32,8 @@ class TrajectoryRecorder:
             self._env_ids = output.env_ids
             self._ends.append((output.dones, output.terminations, output.truncations))
             return
+        if output.lost is not None:
+            rewards = rewards.masked_fill(output.lost[:, None], 0.0)  # the end of a lost episode has no bootstrap
         self._rewards.append(rewards)
         self._ends.append((output.dones, output.terminations, output.truncations))
         width = rewards.shape[1]

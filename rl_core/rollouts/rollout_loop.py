@@ -177,14 +177,17 @@ class RolloutLoop:
                 await asyncio.sleep(GATHER_S)
             max_groups = self._room()
             if not max_groups:
-                await self._changed.wait()
+                await self._change_within(LONGEST_PAUSE_S)  # there is also room once another rollout is lost
             elif not await self._lease(max_groups):
                 pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self._refusals)
                 self._refusals += 1
-                # Not wait_for: before Python 3.12 it swallows a cancellation that comes together with the event.
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(pause):
-                        await self._changed.wait()
+                await self._change_within(pause)
+
+    async def _change_within(self, seconds: float) -> None:
+        # Not wait_for: before Python 3.12 it swallows a cancellation that comes together with the event.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
 
     def _room(self) -> int:
         """Return how many groups fit beside those in flight; at least one where none is."""

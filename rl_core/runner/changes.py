@@ -116,6 +116,7 @@ def for_elastic_roles(spec: RLJobSpec) -> RLJobSpec:
     del whole["algorithm"]["steps"], whole[ACTOR]["optimizer"]
     if spec.algorithm.distillation is not None:  # teachers are groups of the job, and the actors alone ask them
         whole["algorithm"] |= {"name": "raw", "distillation": None}
+    whole["algorithm"]["inference"] = None
     whole["algorithm"]["maxStaleness"] = min(spec.algorithm.max_staleness, 1)  # they ask only whether there is any
     return RLJobSpec.model_validate(whole)
 

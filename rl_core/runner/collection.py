@@ -1,5 +1,7 @@
 """Collects the trajectories of a step: env workers, rollouts and actors at once, and again where one of them is lost meanwhile.
 
+An env worker that is lost loses its open episodes; the collection goes on with the others, and is run again only where none is left.
+
     env worker <-- observations, actions --> rollout -- trajectories --> actor
 
 A collection has a number, which is part of every key. What an abandoned one left on the channels is never taken.
@@ -8,12 +10,17 @@ A collection has a number, which is part of every key. What an abandoned one lef
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+from rl_core.api.embodied import embodied_options
 from rl_core.api.errors import DeadlineExceeded, InfrastructureError
+from rl_core.api.records import EnvOutput
 from rl_core.channel import Channel
 from rl_core.messages.embodied import CollectionRound, EpisodeStats
 from rl_core.plan.groups import ENV, ROLLOUT
+from rl_core.plan.routing import routes
+from rl_core.runner.env_calls import EnvCall
 from rl_core.runner.member_versions import MemberVersions
 from rl_core.runner.run import Run
 from rl_core.workers.group import WorkerGroup, WorkerGroupFuncResult
@@ -37,10 +44,14 @@ class Pending:
     """Version of the weights that choose the actions."""
     workers: WorkerGroupFuncResult
     """Calls to the env workers and rollouts."""
+    envs: list[EnvCall]
+    """Those to the env workers, in their places; none in an evaluation."""
     deadline: float
     """Monotonic time at which it must be done."""
     receiving: WorkerGroupFuncResult | None = None
     """Calls to the actors."""
+    told: set[int] = field(default_factory=set)
+    """Places of lost env workers that the rollouts know of."""
 
     def cancel(self) -> None:
         """Cancel the calls that are not answered yet."""
@@ -175,9 +186,8 @@ class Collection:
 
     def _start(self, round: CollectionRound) -> Pending:
         limit = self._run.applied.spec.runtime.deadlines.rollout
-        return Pending(
-            round, self._run.progress.version, workers=self._call(round, limit), deadline=time.monotonic() + limit
-        )
+        workers, envs = self._call(round, limit)
+        return Pending(round, self._run.progress.version, workers, envs, deadline=time.monotonic() + limit)
 
     def _receive(self, round: CollectionRound) -> WorkerGroupFuncResult:
         limit = self._run.applied.spec.runtime.deadlines.rollout
@@ -188,7 +198,8 @@ class Collection:
 
     def _await_workers(self, pending: Pending) -> None:
         while not self._run.stops.wait_done(pending.workers, LOOK_S):
-            self._require(pending.round)
+            self._require(pending)
+            self._tell_losses(pending)
             if time.monotonic() > pending.deadline:
                 limit = self._run.applied.spec.runtime.deadlines.rollout
                 raise DeadlineExceeded(f"a collection must end within deadlines.rollout {limit:.0f} s, got none")
@@ -200,21 +211,47 @@ class Collection:
             stops.wait(pending.receiving, max(pending.deadline - time.monotonic(), 1.0))
         return [answer for answer in answers if isinstance(answer, EpisodeStats)]
 
-    def _call(self, round: CollectionRound, limit: float) -> WorkerGroupFuncResult:
+    def _call(self, round: CollectionRound, limit: float) -> tuple[WorkerGroupFuncResult, list[EnvCall]]:
         submit = self._run.cluster.submit
         to_env, to_rollout = (self._actions, self._observations), (self._observations, self._actions)
         env_method, rollout_method = ("evaluate", "evaluate") if round.mode == "eval" else ("interact", "generate")
         extra = () if round.mode == "eval" else (self._trajectories,)
-        calls = [submit(f"{ENV}:{rank}", env_method, (*to_env, round), {}, timeout=limit) for rank in round.envs]
+        names = [f"{ENV}:{rank}" for rank in round.envs]
+        calls: list[Any] = [submit(name, env_method, (*to_env, round), {}, timeout=limit) for name in names]
+        envs: list[EnvCall] = []
+        if round.mode == "train":
+            episodes = embodied_options(self._run.applied.spec).num_envs
+            envs = [EnvCall(name, call, episodes=episodes) for name, call in zip(names, calls, strict=True)]
+            calls = [*envs]
         calls += [
             submit(f"{ROLLOUT}:{rank}", rollout_method, (*to_rollout, *extra, round), {}, timeout=limit)
             for rank in round.rollouts
         ]
-        return WorkerGroupFuncResult("collection", rollout_method, dict(enumerate(calls)))
+        return WorkerGroupFuncResult("collection", rollout_method, dict(enumerate(calls))), envs
 
-    def _require(self, round: CollectionRound) -> None:
-        """Raise InfrastructureError when a member of the collection is gone: its calls may wait for ever."""
-        for group, ranks in ((ENV, round.envs), (ROLLOUT, round.rollouts)):
-            here = {m.name for m in self._run.cluster.members(group)}
-            if gone := [f"{group}:{rank}" for rank in ranks if f"{group}:{rank}" not in here]:
-                raise InfrastructureError(f"{', '.join(gone)} left in the middle of a collection")
+    def _require(self, pending: Pending) -> None:
+        """Look for members that are gone, whose calls may wait for ever. Raises InfrastructureError unless it can go on without them."""
+        round, here = pending.round, {m.name for group in (ENV, ROLLOUT) for m in self._run.cluster.members(group)}
+        needed = [f"{ROLLOUT}:{rank}" for rank in round.rollouts]
+        needed += [f"{ENV}:{rank}" for rank in round.envs if not pending.envs]
+        if gone := [name for name in needed if name not in here]:
+            raise InfrastructureError(f"{', '.join(gone)} left in the middle of a collection")
+        for call in pending.envs:
+            if call.name not in here and not call.future.done():
+                call.give_up()
+        if pending.envs and all(call.lost for call in pending.envs):
+            raise InfrastructureError("all env workers left in the middle of a collection")
+
+    def _tell_losses(self, pending: Pending) -> None:
+        """Tell the rollouts which env workers send no more observations."""
+        round, options = pending.round, embodied_options(self._run.applied.spec)
+        lost = {place for place, call in enumerate(pending.envs) if call.lost} - pending.told
+        pending.told |= lost
+        per_stage = options.num_envs // options.stages
+        for route in routes(per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts)):
+            if route.env in lost:
+                for stage in range(options.stages):
+                    key = round.key(stage, route.env, route.rollout)
+                    self._observations.put(EnvOutput(obs=None), key=key, async_op=True)
+        for place in sorted(lost):
+            logger.warning("env:%s was lost; the collection goes on with the other env workers", round.envs[place])

@@ -16,7 +16,7 @@ from typing import Any
 from rl_core.api.errors import DeadlineExceeded, InfrastructureError
 from rl_core.messages.members import Incarnation
 from rl_core.messages.weights import ReceiverAck
-from rl_core.plan.groups import ACTOR, GroupKind
+from rl_core.plan.groups import ACTOR, ROLLOUT, GroupKind
 from rl_core.runner.device_schedule import DeviceSchedule
 from rl_core.runner.member_versions import MemberVersions
 from rl_core.runner.roster import Identity
@@ -62,7 +62,7 @@ class WeightlessJoin(JoinStrategy):
 
 
 class PullingJoin(JoinStrategy):
-    """For rollouts: a member has joined when it has loaded and proved the committed version of the weights."""
+    """For groups that hold the policy: a member has joined when it has loaded and proved the committed version of the weights."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class PullingJoin(JoinStrategy):
     ) -> None:
         """`release` gives back what the runner holds for a lost process.
 
-        Each call to a member takes at most `seconds`. `start_args`, the channels, are passed to its `start_rollout`."""
+        Each call to a member takes at most `seconds`. `start_args` are passed to its `start_serving`."""
         super().__init__(group)
         self._cluster, self._actor, self._versions = cluster, actor, versions
         self._release, self._schedule = release, schedule
@@ -100,7 +100,7 @@ class PullingJoin(JoinStrategy):
         if self.publisher is None:
             return False
         version = self._pull(member, process, self.publisher)
-        self._call(member, "start_rollout", *self._start_args)
+        self._call(member, "start_serving", *self._start_args)
         while not self._versions.await_current(process, timeout=self._seconds):
             version = self._pull(member, process, self.publisher)
         logger.info("%s serves version %s (incarnation %s)", member.name, version, member.incarnation)
@@ -153,7 +153,8 @@ def build_strategies(
 ) -> dict[str, JoinStrategy]:
     """Return the join strategy of each elastic worker group by name.
 
-    A gang has none: its members are constructed together when all are present.
+    `start_args`, the channels, are passed to the `start_serving` of rollouts. A gang has no strategy: its members are constructed
+    together when all are present.
     """
     strategies: dict[str, JoinStrategy] = {}
     for kind in kinds:
@@ -166,7 +167,7 @@ def build_strategies(
                 release=release,
                 schedule=schedule,
                 seconds=seconds,
-                start_args=start_args,
+                start_args=start_args if kind.name == ROLLOUT else (),
             )
         elif kind.elastic:
             strategies[kind.name] = WeightlessJoin(groups[kind.name])

@@ -69,6 +69,7 @@ class Lease:
             lease_seconds=self.seconds,
             given=given,
             order=self.order,
+            resumed=self.attempt > 1,
         )
 
 

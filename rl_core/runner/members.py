@@ -88,7 +88,7 @@ class Members:
     # --- joins -----------------------------------------------------------------------------------------------------
 
     def open(self, publisher: str) -> None:
-        """Let rollouts complete their joins from now on. They pull weights from the address `publisher`."""
+        """Let members that pull weights complete their joins from now on. They pull from the address `publisher`."""
         for name, strategy in self._strategies.items():
             if isinstance(strategy, PullingJoin):
                 strategy.publisher = publisher

@@ -1,4 +1,4 @@
-"""Publishes a version of the weights to the rollouts and records which of them have proved it."""
+"""Publishes a version of the weights to the members that hold the policy, and records which of them have proved it."""
 
 import logging
 import time
@@ -7,6 +7,7 @@ from typing import Any
 
 from rl_core.api.errors import DeadlineExceeded
 from rl_core.messages.weights import PublishReport, ReceiverAddress
+from rl_core.plan.groups import ROLLOUT
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.content_check import ContentCheck
 from rl_core.runner.member_versions import MemberVersions
@@ -23,7 +24,7 @@ LOOK_S = 0.05
 
 
 class WeightSync:
-    """Publishes versions of the weights from the actor to the rollouts, and schedules the content check of each."""
+    """Publishes versions of the weights from the actor to the groups that pull them, and schedules the content check of each."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class WeightSync:
             self.digest = wait(self._actor.sync_model_to_rollout(version, [], 0))[0].digest
 
     def publish(self, version: int) -> None:
-        """Send `version` to every live rollout that has weights, and schedule its content check.
+        """Send `version` to every live member that has weights, and schedule the content check of the rollouts.
 
         First waits for the content check of the previous version, which raises WeightsDiverged. Raises DeadlineExceeded if fewer than
         rollout.minReplicas rollouts acknowledge the version in time; those that failed are brought in again in the background.
@@ -72,7 +73,8 @@ class WeightSync:
             logger.warning("version %s: out of service until they pull it again: %s", version, report.failed)
             self.members.rejoin(list(report.failed))
         if self.check is not None:
-            self.check.schedule(version, report.acked)
+            rollouts = {member.name for member in self._cluster.members(ROLLOUT)}
+            self.check.schedule(version, [name for name in report.acked if name in rollouts])
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics `weights/*`: figures of the last sync, and numbers of content checks."""
@@ -104,8 +106,10 @@ class WeightSync:
         """
         asked = self._receivers()
         while True:
-            wanted = min(self._applied.spec.rollout.min_replicas, len(asked))
-            addresses = [ReceiverAddress(name=m.name, address=m.address, host_token=m.host_token) for m in asked]
+            wanted = min(self._applied.spec.rollout.min_replicas, sum(m.group == ROLLOUT for m in asked))
+            addresses = [
+                ReceiverAddress(name=m.name, address=m.address, host_token=m.host_token, group=m.group) for m in asked
+            ]
             sending = self._actor.sync_model_to_rollout(version, addresses, wanted)
             try:
                 report: PublishReport = sending.wait(self._applied.spec.runtime.deadlines.weight_sync)[0]
@@ -114,7 +118,7 @@ class WeightSync:
                 before, asked = asked, self._those_left(asked)
                 if len(asked) == len(before):
                     raise
-                logger.warning("version %s: %s of %s rollouts are left to take it", version, len(asked), len(before))
+                logger.warning("version %s: %s of %s receivers are left to take it", version, len(asked), len(before))
 
     def _those_left(self, asked: list[Member]) -> list[Member]:
         """Return those of `asked` that can still receive weights. The hub may learn of the loss of a process or engine later than the publisher."""

@@ -3,6 +3,9 @@
 Names are `rljob-<uid8>-<pid>-<random>-<n>`, mode 0600. The random part is one per process and is sent to peers only, so that no other user
 can create a file of that name in advance. `rljob-<uid8>-<pid>-<random>-token` is locked while its process lives, and proves to a peer that
 both see the same /dev/shm. Files of other users are never opened or removed.
+
+A library that names a file of its own after what it is given, as SGLang does, is given the name of an owner. Its file is then removed
+with those of this owner.
 """
 
 import errno
@@ -25,6 +28,8 @@ logger = logging.getLogger(__name__)
 DIRECTORY = Path("/dev/shm")
 SEGMENT_NAME = re.compile(r"rljob-[a-z0-9]+-\d+-[0-9a-f]{16}-\d+")
 _TOKEN_NAME = re.compile(r"rljob-[a-z0-9]+-\d+-[0-9a-f]{16}-token")
+_ENGINE_FILE = re.compile(r"sglang_loads_(rljob-[a-z0-9]+-\d+-[0-9a-f]{16})_\w+\.shm")
+"""What an SGLang engine shares with its scheduler; the group is the owner."""
 _OWNERLESS_SECONDS = 3_600.0
 """Age at which a segment without a token, or an empty token, is nobody's."""
 
@@ -65,7 +70,9 @@ class Token:
     """A file that proves that two processes of one user see the same /dev/shm. It is locked while this process lives."""
 
     def __init__(self, uid: str = "", *, directory: Path = DIRECTORY) -> None:
-        self._path = directory / f"{owner_name(uid, os.getpid())}-token"
+        self.owner = owner_name(uid, os.getpid())
+        """Prefix of the names of the files that go with this token."""
+        self._path = directory / f"{self.owner}-token"
         self._secret = secrets.token_bytes(32)
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
@@ -113,20 +120,30 @@ def remove_orphans(*, directory: Path = DIRECTORY, now: Callable[[], float] = ti
     return removed
 
 
+def remove_engine_files(owner: str, *, directory: Path = DIRECTORY) -> None:
+    """Delete the file that a killed engine of `owner` has left."""
+    for file in directory.glob(f"sglang_loads_{owner}_*"):
+        file.unlink(missing_ok=True)
+
+
 def _entries(directory: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
     """Return this user's segments and tokens, owner -> name -> time of the last change, and what else lies under our prefix."""
     found: dict[str, dict[str, float]] = {}
     foreign = []
     with os.scandir(directory) as entries:
         for entry in entries:
-            if not entry.name.startswith("rljob-") or entry.name.startswith("rljob-host-"):
+            of_engine = _ENGINE_FILE.fullmatch(entry.name)
+            if of_engine is None and (not entry.name.startswith("rljob-") or entry.name.startswith("rljob-host-")):
                 continue
             try:
                 about = entry.stat(follow_symlinks=False)
             except FileNotFoundError:  # its owner removed it meanwhile
                 continue
-            if _is_own(about) and (SEGMENT_NAME.fullmatch(entry.name) or _TOKEN_NAME.fullmatch(entry.name)):
-                found.setdefault(entry.name.rpartition("-")[0], {})[entry.name] = about.st_mtime
+            if _is_own(about) and (
+                of_engine or SEGMENT_NAME.fullmatch(entry.name) or _TOKEN_NAME.fullmatch(entry.name)
+            ):
+                owner = of_engine.group(1) if of_engine else entry.name.rpartition("-")[0]
+                found.setdefault(owner, {})[entry.name] = about.st_mtime
             else:
                 foreign.append(entry.name)
     return found, foreign

@@ -43,10 +43,10 @@ class HandshakeState(enum.Enum):
 
 
 class Handshake:
-    """The conversation with the receiver `name`."""
+    """The conversation with the receiver `name`. `counts`: whether its acknowledgement is one of those that the sync needs."""
 
-    def __init__(self, *, name: str, client: RpcClient, host_token: str) -> None:
-        self.name, self.client, self.host_token = name, client, host_token
+    def __init__(self, *, name: str, client: RpcClient, host_token: str, counts: bool = True) -> None:
+        self.name, self.client, self.host_token, self.counts = name, client, host_token, counts
         self.state = HandshakeState.OFFERED
         self.reason = ""
         """Reason of the failure."""
@@ -206,7 +206,7 @@ class CommitGate:
         """Decide if that is possible. Called whenever a handshake changes."""
         if self._decision.done():
             return
-        applied = sum(handshake.applied for handshake in self.handshakes)
+        applied = sum(handshake.applied and handshake.counts for handshake in self.handshakes)
         if not any(handshake.live for handshake in self.handshakes):
             self._decide(applied >= self._min_acks)
         elif self._straggler_timer is None and applied >= max(1, self._min_acks):

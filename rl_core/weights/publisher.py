@@ -17,6 +17,7 @@ from rl_core.api.errors import ConfigError, DeadlineExceeded
 from rl_core.api.identity import Identity
 from rl_core.api.job import RLJobSpec
 from rl_core.messages.weights import PublishReport, ReceiverAddress
+from rl_core.plan.groups import ROLLOUT, groups_of
 from rl_core.transports import sockets
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.handlers import HandlerLoop
@@ -91,8 +92,9 @@ class WeightPublisher:
         """Copy of the version in device memory, if receivers map it there."""
         self._transport = self._make_transport(host, device_uuid)
         handlers = {"weights_pull": self._pull_server.pull, "weights_pulled": self._pull_server.pulled}
-        allowed = {"rollout": frozenset(handlers)} if keys is not None else None
-        self._server = RpcServer(bind, handlers, keys, identity, allowed=allowed).start()
+        pulling = [group.name for group in groups_of(self.cfg).values() if group.pulls_weights]
+        allowed = dict.fromkeys(pulling, frozenset(handlers)) if keys is not None else None
+        self._server = RpcServer(bind, handlers, keys, identity, allowed=allowed, service="weights").start()
         self.address = self._server.address
         """Address at which `weights_pull` is served."""
         checksums.kernels()
@@ -147,7 +149,7 @@ class WeightPublisher:
         """Publish `version` of `source` to `receivers` and return the report when each of them serves it or has failed.
 
         Publishing the same version again is harmless: receivers that have it acknowledge without data. Raises DeadlineExceeded, naming each
-        missing receiver, if fewer than `min_acks` receivers acknowledge; ValueError if the version is older than the committed one, or equal
+        missing receiver, if fewer than `min_acks` rollouts acknowledge; ValueError if the version is older than the committed one, or equal
         with other weights.
         """
         refuse_on_event_loop("publish()")
@@ -196,7 +198,12 @@ class WeightPublisher:
                 f"version {manifest.version} is committed with digest {self._last[1]} and other weights; raise the version"
             )
         handshakes = [
-            Handshake(name=receiver.name, client=self._client(receiver), host_token=receiver.host_token)
+            Handshake(
+                name=receiver.name,
+                client=self._client(receiver),
+                host_token=receiver.host_token,
+                counts=receiver.group == ROLLOUT,
+            )
             for receiver in receivers
         ]
         for handshake in handshakes:
@@ -224,7 +231,7 @@ class WeightPublisher:
         if client is None or client.address != receiver.address:
             if client is not None:
                 client.close()
-            service = "rollout" if self._keys is not None else None
+            service = receiver.group if self._keys is not None else None
             client = self._clients[receiver.name] = RpcClient(
                 receiver.address, self._keys, self._identity, service=service
             )
@@ -235,7 +242,7 @@ def _report(
     copy: HostCopy, handshakes: Sequence[Handshake], min_acks: int, *, started: float, copied: float
 ) -> PublishReport:
     acked = [handshake for handshake in handshakes if handshake.state is HandshakeState.ACKED]
-    if len(acked) < min_acks:
+    if sum(handshake.counts for handshake in acked) < min_acks:
         missing = "; ".join(handshake.describe() for handshake in handshakes if handshake not in acked)
         raise DeadlineExceeded(
             f"version {copy.manifest.version} must be acknowledged by {min_acks} receivers, got {len(acked)} of {len(handshakes)}"

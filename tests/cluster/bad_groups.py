@@ -43,6 +43,30 @@ GROUPS = {
         "gpus must be a multiple of processesPerPod 2, got 3; change one of them",
         SAME,
     ),
+    "gang-that-pulls-weights": (
+        {"groups": [{**JUDGE, "weights": "pulls", "lifecycle": "gang"}]},
+        "spec.groups[0].weights",
+        "weights pulls needs lifecycle elastic, got gang; remove one",
+        SAME,
+    ),
+    "inference-by-a-group-without-weights": (
+        {"groups": [JUDGE], "algorithm": {"recomputeLogProbs": True, "inference": "judge"}},
+        "spec.algorithm.inference",
+        "algorithm.inference must name a group of spec.groups with weights: pulls, got judge; declare it",
+        SAME,
+    ),
+    "inference-that-nobody-asks": (
+        {"groups": [{**JUDGE, "weights": "pulls"}], "algorithm": {"inference": "judge"}},
+        "spec.algorithm.recomputeLogProbs",
+        '["inference"] needs recomputeLogProbs: true, got false; set it or remove the field',
+        SAME,
+    ),
+    "adapters-beside-a-group-that-pulls": (
+        {"groups": [{**JUDGE, "weights": "pulls"}], "model": {"path": "/models/m", "lora": {"rank": 4}}},
+        "spec.groups",
+        "groups cannot pull the weights of a model with model.lora; remove one of them",
+        SAME,
+    ),
     "program-that-is-none": (
         {"program": "mine"},
         "spec.program",

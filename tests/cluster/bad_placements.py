@@ -46,7 +46,7 @@ PLACEMENTS = {
     "placed-role-without-processes": (
         {"placement": {"componentPlacement": {"actor": "0", "rollout": "1", "critic": "2"}}},
         "spec.placement.componentPlacement",
-        'componentPlacement must place actor, rollout, env, got ["critic"]; remove them',
+        'placement.componentPlacement must name groups of the job, got ["critic"]; correct them or declare the groups',
         SAME,
     ),
     "placement-that-is-no-map": (

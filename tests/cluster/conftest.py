@@ -48,7 +48,7 @@ def run_cluster() -> Callable[..., AbstractContextManager[Access]]:
             with cluster.control_plane.kept():
                 yield Access(cluster)
         finally:
-            cluster.down()
+            cluster.down(wait=False)
 
     return run
 

@@ -1,15 +1,18 @@
-"""A job whose episodes a program of the user drives through the OpenAI endpoint of its rollout, with the unmodified `openai` client."""
+"""A job whose episodes a program of the user drives through the OpenAI endpoint of its rollouts, with the unmodified `openai` client."""
 
 import json
-import os
-import signal
+from collections import Counter
 
-import psutil
+import numpy as np
 
+from rl_core.cli.local_control import connect
+from rl_core.messages.samples import TRAINED
+from rl_core.samples.lines import array_of
+from rl_core.samples.reader import SampleReader
 from tests.e2e.harness import assert_trained_once
 
 AGENT = """
-import pathlib, time
+import json, pathlib, secrets, time
 
 from openai import OpenAI
 
@@ -17,26 +20,31 @@ FOLDER = pathlib.Path(__file__).parent
 
 
 def run(row, base_url, api_key, model):
-    messages, texts = list(row["prompt"]), []
+    messages, texts, calls = list(row["prompt"]), [], []
+    start = secrets.token_hex(8)
     with OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        for turn in range(2):
-            reply = client.chat.completions.create(model=model, messages=messages, max_tokens=8).choices[0].message
-            texts.append(reply.content or "")
-            messages += [reply, {"role": "user", "content": "again "}]
-            if turn == 0:
-                hold(base_url)
+        for turn in range(4):
+            if turn == 3:
+                hold(row)
+            choice = client.chat.completions.create(
+                model=model, messages=messages, max_tokens=6, logprobs=True, extra_body={"return_token_ids": True}
+            ).choices[0]
+            calls.append([choice.token_ids, [entry.logprob for entry in choice.logprobs.content]])
+            texts.append(choice.message.content or "")
+            messages += [choice.message, {"role": "user", "content": "go "}]
+    (FOLDER / "runs" / start).write_text(json.dumps([row["number"], calls]))
     text = "".join(texts)
     return {"reward": text.count("a") / max(len(text), 1), "parts": {"length": float(len(text))}}
 
 
-def hold(base_url):
-    # Wait in the middle of the first conversation that comes here after the file `arm` exists, until the test says `go`.
+def hold(row):
+    # The first conversation that comes here waits, three turns in, until the test says `go`.
     held, go = FOLDER / "held", FOLDER / "go"
-    if go.exists() or not (FOLDER / "arm").exists():
+    if go.exists():
         return
     try:
         with held.open("x") as file:
-            file.write(base_url)
+            file.write(str(row["number"]))
     except FileExistsError:
         return
     while not go.exists():
@@ -49,32 +57,48 @@ SPEC = {
     "data": {"train": "rows.jsonl", "validation": None, "chatTemplate": TEMPLATE},
     "env": {"type": "agent", "agent": "program:run", "reward": None, "processes": 2},
     "rollout": {"replicas": 2, "maxSequenceLength": 64},
-    "algorithm": {"steps": 4},
+    "algorithm": {"steps": 3},
 }
 
 
-def test_a_conversation_whose_rollout_is_killed_is_held_again_and_every_group_is_trained_once(start):
+def test_a_program_three_turns_in_goes_on_when_its_rollout_is_killed_and_trains_what_was_sampled(start):
     run = start(**SPEC)
     folder = run.job.parent
-    rows = ({"prompt": [{"role": "user", "content": f"say {number:03d} "}]} for number in range(64))
+    rows = ({"number": n, "prompt": [{"role": "user", "content": f"say {n:03d} "}]} for n in range(64))
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "program.py").write_text(AGENT)
-    (folder / "arm").touch()
+    (folder / "runs").mkdir()
     run.start()
     held = folder / "held"
-    address = run.until(lambda: held.exists() and held.read_text(), "a conversation between two calls")
-    port = int(address.rsplit(":", 1)[1].split("/")[0])
-    (pid,) = [entry["pid"] for entry in run.processes(role="rollout") if port in listening(entry["pid"])]
-    os.kill(pid, signal.SIGKILL)
+    number = run.until(lambda: held.exists() and held.read_text(), "a conversation between two calls")
+    groups = connect(run.output).status()["ledger"]["groups"]
+    [owner] = [group["owner"] for group in groups if group["id"].endswith(f"-{number}")]
+    run.kill(role="rollout", index=int(owner.split()[0].partition(":")[2]))
     (folder / "go").touch()
     assert run.wait() == 0, run.text + run.logs()
-    assert_trained_once(run, steps=4, groups=4)
+    assert_trained_once(run, steps=3, groups=4)
     lines = run.lines("metrics.jsonl")
-    assert [line["rollout/turns_per_sample/mean"] for line in lines] == [2.0] * 4
+    assert [line["rollout/turns_per_sample/mean"] for line in lines] == [4.0] * 3
     assert all(line["rollout/branches"] == 0 for line in lines)
     assert lines[-1]["failures_total/rollout/lost"] == 1 and lines[-1]["epoch"] == 0
+    assert lines[-1]["env/sessions_moved_total"] >= 1
+    # What each program saw is what was trained, token for token, and no program ran twice.
+    seen = [json.loads(path.read_text()) for path in (folder / "runs").iterdir()]
+    reader = SampleReader(run.output)
+    reader.refresh()
+    trained = [tokens_of(reader.read(found)) for found in reader.every("train")]
+    assert Counter(trained) == Counter(tokens_seen(calls) for _, calls in seen) and len(trained) == 3 * 4 * 4
+    assert str(number) in [str(row) for row, _ in seen]
 
 
-def listening(pid: int) -> set[int]:
-    """Return the TCP ports on which a process listens."""
-    return {one.laddr.port for one in psutil.Process(pid).net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+def tokens_of(sample):
+    """Return the trained tokens of a sample and the log-probabilities with which the engine sampled them."""
+    chosen = array_of(sample, "mask") == TRAINED
+    return tuple(array_of(sample, "ids")[chosen].tolist()), tuple(array_of(sample, "engine")[chosen].tolist())
+
+
+def tokens_seen(calls):
+    """Return the same of the answers that a program got."""
+    ids = tuple(token for tokens, _ in calls for token in tokens)
+    logprobs = np.array([value for _, values in calls for value in values], np.float32)
+    return ids, tuple(logprobs.tolist())

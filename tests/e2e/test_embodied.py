@@ -1,10 +1,12 @@
-"""A policy that acts in simulators, in whole runs: a lost env worker and a resume change nothing of what is trained."""
+"""A policy that acts in simulators, in whole runs: a resume changes nothing of what is trained, a lost env worker costs its own episodes."""
 
 import json
+import shutil
+from pathlib import Path
 
 from tests.e2e.harness import Run
 
-STEPS = 8
+STEPS = 16
 SPEC = {
     "program": "embodied",
     "model": {"path": "policy"},
@@ -16,8 +18,7 @@ SPEC = {
         "type": "gymnasium",
         "replicas": 2,
         "options": {
-            "id": "CartPole-v1",
-            "kwargs": {"max_episode_steps": 40},
+            "id": "poles:Fragile",
             "numEnvs": 4,
             "horizon": 48,
             "autoReset": False,
@@ -32,6 +33,7 @@ SPEC = {
 
 def begin(folder, every_steps, *, program="embodied", **algorithm):
     folder.mkdir()
+    shutil.copy(Path(__file__).with_name("poles.py"), folder)
     (folder / "policy").mkdir()
     (folder / "policy/config.json").write_text(
         json.dumps({"policy": "mlp", "arguments": {"observation_size": 4, "num_actions": 2, "hidden": [16]}})
@@ -40,6 +42,7 @@ def begin(folder, every_steps, *, program="embodied", **algorithm):
         "program": program,
         "algorithm": SPEC["algorithm"] | algorithm,
         "checkpoint": {"everySteps": every_steps, "everySeconds": None},
+        "env": SPEC["env"] | {"options": SPEC["env"]["options"] | {"kwargs": {"folder": str(folder)}}},
     }
     job = {"apiVersion": "rljob.dev/v1alpha1", "kind": "RLJob", "metadata": {"name": "poles"}, "spec": spec}
     return Run(folder, job)
@@ -58,39 +61,46 @@ def history(run):
     return [[line.get(name) for name in names] for line in run.lines("metrics.jsonl")]
 
 
-def test_a_killed_env_worker_and_a_killed_actor_change_no_number_of_the_run(tmp_path):
+def test_a_killed_actor_changes_no_number_and_a_killed_env_worker_costs_its_own_episodes(tmp_path):
     calm, disturbed = begin(tmp_path / "calm", 100), begin(tmp_path / "disturbed", 2)
     try:
         assert calm.run() == 0, calm.text + calm.logs()
         disturbed.start()
         disturbed.at_step(2)
-        disturbed.kill(role="env", index=1)
-        disturbed.at_step(5)
         disturbed.kill(role="actor")
+        (disturbed.job.parent / "armed").touch()
         assert disturbed.wait() == 0, disturbed.text + disturbed.logs()
         status = disturbed.status()
         assert status["epoch"] == 1 and status["failures"]["env/lost"] >= 1
-        expected = history(calm)
-        assert [line[0] for line in expected] == list(range(STEPS + 1))
-        assert history(disturbed) == expected
-        assert all(line[3] > 0 for line in expected[1:])
+        expected, found, lines = history(calm), history(disturbed), disturbed.lines("metrics.jsonl")
+        assert [line[0] for line in expected] == [line[0] for line in found] == list(range(STEPS + 1))
+        assert all(line[3] == 8 for line in expected[1:])
+        lossy = [line["step"] for line in lines if line.get("env/lost_episodes")]
+        assert len(lossy) == 1, lines
+        step = lossy[0]
+        assert found[:step] == expected[:step]
+        # Each env worker has 4 simulators, which make one episode a step. The step goes on with those of the other one.
+        assert lines[step]["env/lost_episodes"] == lines[step]["env/num_trajectories"] == 4
+        assert lines[step]["env/repeated_collections"] == 0
+        assert lines[step]["env/steps"] < expected[step][2] - expected[step - 1][2]
+        assert [line[3] for line in found[step + 1 :]] == [8] * (STEPS - step)
     finally:
         for run in (calm, disturbed):
             run.end()
 
 
 def test_collections_ahead_of_training_are_one_version_old_and_survive_the_loss_of_a_rollout(tmp_path):
-    run = begin(tmp_path / "ahead", 100, program="embodied_async", maxStaleness=1, steps=3 * STEPS)
+    run = begin(tmp_path / "ahead", 100, program="embodied_async", maxStaleness=1, steps=24)
     try:
         run.start()
         run.at_step(2)
         run.kill(role="rollout")
         assert run.wait() == 0, run.text + run.logs()
         lines = run.lines("metrics.jsonl")[1:]
-        assert [line["step"] for line in lines] == list(range(1, 3 * STEPS + 1))
+        assert [line["step"] for line in lines] == list(range(1, 25))
         ages = [line["train/staleness_max"] for line in lines]
         # The first step collects at once, and so does one whose collection was lost.
-        assert ages[0] == 0 and set(ages[1:]) <= {0, 1} and ages.count(1) >= STEPS
+        assert ages[0] == 0 and set(ages[1:]) <= {0, 1} and ages.count(1) >= 8
         steps = [line["env/steps_total"] for line in lines]
         assert steps == sorted(set(steps))
     finally:

@@ -8,9 +8,10 @@ from tests.e2e.harness import assert_trained_once
 from tests.small_models import save_classifier, save_policy
 
 CODE = """
-import os, pathlib, time
+import asyncio, os, pathlib, time
 
 from rl_core.envs.member_calls import call_member
+from rl_core.groups.inference import Inference
 from rl_core.groups.reward_model import RewardModel
 from rl_core.groups.teacher import Teacher
 
@@ -39,6 +40,18 @@ class HeldTeacher(Teacher):
             while not (FOLDER / "go").exists():
                 time.sleep(0.05)
         return super().top_log_probs(rows, temperature, top_k)
+
+
+class HeldInference(Inference):
+    calls = 0
+
+    async def log_probs(self, *asked):
+        HeldInference.calls += 1
+        if HeldInference.calls == 2 and not (FOLDER / "go").exists():
+            (FOLDER / "held").write_text(str(os.getpid()))
+            while not (FOLDER / "go").exists():
+                await asyncio.sleep(0.05)
+        return await super().log_probs(*asked)
 
 
 def letters(answer):
@@ -110,6 +123,17 @@ def test_a_step_waits_for_the_successor_of_a_teacher_that_is_killed_in_a_call(st
     folder = save_policy(tmp_path / "teacher", seed=3)
     lines = run_with_a_kill(start(**distilling(folder, "own:HeldTeacher", top_k=4, steps=3)), "teacher")
     assert all(line["train/distill/teacher_share"] == 1.0 and line["train/distill/top_k_kl"] > 0 for line in lines)
+
+
+def test_old_log_probabilities_come_from_a_group_with_the_trainers_weights_also_after_a_member_was_killed(start):
+    group = {"name": "inference", "worker": "own:HeldInference", "weights": "pulls"}
+    algorithm = {"steps": 3, "recomputeLogProbs": True, "inference": "inference"}
+    # With one optimizer step per batch the trained policy is the old one: any other weights or tokens would show in the KL.
+    run = start(groups=[group], algorithm=algorithm, actor={"optimizer": {"learningRate": 1.0e-2}}, **SHORT)
+    lines = run_with_a_kill(run, "inference")
+    assert all(abs(line["train/approx_kl"]) < 1e-5 for line in lines), lines
+    assert [line["weights/version"] for line in lines] == [1.0, 2.0, 3.0]
+    assert "computes the old log-probabilities of this step itself" not in run.logs()
 
 
 def test_a_run_whose_teacher_says_what_the_student_says_ends_after_three_steps(start, tiny):

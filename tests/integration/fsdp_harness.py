@@ -1,14 +1,14 @@
 """Runs scenarios on several actor ranks (processes over gloo) or in this process, and collects what each rank saw."""
 
 import json
-import os
-import subprocess
-import sys
+import multiprocessing
 from pathlib import Path
 
 from rl_core.actors.ranks import ParallelSizes
 from rl_core.launch.ports import free_ports
-from tests import ROOT
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.integration.rank_imports"])
 
 
 def scenario(name: str, spec: dict, verbs: list, *, world_size: int, groups: int = 4) -> dict:
@@ -29,19 +29,19 @@ def run_here(name: str, spec: dict, verbs: list) -> dict:
 
 def run_ranks(folder: Path, world_size: int, scenarios: list[dict]) -> list[dict]:
     """Run the scenarios on `world_size` processes; return what each saw by scenario, {} for one that wrote nothing."""
+    from tests.integration.fsdp_rank import run_rank
+
     port = str(free_ports().master)
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    processes, outputs = [], []
-    for rank in range(world_size):
-        out, file = folder / f"rank-{rank}.out.json", folder / f"rank-{rank}.json"
-        plan = {"rank": rank, "world_size": world_size, "out": str(out), "scenarios": scenarios}
-        file.write_text(json.dumps(plan))
-        command = [sys.executable, "-m", "tests.integration.fsdp_rank", str(file)]
-        processes.append(subprocess.Popen(command, env=environment, cwd=ROOT))
-        outputs.append(out)
+    outputs = [folder / f"rank-{rank}.out.json" for rank in range(world_size)]
+    processes = [
+        FORKS.Process(target=run_rank, args=(rank, world_size, port, out, scenarios))
+        for rank, out in enumerate(outputs)
+    ]
     try:
         for process in processes:
-            process.wait(timeout=600)
+            process.start()
+        for process in processes:
+            process.join(600)
     finally:
         for process in processes:
             process.kill()

@@ -1,7 +1,7 @@
-"""Actor ranks as processes of their own: `python -m tests.integration.fsdp_rank PLAN.json` runs one; what it saw goes to PLAN's `out` as JSON.
+"""Actor ranks as processes of their own: `run_rank` is the whole life of one.
 
-PLAN: {rank, world_size, out, scenarios: [{name, spec, groups: [numbers of rank 0, ...], verbs: [[verb, argument...], ...]}]}.
-Each scenario has a fresh actor in the same process group.
+A scenario is {name, spec, groups: [numbers of rank 0, ...], verbs: [[verb, argument...], ...]}. Each has a fresh actor in the same process
+group.
 """
 
 import asyncio
@@ -9,8 +9,8 @@ import importlib
 import itertools
 import json
 import os
-import sys
 import threading
+import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -224,16 +224,17 @@ def run_scenario(scenario: dict, rank: int, world_size: int) -> dict:
     return actor.seen
 
 
-def main() -> None:
-    plan = json.loads(Path(sys.argv[1]).read_text())
+def run_rank(rank: int, world_size: int, port: str, out: Path, scenarios: list[dict]) -> None:
+    """Run the scenarios as a rank that meets the others at `port`; what it saw goes to `out` as JSON after each. Ends the process."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     seen: dict = {}
-    for scenario in plan["scenarios"]:
-        seen[scenario["name"]] = run_scenario(scenario, plan["rank"], plan["world_size"])
-        Path(plan["out"]).write_text(json.dumps(seen))
+    try:
+        for scenario in scenarios:
+            seen[scenario["name"]] = run_scenario(scenario, rank, world_size)
+            out.write_text(json.dumps(seen))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
     # A lost peer leaves gloo's threads in a state whose tear-down may wait; what counts is on disk.
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

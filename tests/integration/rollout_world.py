@@ -253,7 +253,7 @@ class World:
         return report
 
     def start(self):
-        self.on_loop(self.worker.start_rollout(self.trajectories, self.validation))
+        self.on_loop(self.worker.start_serving(self.trajectories, self.validation))
 
     def put(self, *indices, **changes):
         """Let these groups be leased: training groups of 4 for version 1 unless `changes` says otherwise."""

@@ -35,6 +35,7 @@ COLUMNS = (
     ("Actor", "string", ".status.columns.actors", 1),
     ("Env", "string", ".status.columns.envs", 1),
     ("Checkpoint", "integer", ".status.checkpoint.lastStep", 1),
+    ("Success", "string", ".status.columns.success", 1),
     ("Reason", "string", ".status.columns.reason", 1),
 )
 

@@ -18,7 +18,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from rl_core.api.groups import GroupSpec
-from rl_core.api.job import MANAGER, MUTABLE_FIELDS, NUMBERED, OPERATOR_FIELDS, RLJobSpec
+from rl_core.api.job import MANAGER, MUTABLE_FIELDS, OPERATOR_FIELDS, RLJobSpec
+from rl_core.api.placed_groups import NUMBERED
 from rl_core.api.pods import PodSpec
 from rl_core.plan.groups import BUILT_IN
 from rljob_operator.crd.rules import Schema, field_at, field_or_default, rule_entry
@@ -118,7 +119,9 @@ def _groups() -> Iterator[Schema]:
         refusal="groups must keep their names; delete the job and create it anew",
         field="groups",
     )
-    same = " && ".join(_same(field) for field in ("worker", "lifecycle", "processesPerPod", "gpus", "callers"))
+    same = " && ".join(
+        _same(field) for field in ("worker", "lifecycle", "processesPerPod", "gpus", "callers", "weights")
+    )
     lifecycle = f"({field_or_default('lifecycle', GroupSpec, root='g')} == 'elastic' || {_same('replicas')})"
     yield rule_entry(
         holds=f"{SUSPENDED} || !has(self.groups) || self.groups.all(g, oldSelf.groups.all(o, o.name != g.name || ({same} && {lifecycle})))",

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from rl_core.api.base import STRING_LIMIT
 from rl_core.api.cel import literal
+from rl_core.api.descriptions import described_schema
 from rl_core.api.groups import GroupSpec
 from rl_core.api.pods import PodSpec
 from rljob_operator.crd.rules import Schema, rule_entry
@@ -61,7 +62,7 @@ def structural(model: type[BaseModel], *, validations: Validations) -> Schema:
 
     Raises ValueError for a part of the model that a structural schema cannot hold, or that has no bound.
     """
-    whole = model.model_json_schema(by_alias=True)
+    whole = described_schema(model)
     return _Converter(whole.get("$defs", {}), validations).convert(whole, model.__name__)
 
 

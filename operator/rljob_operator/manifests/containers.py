@@ -13,7 +13,7 @@ from rl_core.api.roles import RoleSpec
 from rl_core.api.variables import EnvValueFrom
 from rl_core.plan.colocated import shape_of
 from rl_core.plan.groups import BUILT_IN, CONTROL_GROUP, Group
-from rl_core.plan.launch import ContainerPlan, PodPlan, Ports, ProcessPlan
+from rl_core.plan.launch import ContainerPlan, PodPlan, ProcessPlan
 from rl_core.plan.slots import own_pods
 from rljob_operator.manifests import claims, meta, volumes
 from rljob_operator.model import OperatorConfig
@@ -70,7 +70,7 @@ def main(job: RLJob, pod: PodPlan, container: ContainerPlan, *, config: Operator
         **({"envFrom": [meta.api(source) for source in spec.env_from]} if spec.env_from else {}),
         "ports": [
             {"name": name, "containerPort": number, "protocol": "TCP"}
-            for name, number in _ports(container, port).items()
+            for name, number in _ports(container, port, first=container is pod.containers[0]).items()
         ],
         "resources": _resources(spec, pod),
         "securityContext": security_context(spec, add=spec.security_context.capabilities.add),
@@ -187,8 +187,8 @@ _POD_IP: dict[str, Any] = {
 }
 
 
-def _ports(container: ContainerPlan, health: int) -> dict[str, int]:
-    first = health == Ports().health
+def _ports(container: ContainerPlan, health: int, *, first: bool) -> dict[str, int]:
+    """Return the ports of a container by name; `first` says whether it is the first one of its pod."""
     found = {"metrics" if first else f"metrics-{container.name}": health}  # a pod's port names are unique
     for process in container.processes:
         found |= process.ports

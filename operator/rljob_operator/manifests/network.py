@@ -13,6 +13,10 @@ such as environments, and are isolated: they reach what they need and nothing el
                      agent programs call, `egress` of the group
     all              in: metrics from labelled namespaces            out: the DNS of the cluster
 
+Groups that hold weights may be on the network of their nodes (`hostNetwork`), all or none of them (rl_core/plan/node_network.py). Policies do
+not select such pods, and to the policies of isolated groups they are addresses that depend on the network plug-in. These policies therefore
+permit every address on the ports where keys authenticate the other side: RPC in; hub, channel, RPC and endpoint out.
+
 Policies add up, so the runner's pod has one more than the other pods of its group. Policies select pods by the uid of the job: pods of an
 earlier job of the same name are not selected.
 """
@@ -26,10 +30,11 @@ from rl_core.api.egress import EgressRule, exceptions
 from rl_core.api.job import RLJob
 from rl_core.plan.groups import CONTROL_GROUP, Group, groups_of
 from rl_core.plan.launch import Ports
+from rl_core.plan.node_network import STRIDE, is_on_node
 from rl_core.plan.slots import own_pods
 from rljob_operator import naming
 from rljob_operator.manifests import meta
-from rljob_operator.model import Object, OperatorConfig
+from rljob_operator.model import Object, OperatorConfig, PodView
 
 API_VERSION = "networking.k8s.io/v1"
 KIND = "NetworkPolicy"
@@ -58,6 +63,21 @@ def build(job: RLJob, *, config: OperatorConfig, groups: Mapping[str, Group] | N
     return policies
 
 
+def of_remaining_pods(job: RLJob, pods: Sequence[PodView], *, config: OperatorConfig) -> list[dict[str, Any]]:
+    """Return the policies of a deleted job that fence at least one of `pods`, each with the pods that it fences as its owners."""
+    found = []
+    for policy in build(job, config=config):
+        labels = policy["spec"]["podSelector"]["matchLabels"]
+        fenced = [
+            {"apiVersion": "v1", "kind": "Pod", "name": pod.name, "uid": pod.uid}
+            for pod in pods
+            if pod.role == labels[naming.LABEL_ROLE] and labels.get(naming.LABEL_INDEX) in (None, str(pod.index))
+        ]
+        if fenced:
+            found.append({**policy, "metadata": {**policy["metadata"], "ownerReferences": fenced}})
+    return found
+
+
 def digest_of(policy: Object) -> str:
     """Return the digest of what a policy, from here or from the API server, permits; computed once per version of it (`DIGEST`)."""
     if DIGEST in policy:
@@ -77,6 +97,7 @@ class _Peers:
         self._job = job
         self._trusted = [group.name for group in groups.values() if _is_trusted(group)]
         self._isolated = [group.name for group in groups.values() if not _is_trusted(group)]
+        self._on_nodes = _most_pods_on_nodes(groups)
 
     def ingress(self, group: Group) -> list[Rule]:
         """Return the rules by which other groups, and the runner, reach the pods of a group."""
@@ -84,6 +105,8 @@ class _Peers:
             callers = [name for name in self._isolated if name in group.callers]
             calls = [{"from": [_pods(self._job, *callers)], "ports": _tcp(PORTS.rpc)}] if callers else []
             return [{"from": [_pods(self._job, *self._trusted)]}, *calls, *self._calls_of_agents(group)]
+        if self._on_nodes:
+            return [{"ports": _tcp(PORTS.rpc)}]
         hosts = self._hosts_of_callers(group)
         callers_pods = [_pods(self._job, *hosts)] if hosts else []
         return [{"from": [*callers_pods, _runner_pod(self._job)], "ports": _tcp(PORTS.rpc)}]
@@ -106,20 +129,27 @@ class _Peers:
     def egress(self, group: Group) -> list[Rule]:
         """Return the rules by which the pods of a group reach other groups and the addresses that the group names."""
         called = [name for name, other in self.groups.items() if self._may_call(group, other)]
-        calls = [{"to": [_pods(self._job, *called)], "ports": _tcp(PORTS.rpc)}] if called else []
+        calls = [self._to_pods(PORTS.rpc, *called)] if called else []
         given = getattr(group.spec, "egress", None)
         if _is_trusted(group):
             outside = _anywhere() if given is None else _given(given)
             return [{"to": [_pods(self._job, *self._trusted)]}, *calls, *outside]
-        runner = {"to": [_runner_pod(self._job)], "ports": _tcp(PORTS.hub, PORTS.channel)}
+        ports = _tcp(PORTS.hub, PORTS.channel)
+        runner = {"ports": ports} if self._on_nodes else {"to": [_runner_pod(self._job)], "ports": ports}
         hosts = {
             host
             for other in self.groups.values()
             if group.name in other.endpoint_callers
             for host in self._hosts(other)
         }
-        models = [{"to": [_pods(self._job, *sorted(hosts))], "ports": _tcp(PORTS.endpoint)}] if hosts else []
+        models = [self._to_pods(PORTS.endpoint, *sorted(hosts))] if hosts else []
         return [runner, *calls, *models, *_given(given or [])]
+
+    def _to_pods(self, port: int, *names: str) -> Rule:
+        """Return the rule for a port of the pods of some groups. Where some of them are on nodes, each pod there has a port of its own."""
+        if not any(is_on_node(self.groups[name]) for name in names):
+            return {"to": [_pods(self._job, *names)], "ports": _tcp(port)}
+        return {"ports": [{"protocol": "TCP", "port": port, "endPort": port + STRIDE * (self._on_nodes - 1)}]}
 
     def _may_call(self, group: Group, other: Group) -> bool:
         """Return whether a group needs a rule of its own to call another; trusted groups reach each other anyway."""
@@ -138,9 +168,15 @@ class _Peers:
         return [*([group.name] if own else []), *([CONTROL_GROUP] if own.start else [])]
 
 
+def _most_pods_on_nodes(groups: Mapping[str, Group]) -> int:
+    """Return the largest number of pods of a job that are on the network of their nodes."""
+    on_nodes = [group for group in groups.values() if is_on_node(group)]
+    return sum(max(group.replicas, getattr(group.spec, "max_replicas", None) or 0) for group in on_nodes)
+
+
 def _is_trusted(group: Group) -> bool:
     """Return whether the members of a group hold the weights of the policy."""
-    return not group.elastic or group.pulls_weights
+    return group.holds_model
 
 
 def _policy(

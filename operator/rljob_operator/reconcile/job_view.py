@@ -41,8 +41,8 @@ class JobView:
     """Pods of gangs of other epochs, by index."""
     names: Mapping[str, tuple[str, ...]]
     """Names of the desired pods of a running job, by group and index."""
-    previous_pods: tuple[str, ...]
-    """Names of the pods of a deleted job of the same name."""
+    previous: tuple[PodView, ...]
+    """The pods of a deleted job of the same name, by name."""
     unowned_pods: tuple[str, ...]
     """Names of pods that have the labels of the job but no RLJob as owner."""
     epoch: int
@@ -78,6 +78,11 @@ class JobView:
         """The pod of the runner, if it is of the current epoch."""
         pod = self.pods.get(naming.runner_pod(self.name))
         return pod if pod is not None and pod.epoch == self.epoch else None
+
+    @property
+    def previous_pods(self) -> tuple[str, ...]:
+        """Names of the pods of a deleted job of the same name."""
+        return tuple(pod.name for pod in self.previous)
 
     @property
     def gangs(self) -> tuple[str, ...]:
@@ -161,7 +166,9 @@ def build(
             name: tuple(naming.pod(job.metadata.name, name, index) for index in own_pods(job.spec, name, groups))
             for name in groups
         },
-        previous_pods=tuple(sorted(pod.name for pod in observed.pods if pod.job_uid and pod.job_uid != uid)),
+        previous=tuple(
+            sorted((pod for pod in observed.pods if pod.job_uid not in ("", uid)), key=lambda pod: pod.name)
+        ),
         unowned_pods=tuple(sorted(pod.name for pod in observed.pods if not pod.job_uid)),
         epoch=epoch,
         report=report,

@@ -43,7 +43,7 @@ def run(view: JobView, record: Record, *, may_create: bool) -> PodMoves:
     moves = _drain(view, record)
     delete = {deletion.name: deletion for deletion in (*_teardown(view), *_used_up(view, record), *moves.delete)}
     again = list(moves.again)
-    for pod in view.pods.values():
+    for pod in (*view.pods.values(), *view.previous):
         forced, wait = forced_deletion(pod, view.now)
         if forced is not None:
             delete[pod.name] = forced

@@ -34,8 +34,11 @@ MOST_ROLLOUTS = 1024
 """Most rollouts of a job."""
 DEVICES = 64
 """Most devices of a pod in a status."""
+SUCCESS = "env/success_once"
 METRICS = (
     "reward/mean",
+    "env/return",
+    SUCCESS,
     "val/accuracy",
     "train/loss",
     "train/approx_kl",
@@ -110,6 +113,9 @@ def build(
         **_role_columns(after["roles"]),
         "reason": condition_facts.phase_reason(facts),
     }
+    metrics = {metric["name"]: metric["value"] for metric in after.get("metrics") or ()}
+    if SUCCESS in metrics:
+        after["columns"]["success"] = metrics[SUCCESS]
     after = {key: value for key, value in after.items() if value is not None}
     if after == before:
         return None

@@ -181,7 +181,7 @@ class Applier:
             )
         except Conflict:
             await self._reread_job(work.key)
-            return False
+            return self._is_written(work, meta)
         except NotFound:
             self._cache.drop(kinds.RLJOB, work.job)
             return False
@@ -189,6 +189,19 @@ class Applier:
         if work.plan.progress_only:
             work.memory.progress_written = now
         return True
+
+    def _is_written(self, work: Application, meta: Mapping[str, Any]) -> bool:
+        """Return whether the job has exactly the status that was to be written, because an attempt succeeded whose answer was lost.
+
+        The plan goes on then: no later reconcile would produce its events again.
+        """
+        found = self._cache.job(work.key)
+        return (
+            found is not None
+            and found["metadata"]["uid"] == meta["uid"]
+            and found["metadata"].get("generation") == meta.get("generation")
+            and not status_patch.difference(found.get("status") or {}, work.plan.status or {})
+        )
 
     async def _reread_job(self, key: JobKey) -> None:
         began = self._cache.now()
@@ -238,7 +251,10 @@ class Applier:
         kind = kinds.of(obj["apiVersion"], obj["kind"])
         name = obj["metadata"]["name"]
         label, manifest = f"{kind.kind}/{name}", manifest_hash(obj)
-        if (pause := work.memory.refusal_pause(label, now=self._clock(), manifest=manifest)) > 0:
+        now = self._clock()
+        if (pause := work.memory.refusal_pause(label, now=now, manifest=manifest)) > 0:
+            return pause
+        if (pause := work.memory.apply_pause(label, manifest, now=now)) > 0:
             return pause
         async with self._slots.hold(work.key):
             if self._cache.entry(kind, work.key, name) is None:
@@ -251,6 +267,8 @@ class Applier:
                 return self._record_refusal(work, label, error, manifest=manifest)
         self._cache.put(kind, answer)
         work.memory.clear(label)
+        if work.memory.record_apply(label, manifest, now=self._clock()):
+            logger.warning("%s does not stay as it was applied: is another operator serving this namespace?", label)
         return None
 
     def _isolated(self, work: Application) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from rl_core.api.defaults import Defaults
+from rl_core.api.job import RLJob
 from rl_core.plan.groups import group_blocks
 from rljob_operator import kinds
 from rljob_operator.errors import NotFound
@@ -25,6 +26,7 @@ from rljob_operator.runtime import logs
 from rljob_operator.runtime.apply import Application, Applier, manifest_hash
 from rljob_operator.runtime.cache import Cache, JobKey
 from rljob_operator.runtime.cluster import Cluster
+from rljob_operator.runtime.deleted_jobs import DeletedJobs
 from rljob_operator.runtime.kept_defaults import KeptDefaults
 from rljob_operator.runtime.memory import JobMemory
 
@@ -75,6 +77,7 @@ class Controller:
         self._config = config
         self._progress_seconds = progress_seconds
         self._clock = clock
+        self._deleted_jobs = DeletedJobs(cluster=cluster, cache=cache, config=config)
         self._running = 0
         self._counted = float("-inf")
         """When the running jobs were last counted."""
@@ -99,11 +102,18 @@ class Controller:
     async def handle(self, key: JobKey) -> float | None:
         """Reconcile one job; return the seconds until it must be reconciled again, None = when something changes."""
         job = self._cache.job(key)
-        if job is None:
-            self._memories.pop(key, None)
+        if job is None or job["metadata"].get("deletionTimestamp") is not None:
+            await self._handle_deleted(key)
             return None
         with logs.context(job=str(key), epoch=epoch_of(job), reconcile=uuid.uuid4().hex[:8]):
             return await self._handle(key, job)
+
+    async def _handle_deleted(self, key: JobKey) -> None:
+        """Fence the pods of a deleted job as long as there are any; each event of a pod or a policy leads here again."""
+        memory = self._memories.get(key)
+        job = memory.parsed.result if memory is not None else None
+        if not isinstance(job, RLJob) or not await self._deleted_jobs.fence(key, job):
+            self._memories.pop(key, None)
 
     async def _handle(self, key: JobKey, job: Object) -> float | None:
         memory = self._memory_of(key, job)

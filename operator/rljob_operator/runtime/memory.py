@@ -14,6 +14,10 @@ from rljob_operator.runtime.backoff import Backoff
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 60.0
 """Seconds between attempts of a request that was refused or had no effect."""
+FREE_APPLIES = 3
+"""Applies of one manifest that are followed by no pause, so that an object that somebody edits or deletes is there again at once."""
+SETTLED_SECONDS = 600.0
+"""Seconds after which the applies of an object are counted anew."""
 
 
 def request_backoff() -> Backoff:
@@ -33,6 +37,18 @@ class Refusal:
 
 
 @dataclass(slots=True)
+class Applies:
+    """The applies of one supporting object with one manifest. Another client that changes the object back makes them repeat."""
+
+    manifest: str
+    at: float = 0.0
+    """Time of the newest one, seconds since 1970."""
+    backoff: Backoff = field(
+        default_factory=lambda: Backoff(first=FIRST_PAUSE, longest=LONGEST_PAUSE, free_attempts=FREE_APPLIES)
+    )
+
+
+@dataclass(slots=True)
 class JobMemory:
     """The state of one job. A job of the same name with another uid gets a new one."""
 
@@ -42,6 +58,8 @@ class JobMemory:
     progress: Progress | None = None
     refusals: dict[str, Refusal] = field(default_factory=dict)
     """Refused objects by `Kind/name`."""
+    applies: dict[str, Applies] = field(default_factory=dict)
+    """Supporting objects that were applied, by `Kind/name`."""
     refused_change: tuple[int, str] | None = None
     """(generation, message of the runner) of a changed spec that the runner refused."""
     delete_backoff: dict[str, Backoff] = field(default_factory=dict)
@@ -68,6 +86,19 @@ class JobMemory:
         refusal.backoff.step(now)
         self.refusals[label] = refusal
         return is_new
+
+    def apply_pause(self, label: str, manifest: str, *, now: float) -> float:
+        """Return the seconds until an object may be applied once more with a manifest that did not last."""
+        known = self.applies.get(label)
+        return known.backoff.remaining(now) if known is not None and known.manifest == manifest else 0.0
+
+    def record_apply(self, label: str, manifest: str, *, now: float) -> bool:
+        """Record that an object was applied. Return whether it was applied with this manifest before and did not keep it."""
+        known = self.applies.get(label)
+        if known is None or known.manifest != manifest or now - known.at > SETTLED_SECONDS:
+            known = self.applies[label] = Applies(manifest)
+        known.at = now
+        return known.backoff.step(now) > 0
 
     def refusal_pause(self, label: str, *, now: float, manifest: str = "") -> float:
         """Return the seconds until a refused object may be sent again.

@@ -31,6 +31,8 @@ from rl_core.rollouts.sampling import sample_seed
 T = TypeVar("T")
 REMEMBERED_KEYS = 4096
 """Keys of closed sessions that are told apart from keys that never existed."""
+CONTEXT_LENGTH = "context_length_exceeded"
+"""Code of the refusal of a call whose messages leave no room for a reply."""
 CALLS_AT_ONCE = 64
 """Most calls of one session that are generated at the same time; further ones are refused with status 429."""
 RUNS = 8
@@ -55,6 +57,8 @@ class AgentEpisode:
     """The run whose calls are recorded; "" before the first call."""
     cut: str | None = None
     """`seq_limit` once a call was refused because its messages leave no room for a reply."""
+    recorded: deque[GenerationOutput] | None = None
+    """What the policy sampled in the present call on an earlier rollout, one output per choice; None = calls are generated."""
     ended: bool = False
     _old_runs: deque[str] = field(default_factory=lambda: deque(maxlen=RUNS))
     _calls: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -78,8 +82,11 @@ class AgentEpisode:
             self.cut = FinishReason.SEQ_LIMIT.value
             raise bad_request(
                 f"This model's maximum context length is {self.max_seq_len} tokens, but the messages have {len(ids)}; shorten them",
-                code="context_length_exceeded",
+                code=CONTEXT_LENGTH,
             )
+        if self.recorded:
+            now = time.monotonic()
+            return self.recorded.popleft(), (now, now)
         # The first continuation of a call has the seed of the sample, as in episodes that run turn by turn; others have one of their own.
         seed = self.seed if not prompt.sibling else sample_seed(self.seed, "branch", prompt.sibling, len(ids))
         began = time.monotonic()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
@@ -18,8 +19,9 @@ from aiohttp import web
 
 from rl_core.api.errors import RLJobError, RolloutDataFailure, text_of
 from rl_core.data.tokenizer import Tokenizer
-from rl_core.rollouts.endpoint import chat, chat_stream, messages, responses, tokens
-from rl_core.rollouts.endpoint.episodes import AgentEpisode, Episodes, plain_messages
+from rl_core.messages.agents import RECORD_EVENT
+from rl_core.rollouts.endpoint import chat, chat_stream, messages, record, responses, tokens
+from rl_core.rollouts.endpoint.episodes import CONTEXT_LENGTH, AgentEpisode, Episodes, plain_messages
 from rl_core.rollouts.endpoint.errors import EndpointError, bad_request
 from rl_core.rollouts.endpoint.pieces import Piece, pieces, server_sent
 
@@ -93,55 +95,69 @@ class Endpoint:
             refusal = _refusal(error)
         finally:
             self._calls -= 1
-        return web.json_response(refusal.body(), status=refusal.status)
+        text = json.dumps(refusal.body()).encode()
+        if refusal.code == CONTEXT_LENGTH:  # part of the episode: it ends because its sequence is full
+            return record.answer(request, text, record.NOTHING, status=refusal.status)
+        return web.Response(body=text, status=refusal.status, content_type="application/json", charset="utf-8")
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         episode, body = await self._read(request)
         call = chat.ChatRequest.read(body)
         if call.stream:
-            parts = self._pieces(call, episode)
+            records, parts = self._pieces(call, episode)
             return await self._send(
-                request, chat_stream.events(call, parts, model=self.model, tokenizer=self._tokenizer)
+                request, chat_stream.events(call, parts, model=self.model, tokenizer=self._tokenizer), records
             )
         completed = await self._complete(call, episode)
-        return web.json_response(chat.answer(call, completed, model=self.model, tokenizer=self._tokenizer))
+        body = chat.answer(call, completed, model=self.model, tokenizer=self._tokenizer)
+        return _answer(request, body, completed)
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
         episode, body = await self._read(request)
         call = chat.ChatRequest.read(messages.as_chat(body))
         if call.stream:
-            return await self._send(request, messages.events(self._pieces(call, episode), model=self.model))
-        return web.json_response(messages.answer(await self._complete(call, episode), model=self.model))
+            records, parts = self._pieces(call, episode)
+            return await self._send(request, messages.events(parts, model=self.model), records)
+        completed = await self._complete(call, episode)
+        return _answer(request, messages.answer(completed, model=self.model), completed)
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         episode, body = await self._read(request)
         call = chat.ChatRequest.read(responses.as_chat(body))
         if call.stream:
-            return await self._send(request, responses.events(self._pieces(call, episode), model=self.model))
-        return web.json_response(responses.answer(await self._complete(call, episode), model=self.model))
+            records, parts = self._pieces(call, episode)
+            return await self._send(request, responses.events(parts, model=self.model), records)
+        completed = await self._complete(call, episode)
+        return _answer(request, responses.answer(completed, model=self.model), completed)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         episode, body = await self._read(request)
         call = tokens.CompletionRequest.read(body)
         if call.stream:
+            records: list[bytes] = []
             start = partial(self._continue, call, episode)
-            parts = pieces(call, start, self._tokenizer, tools=False)
-            return await self._send(request, tokens.events(call, parts, model=self.model, tokenizer=self._tokenizer))
+            parts = record.noted(pieces(call, start, self._tokenizer, tools=False), records)
+            events = tokens.events(call, parts, model=self.model, tokenizer=self._tokenizer)
+            return await self._send(request, events, records)
         completed = await self._continue(call, episode)
-        return web.json_response(tokens.answer(call, completed, model=self.model, tokenizer=self._tokenizer))
+        body = tokens.answer(call, completed, model=self.model, tokenizer=self._tokenizer)
+        return _answer(request, body, completed)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         episode, body = await self._read(request)
         call = tokens.CompletionRequest.read(tokens.as_completion(body))
-        return web.json_response(tokens.generated(await self._continue(call, episode), tokenizer=self._tokenizer))
+        completed = await self._continue(call, episode)
+        return _answer(request, tokens.generated(completed, tokenizer=self._tokenizer), completed)
 
     async def _read(self, request: web.Request) -> tuple[AgentEpisode, Any]:
         """Return the session of the request's key, and its body."""
         key = request.headers.get("x-api-key")
         episode = self._episodes.find(request.headers.get("Authorization", f"Bearer {key}" if key else None))
-        body = await _body(request)
-        if not isinstance(body, dict):
-            raise bad_request("the body must be an object")
+        text, recorded = record.split(request, await request.read())
+        body = _object(text)
+        episode.recorded = None if recorded is None else deque(recorded)
+        if recorded is not None:
+            body["stream"] = False
         self._warn_of_ignored(body)
         return episode, body
 
@@ -152,9 +168,14 @@ class Endpoint:
             call, episode, self._tokenizer, max_new_tokens=self._max_new_tokens, on_tokens=on_tokens
         )
 
-    def _pieces(self, call: chat.ChatRequest, episode: AgentEpisode) -> AsyncGenerator[Piece | chat.Completed]:
+    def _pieces(
+        self, call: chat.ChatRequest, episode: AgentEpisode
+    ) -> tuple[list[bytes], AsyncGenerator[Piece | chat.Completed]]:
+        """Return a list that gets the record of the call when it is finished, and the parts of the streamed call."""
+        records: list[bytes] = []
         start = partial(self._complete, call, episode)
-        return pieces(call, start, self._tokenizer, tools=bool(call.offered_tools))
+        parts = pieces(call, start, self._tokenizer, tools=bool(call.offered_tools))
+        return records, record.noted(parts, records)
 
     async def _continue(
         self, call: tokens.CompletionRequest, episode: AgentEpisode, *, on_tokens: OnChoice | None = None
@@ -163,16 +184,27 @@ class Endpoint:
             call, episode, self._tokenizer, max_new_tokens=self._max_new_tokens, on_tokens=on_tokens
         )
 
-    async def _send(self, request: web.Request, events: AsyncGenerator[bytes]) -> web.StreamResponse:
-        """Send server-sent events. A failure before the first one is an ordinary answer, a later one an event `error`."""
+    async def _send(
+        self, request: web.Request, events: AsyncGenerator[bytes], records: list[bytes]
+    ) -> web.StreamResponse:
+        """Send server-sent events. A failure before the first one is an ordinary answer, a later one an event `error`.
+
+        A record that the caller asked for comes before the events that say that the call is finished.
+        """
+
+        def told() -> bytes:
+            text = b"".join(records).decode() if record.asked(request) else ""
+            records.clear()
+            return server_sent(text, event=RECORD_EVENT) if text else b""
+
         async with aclosing(events):
             first = await anext(events)
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             await response.prepare(request)
             try:
-                await response.write(first)
+                await response.write(told() + first)
                 async for event in events:
-                    await response.write(event)
+                    await response.write(told() + event)
             except ConnectionError:
                 logger.debug("the client of a stream is gone")
             except Exception as error:  # noqa: BLE001 - the status is sent, so that the client must get the failure as an event
@@ -195,9 +227,7 @@ class Endpoint:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
-        body = await _body(request)
-        if not isinstance(body, dict):
-            raise bad_request("the body must be an object")
+        body = _object(await request.read())
         if isinstance(body.get("prompt"), str):
             ids = self._tokenizer(body["prompt"], add_special_tokens=bool(body.get("add_special_tokens", True)))[
                 "input_ids"
@@ -208,11 +238,19 @@ class Endpoint:
         return web.json_response({"count": len(ids), "max_model_len": self._episodes.max_seq_len, "tokens": ids})
 
 
-async def _body(request: web.Request) -> Any:
+def _object(text: bytes) -> dict[str, Any]:
+    """Return the body of a request. Raises EndpointError unless it is a JSON object."""
     try:
-        return json.loads(await request.read())
+        body = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise bad_request(f"the body must be JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise bad_request("the body must be an object")
+    return body
+
+
+def _answer(request: web.Request, body: Mapping[str, Any], completed: chat.Completed) -> web.Response:
+    return record.answer(request, json.dumps(body).encode(), record.record_of(completed))
 
 
 def _refusal(error: BaseException) -> EndpointError:

@@ -19,7 +19,7 @@ from typing import Any
 from rl_core.api.errors import InfrastructureError
 from rl_core.messages.engine import EngineFailure, EngineReady, EngineSettings
 from rl_core.observability import events
-from rl_core.transports import pipe
+from rl_core.transports import pipe, tokens
 from rl_core.workers import processes
 
 LOOK_S = 0.5
@@ -61,6 +61,7 @@ class EngineProcess:
             raise InfrastructureError(f"the engine's process could not be started: {error}") from error
         finally:
             far.close()
+        self._owner = source.owner
         self.pids = [self._process.pid]
         """The process ids of the engine, the child's first."""
         self._report("started", self._process.pid)
@@ -124,7 +125,7 @@ class EngineProcess:
         return f"{ended}; it said: {self._cause}" if self._cause else ended
 
     def kill(self) -> None:
-        """Kill the child and all processes of the engine, and reap it. Idempotent.
+        """Kill the child and all processes of the engine, reap it, and remove its file in shared memory. Idempotent.
 
         Raises InfrastructureError if it has not ended REAP_SECONDS after the signal.
         """
@@ -140,6 +141,7 @@ class EngineProcess:
                 f"the engine's process {self._process.pid} must end within {REAP_SECONDS:g} s of SIGKILL, it hangs in the kernel and "
                 "keeps its memory; the pod must be replaced, see the driver's messages on the node"
             ) from error
+        tokens.remove_engine_files(self._owner)
         self._report("ended", self._process.pid)
 
     def _report(self, event: str, pid: int) -> None:

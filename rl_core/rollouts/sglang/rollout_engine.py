@@ -75,7 +75,7 @@ class SGLangRolloutEngine:
         folder, buffer = setup.ModelFolder(files), weight_buffer(shapes)
         options = setup.options(spec, folder.path, device, max_seq_len)
         engine = SGLangEngine(
-            EngineSettings(options=options, family=str(config["model_type"])),
+            EngineSettings(options=options, family=str(config["model_type"]), owner=folder.owner),
             environ=setup.variables(folder.path, device),
             memory=buffer.descriptor,
             start_seconds=spec.runtime.deadlines.wait_ready,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.rollouts.sglang import cpu
-from rl_core.transports.tokens import DIRECTORY
+from rl_core.transports.tokens import Token
 
 if TYPE_CHECKING:
     from rl_core.api.job import RLJobSpec
@@ -29,22 +29,22 @@ class ModelFolder:
         """Write `files` into a new folder; also removes the folders of workers that were killed."""
         _remove_orphans()
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._token = Token(self.path.name.removeprefix(PREFIX))
         self._lock = (self.path / LOCK).open("wb")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         for name, data in files.items():
             (self.path / name).write_bytes(data)
 
+    @property
+    def owner(self) -> str:
+        """Name of the engine in shared memory, see `transports.tokens`."""
+        return self._token.owner
+
     def close(self) -> None:
         """Remove the folder."""
-        _remove(self.path)
+        shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
-
-
-def _remove(folder: Path) -> None:
-    """Remove an engine's folder, and the file in shared memory that an engine killed during its start leaves."""
-    shutil.rmtree(folder, ignore_errors=True)
-    for file in DIRECTORY.glob(f"sglang_loads_{folder.name}_*"):
-        file.unlink(missing_ok=True)
+        self._token.close()
 
 
 def _remove_orphans() -> None:
@@ -55,7 +55,7 @@ def _remove_orphans() -> None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # its worker lives, or belongs to another user
             continue
-        _remove(lock.parent)
+        shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def options(spec: RLJobSpec, folder: Path, device: str, max_seq_len: int) -> dict[str, Any]:

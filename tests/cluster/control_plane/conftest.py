@@ -20,6 +20,8 @@ from tests.cluster.testcluster.access import Access
 
 ROOT = Path(__file__).parents[3]
 CHART = ROOT / "helm" / "rljob"
+AUDIENCE = "sts.amazonaws.com"
+"""Audience of the tokens that a webhook may add to the pods of jobs."""
 
 
 @pytest.fixture
@@ -98,7 +100,13 @@ def process(
 def rights(control_plane: Access, namespace: str, home: str) -> Iterator[list[dict]]:
     """Install the chart's account, roles, bindings and policies for the test's namespace; hands out the rules."""
     text = control_plane.helm(
-        "template", "rljob", CHART, "-n", home, "--set", f"watchNamespaces={{{namespace}}}"
+        "template",
+        "rljob",
+        CHART,
+        "-n",
+        home,
+        "--set",
+        f"watchNamespaces={{{namespace}}},policy.allowedTokenAudiences={{{AUDIENCE}}}",
     ).stdout
     policies = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
     wanted = ("ServiceAccount", "Role", "RoleBinding", *policies)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rljob_operator import manifests
+from tests.cluster.control_plane.conftest import AUDIENCE
 from tests.cluster.testcluster.access import Access
 from tests.unit.operator.manifest_samples import CONFIG, make_job, make_plan
 
@@ -55,6 +56,9 @@ def changed(pod: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 def test_its_pods_are_those_of_jobs_and_no_others(act, pod):
     assert act("create", "--dry-run=server", document=pod) == ""
     token = {"name": "t", "projected": {"sources": [{"serviceAccountToken": {"path": "t"}}]}}
+    other = {"name": "t", "projected": {"sources": [{"serviceAccountToken": {"path": "t", "audience": "vault"}}]}}
+    of_cloud = {"name": "t", "projected": {"sources": [{"serviceAccountToken": {"path": "t", "audience": AUDIENCE}}]}}
+    assert act("create", "--dry-run=server", document=changed(pod, "spec.volumes", of_cloud)) == ""
     main = "spec.containers.0.securityContext"
     wrong = [
         ("metadata.ownerReferences", None, UNOWNED),
@@ -67,6 +71,7 @@ def test_its_pods_are_those_of_jobs_and_no_others(act, pod):
         ("spec.priorityClassName", "system-node-critical", "must not have a priority class of the system"),
         ("spec.volumes", {"name": "h", "hostPath": {"path": "/"}}, "volumes of the host"),
         ("spec.volumes", token, "a service account's token"),
+        ("spec.volumes", other, "a service account's token"),
         (f"{main}.privileged", True, PRIVILEGED),
         (f"{main}.runAsNonRoot", False, PRIVILEGED),
         (f"{main}.capabilities.add", ["SYS_ADMIN"], PRIVILEGED),

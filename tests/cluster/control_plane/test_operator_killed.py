@@ -7,7 +7,7 @@ orphan, no restart counted twice.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from rljob_operator.errors import NotFound
 from rljob_operator.kinds import Kind
 from rljob_operator.model import ControlCall, JobEvent, Object, OperatorConfig
 from rljob_operator.runtime.app import Operator
+from rljob_operator.runtime.cache import JobKey
 from rljob_operator.runtime.cluster import Cluster
 from rljob_operator.runtime.master_key import KeyRing
 from rljob_operator.runtime.relist import Relister
@@ -81,8 +82,8 @@ class Mortal:
 class Silent:
     """No runner answers, and nobody takes events."""
 
-    async def call(self, job_uid: str, call: ControlCall) -> bool:
-        return False
+    def send(self, key: JobKey, job_uid: str, calls: Sequence[ControlCall]) -> None:
+        pass
 
     def record(self, job: Object, event: JobEvent) -> None:
         pass
@@ -95,7 +96,7 @@ async def live(jobs: Jobs, *, requests: int = MOST_REQUESTS, after: bool = False
     operator = Operator(settings=settings, configuration=None)  # type: ignore[arg-type]
     relister = Relister(cluster=jobs.api, cache=operator.cache, enqueue=operator.queue.add, namespaces=[jobs.namespace])
     await relister.fill()
-    controller = operator.controller(cluster, relister, ring=KeyRing(MASTER), recorder=Silent(), runner=Silent())  # type: ignore[arg-type]
+    controller = operator.controller(cluster, relister, ring=KeyRing(MASTER), recorder=Silent(), calls=Silent())  # type: ignore[arg-type]
     for key in operator.cache.jobs():
         operator.queue.add(key)
     working = asyncio.create_task(operator.queue.run(controller.handle, workers=2))

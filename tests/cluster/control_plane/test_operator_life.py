@@ -1,5 +1,8 @@
 """A job's life on the real API server: made, repaired, scaled, deleted, made anew."""
 
+import asyncio
+from pathlib import Path
+
 import pytest
 
 from rl_core.plan.launch import PodPlan
@@ -69,6 +72,37 @@ async def test_deleting_a_job_leaves_nothing(jobs: Jobs, start, kubelet) -> None
 
     await until(nothing, "everything of the job gone")
     await jobs.wait_gone(kinds.RLJOB, "job")
+
+
+async def test_the_policies_of_a_deleted_job_stay_until_its_pods_are_gone(
+    jobs: Jobs, start, kubelet, account: Path
+) -> None:
+    """With the rights of the chart; a finalizer stands for the time that a pod takes to end."""
+    await start(kubeconfig=account, watch_namespaces=(jobs.namespace,))
+    await jobs.create()
+    pods = await jobs.wait_pods(*STANDARD)
+    await jobs.api.patch(kinds.POD, jobs.namespace, "job-env-0", {"metadata": {"finalizers": ["test.dev/ends"]}})
+    await jobs.delete()
+
+    async def only_the_env_pod() -> bool:
+        others = [o for kind in (kinds.SERVICE, kinds.CONFIG_MAP) for o in await jobs.list(kind) if owner_of(o)]
+        return sorted(await jobs.pods()) == ["job-env-0"] and not others
+
+    await until(only_the_env_pod, "everything else gone")
+
+    async def the_fence_alone() -> bool:
+        left = {o["metadata"]["name"]: owner_of(o) for o in await jobs.list(kinds.NETWORK_POLICY)}
+        return left == {"job-env": [("Pod", "job-env-0", pods["job-env-0"]["metadata"]["uid"], None)]}
+
+    await until(the_fence_alone, "the policy of the pod that is left")
+    await asyncio.sleep(2.0)
+    assert await the_fence_alone()
+    await jobs.api.patch(kinds.POD, jobs.namespace, "job-env-0", {"metadata": {"finalizers": None}})
+
+    async def nothing() -> bool:
+        return not await jobs.pods() and not await jobs.list(kinds.NETWORK_POLICY)
+
+    await until(nothing, "the pod and its policy gone")
 
 
 async def test_no_object_carries_annotations_or_finalizers_of_the_framework(jobs: Jobs, start, kubelet) -> None:

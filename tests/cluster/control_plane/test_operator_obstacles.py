@@ -11,6 +11,7 @@ from rljob_operator.kinds import Kind
 from rljob_operator.runtime import master_key
 from tests.cluster.operator_rig.jobs import IMAGE, STANDARD, Jobs, until
 from tests.cluster.operator_rig.replica import home_of
+from tests.cluster.testcluster.access import Access
 
 QUOTA = Kind(group="", version="v1", kind="ResourceQuota", plural="resourcequotas")
 
@@ -34,6 +35,33 @@ async def test_an_exceeded_quota_is_told_and_the_job_goes_on_when_it_is_raised(j
     await jobs.api.patch(QUOTA, jobs.namespace, "few", {"spec": {"hard": {"pods": "20"}}})
     await jobs.wait_pods(*STANDARD)
     await jobs.wait_condition("Scheduled", "True")
+
+
+async def test_a_webhook_that_fails_is_told_and_not_asked_without_a_pause(
+    control_plane: Access, jobs: Jobs, start, kubelet
+) -> None:
+    webhook = {
+        "name": "nobody.example.com",
+        "clientConfig": {"url": "https://127.0.0.1:1/"},
+        "rules": [{"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}],
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": jobs.namespace}},
+        "sideEffects": "None",
+        "admissionReviewVersions": ["v1"],
+    }
+    kind, name = "ValidatingWebhookConfiguration", f"nobody-{jobs.namespace}"
+    meta = {"apiVersion": "admissionregistration.k8s.io/v1", "kind": kind, "metadata": {"name": name}}
+    control_plane.apply(meta | {"webhooks": [webhook]})
+    try:
+        replica = await start()
+        await jobs.create()
+        message = await jobs.wait_condition("Scheduled", "False", "CreateRefused")
+        assert 'failed calling webhook "nobody.example.com"' in message
+        tries = replica.writes().get(("POST", "pods", "500"), 0)
+        await asyncio.sleep(3.0)
+        assert replica.writes()["POST", "pods", "500"] - tries <= 8
+    finally:
+        control_plane.kubectl("delete", kind, name)
+    await jobs.wait_pods(*STANDARD)
 
 
 async def test_an_image_that_cannot_be_pulled_is_told(jobs: Jobs, start, kubelet) -> None:

@@ -160,7 +160,7 @@ def test_columns_tell_the_run_at_a_glance(control_plane, stored):
     head, row = (
         line.split() for line in control_plane.kubectl("get", "rlj", "-n", stored, "-o", "wide").stdout.splitlines()
     )
-    assert head[9:] == ["EPOCH", "ACTOR", "ENV", "CHECKPOINT", "REASON"]
+    assert head[9:] == ["EPOCH", "ACTOR", "ENV", "CHECKPOINT", "SUCCESS", "REASON"]
     assert row[9:] == ["2", "1/1", "1/1", "10", "RolloutsMissing"]
     chosen = control_plane.kubectl("get", "rlj", "-n", stored, "--field-selector=status.phase=Running", "-o", "name")
     assert "job" in chosen.stdout
@@ -207,7 +207,7 @@ def test_status_is_written_by_its_subresource_only(control_plane, namespace):
         (
             {"rollout": {"sampling": {"temperature": 0.5}}},
             "spec.rollout",
-            "rollout must stay as it is but for replicas, minReplicas, maxReplicas, autoscale, the pod fields while the job is not suspended, got a change; set suspend: true, then edit it",
+            "rollout must stay as it is but for replicas, minReplicas, maxReplicas, autoscale, engineArgs, the pod fields while the job is not suspended, got a change; set suspend: true, then edit it",
         ),
         (
             {"actor": {"optimizer": {"weightDecay": 0.5}}},

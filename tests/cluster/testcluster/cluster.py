@@ -12,7 +12,7 @@ from tests.cluster.testcluster.errors import ClusterError
 from tests.cluster.testcluster.kwok import Kwok
 from tests.cluster.testcluster.node import Node
 from tests.cluster.testcluster.processes import programs
-from tests.cluster.testcluster.state import Settings, State
+from tests.cluster.testcluster.state import Settings, State, remove_rests
 
 API_PORT = 6443
 
@@ -118,10 +118,10 @@ class Cluster:
         chosen = [self.node(name) for name in nodes] or [node for node in self.nodes if node.program.running]
         images.load(archives, chosen, programs=self.state.settings.programs)
 
-    def down(self) -> None:
+    def down(self, *, wait: bool = True) -> None:
         """Stop everything and remove every trace; does nothing when no cluster is here.
 
-        By force: the state goes with the programs, and nothing of them is elsewhere.
+        By force: the state goes with the programs, and nothing of them is elsewhere. Without `wait` files are removed in the background.
         """
         if not self.state.exists:
             return
@@ -133,7 +133,7 @@ class Cluster:
         if self.state.settings.nodes:
             network.release(addresses, self.state.settings.nodes)
             cgroups.remove(addresses.bridge)
-        self.state.remove()
+        self.state.remove(wait=wait)
 
     def status(self) -> str:
         """What runs, with the memory it takes, as lines for a person."""
@@ -151,11 +151,10 @@ class Cluster:
 
 def sweep(folder: Path) -> None:
     """Take down the clusters below a folder whose owner died before it could do so itself."""
+    remove_rests(folder)
     for state in folder.glob("*/cluster.json"):
         cluster = Cluster(state.parent)
-        try:
+        with suppress(ClusterError, FileNotFoundError):  # its owner, or another session, has just taken it down
             owner = cluster.state.settings.owner
-        except (ClusterError, FileNotFoundError):  # its owner has just taken it down
-            continue
-        if owner and not owner.alive:
-            cluster.down()
+            if owner and not owner.alive:
+                cluster.down(wait=False)

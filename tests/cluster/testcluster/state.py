@@ -2,13 +2,17 @@
 
 import json
 import os
-import shutil
+import secrets
+import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.cluster.testcluster import procfs
 from tests.cluster.testcluster.addresses import Addresses
 from tests.cluster.testcluster.errors import ClusterError
+
+REMOVED = ".removed"
+"""End of the name of a folder that is being removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +82,26 @@ class State:
         """The folder of a node: its disk and its settings."""
         return self.nodes / name
 
-    def remove(self) -> None:
-        """Remove the folder; the settings go last, so that a removal that is interrupted can be done again."""
-        for entry in self.folder.iterdir():
-            if entry != self._file:
-                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-        shutil.rmtree(self.folder)
+    def remove(self, *, wait: bool) -> None:
+        """Remove the folder, in the background unless `wait`: the disks of nodes have hundreds of thousands of files.
+
+        The folder is renamed first, so that no cluster is here any more. `remove_rests` removes what an interrupted removal leaves.
+        """
+        rest = self.folder.with_name(f"{self.folder.name}-{secrets.token_hex(2)}{REMOVED}")
+        self.folder.rename(rest)
+        _remove(rest, wait=wait)
+
+
+def remove_rests(folder: Path) -> None:
+    """Go on, in the background, with removals of clusters below a folder that were interrupted."""
+    for rest in folder.glob(f"*{REMOVED}"):
+        _remove(rest, wait=False)
+
+
+def _remove(folder: Path, *, wait: bool) -> None:
+    command = ["nice", "rm", "-rf", str(folder)]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    if wait:
+        process.wait()
+    else:
+        process.returncode = 0  # nobody asks how it ends, and it may outlive this process

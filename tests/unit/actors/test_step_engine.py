@@ -52,6 +52,9 @@ class ThreadRanks:
 
     gather_over_data_ranks = gather
 
+    def broadcast_in_replica(self, data):
+        return data
+
     def all_reduce_max(self, number):
         return max(self.gather(number))
 
@@ -114,10 +117,11 @@ class TinyBackend:
         return nullcontext()
 
 
-def make_engine(backend, ranks, *, tokens=4096, **algorithm):
+def make_engine(backend, ranks, *, tokens=4096, ask=None, **algorithm):
     spec = AlgorithmSpec.model_validate({"promptsPerStep": len(RECORDS), "groupSize": 4, **algorithm})
     teachers = None if spec.distillation is None else teach
-    return StepEngine(backend, ranks, spec, micro_batch_tokens=tokens, response_limit=12, teachers=teachers)
+    options = {"micro_batch_tokens": tokens, "response_limit": 12, "teachers": teachers, "inference": ask}
+    return StepEngine(backend, ranks, spec, **options)
 
 
 def teach(batch, records):
@@ -338,3 +342,26 @@ def test_later_updates_of_a_step_are_no_mismatch():
     one = step_over(1, updateEpochs=1)[1][0]
     two = step_over(1, updateEpochs=2)[1][0]
     assert two["mismatch/kl"] == one["mismatch/kl"]
+
+
+@pytest.mark.parametrize("answering", [(True, True), (True, False), (False, False)], ids=["all", "one", "none"])
+def test_old_log_probabilities_come_from_the_inference_group_or_on_all_ranks_from_the_trainer(answering):
+    meeting, asked = Rendezvous(2), []
+
+    def step(rank):
+        def ask(batch, version):
+            asked.append(version)
+            return torch.full(batch.input_ids.shape, -0.5) if answering[rank] else None
+
+        backend = TinyBackend()
+        options = {"recomputeLogProbs": True, "inference": "inference"}
+        engine = make_engine(backend, ThreadRanks(meeting, rank), ask=ask, **options)
+        engine.load(RECORDS[rank::2], version=7)
+        engine.compute_log_probs()
+        return engine.prepared.old_log_probs, engine.score(engine.prepared.collated)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(step, range(2)))
+    assert asked == [7, 7]
+    for old, own in found:
+        assert torch.equal(old, torch.full_like(own, -0.5) if all(answering) else own)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from rl_core.actors.inference import InferenceGroup
 from rl_core.actors.teachers import Teachers
 from rl_core.api.distillation import DistillationSpec
 from rl_core.api.errors import DataError, InfrastructureError, WorkerLost
@@ -107,6 +108,27 @@ def test_an_answer_of_another_shape_and_no_answer_are_errors():
         ask(Asking({"teacher": 1}, short))
     with pytest.raises(InfrastructureError, match="the teachers must answer within 0 s"):
         ask(Asking({}), seconds=0.0)
+
+
+def test_old_log_probabilities_are_those_of_the_inference_group_at_the_version_of_the_trainer():
+    asked = []
+
+    def scores(rows, temperature, version, seconds):
+        asked.append((version, seconds))
+        return log_probs(rows, temperature)
+
+    worker = Asking({"inference": 2}, {"log_probs": scores})
+    group = InferenceGroup(worker, "inference", temperature=2.0, seconds=5.0)
+    assert torch.equal(group(BATCH, 4), torch.where(BATCH.loss_mask, -BATCH.input_ids / 2.0, 0.0))
+    assert asked == [(4, 4.5)]
+
+
+def test_an_inference_group_that_is_gone_or_has_another_version_leaves_the_work_to_the_trainer():
+    def newer(rows, temperature, version, seconds):
+        raise InfrastructureError("inference:0 must serve version 4 of the weights, got 5")
+
+    for worker in (Asking({}), Asking({"inference": 1}, {"log_probs": newer})):
+        assert InferenceGroup(worker, "inference", temperature=1.0, seconds=0.0)(BATCH, 4) is None
 
 
 def test_a_rank_without_rows_gets_columns_of_as_many_candidates():

@@ -12,6 +12,11 @@ EXAMPLES = Path(__file__).parents[3] / "examples" / "arithmetic"
 SHOWN = {
     "asynchronous.yaml": {"algorithm.maxStaleness": 2},
     "colocated.yaml": {"placement.mode": "colocated", "rollout.replicas": None},
+    "inference.yaml": {
+        "algorithm.recomputeLogProbs": True,
+        "algorithm.inference": "inference",
+        "groups": [{"name": "inference", "worker": "rl_core.groups.inference:Inference", "weights": "pulls"}],
+    },
     "lora.yaml": {"model.lora.rank": 8, "model.lora.alpha": 16.0, "actor.optimizer.learningRate": 1e-3},
     "sglang.yaml": {"rollout.engine": "sglang", "rollout.replicas": None},
 }

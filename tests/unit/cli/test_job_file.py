@@ -138,3 +138,21 @@ def test_a_name_of_the_hub_gets_its_scheme(tmp_path):
     assert "or write hf://Qwen/Qwen2.5-0.5B for that name on the Hugging Face hub" in model
     assert "or write hf://openai/gsm8k/FILE.parquet" in train
     assert "must name a split, ?split=train, or a file" in validation
+
+
+def test_an_absolute_path_is_not_taken_for_a_name_of_the_hub(tmp_path):
+    (tmp_path / "jobs").mkdir()
+    spec = f"{{model: {{path: {tmp_path}/models/qwen}}, data: {{train: {tmp_path}/sets/train}}}}"
+    (tmp_path / "jobs/job.yaml").write_text((JOB % "a").replace("{}", spec))
+    with pytest.raises(JobProblems) as error:
+        validate_file(tmp_path / "jobs/job.yaml", [])
+    assert [line for line in error.value.problems if "config.json" in line]
+    assert not [line for line in error.value.problems if "hf://" in line]
+
+
+@pytest.mark.parametrize(("name", "field"), [("enviroment", "env"), ("rollout", "rollout"), ("algoritm", "algorithm")])
+def test_a_field_of_spec_beside_spec_is_shown_its_place(tmp_path, name, field):
+    (tmp_path / "job.yaml").write_text((JOB % "a") + f"\n{name}: {{}}\n")
+    with pytest.raises(JobProblems) as error:
+        validate_file(tmp_path / "job.yaml", [])
+    assert f"{name}: is not a known field, got {{}}, did you mean spec.{field}?" in error.value.problems

@@ -18,4 +18,4 @@ def test_the_reference_job_is_valid_and_all_defaults():
 
 
 def test_every_field_has_a_meaning():
-    assert [path for path, field, _ in fields_of(RLJobSpec) if not field.description] == []
+    assert [path for path, _, _, meaning in fields_of(RLJobSpec) if not meaning] == []

@@ -287,6 +287,24 @@ def test_a_column_that_no_row_has_is_one_problem_for_an_environment_that_needs_i
     ]
 
 
+def test_a_column_missing_in_one_of_several_sets_is_named_with_the_setting_of_that_set(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", {"question": "x"})
+    with pytest.raises(ConfigError) as error:
+        load_prompts(
+            path,
+            DataSpec(train=path),
+            tokenizer,
+            field="data.sets.1.train",
+            name="b",
+            task_name="reward",
+            max_seq_len=10,
+        )
+    assert str(error.value) == (
+        "data.sets.1.train must have the column 'prompt' (data.sets.1.promptKey), got ['data_source', 'question']; "
+        "correct data.sets.1.promptKey"
+    )
+
+
 def test_example_rows_are_the_first_two_and_one_of_each_further_set_of_filled_columns():
     rows = [{"prompt": "1", "answer": "1"}] * 5 + [{"prompt": "2", "answer": None}, {"answer": "3"}, {"prompt": "4"}]
     found = example_rows(rows, DataSpec(train="t"), field="data.train", task_name="reward")

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from rl_core.actors.trajectories import merge_trajectories
+from rl_core.api.errors import InfrastructureError
 from rl_core.api.job import RLJobSpec
+from rl_core.api.records import EnvOutput
 from rl_core.channel import Channel
 from rl_core.envs.embodied import train_seed
 from rl_core.envs.worker import EnvWorker
@@ -83,8 +85,11 @@ class World:
         self.channels = [Channel.create(name, local=True) for name in ("observations", "actions", "trajectories")]
         self.senders = rollouts * stages
 
-    async def collect(self, step, actors):
-        """Return the trajectories of each data rank, and the statistics of the env workers."""
+    async def collect(self, step, actors, lose=None):
+        """Return the trajectories of each data rank, and the statistics of the env workers.
+
+        `lose` is (place of an env worker that ends, number of decisions that it makes before).
+        """
         observations, actions, trajectories = self.channels
         round = CollectionRound(
             number=step,
@@ -93,6 +98,8 @@ class World:
             rollouts=tuple(range(len(self.rollouts))),
             actors=actors,
         )
+        if lose is not None:
+            self.envs[lose[0]] = Ending(self.envs[lose[0]], self, round, *lose)
         stats = await asyncio.gather(
             *(env.interact(actions, observations, round) for env in self.envs),
             *(rollout.generate(observations, actions, trajectories, round) for rollout in self.rollouts),
@@ -103,6 +110,35 @@ class World:
             for rank in range(actors)
         ]
         return received, stats[: len(self.envs)]
+
+
+class Ending:
+    """An env worker that ends in the middle of a collection; the runner tells the rollouts."""
+
+    def __init__(self, env, world, round, place, decisions):
+        self.env, self.world, self.round, self.place, self.decisions = env, world, round, place, decisions
+
+    async def interact(self, actions, observations, round):
+        made, step = 0, self.env.env_interact_step
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def counted(chosen, stage):
+            nonlocal made
+            if made == self.decisions:
+                loop.call_soon_threadsafe(ended.set)
+                raise RuntimeError("killed")
+            made += 1
+            return step(chosen, stage)
+
+        self.env.env_interact_step = counted
+        work = asyncio.ensure_future(self.env.interact(actions, observations, round))
+        await ended.wait()
+        await asyncio.wait({work})
+        assert isinstance(work.exception(), RuntimeError)
+        for rollout in range(len(self.world.rollouts)):
+            for stage in range(self.env.options.stages):
+                await observations.put_async(EnvOutput(obs=None), key=round.key(stage, self.place, rollout))
 
 
 class PlainSimulator:
@@ -199,3 +235,71 @@ def test_a_collection_that_was_given_up_is_repeated_exactly():
         await asyncio.gather(*begun, return_exceptions=True)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("decisions", [1, 2, 3])
+@pytest.mark.parametrize("rollouts", [1, 2, 3])
+def test_an_env_worker_that_is_lost_costs_its_open_episodes_only(rollouts, decisions):
+    world, lost = World(2, rollouts, 1), 1
+    plain = [PlainSimulator(number) for number in range(2 * PER_WORKER)]
+
+    async def check():
+        received, _ = await world.collect(1, 1, lose=(lost, decisions))
+        merged = merge_trajectories(received[0])
+        assert sorted(merged.env_ids.tolist()) == list(range(len(plain)))
+        trained = 0
+        for column, number in enumerate(merged.env_ids.tolist()):
+            rows, _ = plain[number].collect(1)
+            mine, finished = number // PER_WORKER == lost, 0
+            if mine:  # what came before the end of its last finished episode is kept, and nothing else
+                finished = max((at + 1 for at in range(decisions) if rows[at][3]), default=0)
+            for decision, (seen, actions, rewards, done, steps) in enumerate(rows):
+                at = (decision, column)
+                kept = not mine or decision < finished
+                assert merged.valid[at] == kept
+                trained += kept and mine
+                if kept:
+                    assert merged.forward_inputs["states"][at].tolist() == seen.tolist()
+                    assert merged.actions[at].tolist() == pytest.approx(actions, abs=1e-4)
+                    assert merged.rewards[at].tolist() == pytest.approx(rewards, abs=1e-4)
+                    assert merged.dones[decision + 1, column, -1] == done and merged.sub_steps[at] == steps
+                elif decision >= decisions:
+                    assert merged.sub_steps[at] == 0 and not merged.rewards[at].any()
+        assert trained or decisions == 1
+
+    asyncio.run(check())
+
+
+def test_an_env_worker_that_is_lost_before_its_first_observations_ends_the_collection():
+    world = World(1, 1, 1)
+
+    async def main():
+        observations, actions, trajectories = world.channels
+        round = CollectionRound(number=1, step=1, envs=(0,), rollouts=(0,))
+        await observations.put_async(EnvOutput(obs=None), key=round.key(0, 0, 0))
+        with pytest.raises(InfrastructureError, match="lost before its first observations"):
+            await world.rollouts[0].generate(observations, actions, trajectories, round)
+
+    asyncio.run(main())
+
+
+def test_rewards_are_scaled_and_values_are_not():
+    plain, scaled = (World(1, 1, 1, rewardScale=scale).rollouts[0] for scale in (1.0, 0.25))
+    states, none, last = (
+        torch.tensor([[1.0, 2.0]] * 2),
+        torch.zeros(2, 2, dtype=torch.bool),
+        torch.tensor([False, True]),
+    )
+    cut = none.clone()
+    cut[0] = last
+    output = EnvOutput(
+        obs={"states": states},
+        final_obs={"states": states},
+        rewards=torch.tensor([[4.0, 8.0]] * 2),
+        terminations=none,
+        truncations=cut,
+        dones=cut,
+    )
+    bootstrap = GAMMA * (2.0 / 2 + 1)
+    assert plain.get_dones_and_rewards(output)[1].tolist() == [[4.0, pytest.approx(8 + bootstrap)], [4.0, 8.0]]
+    assert scaled.get_dones_and_rewards(output)[1].tolist() == [[1.0, pytest.approx(2 + bootstrap)], [1.0, 2.0]]

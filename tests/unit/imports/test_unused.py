@@ -24,6 +24,7 @@ EXPECTED = {
         (f"rl_core.rollouts.multi_step:MultiStepRolloutWorker.{name}" for name in ("offload_model", "reload_model")),
         "method of the rollouts that users of RLinf know",
     ),
+    "rl_core.api.descriptions:_WithDescriptions.model_schema": LIBRARY,
     "rl_core.api.identity:WorkerAddress.get_name": WORKER,
     "rl_core.api.records:EnvironmentInterface.global_post_process_and_metrics": "method of NeMo-RL's environments",
     "rl_core.envs.math:MathEnvironment.global_post_process_and_metrics": "method of NeMo-RL's environments",

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rljob_operator import kinds
-from rljob_operator.errors import Conflict, Forbidden, Invalid, NotFound, Unavailable
+from rljob_operator.errors import Conflict, Forbidden, Invalid, NotFound, Unavailable, error_of
 from rljob_operator.model import ControlCall, Deletion, JobEvent, Plan
 from rljob_operator.runtime.apply import EARLIER_JOB_PAUSE, Application, Applier
 from rljob_operator.runtime.cache import Cache, JobKey, head
@@ -365,3 +365,42 @@ async def test_calls_and_events_are_passed_on(bench):
     assert bench.calls.sent == [(KEY, "job-uid", (call,))]
     assert bench.recorder.events == [event]
     assert applied.again_after == 7.0
+
+
+async def test_a_status_whose_answer_was_lost_counts_as_written_and_its_events_are_told(bench):
+    """The first attempt was carried out, and the second one, with the same resourceVersion, meets its result."""
+    wanted, event = {"phase": "Restarting"}, JobEvent(type="Warning", reason="PodFailed", message="exit code 1")
+    bench.cluster.put(kinds.RLJOB, "ns", {"metadata": {"name": "x", "uid": "job-uid"}, "status": wanted})
+    applied = await bench.apply(status=wanted, events=(event,), create=(pod("x-env-0"),))
+    assert not applied.stale and bench.recorder.events == [event]
+    assert bench.cluster.of(kinds.POD) == ["x-env-0"]
+
+
+async def test_an_object_that_another_client_changes_back_is_applied_ever_later(bench):
+    """Two operators with other settings serve one namespace."""
+    theirs, applies = hashed_service("theirs"), []
+    for second in range(120):
+        bench.now[0] = 1000.0 + second
+        before = bench.verbs.count("apply")
+        await bench.apply(ensure=(hashed_service("ours"),))
+        if bench.verbs.count("apply") > before:
+            applies.append(second)
+        bench.cache.put(kinds.SERVICE, bench.cluster.put(kinds.SERVICE, "ns", theirs))
+    assert applies[:3] == [0, 1, 2], "an edit or a deletion is mended at once"
+    assert applies[3:] == [3, 4, 6, 10, 18, 34, 66]
+    bench.now[0] += 1000.0
+    applied = await bench.apply(ensure=(hashed_service("another"),))
+    assert applied.again_after is None and bench.cluster.objects["Service", "ns", "x"]["metadata"]["annotations"] == {
+        "rljob.dev/manifest-hash": "another"
+    }, "a new manifest waits for nothing"
+
+
+async def test_a_webhook_that_fails_is_told_and_its_pod_tried_ever_later(bench):
+    text = b'{"message": "Internal error occurred: failed calling webhook \\"v.example\\": 500", "reason": "InternalError"}'
+    failures = [error_of(500, text, retry_after=None) for _ in range(100)]
+    bench.cluster.fail("create", "x-env-0", *failures)
+    for second in range(26):
+        bench.now[0] = 1000.0 + second
+        await bench.apply(create=(pod("x-env-0"),))
+    assert bench.verbs.count("create") <= 6
+    assert 'failed calling webhook "v.example"' in bench.memory.refusals["Pod/x-env-0"].message

@@ -116,7 +116,7 @@ def test_rdma_gets_locked_memory_and_the_nodes_network_for_the_roles_own_contain
         "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
         "initContainers": [{"name": "i"}],
     }
-    pods = make_pods(make_job(actor=rdma))
+    pods = make_pods(make_job(actor=rdma, rollout={"hostNetwork": True}))
     spec = pods["sums-actor-0"]["spec"]
     assert spec["hostNetwork"] is True and spec["dnsPolicy"] == "ClusterFirstWithHostNet"
     assert spec["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_core.plan.launch import build_launch_plan
 from rljob_operator import naming
 from rljob_operator.manifests import network
 from tests.unit.operator.manifest_samples import CONFIG, UID, make_job
@@ -58,6 +59,8 @@ PLACES = {
     ),
     "metadata": Endpoint(ip="169.254.169.254"),
     "metadata in IPv6": Endpoint(ip="fd00:ec2::254"),
+    "metadata of Azure": Endpoint(ip="168.63.129.16"),
+    "metadata of Alibaba": Endpoint(ip="100.100.100.200"),
     "internet in IPv6": Endpoint(ip="2001:db8::1"),
     "node-local dns": Endpoint(ip="169.254.20.10"),
     "other pod": Endpoint(namespace="default", labels={"app": "web"}, namespace_labels=HOME, ip="10.0.0.80"),
@@ -88,7 +91,7 @@ def let_out(source, destination, port, protocol):
     if destination in ("dns", "node-local dns") and port in (53, 5353):
         return True
     if source != "env":
-        return destination not in ("node-local dns", "metadata", "metadata in IPv6")
+        return destination != "node-local dns" and not destination.startswith("metadata")
     return (
         (destination == "actor-0" and port in (HUB, CHANNEL) and protocol == "TCP")
         or (destination == "allowed server" and port == 443 and protocol == "TCP")
@@ -256,3 +259,31 @@ def test_the_judge_knows_selectors(expression, labels, expected):
     selected = policy(podSelector={"matchExpressions": [{"key": "k", **expression}]}, ingress=[])
     target = Endpoint(namespace="default", labels=labels)
     assert (not allows([selected], CLIENT, target, 80)) is expected
+
+
+def on_a_node(address):
+    """A pod on the network of its node: to a policy it is an address, and which one depends on the network plug-in."""
+    return Endpoint(ip=address)
+
+
+@pytest.mark.parametrize("address", ["10.1.0.7", "2001:db8::7"], ids=["of the node", "of a tunnel"])
+def test_a_job_on_the_network_of_its_nodes_has_the_paths_that_keys_protect_and_no_others(address):
+    job = make_job(
+        actor={"replicas": 2, "hostNetwork": True},
+        rollout={"replicas": 2, "maxReplicas": 3, "hostNetwork": True},
+        env={"type": "agent", "agent": "mine:program"},
+    )
+    policies, node, env = network.build(job, config=CONFIG), on_a_node(address), pod("env")
+    plan = {p.name: p for p in build_launch_plan(job, name="sums", uid=UID).pods}
+    endpoints = [int(plan[f"sums-rollout-{n}"].containers[0].processes[0].env["RLJOB_ENDPOINT_PORT"]) for n in (0, 1)]
+    outwards = {HUB, CHANNEL, *endpoints}
+    assert all(allows(policies, env, node, port) for port in outwards), "env to runner and to the rollouts' endpoints"
+    assert allows(policies, node, env, RPC), "rollouts and the runner to env"
+    for port in (22, 443, HUB - 1, MASTER, *range(7800, 7810), 40123):
+        assert not allows(policies, env, node, port), port
+    assert not any(allows(policies, node, env, port) for port in PORTS if port != RPC)
+
+
+def test_without_pods_on_nodes_no_address_is_permitted():
+    assert not any("from" not in rule for p in POLICIES for rule in p["spec"]["ingress"])
+    assert not any("to" not in rule for p in POLICIES for rule in p["spec"].get("egress", []))

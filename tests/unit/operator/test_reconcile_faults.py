@@ -115,6 +115,22 @@ def test_a_pod_on_a_dead_node_keeps_its_name_until_15_s_after_its_deadline() -> 
     assert [d.grace_seconds for d in forced] == [0]
 
 
+def test_an_earlier_jobs_pod_on_a_dead_node_does_not_hold_its_name_for_ever() -> None:
+    earlier = running()
+    earlier.kill_node(earlier.pods["x-rollout-0"]["spec"]["nodeName"])
+    earlier.tick(1)
+    left = earlier.pods["x-rollout-0"]
+    world = World(make_job("another-uid"), now=earlier.now, pods={"x-rollout-0": left})
+    assert not world.reconcile().create, "it waits for the name"
+    deadline = to_seconds(left["metadata"]["deletionTimestamp"])
+    assert deadline is not None
+    world.now = deadline + 14.0
+    assert not [d for d in world.reconcile().delete if d.name == "x-rollout-0"]
+    world.now = deadline + 15.0
+    (forced,) = world.plan().delete
+    assert (forced.name, forced.uid, forced.grace_seconds) == ("x-rollout-0", left["metadata"]["uid"], 0)
+
+
 # --- the default rules ----------------------------------------------------------------------------------
 
 

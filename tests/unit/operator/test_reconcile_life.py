@@ -397,10 +397,11 @@ def test_a_message_of_a_rule_that_is_too_long_for_the_status_is_cut() -> None:
 def test_devices_metrics_and_versions_are_told() -> None:
     world = running()
     uid, pods = world.pods["x-actor-0"]["metadata"]["uid"], list(world.pods.values())
+    metrics = {"train/loss": float("nan"), "reward/mean": 0.25, "time/step": "x", "env/steps_total": 7.0}
     status = {
         **world.summary(),
         "step": 50,
-        "metrics": {"train/loss": float("nan"), "reward/mean": 0.25, "time/step": "x", "env/steps_total": 7.0},
+        "metrics": metrics | {"env/success_once": 0.75},
         "checkpoint": {
             "lastStep": 50,
             "path": "/c/50",
@@ -427,10 +428,12 @@ def test_devices_metrics_and_versions_are_told() -> None:
     RLJobStatus.model_validate(plan.status)
     shown = [
         {"name": "reward/mean", "value": "0.25"},
+        {"name": "env/success_once", "value": "0.75"},
         {"name": "train/loss", "value": "nan"},
         {"name": "rollout/starved_share", "value": "0.25"},
     ]
     assert plan.status["busy"] == [{"name": "rollout:0", "value": "0.76"}]
+    assert plan.status["columns"]["success"] == "0.75" and "success" not in world.status["columns"]
     assert plan.status["metrics"] == shown, "a dozen that tell whether it is well, numbers only"
     assert plan.status["devices"] == [
         {"pod": "x-actor-0", "node": world.pods["x-actor-0"]["spec"]["nodeName"], "uuids": ["GPU-1", "GPU-2"]}

@@ -78,6 +78,13 @@ def test_env_keys_use_no_channel_and_rollout_keys_only_put():
     assert {use for uses in BUILT_IN[ROLLOUT].channels.values() for use in uses} == {ChannelUse.PUT}
 
 
+def test_a_declared_group_that_pulls_weights_may_be_called_by_the_actor_that_sends_them():
+    group = {"name": "scorer", "worker": "own:Scorer", "callers": ["env"], "weights": "pulls"}
+    scorer = groups_of(spec(groups=[group]))["scorer"]
+    assert scorer.pulls_weights and scorer.holds_model and scorer.callers == {ACTOR, ENV}
+    assert not groups_of(spec(groups=[group | {"weights": "none"}]))["scorer"].holds_model
+
+
 JUDGE = "judge"
 
 
@@ -148,7 +155,13 @@ class TestAFourthGroup:
     def test_is_in_the_estimate_of_memory(self, four):
         job, groups = four
         report = estimate(job, FACTS, groups=groups)
-        assert report.processes[JUDGE] == 2 and JUDGE not in report.on_cpu and report.peak(JUDGE) == report.peak(ENV)
+        assert report.processes[JUDGE] == 2 and JUDGE not in report.on_cpu
+        rows = {row.phase: row.parts for row in report.rows if row.role == JUDGE}
+        assert rows["idle"]["weights"] == rows["sync"]["weights"] == FACTS.parameters * 4, (
+            "it pulls the weights, float32"
+        )
+        without = {JUDGE: replace(groups[JUDGE], weights=WeightSource.NONE)}
+        assert estimate(job, FACTS, groups=groups | without).peak(JUDGE) == report.peak(ENV)
 
     @pytest.mark.parametrize(
         ("lifecycle", "action"), [(Lifecycle.ELASTIC, "RestartPod"), (Lifecycle.GANG, "RestartJob")]

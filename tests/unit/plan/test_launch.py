@@ -223,3 +223,73 @@ def test_a_plan_tells_only_what_differs_from_its_default_so_that_an_older_superv
     plan = PodPlan(name="a", role="env", index=0, containers=())
     assert json.loads(plan.to_json()) == {"name": "a", "role": "env", "index": 0, "containers": []}
     assert PodPlan.from_json(plan.to_json()) == plan
+
+
+def listening(pod):
+    """Return the TCP ports that the processes and supervisors of a pod listen on."""
+    found = []
+    for container in pod.containers:
+        found.append(int(container.processes[0].env["RLJOB_HEALTH_PORT"]))
+        for process in container.processes:
+            found += process.ports.values()
+            found += [int(process.env[key]) for key in ("RLJOB_RPC_PORT", "RLJOB_ENDPOINT_PORT") if key in process.env]
+    if pod.role == "actor" and pod.index == 0:
+        found.append(int(pod.containers[0].processes[-1].env["MASTER_PORT"]))
+    return found
+
+
+AGENTS = {"type": "agent", "agent": "program:run"}
+
+
+def test_the_pods_of_a_job_on_one_nodes_network_have_ports_of_their_own():
+    host = {"hostNetwork": True}
+    written = job(
+        actor={"replicas": 2, **host}, rollout={"replicas": 40, **host}, env=AGENTS, algorithm={"promptsPerStep": 32}
+    )
+    found = plan(written)
+    ports = [port for pod in found.pods if pod.role != "env" for port in listening(pod)]
+    assert len(set(ports)) == len(ports) and max(ports) < 30_000, "below the ports of nodes and the ephemeral ones"
+    assert sorted(listening(found.pods[0])) == [7700, 7701, 7702, 7703, 7704], "where the operator finds the runner"
+    assert all(sorted(listening(pod)) == [7703, 7705] for pod in found.pods_of("env"))
+    assert listening(plan(written, replicas={"rollout": 3}).pods[3]) == listening(found.pods[3]), (
+        "however many there are"
+    )
+    assert (
+        plan(written, host="127.0.0.1").digest
+        == plan(
+            job(actor={"replicas": 2}, rollout={"replicas": 40}, env=AGENTS, algorithm={"promptsPerStep": 32}),
+            host="127.0.0.1",
+        ).digest
+    )
+
+
+@pytest.mark.parametrize("mode", ["colocated", "hybrid"])
+@pytest.mark.parametrize("host", [False, True])
+def test_the_containers_and_processes_of_a_pod_listen_on_different_ports(mode, host):
+    actor, rollout = ({"replicas": count, "hostNetwork": host} for count in (2, 2 if mode == "colocated" else 4))
+    algorithm = {"promptsPerStep": 32, "maxStaleness": 0}
+    found = plan(job(actor=actor, rollout=rollout, env=AGENTS, algorithm=algorithm, placement={"mode": mode}))
+    ports = [listening(pod) for pod in found.pods if pod.role != "env"]
+    assert all(len(set(of_pod)) == len(of_pod) for of_pod in ports)
+    if host:
+        assert len({port for of_pod in ports for port in of_pod}) == sum(map(len, ports))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "got"),
+    [
+        ({"actor": {"hostNetwork": True}}, "actor without rollout"),
+        ({"rollout": {"hostNetwork": True}}, "rollout without actor"),
+        (
+            {
+                "actor": {"hostNetwork": True},
+                "rollout": {"hostNetwork": True},
+                "groups": [{"name": "twin", "worker": "mine:Twin", "lifecycle": "gang"}],
+            },
+            "actor, rollout without twin",
+        ),
+    ],
+)
+def test_groups_with_weights_are_on_nodes_together_or_not_at_all(blocks, got):
+    with pytest.raises(ConfigError, match=f"hostNetwork must be true .* got {got}: .* RDMA by a device plugin"):
+        plan(job(**blocks))

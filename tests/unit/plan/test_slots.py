@@ -248,6 +248,41 @@ def test_a_hybrid_block_gives_the_first_rollouts_the_devices_of_the_actor_and_fu
         plan(spec({"actor": "0-1", "rollout": "0-5"}, **HYBRID))
 
 
+JUDGES = {"groups": [{"name": "judge", "worker": "mine:Judge", "replicas": 2, "gpus": 1}]}
+
+
+def test_a_declared_group_is_placed_by_its_name():
+    written = {"judge": "0-1", "rollout": "2-5:0-1", "actor": "6-9"}
+    found = plan(spec(written, **GPUS, **JUDGES), host="127.0.0.1")
+    assert [",".join(process.visible_devices) for process in workers(found, "judge")] == ["0", "1"]
+    assert devices(found)["actor"] == ["6", "7", "8", "9"] and devices(found)["rollout"] == ["2,3", "4,5"]
+    in_turn = plan(spec(**GPUS, **JUDGES), host="127.0.0.1")
+    assert [",".join(process.visible_devices) for process in workers(in_turn, "judge")] == ["8", "9"]
+    with pytest.raises(
+        PlacementError, match=r"component judge must be what its pods are .*write 8-9, or change the fields of judge"
+    ):
+        plan(spec({"actor": "0-3", "rollout": "4-7:0-1", "judge": "8-9:0"}, **GPUS, **JUDGES))
+
+
+@pytest.mark.parametrize("key", ["judges", "actor,judges", "actor,,rollout", ""])
+def test_a_placement_names_groups_of_the_job(key):
+    words = (
+        f'placement.componentPlacement must name groups of the job, got ["{key}"]; correct them or declare the groups'
+    )
+    with pytest.raises(ValidationError, match=re.escape(words)):
+        spec({key: "0"}, **JUDGES)
+
+
+def test_a_group_whose_name_contains_a_roles_name_does_not_number_it():
+    groups = [{"name": "rollout-judge", "worker": "mine:Judge"}]
+    rollout = {"autoscale": {"max": 4}}
+    assert spec({"rollout-judge": "0"}, groups=groups, rollout=rollout)
+    with pytest.raises(
+        ValidationError, match="rollout.autoscale needs rollouts that placement neither pairs nor numbers"
+    ):
+        spec({"rollout-judge": "0", " rollout ": "1"}, groups=groups, rollout=rollout)
+
+
 @pytest.mark.parametrize(
     "text", ["0", "0-3", " 0 - 3 : 0 - 1 ", "all", "all:0-1", "0-1,2,3:4-5", "0-1,", "0,,1", "2-5:0-1,8,9-10:3-6"]
 )

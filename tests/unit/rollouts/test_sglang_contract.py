@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.rollouts.sglang import setup
+from rl_core.transports.tokens import DIRECTORY, Token, remove_engine_files, remove_orphans
 
 SRT = Path(importlib.util.find_spec("sglang").origin).parent / "srt"
 ARGUMENTS = [
@@ -114,15 +115,22 @@ def test_the_variables_that_the_engine_is_given_are_its_own(tmp_path):
     assert given and given <= known, given - known
 
 
-def test_the_file_that_a_starting_engine_has_in_memory_goes_with_its_folder(tmp_path, monkeypatch):
+def test_the_file_that_a_starting_engine_has_in_memory_goes_with_the_engine_or_with_its_worker(tmp_path):
     """SGLang names it: its own function is asked."""
     tree = ast.parse((SRT / "managers/load_snapshot.py").read_text())
     (function,) = (node for node in tree.body if getattr(node, "name", "") == "shm_path_for")
     space = {"hashlib": hashlib, "os": os}
     exec(compile(ast.Module([function], []), "load_snapshot", "exec"), space)
-    monkeypatch.setattr(setup, "DIRECTORY", tmp_path)
-    folder = setup.ModelFolder({})
-    named = Path(space["shm_path_for"](folder.path.name))
-    (tmp_path / named.name).touch()
-    folder.close()
-    assert str(named.parent) == "/dev/shm" and not list(tmp_path.iterdir())
+    living, killed = Token("living", directory=tmp_path), Token("killed", directory=tmp_path)
+    files = {}
+    for token in (living, killed):
+        named = Path(space["shm_path_for"](token.owner))
+        assert named.parent == DIRECTORY
+        files[token] = tmp_path / named.name
+        files[token].touch()
+    os.close(killed._descriptor)  # the kernel unlocks what a dead process held
+    assert sorted(remove_orphans(directory=tmp_path)) == sorted([files[killed].name, f"{killed.owner}-token"])
+    assert files[living].exists()
+    remove_engine_files(living.owner, directory=tmp_path)
+    living.close()
+    assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import os
 import socket
 import subprocess
 import threading
@@ -21,6 +22,7 @@ from rl_core.rollouts.sglang import setup
 from rl_core.rollouts.sglang.checksums import ExpectedChecksums, checksum
 from rl_core.rollouts.sglang.engine import SGLangEngine
 from rl_core.rollouts.sglang.row_progress import MAX_RESUMPTIONS, RowProgress
+from rl_core.transports import tokens
 
 
 class Letters:
@@ -149,7 +151,7 @@ def test_a_keeper_that_fails_in_any_way_is_heard_by_who_waits_for_the_engine(mon
         raise ValueError("filedescriptor out of range")
 
     monkeypatch.setattr(engine_module, "EngineProcess", fail)
-    source = EngineSettings(options={}, family="qwen2")
+    source = EngineSettings(options={}, family="qwen2", owner="nobody")
     engine = SGLangEngine(
         source,
         environ={},
@@ -204,7 +206,7 @@ def test_a_child_that_cannot_be_killed_is_reported_to_who_waits_for_the_engine(m
 
     told = concurrent.futures.Future()
     monkeypatch.setattr(engine_module, "EngineProcess", Immortal)
-    source = EngineSettings(options={}, family="qwen2")
+    source = EngineSettings(options={}, family="qwen2", owner="nobody")
     engine = SGLangEngine(
         source,
         environ={},
@@ -236,7 +238,7 @@ def test_a_process_that_outlives_its_kill_is_an_infrastructure_error(monkeypatch
         lambda *a, **k: SimpleNamespace(pid=child.pid, wait=child.wait, stderr=near.makefile("rb")),
     )
     try:
-        engine = process_module.EngineProcess(EngineSettings(options={}, family="qwen2"), {}, 0)
+        engine = process_module.EngineProcess(EngineSettings(options={}, family="qwen2", owner="nobody"), {}, 0)
         far.close()
         with pytest.raises(InfrastructureError, match="must end within 0.01 s of SIGKILL"):
             engine.kill()
@@ -248,7 +250,7 @@ def test_a_process_that_outlives_its_kill_is_an_infrastructure_error(monkeypatch
 def test_that_an_engine_is_lost_is_told_before_its_rows_fail(monkeypatch):
     told, ended = [], threading.Event()
     monkeypatch.setattr(engine_module, "EngineProcess", DyingWhenAsked)
-    source = EngineSettings(options={}, family="qwen2")
+    source = EngineSettings(options={}, family="qwen2", owner="nobody")
     engine = SGLangEngine(
         source,
         environ={},
@@ -276,7 +278,7 @@ def test_that_an_engine_is_lost_is_told_before_its_rows_fail(monkeypatch):
 def test_an_engine_that_shares_its_device_is_not_started_again_by_its_worker(monkeypatch, restarts, started, words):
     starts, told = [], concurrent.futures.Future()
     monkeypatch.setattr(engine_module, "EngineProcess", lambda *arguments: starts.append(1) or Dying())
-    source = EngineSettings(options={}, family="qwen2")
+    source = EngineSettings(options={}, family="qwen2", owner="nobody")
     engine = SGLangEngine(
         source,
         environ={},
@@ -297,20 +299,33 @@ def test_an_engine_that_shares_its_device_is_not_started_again_by_its_worker(mon
 def test_the_folder_of_a_worker_that_was_killed_is_removed_by_the_next_one_and_that_of_a_living_one_stays(
     tmp_path, monkeypatch
 ):
-    for folder in ("tmp", "memory"):
-        (tmp_path / folder).mkdir()
+    (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    monkeypatch.setattr(setup, "DIRECTORY", tmp_path / "memory")
     living = setup.ModelFolder({"config.json": b"{}"})
     killed = setup.ModelFolder({"config.json": b"{}"})
     killed._lock.close()  # the kernel unlocks what a dead process held
     (tmp_path / "tmp" / f"{setup.PREFIX}other").mkdir()
-    loads = {one: tmp_path / "memory" / f"sglang_loads_{one.path.name}_0123.shm" for one in (living, killed)}
-    for file in loads.values():  # as an engine leaves it that is killed while it starts
-        file.touch()
     setup.ModelFolder({}).close()
     assert {path.name for path in (tmp_path / "tmp").iterdir()} == {living.path.name, f"{setup.PREFIX}other"}
-    assert list((tmp_path / "memory").iterdir()) == [loads[living]]
     assert (living.path / "config.json").read_bytes() == b"{}"
     living.close()
-    assert not living.path.exists() and not loads[living].exists()
+    assert not living.path.exists()
+
+
+def test_a_killed_engine_leaves_no_file_in_memory(monkeypatch):
+    """The stand-in sleeps; its file is there as while a scheduler starts."""
+    folder = setup.ModelFolder({})
+    file = tokens.DIRECTORY / f"sglang_loads_{folder.owner}_0123.shm"
+    monkeypatch.setattr(process_module.sys, "executable", "/bin/true")
+    memory = os.memfd_create("weights")
+    try:
+        engine = process_module.EngineProcess(
+            EngineSettings(options={}, family="qwen2", owner=folder.owner), {}, memory
+        )
+        file.touch()
+        engine.kill()
+        assert not file.exists()
+    finally:
+        os.close(memory)
+        folder.close()
+        file.unlink(missing_ok=True)

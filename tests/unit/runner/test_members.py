@@ -10,7 +10,7 @@ from rl_core.api.errors import ConfigError, DeadlineExceeded, InfrastructureErro
 from rl_core.api.job import RLJobSpec
 from rl_core.messages.members import MemberState
 from rl_core.messages.weights import ReceiverAck
-from rl_core.plan.groups import BUILT_IN
+from rl_core.plan.groups import BUILT_IN, GroupKind, WeightSource
 from rl_core.runner.device_schedule import DisaggregatedSchedule
 from rl_core.runner.joining import build_strategies
 from rl_core.runner.member_versions import MemberVersions
@@ -103,7 +103,7 @@ def test_a_rollout_pulls_and_starts_once_there_are_weights_and_again_after_it_wa
     run = Run(Cluster())
     run.members.open("tcp://publisher")
     run.wait_joined()
-    serves = [("init_worker",), ("join", "tcp://publisher"), ("start_rollout", "trajectories", "validation")]
+    serves = [("init_worker",), ("join", "tcp://publisher"), ("start_serving", "trajectories", "validation")]
     assert run.cluster.calls == serves
     run.members._bring_in(run.cluster.there)
     assert run.cluster.calls == serves, "it serves already"
@@ -111,6 +111,24 @@ def test_a_rollout_pulls_and_starts_once_there_are_weights_and_again_after_it_wa
     run.members.lost(run.cluster.there, "frozen")
     run.members._bring_in(run.cluster.there)
     assert run.cluster.calls == [*serves, *serves[1:]], "the engine it built stays"
+
+
+def test_members_of_other_groups_that_pull_start_without_the_channels_of_rollouts():
+    kind = GroupKind(name="inference", weights=WeightSource.PULLS)
+    cluster = Cluster()
+    (strategy,) = build_strategies(
+        [kind],
+        dict.fromkeys(("inference", "actor"), cluster.group),
+        cluster=cluster,
+        versions=MemberVersions(lambda processes, version: None),
+        release=lambda name, incarnation: None,
+        schedule=DisaggregatedSchedule(),
+        seconds=30.0,
+        start_args=("trajectories", "validation"),
+    ).values()
+    strategy.publisher = "tcp://publisher"
+    assert strategy.bring_in(cluster.there)
+    assert cluster.calls == [("init_worker",), ("join", "tcp://publisher"), ("start_serving",)]
 
 
 def test_a_rollout_whose_engine_is_slower_than_the_weights_is_not_stopped_by_its_second_welcome():
@@ -124,7 +142,7 @@ def test_a_rollout_whose_engine_is_slower_than_the_weights_is_not_stopped_by_its
     run.cluster.call = weights_come_meanwhile
     run.members._bring_in(run.cluster.there)  # welcomed at its hello
     run.members._bring_in(run.cluster.there)  # and by `open`
-    assert [name for name, *_ in run.cluster.calls] == ["init_worker", "join", "start_rollout"]
+    assert [name for name, *_ in run.cluster.calls] == ["init_worker", "join", "start_serving"]
     assert run.cluster.constructed == 1
 
 
@@ -141,7 +159,7 @@ def test_a_rollout_that_is_lost_while_it_is_brought_in_is_brought_in_again():
     run.strategies["rollout"].publisher = "tcp://publisher"
     run.members._bring_in(run.cluster.there)
     run.members._bring_in(run.cluster.there)
-    assert [name for name, *_ in run.cluster.calls] == ["init_worker", *["join", "start_rollout"] * 2]
+    assert [name for name, *_ in run.cluster.calls] == ["init_worker", *["join", "start_serving"] * 2]
 
 
 def test_what_another_process_would_fail_at_too_ends_the_run():
@@ -282,7 +300,7 @@ def test_a_slow_pull_holds_up_no_publication_and_ends_with_the_version_that_was_
     run.cluster.call = pull
     run.members.open("tcp://publisher")
     run.wait_joined()
-    assert [method for method, *_ in run.cluster.calls] == ["init_worker", "join", "start_rollout", "join"]
+    assert [method for method, *_ in run.cluster.calls] == ["init_worker", "join", "start_serving", "join"]
     assert run.versions.version_of(("rollout:0", (0, 0))) == 5
 
 
@@ -338,7 +356,7 @@ def test_the_devices_are_taken_to_build_an_engine_and_to_pull_and_not_to_constru
     )[1]
     run.members.open("tcp://publisher")
     run.wait_joined()
-    assert schedule.log == ["construct", "(", "init_worker", ")", "(", "join", ")", "start_rollout"]
+    assert schedule.log == ["construct", "(", "init_worker", ")", "(", "join", ")", "start_serving"]
 
 
 class Joining(DisaggregatedSchedule):

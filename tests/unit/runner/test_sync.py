@@ -64,6 +64,7 @@ class FakeCluster:
         return [
             SimpleNamespace(
                 name=name,
+                group=name.partition(":")[0],
                 address=f"tcp://{name}",
                 host_token="h",
                 state="serving",
@@ -71,6 +72,7 @@ class FakeCluster:
                 policy_version=0,
             )
             for name in self.answers
+            if role in (None, name.partition(":")[0])
         ]
 
     def submit(self, name, method, args, kwargs, *, timeout):
@@ -166,6 +168,17 @@ def test_a_rollout_lost_meanwhile_or_already_further_is_not_judged():
     run.sync.publish(3)
     run.check.confirm()
     assert run.sync.metrics()["weights/content_check_skipped_total"] == 2.0
+
+
+def test_members_of_other_groups_get_the_weights_but_count_for_no_rollout_and_are_not_probed():
+    run = Run({"inference:0": WorkerLost("it has no such method"), "rollout:0": probe(-1.0)}, LosingActor)
+    run.actor.lost = ()
+    run.sync.publish(3)
+    run.check.confirm()
+    assert run.actor.asked == [(["inference:0", "rollout:0"], 1)] and run.roster.serving("rollout", 3) == 1
+    counts = run.sync.metrics()
+    assert counts["weights/content_check_passed_total"] == 1.0
+    assert counts["weights/content_check_skipped_total"] == 0.0
 
 
 def test_the_check_can_be_switched_off():

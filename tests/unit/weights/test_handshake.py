@@ -24,8 +24,8 @@ from rl_core.weights.handshake import CommitGate, Handshake, HandshakeState
 class FakeHandshake:
     """Where one receiver stands."""
 
-    def __init__(self):
-        self.live, self.applied = True, False
+    def __init__(self, counts=True):
+        self.live, self.applied, self.counts = True, False, counts
 
     def apply(self):
         self.live, self.applied = False, True
@@ -85,6 +85,18 @@ async def test_a_slow_receiver_does_not_hold_enough_others_beyond_the_grace():
     handshakes[1].apply()
     gate.check()
     assert await gate.wait() and opened == [True] and handshakes[2].live
+
+
+async def test_only_receivers_that_count_make_a_version_safe_to_commit():
+    gate, handshakes, opened = gate_of(2, 1, straggler_seconds=0.01)
+    handshakes[0].counts = False
+    handshakes[0].apply()
+    gate.check()
+    await asyncio.sleep(0.03)
+    assert not decided(gate)
+    handshakes[1].fail()
+    gate.check()
+    assert not await gate.wait() and opened == []
 
 
 @pytest.mark.parametrize(("min_acks", "committed"), [(0, True), (1, False)])

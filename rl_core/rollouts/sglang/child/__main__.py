@@ -61,11 +61,11 @@ def _build(source: EngineSettings) -> Any:
     port, nccl_port = _free_ports(2)
 
     class Engine(engine.Engine):  # type: ignore[misc]
-        """Names SGLang's file in shared memory after the model folder, so that it is removed with the folder if the start is killed."""
+        """Names SGLang's file in shared memory after its owner, so that it is removed when this process is killed during the start."""
 
         @classmethod
         def _launch_scheduler_processes(cls, args: Any, ports: Any, *more: Any, **named: Any) -> Any:
-            ports.instance_id = Path(args.model_path).name
+            ports.instance_id = source.owner
             return super()._launch_scheduler_processes(args, ports, *more, **named)
 
     return Engine(**source.options, port=port, nccl_port=nccl_port)

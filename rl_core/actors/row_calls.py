@@ -1,0 +1,77 @@
+"""Asks members of other groups about the rows of a step.
+
+The rows are sent in parts to all members of a group at once. If a member is lost, its parts go to another one.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_core.api.errors import DataError
+from rl_core.batching.collate import TrainingBatch
+from rl_core.workers.member_calls import MemberCaller
+from rl_core.workers.worker import Worker
+
+PART_TOKENS = 8192
+"""Tokens of one call, so that the rows of a step are spread over the members of the group."""
+
+
+class RowCalls:
+    """Calls of `worker` to the members of other groups."""
+
+    def __init__(self, worker: Worker, *, seconds: float) -> None:
+        """`seconds` bounds the wait for all answers of a step."""
+        self._callers, self._seconds = MemberCaller(worker), seconds
+
+    def ask(self, groups: Sequence[str], batch: TrainingBatch, method: str, *options: Any) -> list[Any]:
+        """Return what `method(rows, *options)` answers for each row of `batch`. `groups` names the group that is asked for each row.
+
+        Raises DeadlineExceeded, and the errors of the method.
+        """
+        rows = [batch.input_ids[index, :length].numpy() for index, length in enumerate(batch.lengths.tolist())]
+        return asyncio.run(self._ask(groups, rows, method, options))
+
+    async def _ask(
+        self, groups: Sequence[str], rows: Sequence[np.ndarray], method: str, options: tuple[Any, ...]
+    ) -> list[Any]:
+        parts = list(_parts(groups, rows))
+        calls = [
+            self._callers.call(
+                groups[part[0]], method, [rows[index] for index in part], *options, seconds=self._seconds
+            )
+            for part in parts
+        ]
+        found: list[Any] = [None] * len(rows)
+        for part, answers in zip(parts, await asyncio.gather(*calls), strict=True):
+            for index, answer in zip(part, answers, strict=True):
+                found[index] = answer
+        return found
+
+
+def place_row(whole: Tensor, index: int, values: np.ndarray, length: int, *, of: str) -> None:
+    """Write the `values` of a row of `length` tokens into `whole` [B, S, ...] at `index`.
+
+    Raises DataError, which names the group `of`, for values of another shape.
+    """
+    wanted = (length, *whole.shape[2:])
+    if values.shape != wanted:
+        raise DataError(f"{of} must return values of shape {wanted} for a row of {length} tokens, got {values.shape}")
+    whole[index, :length] = torch.from_numpy(np.array(values)).to(whole.dtype)
+
+
+def _parts(groups: Sequence[str], rows: Sequence[np.ndarray]) -> Iterator[list[int]]:
+    """Yield the indices of the rows of each call: rows of one group with at most PART_TOKENS, or one longer row."""
+    for group in sorted(set(groups)):
+        part: list[int] = []
+        tokens = 0
+        for index in (index for index, name in enumerate(groups) if name == group):
+            if part and tokens + len(rows[index]) > PART_TOKENS:
+                yield part
+                part, tokens = [], 0
+            part.append(index)
+            tokens += len(rows[index])
+        yield part
