@@ -163,42 +163,47 @@ def samples(
     group: Annotated[str | None, typer.Option(help="Id of a prompt group.", show_default=False)] = None,
     validation: Annotated[bool, typer.Option("--validation", help="Of validation, not of training.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Most samples to print.")] = 8,
+    namespace: Namespace = None,
+    context: Context = None,
 ) -> None:
-    """Print completions that a run kept: texts, rewards, why they ended."""
-    from rl_core.api.errors import ConfigError
+    """Print completions that a run or a running job kept: texts, rewards, why they ended."""
     from rl_core.cli import targets
+    from rl_core.cli.copied_output import readable_run
     from rl_core.cli.samples import Choice, show_samples
 
     def command() -> int:
-        folder = targets.folder_of(target)
-        if folder is None:
-            raise ConfigError(
-                f"TARGET must be the output folder of a run, got {target}: there is no such folder; the samples of a job on a cluster "
-                "lie on its volume, which docs/running.md shows how to read"
-            )
-        return show_samples(
-            folder,
-            Choice(step=step, group=group, validation=validation, worst=worst, best=best, failed=failed, limit=limit),
+        place = targets.Place(namespace=namespace, context=context)
+        choice = Choice(
+            step=step, group=group, validation=validation, worst=worst, best=best, failed=failed, limit=limit
         )
+        with readable_run(target, place, only=["samples"]) as (folder, _):
+            return show_samples(folder, choice)
 
     run_command(command)
 
 
 @app.command()
 def view(
-    targets: Annotated[
-        list[Path], typer.Argument(metavar="OUT...", help="Output folders of runs.", show_default=False)
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TARGET...", help="Output folders of runs, else names of running jobs.", show_default=False
+        ),
     ],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.")] = 0,
     host: Annotated[
         str, typer.Option(help="Address to listen on. Others than loopback show the samples to the network.")
     ] = "127.0.0.1",
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
+    namespace: Namespace = None,
+    context: Context = None,
 ) -> None:
     """Show runs as a page: curves, samples, tokens, who waited for whom. Works while they run and afterwards."""
+    from rl_core.cli.targets import Place
     from rl_core.cli.view import serve_view
 
-    run_command(lambda: serve_view(targets, host=host, port=port, browser=browser))
+    place = Place(namespace=namespace, context=context)
+    run_command(lambda: serve_view(runs, place, host=host, port=port, browser=browser))
 
 
 @app.command()

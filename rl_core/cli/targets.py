@@ -51,6 +51,12 @@ class ClusterSide(Protocol):
     def scale(self, name: str, place: Place, counts: Mapping[str, int]) -> str:
         """Set the number of pods of elastic groups, by name; return the job's namespace."""
 
+    def files(self, name: str, place: Place) -> Callable[[dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]]:
+        """Return a function that sends a body to `POST /files` of the job's runner; it returns the status of the runner and its answer.
+
+        The function raises InfrastructureError when the runner does not answer.
+        """
+
 
 def counts_text(counts: Mapping[str, int]) -> str:
     """Return the pods of each group in words, such as "3 rollouts, 2 judge"."""

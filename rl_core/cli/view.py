@@ -4,29 +4,39 @@ import sys
 import threading
 import webbrowser
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import ExitStack
 
-from rl_core.api.errors import ConfigError
+from rl_core.cli.copied_output import readable_run
+from rl_core.cli.targets import Place
 from rl_core.view.server import LOOPBACK, ViewServer
 
 
-def serve_view(folders: Sequence[Path], *, host: str, port: int, browser: bool) -> int:
-    """Serve the runs in `folders` until Ctrl-C; return 0. Raises ConfigError for a path that is no folder and a port in use."""
-    for folder in folders:
-        if not folder.is_dir():
-            raise ConfigError(f"OUT must be the output folder of a run, got {folder}: there is no such folder")
-    server = ViewServer([folder.resolve() for folder in folders], host=host, port=port)
-    try:
-        sys.stdout.write(f"{server.url} (Ctrl-C ends it)\n")
-        if host not in LOOPBACK:
-            sys.stdout.write(f"anybody who reaches {host} can read the samples of these runs\n")
-        sys.stdout.flush()
-        server.pages.warm_up()
-        if browser:
-            webbrowser.open(server.url)
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        sys.stdout.write("\n")
-    finally:
-        server.close()
+def serve_view(runs: Sequence[str], place: Place, *, host: str, port: int, browser: bool) -> int:
+    """Serve `runs`, output folders or names of jobs on a cluster, until Ctrl-C; return 0.
+
+    Copies of jobs are refreshed meanwhile. Raises ConfigError for a run that does not exist and a port in use.
+    """
+    ended = threading.Event()
+    with ExitStack() as opened:
+        found = [opened.enter_context(readable_run(run, place)) for run in runs]
+        server = ViewServer([folder.resolve() for folder, _ in found], host=host, port=port)
+        opened.callback(server.close)
+        followers = [threading.Thread(target=copied.follow, args=(ended,)) for _, copied in found if copied is not None]
+        try:
+            for follower in followers:
+                follower.start()
+            sys.stdout.write(f"{server.url} (Ctrl-C ends it)\n")
+            if host not in LOOPBACK:
+                sys.stdout.write(f"anybody who reaches {host} can read the samples of these runs\n")
+            sys.stdout.flush()
+            server.pages.warm_up()
+            if browser:
+                webbrowser.open(server.url)
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            sys.stdout.write("\n")
+        finally:
+            ended.set()
+            for follower in followers:
+                follower.join()  # before the folder that it writes to is deleted
     return 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.runner.control_actions import ControlActions, drain
+from rl_core.runner.output_files import OutputFiles
 from rl_core.runner.periodic import PeriodicTasks
 from rl_core.runner.program import Program
 from rl_core.runner.run import Run
@@ -82,13 +83,14 @@ class Runner:
     def actions(self) -> Mapping[str, Callable[[Any], Any]]:
         """Return the control calls by `METHOD /path`."""
         run = self.run
-        return ControlActions(
+        calls = ControlActions(
             run.applied,
             run.stops,
             ask_checkpoint=self.program.saving.checkpoints.request,
             drain=lambda pods: drain(pods, cluster=run.cluster, roster=run.roster),
             applied_generation=lambda: int(run.board.fact("appliedGeneration")),
-        ).by_path()
+        )
+        return {**calls.by_path(), "POST /files": OutputFiles(run.output).read}
 
     def periodic_tasks(self) -> PeriodicTasks:
         """Return what is done once a second beside the loop."""

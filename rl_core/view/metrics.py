@@ -17,17 +17,18 @@ class MetricColumns:
     def __init__(self, path: Path) -> None:
         """`path`: metrics.jsonl, which need not be there yet."""
         self._path = path
-        self._end = 0
+        self._end = self._inode = 0
         self._lines: list[dict[str, Any]] = []
         self._lock = threading.Lock()
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return all whole lines so far; damaged ones are left out. A file that was cut back (a resumed run) is read anew."""
+        """Return all whole lines so far; damaged ones are left out. A file that was cut back or replaced (a resumed run) is read anew."""
         with self._lock:
             try:
-                size = self._path.stat().st_size
-                if size < self._end:
-                    self._end, self._lines = 0, []
+                found = self._path.stat()
+                size = found.st_size
+                if size < self._end or found.st_ino != self._inode:
+                    self._end, self._inode, self._lines = 0, found.st_ino, []
                 if size > self._end:
                     with self._path.open("rb") as file:
                         file.seek(self._end)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from socket import socket
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote, urlencode
 
@@ -120,6 +122,29 @@ class Connection:
     def delete(self, kind: Kind, name: str) -> None:
         """Delete an object."""
         self.call("DELETE", kind.path(self.namespace, name))
+
+    @contextmanager
+    def forwarded(self, pod: str, port: int) -> Iterator[socket]:
+        """Connect to a port of a pod through the API server. Raises Forbidden, or InfrastructureError when there is no connection."""
+        from kubernetes.client import ApiException, CoreV1Api
+        from kubernetes.stream import portforward
+
+        method = CoreV1Api(self._api).connect_get_namespaced_pod_portforward
+        try:
+            forward = portforward(method, pod, self.namespace, ports=str(port))
+        except ApiException as error:
+            words = str(error.reason)
+            if "status 403" in words:
+                raise Forbidden(f"pods/portforward of {pod}: {words}") from error
+            raise InfrastructureError(
+                f"pod {pod} must be reached through the API server, got: {words}; try again, or look at rljob status"
+            ) from error
+        try:
+            opened = forward.socket(port)
+            opened.settimeout(READ_SECONDS)
+            yield opened
+        finally:
+            forward.close()
 
     # --- inside ----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What `rljob status|top|logs|scale` ask about a job name; entry point `rljob.targets` (rl_core.cli.targets.ClusterSide)."""
+"""What `rljob status|top|logs|scale|samples|view` ask about a job name; entry point `rljob.targets` (rl_core.cli.targets.ClusterSide)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from rljob_operator.cli import jobs, logs
 from rljob_operator.cli.connection import ClusterPlace, Connection, Json
+from rljob_operator.cli.runner_files import RunnerFiles
 
 
 class Targets:
@@ -39,3 +40,7 @@ class Targets:
         connection = Connection.open(place)
         jobs.scale(connection, name, counts)
         return connection.namespace
+
+    def files(self, name: str, place: ClusterPlace) -> Callable[[Json], tuple[Json, Json]]:
+        """Return a function that asks the job's runner for its status and its files."""
+        return RunnerFiles(Connection.open(place), name).ask

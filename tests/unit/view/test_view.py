@@ -7,6 +7,7 @@ import urllib.parse
 import pytest
 
 from rl_core.api.errors import ConfigError
+from rl_core.cli.targets import Place
 from rl_core.cli.view import serve_view
 from rl_core.samples.reader import SampleReader
 from rl_core.view.server import ViewServer
@@ -181,4 +182,4 @@ def test_a_folder_that_grows_is_read_on(browse, tmp_path):
 
 def test_a_path_that_is_no_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no such folder"):
-        serve_view([tmp_path / "missing"], host="127.0.0.1", port=0, browser=False)
+        serve_view([str(tmp_path / "missing")], Place(), host="127.0.0.1", port=0, browser=False)

@@ -1,0 +1,125 @@
+"""`POST /files`: hands out the files of the output folder that `rljob samples` and `rljob view` read, for a copy elsewhere.
+
+All of these files only grow, except that a restart cuts `metrics.jsonl` back. The caller says how much of each file it has and gives a
+checksum of the end of its part; it gets what follows, or the file from its beginning where the checksum differs. Files are opened by
+names that this module has listed, never by names of the caller.
+"""
+
+import base64
+import hashlib
+import os
+import re
+import stat
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO
+
+ANSWER_BYTES = 1 << 20
+"""Bytes of files in one answer, before compression; the whole exchange has the deadline of the control port."""
+CHECKED_BYTES = 4096
+"""Bytes before the end of a part that its checksum covers."""
+PATTERNS = {
+    "": re.compile(r"metrics\.jsonl"),
+    "samples": re.compile(r"[\w-]{1,100}\.(jsonl|index)", re.ASCII),
+    "traces": re.compile(r"[\w-]{1,100}\.json", re.ASCII),
+}
+"""Names of the files that are handed out, by their folder below the output folder."""
+
+
+def is_served(name: str) -> bool:
+    """Return whether `name`, relative to the output folder, is one of the files that are handed out."""
+    folder, _, file = name.rpartition("/")
+    return folder in PATTERNS and name == _joined(folder, file) and PATTERNS[folder].fullmatch(file) is not None
+
+
+def end_checksum(file: BinaryIO, size: int) -> str:
+    """Return the checksum of the last CHECKED_BYTES of the first `size` bytes of a file."""
+    begin = max(0, size - CHECKED_BYTES)
+    file.seek(begin)
+    return hashlib.sha256(file.read(size - begin)).hexdigest()
+
+
+class OutputFiles:
+    """The files of one output folder that may be copied."""
+
+    def __init__(self, output: Path, *, limit: int = ANSWER_BYTES) -> None:
+        """`limit`: most bytes of files in an answer."""
+        self._output, self._limit = output, limit
+
+    def read(self, body: Any) -> dict[str, Any]:
+        """Return what a copy lacks: `{"sizes": {name: bytes}, "parts": [{"name", "offset", "data"}]}`.
+
+        `body` is `{"have": {name: [bytes, checksum of their end]}, "folders": [names of PATTERNS]}`. `data` is compressed with zlib and
+        encoded as base64. The parts of one answer have at most `limit` bytes together; the caller asks again until it has all `sizes`.
+
+        Raises ValueError for another body.
+        """
+        have, folders = _checked(body)
+        sizes: dict[str, int] = {}
+        parts: list[dict[str, Any]] = []
+        left = self._limit
+        for name, file in self._files(folders):
+            with file:
+                size = sizes[name] = os.fstat(file.fileno()).st_size
+                offset, checksum = have.get(name, (0, ""))
+                if offset > size or (offset and end_checksum(file, offset) != checksum):
+                    offset = 0
+                elif offset == size and name in have:
+                    continue
+                file.seek(offset)
+                data = file.read(min(left, size - offset))
+                if data or (size == 0 and name not in have):
+                    left -= len(data)
+                    packed = base64.b64encode(zlib.compress(data, 1)).decode()
+                    parts.append({"name": name, "offset": offset, "data": packed})
+        return {"sizes": sizes, "parts": parts}
+
+    def _files(self, folders: list[str]) -> Iterator[tuple[str, BinaryIO]]:
+        """Yield the files of `folders` by name, opened. Symbolic links, also of the folders, and files that vanish are left out."""
+        for folder in folders:
+            with ExitStack() as opened:
+                try:
+                    flags = os.O_RDONLY | os.O_DIRECTORY | (os.O_NOFOLLOW if folder else 0)
+                    directory = os.open(self._output / folder, flags)
+                    opened.callback(os.close, directory)
+                    names = sorted(os.listdir(directory))  # noqa: PTH208 - of the opened folder, whatever its path leads to by now
+                except OSError:
+                    continue
+                for name in names:
+                    if PATTERNS[folder].fullmatch(name) and (file := _regular(name, directory)) is not None:
+                        yield _joined(folder, name), file
+
+
+def _regular(name: str, directory: int) -> BinaryIO | None:
+    try:
+        number = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
+    except OSError:
+        return None
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        return None
+    return os.fdopen(number, "rb")
+
+
+def _joined(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def _checked(body: Any) -> tuple[dict[str, tuple[int, str]], list[str]]:
+    fields = body if isinstance(body, dict) else {}
+    have, folders = fields.get("have"), fields.get("folders")
+    if not isinstance(have, dict) or not isinstance(folders, list):
+        raise ValueError(f"the body must be an object with have and folders, got {sorted(fields)}; correct it")
+    unknown = [folder for folder in folders if not isinstance(folder, str) or folder not in PATTERNS]
+    if unknown:
+        raise ValueError(f"folders must be of {', '.join(map(repr, PATTERNS))}, got {unknown[0]!r}; correct it")
+    for name, part in have.items():
+        if not (isinstance(part, list) and len(part) == 2 and type(part[0]) is int and isinstance(part[1], str)):
+            raise ValueError(
+                f"have must hold [bytes, checksum] by name, got {part!r:.80} for {name[:80]!r}; correct it"
+            )
+        if part[0] < 0:
+            raise ValueError(f"the bytes of {name[:80]!r} must not be negative, got {part[0]}; correct it")
+    return {name: (part[0], part[1]) for name, part in have.items()}, list(dict.fromkeys(folders))
