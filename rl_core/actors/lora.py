@@ -114,7 +114,8 @@ class DisabledAdapters:
 class MergedSlices(Mapping[str, LocalSlice]):
     """The parts that a rank stores of the merged weights W + alpha / rank B A, by Hugging Face name.
 
-    Each is computed when it is asked for, in the type of W, so that there is never a second copy of the model.
+    Each is computed when it is asked for, in the type of W, so that there is never a second copy of the model. The operations are those of
+    `peft`'s merge in the same order, so that both merge to the same weights: another order moves logits by more than 1e-5.
     """
 
     def __init__(self, slices: Mapping[str, LocalSlice], adapters: Mapping[str, Tensor], scale: float) -> None:
@@ -130,7 +131,7 @@ class MergedSlices(Mapping[str, LocalSlice]):
         merged = replace(part, tensor=part.tensor.detach().clone())
         for box in merged.boxes():
             rows, columns = box.box
-            box.tensor.addmm_(up[rows], down[:, columns], alpha=self._scale)
+            box.tensor.add_((up[rows] @ down[:, columns]) * self._scale)
         return merged
 
     def __iter__(self) -> Iterator[str]:

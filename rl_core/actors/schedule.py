@@ -8,7 +8,9 @@ from typing import Any
 from rl_core.api.errors import ConfigError
 from rl_core.api.roles import OptimizerSpec
 
-STYLES = ("constant", "linear", "cosine")
+STYLES = ("constant", "linear", "cosine", "wsd")
+DECAY_RATIO = 0.1
+"""Share of all optimizer steps that decay in the style wsd, unless the job says another."""
 ROUNDING = 1e-6
 """Added before a product is rounded down to whole steps, because 0.29 x 100 is 28.999999999999996 in floating point."""
 
@@ -42,9 +44,10 @@ def peak_rate(spec: OptimizerSpec, *, critic: bool) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LRSchedule:
-    """Linear warm-up to `peak`, then constant, linear or cosine decay to `floor` at step `total`.
+    """Linear warm-up to `peak`, then constant, linear or cosine decay to `floor` at step `total`, or constant before a cosine decay (wsd).
 
-    Raises ConfigError for an unknown style, a warm-up as long as the run, or a floor above the peak.
+    Raises ConfigError for an unknown style, a warm-up as long as the run, warm-up and decay that are longer than it, or a floor above the
+    peak.
     """
 
     peak: float
@@ -52,9 +55,11 @@ class LRSchedule:
     total: int
     """Number of optimizer steps of the run."""
     style: str = "constant"
-    """Form of the decay: constant, linear or cosine."""
+    """Form of the decay: constant, linear, cosine, or wsd (Hu et al. 2024, "MiniCPM"): warm-up, stable, decay."""
     warmup: int = 0
     """Steps of linear warm-up."""
+    decay: int = 0
+    """Steps of the decay at the end; with the style wsd only."""
     floor: float = 0.0
     """Learning rate at the end of the decay."""
 
@@ -64,6 +69,11 @@ class LRSchedule:
         if self.warmup and self.warmup >= self.total:
             raise ConfigError(
                 f"schedule.warmupSteps must be below the run's {self.total} optimizer steps, got {self.warmup}; lower it"
+            )
+        if self.warmup + self.decay > self.total:
+            raise ConfigError(
+                f"schedule.warmupSteps and the steps of the decay must fit into the run's {self.total} optimizer steps, got {self.warmup} and "
+                f"{self.decay}; lower warmupSteps or decayRatio"
             )
         if self.floor > self.peak:
             raise ConfigError(
@@ -81,7 +91,10 @@ class LRSchedule:
         floor = schedule.min_learning_rate
         if schedule.min_learning_rate_ratio is not None:
             floor = schedule.min_learning_rate_ratio * peak
-        return cls(peak=peak, total=total, style=schedule.style, warmup=warmup or 0, floor=floor or 0.0)
+        decay = 0
+        if schedule.style == "wsd":
+            decay = int((schedule.decay_ratio or DECAY_RATIO) * total + ROUNDING)
+        return cls(peak=peak, total=total, style=schedule.style, warmup=warmup or 0, decay=decay, floor=floor or 0.0)
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of applied optimizer step number `step`, counted from 0."""
@@ -89,6 +102,7 @@ class LRSchedule:
             return self.peak * (step + 1) / self.warmup
         if self.style == "constant":
             return self.peak
-        progress = min(1.0, (step - self.warmup) / max(self.total - self.warmup, 1))
+        start = self.total - self.decay if self.style == "wsd" else self.warmup
+        progress = min(1.0, max(0.0, (step - start) / max(self.total - start, 1)))
         shape = 1 - progress if self.style == "linear" else (1 + math.cos(math.pi * progress)) / 2
         return self.floor + (self.peak - self.floor) * shape

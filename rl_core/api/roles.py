@@ -55,8 +55,10 @@ class FabricRoleSpec(RoleSpec):
 class ScheduleSpec(Spec):
     """The learning-rate schedule, over optimizer steps that were not skipped."""
 
-    style: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after warm-up."""
+    style: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Shape after warm-up. wsd: constant, then a cosine decay over the last steps (decayRatio)."""
+    decay_ratio: float | None = Field(None, gt=0, le=1)
+    """wsd: share of all optimizer steps that decay; null = 0.1."""
     warmup_steps: int | None = Field(None, ge=0, lt=2**31)
     """Optimizer steps of linear warm-up; not together with warmupRatio."""
     warmup_ratio: float | None = Field(None, ge=0, lt=1)
@@ -75,12 +77,20 @@ class ScheduleSpec(Spec):
             holds="!(has(self.minLearningRate) && has(self.minLearningRateRatio))",
             refusal="give minLearningRate or minLearningRateRatio, not both; remove one",
         ),
+        Cel(
+            holds="$style == 'wsd' || !has(self.decayRatio)",
+            refusal="decayRatio needs style wsd, got %s; choose it or remove decayRatio",
+            values=("$style",),
+            field="decayRatio",
+        ),
     )
     def _one_of(self) -> Iterator[str]:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             yield ("give warmupSteps or warmupRatio, not both; remove one")
         if self.min_learning_rate is not None and self.min_learning_rate_ratio is not None:
             yield ("give minLearningRate or minLearningRateRatio, not both; remove one")
+        if self.decay_ratio is not None and self.style != "wsd":
+            yield f"decayRatio needs style wsd, got {self.style}; choose it or remove decayRatio"
 
 
 class OptimizerSpec(Spec):

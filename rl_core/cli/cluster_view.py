@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from rl_core.cli.targets import ClusterSide, Place, counts_text
+from rl_core.cli.validation_metric import ValidationMetric, stored_validation_metric
 from rl_core.plan.groups import ROLLOUT
 
 REFRESH_S = 2.0
@@ -85,12 +86,12 @@ def scale(side: ClusterSide, name: str, place: Place, counts: Mapping[str, int])
 def render(job: dict[str, Any]) -> Group:
     """Return the tables of a job: the row of `kubectl get rljobs`, its roles, and conditions that need attention."""
     status = job.get("status") or {}
-    tables = [job_table(status), role_table(status), condition_table(status)]
+    tables = [job_table(status, stored_validation_metric(job)), role_table(status), condition_table(status)]
     return Group(*(table for table in tables if table is not None))
 
 
-def job_table(status: dict[str, Any]) -> Table:
-    """Return the row that `kubectl get rljobs -o wide` shows."""
+def job_table(status: dict[str, Any], measured: ValidationMetric) -> Table:
+    """Return the row that `kubectl get rljobs -o wide` shows, with the newest value of what validation measures."""
     metrics = {entry["name"]: entry["value"] for entry in status.get("metrics", [])}
     columns = status.get("columns") or {}
     table = Table(
@@ -111,7 +112,7 @@ def job_table(status: dict[str, Any]) -> Table:
         status.get("phase") or "Pending",
         columns.get("step") or "-",
         _number(status.get("reward")),
-        _number(metrics.get("val/accuracy")),
+        _number(metrics.get(measured.key)),
         str(status.get("policyVersion", "-")),
         str(status.get("lag", "-")),
         columns.get("rollouts") or "-",

@@ -13,7 +13,8 @@ from rich.live import Live
 from rich.table import Table
 
 from rl_core.api.errors import ConfigError
-from rl_core.launch.workspace import is_abandoned
+from rl_core.cli.validation_metric import ACCURACY, ValidationMetric, stored_validation_metric
+from rl_core.launch.workspace import PRIVATE, is_abandoned
 from rl_core.plan.groups import ROLLOUT
 
 REFRESH_S = 1.0
@@ -46,28 +47,41 @@ def show_status(folder: Path) -> int:
 def show_top(folder: Path, *, once: bool) -> int:
     """Print the tables, live until the run ends; return 0."""
     console = Console()
+    measured = stored_validation_metric(_stored_job(folder))
     status = read_status(folder)
     if once or not console.is_terminal:
-        console.print(render(status))
+        console.print(render(status, measured))
         return 0
-    with Live(render(status), console=console, refresh_per_second=4) as live:
+    with Live(render(status, measured), console=console, refresh_per_second=4) as live:
         try:
             while status.get("phase") not in FINAL:
                 time.sleep(REFRESH_S)
                 status = read_status(folder)
-                live.update(render(status))
+                live.update(render(status, measured))
         except KeyboardInterrupt:
             return 0
     return 0
 
 
-def render(status: dict[str, Any]) -> Group:
-    """Return the tables of a run: state, members, holders of shared devices, holders of prompt groups, waits."""
+def _stored_job(folder: Path) -> dict[str, Any]:
+    """Return the resolved job of the run in `folder`; empty where there is none."""
+    try:
+        found = json.loads((folder / PRIVATE / "job.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def render(status: dict[str, Any], measured: ValidationMetric = ACCURACY) -> Group:
+    """Return the tables of a run: state, members, holders of shared devices, holders of prompt groups, waits.
+
+    `measured` is what validation measures.
+    """
     return Group(
         *(
             table
             for table in (
-                run_table(status),
+                run_table(status, measured),
                 member_table(status),
                 device_table(status),
                 group_table(status),
@@ -82,8 +96,8 @@ def _number(value: Any, digits: int = 3) -> str:
     return f"{value:.{digits}f}" if isinstance(value, int | float) else "-"
 
 
-def run_table(status: dict[str, Any]) -> Table:
-    """Return the row that `kubectl get rljobs` shows."""
+def run_table(status: dict[str, Any], measured: ValidationMetric) -> Table:
+    """Return the row that `kubectl get rljobs` shows, with the newest value of what validation measures."""
     metrics = status.get("metrics", {})
     rollout: dict[str, Any] = next((role for role in status.get("roles", []) if role["name"] == ROLLOUT), {})
     table = Table(
@@ -93,7 +107,7 @@ def run_table(status: dict[str, Any]) -> Table:
         status.get("phase", "-"),
         f"{status.get('step', 0)}/{status.get('totalSteps', '?')}",
         _number(status.get("reward")),
-        _number(metrics.get("val/accuracy")),
+        _number(metrics.get(measured.key)),
         str(status.get("policyVersion", "-")),
         str(rollout.get("lag", "-")),
         f"{rollout.get('ready', '-')}/{rollout.get('desired', '-')}",

@@ -5,7 +5,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,14 +14,11 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from rl_core.api.embodied import is_embodied
-from rl_core.api.job import RLJob
 from rl_core.cli.local_view import FINAL, run_table, wait_table
+from rl_core.cli.validation_metric import ACCURACY, ValidationMetric
 
 WAITING_S = 5.0
 """Seconds without a line after which it is said what the run waits for."""
-JUDGES = frozenset({"math", "reasoning_gym", "exact"})
-"""Environments and built-in rewards whose reward is 1 exactly for a right answer."""
 QUIET_WAIT_S = 5.0
 """Seconds after which a wait is shown."""
 LINE_INTERVAL_S = 0.2
@@ -37,14 +33,14 @@ class ProgressDisplay:
         *,
         total: int,
         live: bool,
-        measured: "ValidationMetric | None" = None,
+        measured: ValidationMetric = ACCURACY,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Display the run of `total` steps in `folder`; with `live` False, or without a terminal, as lines.
 
-        `measured` is what validation measures (None = accuracy).
+        `measured` is what validation measures.
         """
-        self._measured = measured or ACCURACY
+        self._measured = measured
         self._clock = clock
         self._began = self._said = clock()
         self._pause = WAITING_S
@@ -125,7 +121,7 @@ class ProgressDisplay:
             return
         self._bar.update(self._task, completed=int(status.get("step", 0)), description=phase)
         waits = [wait for wait in status.get("waits", []) if wait["seconds"] >= QUIET_WAIT_S]
-        tables = [run_table(status), wait_table(status | {"waits": waits})]
+        tables = [run_table(status, self._measured), wait_table(status | {"waits": waits})]
         self._live.update(Group(self._bar, *[table for table in tables if table is not None]))
 
     def _tell_silence(self, status: dict[str, Any]) -> None:
@@ -187,31 +183,6 @@ def waiting_line(status: dict[str, Any], seconds: float) -> str:
     told = [f"{wait['who']} waits for {wait['on']}: {wait['what']} ({wait['seconds']:.0f} s)" for wait in waits[:2]]
     ready = ", ".join(f"{role['name']} {role['ready']}/{role['desired']}" for role in status.get("roles", []))
     return f"{now}  {place}: {'; '.join(told) or f'ready are {ready}'}"
-
-
-@dataclass(frozen=True, slots=True)
-class ValidationMetric:
-    """A metric of validation as the console shows it."""
-
-    key: str
-    name: str
-
-
-ACCURACY = ValidationMetric("val/accuracy", "accuracy")
-REWARD = ValidationMetric("val/reward_mean", "reward")
-RETURN = ValidationMetric("val/return", "return")
-
-
-def validation_metric(job: RLJob) -> ValidationMetric:
-    """Return what validation of `job` measures: the return of episodes in simulators, accuracy where the environment says what is right,
-    else the mean reward.
-
-    Accuracy is the share of samples with a reward of at least 1, which means nothing for a reward function of any other scale.
-    """
-    if is_embodied(job.spec):
-        return RETURN
-    env = job.spec.env
-    return ACCURACY if env.type in JUDGES or env.reward in JUDGES else REWARD
 
 
 def step_line(metrics: dict[str, Any], total: int, measured: ValidationMetric = ACCURACY) -> str:

@@ -75,10 +75,10 @@ def check_engine_arguments(spec: RLJobSpec) -> None:
         raise ConfigError(
             f"rollout.engineArgs are arguments of SGLang, got engine {spec.rollout.engine}; choose sglang or remove them"
         )
-    if spec.rollout.engine == "sglang" and spec.rollout.sampling.penalised and spec.weights.on_update != "wait":
+    if spec.rollout.engine == "sglang" and spec.rollout.sampling.penalised:
         raise ConfigError(
-            "presencePenalty, frequencyPenalty and repetitionPenalty of rollout.sampling need weights.onUpdate wait with engine sglang, which "
-            f"forgets the tokens before an interruption, got {spec.weights.on_update}; take engine hf or remove them"
+            "presencePenalty, frequencyPenalty and repetitionPenalty of rollout.sampling need engine hf, got sglang, which penalises each token "
+            "one step late and the last token of the prompt too; choose hf or remove them"
         )
     problems = [
         f"rollout.engineArgs.{name} {problem}"

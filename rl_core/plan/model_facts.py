@@ -44,6 +44,8 @@ class ModelFacts:
     """Key-value heads."""
     head_dim: int
     """Width of a head."""
+    head_norms: bool
+    """Whether the heads of queries and keys are normalised, as in Qwen3."""
     inner: int
     """Width of the feed-forward part that a token goes through."""
     max_length: int
@@ -75,6 +77,7 @@ class ModelFacts:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
+            head_norms=str(config.get("model_type", "")).startswith("qwen3"),
             inner=_inner(config, hidden),
             max_length=_size(config, "max_length", file),
         )

@@ -179,14 +179,18 @@ def _layer_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
         norms = facts.hidden * (28 if width == MASTER_BYTES else 22)
         shared = width * (3 * queries + 3 * keys + 5 * facts.inner)
     elif job.model.lora is None:
-        norms = 6 * facts.hidden * width  # of each of the two: its input, normalised, scaled
+        norms = (
+            2 * facts.hidden * (MASTER_BYTES + 2 * width)
+        )  # of each of the two: its input in float32, normalised, scaled
         shared = width * (2 * queries + 2 * keys + 4 * facts.inner)
     else:  # what only the gradients of frozen weights would need is not kept
         targets = set(job.model.lora.targets)
         scaled = bool(targets & {"q_proj", "k_proj", "v_proj"}) + bool(targets & {"gate_proj", "up_proj"})
-        norms = (2 + scaled) * facts.hidden * width
+        norms = facts.hidden * (2 * MASTER_BYTES + scaled * width)
         shared = width * (2 * queries + 2 * keys + (3 + ("down_proj" in targets)) * facts.inner)
         shared += width * job.model.lora.rank * len(targets)
+    if facts.head_norms:  # the input of each in float32, and normalised for the gradient of its weight
+        shared += (queries + keys) * (MASTER_BYTES + (width if job.model.lora is None else 0))
     shared += 4 * facts.heads  # normalisers of attention
     return _tokens(job, facts) * (norms // (parallel.tensor if parallel.sequence else 1) + shared // parallel.tensor)
 

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
-ANSWER_BYTES = 1 << 20
+ANSWER_BYTES = 1 << 18
 """Bytes of files in one answer, before compression; the whole exchange has the deadline of the control port."""
 CHECKED_BYTES = 4096
 """Bytes before the end of a part that its checksum covers."""

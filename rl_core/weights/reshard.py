@@ -220,7 +220,7 @@ def execute(
     import torch
     import torch.distributed as dist
 
-    exchange = Exchange()
+    exchange, operations = Exchange(), list[dist.P2POp]()
     outgoing: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     incoming: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for one in plan:
@@ -236,9 +236,12 @@ def execute(
     for (other, dtype), places in incoming.items():
         message = torch.empty(sum(place.numel() for place in places), dtype=dtype, device=device)
         exchange.arriving.append((message, places))
-        exchange.works.append(dist.irecv(message, other))
+        operations.append(dist.P2POp(dist.irecv, message, other))
     for (other, _), parts in outgoing.items():
         message = torch.cat(parts)
         exchange.sent.append(message)
-        exchange.works.append(dist.isend(message, other))
+        operations.append(dist.P2POp(dist.isend, message, other))
+    if operations:
+        # Together: sent one by one, NCCL would make a communicator for each pair of ranks, and could not overlap them.
+        exchange.works += dist.batch_isend_irecv(operations)
     return exchange

@@ -172,6 +172,12 @@ CASES = (
             "remove it or set algorithm.allowTruncatedSampling and recomputeLogProbs",
             SAME,
         ),
+        "decay-of-a-constant-rate": (
+            {"actor": {"optimizer": {"schedule": {"decayRatio": 0.2}}}},
+            "spec.actor.optimizer.schedule.decayRatio",
+            "decayRatio needs style wsd, got constant; choose it or remove decayRatio",
+            SAME,
+        ),
         "bias-of-a-word": (
             {"rollout": {"sampling": {"logitBias": {"the": 1.0}}}},
             "spec.rollout.sampling.logitBias",

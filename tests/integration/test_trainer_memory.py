@@ -53,11 +53,23 @@ CASES |= {
     }
     for dtype, targets in (("float32", None), ("bfloat16", None), ("float32", ["q_proj", "v_proj"]))
 }
+HEAD_NORMS = {
+    f"{backend} {dtype}{' adapters' * bool(lora)}": {"actor__backend": backend, "model__dtype": dtype} | lora
+    for backend, lora in (("fsdp2", {}), ("megatron", {}), ("fsdp2", {"model__lora": {"rank": 8}}))
+    for dtype in ("float32", "bfloat16")
+}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"), **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    """Half as wide layers, so that the norms of heads are a larger part."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    return make_model(folder, family="qwen3", head_dim=32, **SHAPE | {"intermediate_size": 160})
 
 
 def full_record(group: int):
@@ -117,8 +129,17 @@ class Meter:
         return max(held)
 
 
+@pytest.mark.parametrize("changes", HEAD_NORMS.values(), ids=HEAD_NORMS)
+def test_the_estimate_counts_the_norms_of_heads(qwen3, changes):
+    check_estimate(qwen3, changes)
+
+
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_the_estimate_of_each_phase_is_what_is_allocated(model, changes):
+    check_estimate(model, changes)
+
+
+def check_estimate(model, changes):
     spec, meter, ranks = spec_of(model, **changes), Meter(), []
     meter.peak(lambda: ranks.append(Rank(spec, [[]], 0, 1)))
     (actor,) = (rank.actor for rank in ranks)
@@ -127,6 +148,7 @@ def test_the_estimate_of_each_phase_is_what_is_allocated(model, changes):
     measured["logprob"] = meter.peak(lambda: actor.score(row, 1))
     measured["train"] = meter.peak(lambda: train(actor))
     phases = trainer_phases(RLJobSpec.model_validate(spec), ModelFacts.from_config(model))
+    print({name: round(measured[name] / sum(phases[name].values()), 3) for name in measured})
     assert {name: sum(phases[name].values()) for name in measured} == pytest.approx(measured, rel=0.15)
 
 

@@ -1,12 +1,18 @@
-"""`rljob logs` of a job: the pods' logs side by side, each line with its pod's role and index."""
+"""`rljob logs` of a job: the logs of its containers side by side, each line with the container's name and the pod's index.
+
+A colocated job runs rollouts in the pods of its actors, in containers of their own or in those of the actors. Containers that are not of
+the job, such as sidecars that a webhook added, are left out.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from rl_core.api.errors import ConfigError
+from rl_core.plan.parts import PodPlan
 from rljob_operator import naming
 from rljob_operator.cli import jobs
 from rljob_operator.cli.connection import Connection, Json
@@ -14,6 +20,29 @@ from rljob_operator.errors import ApiError
 from rljob_operator.kinds import POD
 
 NO_LOG_YET = ("ContainerCreating", "PodInitializing", "is waiting to start")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContainerLog:
+    """The log of one container of a job."""
+
+    pod: Json
+    container: str
+    groups: frozenset[str]
+    """Groups of the processes that write to it."""
+
+    @property
+    def label(self) -> str:
+        """The name of the container and the index of its pod, as `rollout-0`."""
+        return f"{self.container}-{self.pod['metadata'].get('labels', {}).get(naming.LABEL_INDEX, '?')}"
+
+    def matches(self, *, role: str | None, index: int | None, attempt: int | None) -> bool:
+        """Return whether processes of group `role` write to it, in a pod of this index and epoch; None = any."""
+        labels = self.pod["metadata"].get("labels", {})
+        wanted = {naming.LABEL_INDEX: index, naming.LABEL_EPOCH: attempt}
+        return (role is None or role in self.groups) and all(
+            value is None or labels.get(key) == str(value) for key, value in wanted.items()
+        )
 
 
 def show(
@@ -26,42 +55,61 @@ def show(
     follow: bool,
     write: Callable[[str], None],
 ) -> None:
-    """Write the logs of the job's pods that match; `attempt` is the epoch of actor pods. With `follow` until they end.
+    """Write the logs of the job's containers that match; `attempt` is the epoch of actor pods. With `follow` until they end.
 
     Raises ConfigError when no pod matches.
     """
     jobs.read(connection, name)
     with jobs.explained(connection, f"listing the pods of job {name}"):
         pods = connection.list(POD, selector=f"{naming.LABEL_JOB}={name}")
-    chosen = [pod for pod in pods if _matches(pod, role=role, index=index, attempt=attempt)]
+    logs = sorted((log for pod in pods for log in _logs_of(pod)), key=lambda log: log.label)
+    chosen = [log for log in logs if log.matches(role=role, index=index, attempt=attempt)]
     if not chosen:
-        known = ", ".join(sorted(_label(pod) for pod in pods)) or "none exist"
+        known = ", ".join(log.label for log in logs) or "none exist"
         raise ConfigError(
             f"no pod of job {name} matches role {role or 'any'}, index {_any(index)}, attempt {_any(attempt)}; pods: {known}"
         )
-    chosen.sort(key=_label)
     if follow:
         _follow(connection, chosen, write)
         return
-    for pod in chosen:
-        for line in _lines(connection, pod, follow=False):
-            write(f"{_label(pod)}: {line}\n")
+    for log in chosen:
+        for line in _lines(connection, log, follow=False):
+            write(f"{log.label}: {line}\n")
 
 
-def _follow(connection: Connection, pods: list[Json], write: Callable[[str], None]) -> None:
-    """Write lines as they come, from a thread per pod."""
+def _logs_of(pod: Json) -> Iterator[ContainerLog]:
+    """Yield the logs of the containers of the job."""
+    role = pod["metadata"].get("labels", {}).get(naming.LABEL_ROLE)
+    for container in pod["spec"]["containers"]:
+        name = container["name"]
+        plan = next((entry.get("value") for entry in container.get("env", []) if entry["name"] == "RLJOB_POD_PLAN"), "")
+        if plan or name == role:
+            yield ContainerLog(pod=pod, container=name, groups=_groups_in(plan) | {name})
+
+
+def _groups_in(plan: str) -> frozenset[str]:
+    """Return the groups of the processes of a container's plan; empty for one that this version does not understand."""
+    try:
+        read = PodPlan.from_json(plan.replace("$$", "$"))  # as manifests.containers writes values
+    except (ValueError, KeyError, TypeError):
+        return frozenset()
+    return frozenset(process.group for container in read.containers for process in container.processes)
+
+
+def _follow(connection: Connection, logs: list[ContainerLog], write: Callable[[str], None]) -> None:
+    """Write lines as they come, from a thread per container."""
     arrived: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
-    def read(pod: Json) -> None:
+    def read(log: ContainerLog) -> None:
         try:
-            for line in _lines(connection, pod, follow=True):
-                arrived.put(f"{_label(pod)}: {line}\n")
+            for line in _lines(connection, log, follow=True):
+                arrived.put(f"{log.label}: {line}\n")
         finally:
             arrived.put(None)
 
-    for pod in pods:
-        threading.Thread(target=read, args=(pod,), daemon=True, name=_label(pod)).start()
-    left = len(pods)
+    for log in logs:
+        threading.Thread(target=read, args=(log,), daemon=True, name=log.label).start()
+    left = len(logs)
     while left:
         line = arrived.get()
         if line is None:
@@ -70,30 +118,19 @@ def _follow(connection: Connection, pods: list[Json], write: Callable[[str], Non
             write(line)
 
 
-def _lines(connection: Connection, pod: Json, *, follow: bool) -> Iterator[str]:
-    name, container = pod["metadata"]["name"], pod["spec"]["containers"][0]["name"]
-    query = {"container": container} | ({"follow": "true"} if follow else {})
+def _lines(connection: Connection, log: ContainerLog, *, follow: bool) -> Iterator[str]:
+    name = log.pod["metadata"]["name"]
+    query = {"container": log.container} | ({"follow": "true"} if follow else {})
     empty = True
     try:
         for line in connection.lines(POD.path(connection.namespace, name, "log"), query=query):
             empty = False
             yield line
         if empty:
-            yield f"(no log yet: the pod is {(pod.get('status') or {}).get('phase', 'Pending')})"
+            yield f"(no log yet: the pod is {(log.pod.get('status') or {}).get('phase', 'Pending')})"
     except ApiError as error:
         waits = any(word in error.message for word in NO_LOG_YET)
         yield f"(no log yet: {error.message})" if waits else f"(no log: {error.message})"
-
-
-def _matches(pod: Json, *, role: str | None, index: int | None, attempt: int | None) -> bool:
-    labels = pod["metadata"].get("labels", {})
-    wanted = {naming.LABEL_ROLE: role, naming.LABEL_INDEX: index, naming.LABEL_EPOCH: attempt}
-    return all(value is None or labels.get(key) == str(value) for key, value in wanted.items())
-
-
-def _label(pod: Json) -> str:
-    labels = pod["metadata"].get("labels", {})
-    return f"{labels.get(naming.LABEL_ROLE, '?')}-{labels.get(naming.LABEL_INDEX, '?')}"
 
 
 def _any(value: int | None) -> str:

@@ -18,6 +18,8 @@ from rljob_operator.errors import NotFound
 from rljob_operator.kinds import POD, SECRET
 
 PORT = Ports().control
+ATTEMPTS = 3
+"""Times that a call is made: the end of a port-forward can overtake the end of the answer."""
 
 
 class RunnerFiles:
@@ -34,8 +36,15 @@ class RunnerFiles:
         Raises ConfigError for a job without a runner, InfrastructureError for a runner that does not answer.
         """
         peer, self._peer = self._peer or self._found(), None
+        data = json.dumps(body).encode()
+        for _ in range(ATTEMPTS - 1):
+            with suppress(InfrastructureError):
+                return self._read(peer, data)
+        return self._read(peer, data)
+
+    def _read(self, peer: Peer, data: bytes) -> tuple[Json, Json]:
         status, challenge = self._call(peer, "GET", "/status")
-        answer, _ = self._call(peer, "POST", "/files", body=json.dumps(body).encode(), challenge=challenge)
+        answer, _ = self._call(peer, "POST", "/files", body=data, challenge=challenge)
         self._peer = peer
         return status, answer
 

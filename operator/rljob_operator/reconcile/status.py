@@ -40,6 +40,8 @@ METRICS = (
     "env/return",
     SUCCESS,
     "val/accuracy",
+    "val/reward_mean",
+    "val/return",
     "train/loss",
     "train/approx_kl",
     "train/entropy",

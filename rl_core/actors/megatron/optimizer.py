@@ -27,7 +27,7 @@ class OptimizerShard:
     start: int
     """Row-major index of the first element in the parameter."""
     state: dict[str, Tensor]
-    """AdamW's moments, in the shape of `values`, and its counter `step`."""
+    """AdamW's moments, in the shape of `values`, and its counter `step`, on their device as the fused kernel needs it."""
 
 
 def build_optimizer(
@@ -56,6 +56,8 @@ def build_optimizer(
     with torch.no_grad():
         optimizer = library.get_megatron_optimizer(config, stages, groups, use_gloo_process_groups=False)
     for group in optimizer.param_groups:
+        # megatron's constructor leaves the choice to torch, which takes for-each kernels with temporaries of 4 bytes per parameter.
+        group["fused"], group["foreach"] = True, False
         # megatron leaves the product to a scheduler of its own, which is not used here.
         group["weight_decay"] = spec.weight_decay * group["wd_mult"]
     return optimizer
@@ -76,7 +78,8 @@ def open_shards(optimizer: "library.MegatronOptimizer", parameters: Mapping[str,
         state = chained.optimizer.state[values]
         # A counter for each: one that several parameters have is counted up once per parameter.
         state.update(
-            step=torch.zeros((), dtype=torch.float32), **{moment: torch.zeros_like(values) for moment in MOMENTS}
+            step=torch.zeros((), dtype=torch.float32, device=values.device),
+            **{moment: torch.zeros_like(values) for moment in MOMENTS},
         )
         shards[name] = OptimizerShard(values, start, state)
     return shards

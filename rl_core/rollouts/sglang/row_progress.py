@@ -66,10 +66,6 @@ class RowProgress:
             sampling["stop_token_ids"] = self._stop_ids
         if params.min_p:
             sampling["min_p"] = params.min_p
-        if params.penalised:
-            sampling["presence_penalty"] = params.presence_penalty
-            sampling["frequency_penalty"] = params.frequency_penalty
-            sampling["repetition_penalty"] = params.repetition_penalty
         if params.logit_bias:
             sampling["logit_bias"] = {str(token): bias for token, bias in params.logit_bias}
         if params.stop_strings:
@@ -110,9 +106,6 @@ class RowProgress:
             stopped = True
             del self._ids[end:], self._logprobs[end:]
             self._versions = [(a, min(b, end), version) for a, b, version in self._versions if a < end]
-        elif output.reason == "abort" and self.row.params.penalised:
-            # Resumed from its tokens, it would have them in its prompt, where SGLang does not penalise them.
-            return GenerationUnavailable(f"a row with penalties was aborted and cannot continue: {output.message}")
         elif output.reason == "abort" and len(self._ids) < self._limit:
             self._resumptions += 1
             if self._resumptions > MAX_RESUMPTIONS:

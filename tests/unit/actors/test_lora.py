@@ -136,6 +136,14 @@ def test_the_merged_export_gives_the_logits_of_base_and_adapters_in_transformers
         assert torch.allclose(actor.manager.model(ids).logits, theirs(ids).logits, atol=1e-5)
 
 
+def test_the_merged_export_has_the_very_weights_that_peft_merges(make_lora, tmp_path):
+    actor = make_lora()
+    merged = load_file(saved_merged(actor, tmp_path / "merged") / "model.safetensors")
+    for name, weight, down, up in adapted(dict(actor.manager.model.named_parameters())):
+        # The operations of peft's LoraLayer.get_delta_weight and merge, each rounded to float32.
+        assert torch.equal(merged[name], weight.detach() + (up.detach() @ down.detach()) * SCALE), name
+
+
 def test_the_exported_adapter_has_the_names_and_settings_of_peft_and_makes_the_merged_weights(
     make_lora, model_folder, tmp_path
 ):

@@ -3,8 +3,10 @@
 import itertools
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import get_wsd_schedule
 
 from rl_core.actors.schedule import LRSchedule
 from rl_core.api.errors import ConfigError
@@ -24,14 +26,36 @@ def test_linear_falls_evenly_and_constant_stays():
     assert LRSchedule(peak=3.0, total=10)(7) == 3.0
 
 
+@given(warmup=st.integers(0, 10), stable=st.integers(0, 20), decay=st.integers(1, 20), floor=st.floats(0, 1))
+def test_wsd_is_that_of_transformers(warmup, stable, decay, floor):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    counts = {"num_warmup_steps": warmup, "num_stable_steps": stable, "num_decay_steps": decay}
+    theirs = get_wsd_schedule(optimizer, **counts, min_lr_ratio=floor).lr_lambdas[0]
+    total = warmup + stable + decay
+    ours = LRSchedule(peak=0.5, floor=floor * 0.5, warmup=warmup, decay=decay, total=total, style="wsd")
+    for step in range(warmup, total + 3):
+        assert ours(step) == pytest.approx(0.5 * theirs(step), abs=1e-12)
+    # Theirs begins the warm-up at the floor with a step of that rate, ours one step later, as with the other styles.
+    assert [ours(step) for step in range(warmup)] == pytest.approx(
+        [0.5 * (step + 1) / warmup for step in range(warmup)]
+    )
+
+
+def test_the_share_of_wsd_that_decays_is_of_all_steps():
+    for ratio, steps in (({}, 10), ({"decayRatio": 0.29}, 29)):
+        schedule = LRSchedule.from_spec({"learningRate": 1.0, "schedule": {"style": "wsd", **ratio}}, total=100)
+        assert schedule.decay == steps and schedule(100 - steps) == 1.0 and schedule(101 - steps) < 1.0
+
+
 @given(
-    style=st.sampled_from(["constant", "linear", "cosine"]),
+    style=st.sampled_from(["constant", "linear", "cosine", "wsd"]),
     warmup=st.integers(0, 20),
     more=st.integers(1, 50),
     floor=st.floats(0, 1),
 )
 def test_the_rate_rises_to_the_peak_then_never_rises_and_stays_above_the_floor(style, warmup, more, floor):
-    schedule = LRSchedule(peak=1.0, floor=floor, warmup=warmup, total=warmup + more, style=style)
+    decay = more // 2 if style == "wsd" else 0
+    schedule = LRSchedule(peak=1.0, floor=floor, warmup=warmup, decay=decay, total=warmup + more, style=style)
     rates = [schedule(step) for step in range(warmup + more + 5)]
     assert rates[:warmup] == sorted(rates[:warmup])
     after = rates[max(warmup - 1, 0) :]
@@ -41,8 +65,13 @@ def test_the_rate_rises_to_the_peak_then_never_rises_and_stays_above_the_floor(s
 
 @pytest.mark.parametrize(
     "options",
-    [{"warmup": 10, "total": 10}, {"floor": 2.0, "total": 10}, {"style": "step", "total": 10}],
-    ids=["warmup", "floor", "style"],
+    [
+        {"warmup": 10, "total": 10},
+        {"floor": 2.0, "total": 10},
+        {"style": "step", "total": 10},
+        {"style": "wsd", "warmup": 6, "decay": 5, "total": 10},
+    ],
+    ids=["warmup", "floor", "style", "decay"],
 )
 def test_impossible_schedules_are_refused(options):
     with pytest.raises(ConfigError, match="got"):

@@ -7,9 +7,10 @@ import pytest
 from rich.console import Console
 
 from rl_core.api.job import RLJob
-from rl_core.cli.local_view import read_status, render
-from rl_core.cli.progress import ProgressDisplay, step_line, validation_metric
+from rl_core.cli.local_view import read_status, render, show_top
+from rl_core.cli.progress import ProgressDisplay, step_line
 from rl_core.cli.run import read_step, success_text
+from rl_core.cli.validation_metric import validation_metric
 from rl_core.launch.workspace import Workspace
 
 
@@ -173,6 +174,18 @@ def test_the_line_of_an_embodied_step_tells_return_speed_and_successes_if_there_
     line = step_line(metrics, 2, validation_metric(job))
     assert "val return 21.500" in line and "env steps/s 812" in line and "success" not in line
     assert "success 0.250" in step_line(metrics | {"env/success_once": 0.25}, 2, validation_metric(job))
+
+
+@pytest.mark.parametrize(("reward", "told"), [("mine:score", "0.730"), ("exact", "0.000")])
+def test_top_shows_the_validation_metric_of_the_console(tmp_path, capsys, reward, told):
+    spec = {"model": {"path": "m"}, "data": {"train": "t"}, "env": {"type": "reward", "reward": reward}}
+    head = {"apiVersion": "rljob.dev/v1alpha1", "kind": "RLJob", "metadata": {"name": "a"}}
+    space = Workspace(tmp_path)
+    space.open(uid="u", job=RLJob.model_validate(head | {"spec": spec}))
+    tell(space, phase="Finished", metrics={"val/accuracy": 0.0, "val/reward_mean": 0.73})
+    assert show_top(tmp_path, once=True) == 0
+    assert told in capsys.readouterr().out.split()
+    space.close()
 
 
 def test_the_tables_fit_80_columns():

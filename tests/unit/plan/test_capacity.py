@@ -19,10 +19,11 @@ FACTS = ModelFacts(
     heads=4,
     kv_heads=2,
     head_dim=16,
+    head_norms=False,
     inner=128,
     max_length=256,
 )
-LAYER = 6 * 64 * 2 + 2 * (2 * 4 * 16 + 2 * 2 * 16 + 4 * 128) + 4 * 4
+LAYER = 2 * 64 * (4 + 2 + 2) + 2 * (2 * 4 * 16 + 2 * 2 * 16 + 4 * 128) + 4 * 4
 """Bytes of a token in a layer: norms; query, output, key, value and the feed-forward part; attention's normalisers."""
 NORMS, SHARED = 22 * 64, 2 * (3 * 4 * 16 + 3 * 2 * 16 + 5 * 128) + 4 * 4
 """The same under megatron: norms; what tensor ranks share."""
@@ -144,6 +145,7 @@ QWEN3_8B = ModelFacts(
     head_dim=128,
     inner=12_288,
     max_length=40_960,
+    head_norms=True,
 )
 
 

@@ -96,16 +96,16 @@ def test_what_keeping_the_cache_needs_cannot_be_switched_off():
         check_engine_arguments(spec({"disable_radix_cache": False}, **kept))
 
 
-def test_penalties_that_sglang_would_forget_at_an_interruption_are_refused():
-    kept = {"weights": {"onUpdate": "abort_resume"}}
-    algorithm = {"maxStaleness": 1, "allowTruncatedSampling": True, "recomputeLogProbs": True}
-    rollout = {"sampling": {"repetitionPenalty": 1.2}}
-    document = merged(GOOD, {"spec": kept | {"algorithm": algorithm, "rollout": rollout}})["spec"]
+@pytest.mark.parametrize("name", ["presencePenalty", "frequencyPenalty", "repetitionPenalty"])
+def test_penalties_are_refused_with_sglang_which_applies_them_late(name):
+    algorithm = {"allowTruncatedSampling": True, "recomputeLogProbs": True}
+    rollout = {"sampling": {name: 1.2, "minP": 0.1, "logitBias": {"5": 1.0}}}
+    document = merged(GOOD, {"spec": {"algorithm": algorithm, "rollout": rollout}})["spec"]
     check_engine_arguments(RLJobSpec.model_validate(document))
     document["rollout"]["engine"] = "sglang"
-    with pytest.raises(ConfigError, match="need weights.onUpdate wait with engine sglang.*got abort_resume"):
+    with pytest.raises(ConfigError, match="need engine hf, got sglang, which penalises each token one step late"):
         check_engine_arguments(RLJobSpec.model_validate(document))
-    document["weights"]["onUpdate"] = "wait"
+    del document["rollout"]["sampling"][name]
     check_engine_arguments(RLJobSpec.model_validate(document))
 
 

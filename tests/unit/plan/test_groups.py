@@ -33,7 +33,7 @@ from rl_core.plan.launch import build_launch_plan
 from rl_core.transports.curve import KeyRing
 
 FACTS = ModelFacts(
-    parameters=1_000_000, layer=50_000, hidden=64, layers=4, vocab=1_000, heads=4, kv_heads=4, head_dim=16, inner=256,
+    parameters=1_000_000, layer=50_000, hidden=64, layers=4, vocab=1_000, heads=4, kv_heads=4, head_dim=16, head_norms=False, inner=256,
     max_length=512,
 )  # fmt: skip
 

@@ -59,7 +59,7 @@ FIELDS = [
         "sampling/sampling_params.py",
         "SamplingParams",
         {"temperature", "top_p", "top_k", "max_new_tokens", "stop", "stop_token_ids", "no_stop_trim", "ignore_eos"}
-        | {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"},
+        | {"min_p", "logit_bias"},
     ),
 ]
 
