@@ -1,0 +1,88 @@
+"""Which env workers and rollouts of a collection exchange their messages directly."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from rl_core.api.errors import InfrastructureError
+from rl_core.messages.calls import MethodResult
+from rl_core.runner.collection import Collection
+
+
+def member(name, host, incarnation=1):
+    group, _, rank = name.partition(":")
+    return SimpleNamespace(
+        name=name,
+        group=group,
+        rank=int(rank),
+        host_token=host,
+        id=(name, incarnation),
+        incarnation=incarnation,
+        state=SimpleNamespace(constructed=True),
+    )
+
+
+class Members:
+    """The cluster of a run: members, and env workers that answer where they listen."""
+
+    def __init__(self, *members):
+        self.present, self.asked, self.error = list(members), [], None
+
+    def members(self, group):
+        return [one for one in self.present if one.group == group]
+
+    def submit(self, name, method, args, kwargs, *, timeout):
+        assert method == "direct_address" and not args and not kwargs and timeout == 7
+        self.asked.append(name)
+        future = Future()
+        if self.error is not None:
+            future.set_exception(self.error)
+        else:
+            future.set_result(MethodResult(value=f"{name} answer {len(self.asked)}", durations={}))
+        return SimpleNamespace(future=future)
+
+
+def collection(cluster):
+    spec = SimpleNamespace(
+        runtime=SimpleNamespace(deadlines=SimpleNamespace(rpc=7)), actor=SimpleNamespace(world_size=1)
+    )
+    run = SimpleNamespace(
+        epoch=0, cluster=cluster, applied=SimpleNamespace(spec=spec), progress=SimpleNamespace(version=3)
+    )
+    versions = SimpleNamespace(version_of=lambda key: 3)
+    return Collection(run, None, versions, observations=None, actions=None, trajectories=None)
+
+
+def test_those_of_one_host_exchange_directly_and_others_by_the_channel():
+    cluster = Members(
+        *(member(f"env:{rank}", host) for rank, host in ((0, "a"), (2, "b"), (3, "c"))),
+        *(member(f"rollout:{rank}", host) for rank, host in ((1, "b"), (4, "a"), (5, "b"))),
+    )
+    round = collection(cluster)._round(1)
+    assert round.envs == (0, 2, 3) and round.rollouts == (1, 4, 5)
+    assert {(env, at): round.address(env, at) for env in range(3) for at in range(3)} == {
+        **{(env, at): None for env in range(3) for at in range(3)},
+        (0, 1): "env:0 answer 1",
+        (1, 0): "env:2 answer 2",
+        (1, 2): "env:2 answer 2",
+    }
+    assert cluster.asked == ["env:0", "env:2"]  # nobody would use the address of the third
+
+
+def test_an_env_worker_is_asked_once_and_again_when_another_process_takes_its_place():
+    cluster = Members(member("env:0", "a"), member("env:1", "a"), member("rollout:0", "a"))
+    rounds = collection(cluster)
+    assert rounds._round(1).direct == rounds._round(2).direct == ((0, 0, "env:0 answer 1"), (1, 0, "env:1 answer 2"))
+    cluster.present[1] = member("env:1", "a", incarnation=2)
+    assert rounds._round(3).direct == ((0, 0, "env:0 answer 1"), (1, 0, "env:1 answer 3"))
+
+
+def test_an_env_worker_that_is_lost_before_it_tells_its_address_is_a_failure_of_the_infrastructure():
+    cluster = Members(member("env:0", "a"), member("rollout:0", "a"))
+    rounds, cluster.error = collection(cluster), InfrastructureError("lost")
+    with pytest.raises(InfrastructureError, match="lost"):
+        rounds._round(1)
+    assert rounds.begin(2) is None
+    cluster.error = None
+    assert rounds._round(3).direct == ((0, 0, "env:0 answer 3"),)
