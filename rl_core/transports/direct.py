@@ -13,6 +13,7 @@ import select
 import socket
 import struct
 import time
+import weakref
 from collections import defaultdict, deque
 
 import numpy as np
@@ -138,6 +139,8 @@ class Listener:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.bind(str(self._path))
         self._path.chmod(0o600)
+        self._unlink = weakref.finalize(self, self._path.unlink, missing_ok=True)
+        """Also at the end of the process."""
         self.socket.listen()
         self.socket.setblocking(False)
         self.address = f"{name} {self._secret.hex()}"
@@ -160,7 +163,7 @@ class Listener:
     def close(self) -> None:
         """Accept no more."""
         self.socket.close()
-        self._path.unlink(missing_ok=True)
+        self._unlink()
 
 
 class Mailbox:

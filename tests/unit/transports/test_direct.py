@@ -4,6 +4,8 @@ import contextlib
 import os
 import socket
 import stat
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -185,6 +187,12 @@ def test_the_socket_is_for_this_user_alone_and_goes_with_its_listener():
     assert not path.exists()
     with pytest.raises(InfrastructureError, match="cannot be reached"):
         Connection.connect(listener.address)
+
+
+def test_a_process_that_ends_without_closing_leaves_no_socket():
+    code = "from rl_core.transports.direct import Listener; listener = Listener('test'); print(listener.address)"
+    address = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert address.startswith("rljob-test-") and not (tokens.DIRECTORY / address.partition(" ")[0]).exists()
 
 
 def test_no_descriptor_is_left():
