@@ -45,7 +45,7 @@ class DirectChannel:
         return found[1]
 
     def put(self, item: Any, key: str, async_op: bool = True) -> None:
-        """Send observations or actions, as `Channel.put` does. Raises PeerLost when the process that gets them is gone."""
+        """Send observations or actions to the process that receives `key`. Raises PeerLost when that process has ended."""
         connection = self._ways.get(key)
         if connection is None:
             self._put_to.put(item, key=key, async_op=async_op)

@@ -91,7 +91,7 @@ def render(job: dict[str, Any]) -> Group:
 
 
 def job_table(status: dict[str, Any], measured: ValidationMetric) -> Table:
-    """Return the row that `kubectl get rljobs -o wide` shows, with the newest value of what validation measures."""
+    """Return the columns of `kubectl get rljobs -o wide` for this job; VAL is the newest validation reward, accuracy or return."""
     metrics = {entry["name"]: entry["value"] for entry in status.get("metrics", [])}
     columns = status.get("columns") or {}
     table = Table(

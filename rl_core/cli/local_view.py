@@ -97,7 +97,7 @@ def _number(value: Any, digits: int = 3) -> str:
 
 
 def run_table(status: dict[str, Any], measured: ValidationMetric) -> Table:
-    """Return the row that `kubectl get rljobs` shows, with the newest value of what validation measures."""
+    """Return the columns of `kubectl get rljobs` for this job; VAL is the newest validation reward, accuracy or return."""
     metrics = status.get("metrics", {})
     rollout: dict[str, Any] = next((role for role in status.get("roles", []) if role["name"] == ROLLOUT), {})
     table = Table(

@@ -76,7 +76,7 @@ class Simulator:
         self._shapes: dict[str, tuple[int, ...]] | None = None
         """Shapes of the first observation."""
         self._vector: tuple[int, ...] | None = None
-        """Its shape where it was a vector of floating-point numbers and nothing else."""
+        """Shape of the first observation if it was one vector of floating-point numbers, for which a shorter code path exists; else None."""
         self._camera = Camera(self._env, settings.record_every) if settings.record_every else None
 
     def reset(self, request: SimulatorReset) -> SimulatorAnswer:

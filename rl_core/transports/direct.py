@@ -34,7 +34,7 @@ Message = dict[str, np.ndarray]
 
 
 class Connection:
-    """One end of a direct connection."""
+    """A connected Unix stream socket to another process of the same host, over which messages of NumPy arrays are sent."""
 
     def __init__(self, end: socket.socket) -> None:
         """Take over a connected socket."""

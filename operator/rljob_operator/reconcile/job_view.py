@@ -42,7 +42,7 @@ class JobView:
     names: Mapping[str, tuple[str, ...]]
     """Names of the desired pods of a running job, by group and index."""
     previous: tuple[PodView, ...]
-    """The pods of a deleted job of the same name, by name."""
+    """Pods that are left over from an earlier job of this name, which was deleted; sorted by name."""
     unowned_pods: tuple[str, ...]
     """Names of pods that have the labels of the job but no RLJob as owner."""
     epoch: int

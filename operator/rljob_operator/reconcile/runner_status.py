@@ -51,7 +51,8 @@ FORM: Mapping[str, Any] = {
     "missing": _Each({"role": SCALAR, "pod": SCALAR, "name": SCALAR}),
     "members": _Each({"pod": SCALAR, "state": SCALAR, "deviceUuids": _Each(SCALAR)}),
 }
-"""The fields that decisions read, with the form of their values. The longest lists are last, because they are cut first."""
+"""The fields of the runner's status that the operator uses, with the expected type of each. Fields at the end are dropped first when the
+status is too large, so the longest lists are last."""
 
 
 class _Full(Exception):

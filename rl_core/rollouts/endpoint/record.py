@@ -1,4 +1,4 @@
-"""The record of a call: what the policy sampled, told to the env worker that passed the call on.
+"""The record of a model call: the token ids, log-probabilities and versions that were sampled, sent to the env worker that forwarded the call.
 
 The env worker keeps the requests and records of a session. When the rollout is lost, it sends them again to the rollout that goes on with the
 episode: each request with its record, so that the same tokens are entered into a session there and none is generated.

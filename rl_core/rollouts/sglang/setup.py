@@ -59,7 +59,7 @@ def _remove_orphans() -> None:
 
 
 def options(spec: RLJobSpec, folder: Path, device: str, max_seq_len: int) -> dict[str, Any]:
-    """Return the arguments of `sglang.Engine`: those of the job over our defaults, and over both those that a job may not set."""
+    """Return the arguments of `sglang.Engine`. `rollout.engineArgs` replaces defaults, but not the arguments that the worker itself must set."""
     context = max_seq_len + CONTEXT_MARGIN
     common: dict[str, Any] = {
         "model_path": str(folder),
