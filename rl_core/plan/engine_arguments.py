@@ -22,7 +22,7 @@ FILE = Path(__file__).with_name("sglang_arguments.json")
 WEIGHTS = "the engine gets its weights by weight sync only; remove it"
 PROCESSES = "rljob starts the engine's processes and chooses their addresses; remove it"
 ONE_ENGINE = "a pod has one engine, whose ranks share each layer; use rollout.gpus for a larger engine and rollout.replicas for more engines"
-ADAPTERS = "adapters (spec.model.lora) are merged into the weights that the engine gets; remove it"
+ADAPTERS = "the engine's adapter is that of spec.model.lora, one at a time; remove it"
 SAMPLING = "every row has the sampling settings of the job; use rollout.sampling"
 RESERVED: Mapping[str, str] = {
     "model_path": "use spec.model.path",
@@ -48,6 +48,7 @@ RESERVED: Mapping[str, str] = {
     **dict.fromkeys(("device", "base_gpu_id", "gpu_id_step", "use_ray"), PROCESSES),
     **dict.fromkeys(("host", "port", "nccl_port", "dist_init_addr", "tokenizer_worker_num"), PROCESSES),
     **dict.fromkeys(("enable_lora", "lora_paths", "max_lora_rank", "lora_target_modules"), ADAPTERS),
+    **dict.fromkeys(("max_loras_per_batch", "max_loaded_loras", "enable_lora_overlap_loading"), ADAPTERS),
     **dict.fromkeys(("load_format", "custom_weight_loader", "revision", "download_dir", "model_checksum"), WEIGHTS),
     **dict.fromkeys(("enable_weights_cpu_backup", "startup_weight_load_mode", "weight_cache_mode"), WEIGHTS),
     **dict.fromkeys(("checkpoint_engine_wait_weights_before_ready", "modelopt_quant", "quantize_and_serve"), WEIGHTS),

@@ -1,6 +1,6 @@
-"""`AdapterMerge`: the adapters (LoRA) that an engine serves, merged into its weights after each sync.
+"""Adapters (LoRA) in an engine: which tensors they are, and `AdapterMerge`, which merges them into the weights of the HF engine.
 
-It keeps the base of every layer with an adapter, because a merged weight cannot be turned back exactly. The receiver writes base and
+The merge keeps the base of every layer with an adapter, because a merged weight cannot be turned back exactly. The receiver writes base and
 adapters here and verifies them here; then the engine is given W + alpha / rank B A, computed in float32 and rounded once.
 """
 
@@ -30,13 +30,11 @@ class AdapterMerge:
         """Weights of the layers with adapters, by Hugging Face name."""
         self.adapters: dict[str, Tensor] = {}
         """`lora_A` [rank, inputs] and `lora_B` [outputs, rank] of each, float32, by the trainer's name."""
-        for name, (shape, dtype) in shapes.items():
-            match = _WEIGHT.search(name)
-            if match and match[2] in spec.targets and (spec.layers is None or int(match[1]) in spec.layers):
-                self.base[name] = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
-                down, up = _names(name)
-                self.adapters[down] = torch.zeros(spec.rank, shape[1], device=device)
-                self.adapters[up] = torch.zeros(shape[0], spec.rank, device=device)
+        for name in adapted_weights(spec, shapes):
+            shape, dtype = shapes[name]
+            self.base[name] = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+        for name, (shape, _) in adapter_shapes(spec, shapes).items():
+            self.adapters[name] = torch.zeros(shape, device=device)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return base and adapters by name, to be written in place."""
@@ -53,6 +51,30 @@ class AdapterMerge:
         for name, base in self.base.items():
             down, up = (self.adapters[part] for part in _names(name))
             yield name, torch.addmm(base.float(), up, down, alpha=self._scale).to(base.dtype)
+
+
+def adapted_weights(spec: LoraSpec, shapes: Shapes) -> list[str]:
+    """Return the names of the weights that `spec` gives an adapter, out of those of a model with the tensors `shapes`."""
+    found = []
+    for name in shapes:
+        match = _WEIGHT.search(name)
+        if match and match[2] in spec.targets and (spec.layers is None or int(match[1]) in spec.layers):
+            found.append(name)
+    return found
+
+
+def adapter_shapes(spec: LoraSpec, shapes: Shapes) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return name -> (shape, dtype) of the adapters `spec` of a model with the tensors `shapes`, by the trainer's names.
+
+    `lora_A` is [rank, inputs] and `lora_B` is [outputs, rank], both float32.
+    """
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    for name in adapted_weights(spec, shapes):
+        outputs, inputs = shapes[name][0]
+        down, up = _names(name)
+        found[down] = ((spec.rank, inputs), "float32")
+        found[up] = ((outputs, spec.rank), "float32")
+    return found
 
 
 def _names(weight: str) -> tuple[str, str]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def sends_adapters(spec: RLJobSpec) -> bool:
     """Return whether the job `spec` sends adapters over a base. Other jobs with adapters send merged weights."""
     point_to_point = spec.weights.syncer == "bucket" and spec.weights.transport in ("auto", "zmq")
-    return spec.model.lora is not None and spec.rollout.engine == "hf" and point_to_point
+    return spec.model.lora is not None and point_to_point
 
 
 class AdapterSource:

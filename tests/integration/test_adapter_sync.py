@@ -1,4 +1,7 @@
-"""Adapter-only sync by a real publisher, receiver and engine: what is sent, what is served, and the ways to serve a wrong adapter."""
+"""Adapter-only sync by a real publisher, receiver and engines: what is sent, what is served, and the ways to serve a wrong adapter.
+
+The HF engine merges adapters into its weights; SGLang runs them beside its weights, in a process of its own.
+"""
 
 from dataclasses import replace
 
@@ -10,8 +13,11 @@ from rl_core.api.errors import DeadlineExceeded
 from rl_core.api.lora import LoraSpec
 from rl_core.messages.weights import ReceiverAddress
 from rl_core.rollouts.adapters import AdapterMerge
+from rl_core.rollouts.hf.worker import HFRolloutWorker
+from rl_core.rollouts.sglang import SGLangWorker
 from rl_core.transports import tokens
 from rl_core.weights.adapters import AdapterSource
+from tests.integration.conftest import ARGUMENTS
 from tests.integration.rollout_world import World, random_state, trainer_logprobs, transformers_model
 from tests.weight_samples import StateSource
 
@@ -32,8 +38,8 @@ def adapters_of(state, seed, rank=2):
 class LoraWorld(World):
     """A worker of a job with adapters, and the trainer's side of it."""
 
-    def __init__(self):
-        super().__init__(max_seq_len=64, spec={"model": {"path": "unused", "lora": LORA}})
+    def __init__(self, worker, **rollout):
+        super().__init__(worker, max_seq_len=64, spec={"model": {"path": "unused", "lora": LORA}}, **rollout)
         self.state = random_state(1)
 
     def sync(self, seed, *, base=None, receivers=1, adapters=None):
@@ -66,9 +72,13 @@ class LoraWorld(World):
         return self.worker.status()["version"]
 
 
-@pytest.fixture(scope="module")
-def world():
-    made = LoraWorld()
+SGLANG = {"engine": "sglang", "maxBatch": 64, "engineArgs": ARGUMENTS}
+
+
+@pytest.fixture(scope="module", params=[(HFRolloutWorker, {}), (SGLangWorker, SGLANG)], ids=["hf", "sglang"])
+def world(request):
+    worker, rollout = request.param
+    made = LoraWorld(worker, **rollout)
     made.start()
     yield made
     made.close()

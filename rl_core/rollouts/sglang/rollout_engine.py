@@ -20,9 +20,11 @@ from rl_core.rollouts.meter import EngineLoad
 from rl_core.rollouts.model_files import generation_eos_ids, read_config, token_ids
 from rl_core.rollouts.sampling import SamplingParams
 from rl_core.rollouts.sglang import cpu, setup
-from rl_core.rollouts.sglang.engine import SGLangEngine
+from rl_core.rollouts.sglang.adapters import AdapterTensors
+from rl_core.rollouts.sglang.engine import PauseMode, SGLangEngine
 from rl_core.rollouts.sglang.residency import SGLangResidency
 from rl_core.rollouts.sglang.weight_target import SGLangWeightTarget, WeightBuffer, weight_buffer
+from rl_core.weights.adapters import sends_adapters
 
 QUEUE_SHARE = 0.5
 """Rows leased beyond the engine's batch, as a fraction of it, so that free places in the batch are filled at once."""
@@ -39,14 +41,19 @@ class SGLangRolloutEngine:
         buffer: WeightBuffer,
         shapes: Mapping[str, tuple[tuple[int, ...], str]],
         device: str,
+        adapters: AdapterTensors | None,
     ) -> None:
         """Run `engine` on `device` with the settings of the job `spec`.
 
-        `folder` and `buffer` are closed with it; `shapes` is name -> (shape, dtype) of the model's tensors.
+        `folder` and `buffer` are closed with it; `shapes` is name -> (shape, dtype) of the model's tensors. `adapters`: None in a job that
+        sends none.
         """
         self.engine = engine
         self._seconds = spec.runtime.deadlines.weight_sync
-        self.weight_target = SGLangWeightTarget(engine, buffer, shapes, self._seconds, provable=device == "cpu")
+        self.weight_target = SGLangWeightTarget(
+            engine, buffer, shapes, self._seconds, provable=device == "cpu", adapters=adapters
+        )
+        self._has_adapters = adapters is not None
         self.residency = SGLangResidency(engine, self._seconds)
         self.row_capacity = spec.rollout.max_batch + int(spec.rollout.max_batch * QUEUE_SHARE)
         self.max_seq_len = engine.max_seq_len
@@ -72,7 +79,9 @@ class SGLangRolloutEngine:
         config = read_config(files)
         if device == "cpu":
             cpu.require(config)
-        folder, buffer = setup.ModelFolder(files), weight_buffer(shapes)
+        lora = spec.model.lora
+        adapters = AdapterTensors(lora, shapes) if lora is not None and sends_adapters(spec) else None
+        folder, buffer = setup.ModelFolder(files), weight_buffer(shapes, adapters)
         options = setup.options(spec, folder.path, device, max_seq_len)
         engine = SGLangEngine(
             EngineSettings(options=options, family=str(config["model_type"]), owner=folder.owner),
@@ -84,12 +93,12 @@ class SGLangRolloutEngine:
             tokenizer=Tokenizer.from_files(files),
             eos_token_ids=_eos_ids(files),
             on_tokens=on_tokens,
-            silence_seconds=spec.runtime.deadlines.rpc,
+            silence_seconds=spec.runtime.deadlines.engine_silence,
             # On shared devices the trainer may use the memory by the time the engine is lost. The worker ends instead, and its
             # replacement starts an engine when it has the devices.
             restarts=spec.placement.mode == "disaggregated",
         )
-        built = cls(spec, engine, folder, buffer, shapes, device)
+        built = cls(spec, engine, folder, buffer, shapes, device, adapters)
         try:
             engine.start()
         except BaseException:
@@ -113,8 +122,10 @@ class SGLangRolloutEngine:
 
     async def pause(self, *, keep_cache: bool) -> None:
         """Pause generation; see `Engine.pause`."""
+        # Keys and values are of one adapter: rows with adapters are requested again with that of the new version.
+        mode: PauseMode = "abort" if self._has_adapters else "in_place" if keep_cache else "retract"
         with suppress(InfrastructureError):  # nothing generates in an engine that is gone
-            await self.engine.pause("in_place" if keep_cache else "retract", self._seconds)
+            await self.engine.pause(mode, self._seconds)
 
     def watch(self, lost: Callable[[str], None], back: Callable[[RLJobError | None], None]) -> None:
         """Register callbacks for the end of the child process and for its replacement; see `Engine.watch`."""

@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.rollouts.sglang import cpu
 from rl_core.transports.tokens import Token
+from rl_core.weights.adapters import sends_adapters
 
 if TYPE_CHECKING:
     from rl_core.api.job import RLJobSpec
+    from rl_core.api.lora import LoraSpec
 
 PREFIX, LOCK = "rljob-engine-", "lock"
 """Prefix of the engines' folders, and name of the file in each that its worker keeps locked."""
+ADAPTER_SLOTS = 2
+"""Adapters that an engine holds at most: the one that it serves, and one that is loaded and not served yet."""
 CONTEXT_MARGIN = 8
 """Tokens that SGLang keeps free at the end of its context."""
 
@@ -72,7 +76,9 @@ def options(spec: RLJobSpec, folder: Path, device: str, max_seq_len: int) -> dic
         "skip_server_warmup": True,
     }
     own: dict[str, Any] = {"log_level": "warning"} | spec.rollout.engine_args
-    if spec.weights.on_update == "keep_kv":
+    if sends_adapters(spec) and spec.model.lora is not None:
+        common |= _adapter_options(spec.model.lora)
+    elif spec.weights.on_update == "keep_kv":
         # The prefix cache would hold keys and values of older weights, and a step that overlaps an update would be labelled with the
         # new version.
         common |= {"disable_radix_cache": True, "disable_overlap_schedule": True}
@@ -83,6 +89,17 @@ def options(spec: RLJobSpec, folder: Path, device: str, max_seq_len: int) -> dic
         # With a copy in host memory, so that weights that are not replaced while offloaded come back unchanged.
         common |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     return own | common | {"device": "cuda", "base_gpu_id": first, "tp_size": spec.rollout.tensor_parallel}
+
+
+def _adapter_options(lora: LoraSpec) -> dict[str, Any]:
+    """Return the arguments with which the engine takes adapters. Its prefix cache is one per adapter."""
+    return {
+        "enable_lora": True,
+        "max_lora_rank": lora.rank,
+        "lora_target_modules": lora.targets,
+        "max_loras_per_batch": ADAPTER_SLOTS,
+        "max_loaded_loras": ADAPTER_SLOTS,
+    }
 
 
 def variables(folder: Path, device: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:

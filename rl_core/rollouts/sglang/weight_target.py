@@ -9,6 +9,7 @@ import asyncio
 import mmap
 import os
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from torch import Tensor
 
 from rl_core.messages.engine import TensorPlace
 from rl_core.rollouts.engine import PROVEN, UNPROVEN
+from rl_core.rollouts.sglang.adapters import ALIGNMENT, AdapterTensors, digest
 from rl_core.rollouts.sglang.checksums import ExpectedChecksums
 from rl_core.rollouts.sglang.engine import SGLangEngine
+from rl_core.weights.manifest import is_adapter_name
 
 BUCKET_BYTES = 64 << 20
-ALIGNMENT = 64
 
 
 class WeightBuffer:
@@ -49,6 +51,7 @@ class SGLangWeightTarget:
         seconds: float,
         *,
         provable: bool,
+        adapters: AdapterTensors | None = None,
     ) -> None:
         """Write into `engine` through `buffer`.
 
@@ -58,9 +61,10 @@ class SGLangWeightTarget:
             shapes: Name -> (shape, dtype) of the model's tensors.
             seconds: Deadline of one call of the engine.
             provable: Whether the engine can report checksums of its tensors that are comparable with those of the given tensors.
+            adapters: Those of a job with LoRA that sends them.
         """
         self._engine, self._buffer, self._shapes, self._seconds = engine, buffer, shapes, seconds
-        self._provable = provable
+        self._provable, self._adapters = provable, adapters
         self.proof = ""
         """How the last version was proven (`Engine.weights_proof`); "" before the first."""
 
@@ -69,11 +73,51 @@ class SGLangWeightTarget:
         await asyncio.to_thread(self._engine.await_ready, deadline)
 
     def names_and_shapes(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
-        """Return name -> (shape, dtype) of every tensor of the model."""
-        return self._shapes
+        """Return name -> (shape, dtype) of every tensor of the model and of its adapters."""
+        return {**self._shapes, **(self._adapters.shapes if self._adapters is not None else {})}
 
     def load(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Load every tensor into the engine. Raises InfrastructureError if the engine's tensors then differ from the given ones."""
+        """Load every tensor into the engine. Raises InfrastructureError if the engine's tensors then differ from the given ones.
+
+        Without a tensor of the base, the engine keeps the base that it has.
+        """
+        adapters: dict[str, Tensor] = {}
+        base = self._without_adapters(tensors, adapters)
+        first = next(base, None)
+        if first is not None:
+            self._load_base(chain([first], base), version)
+        if self._adapters is not None:
+            self._load_adapters(self._adapters, adapters, version)
+
+    def _without_adapters(
+        self, tensors: Iterator[tuple[str, Tensor]], adapters: dict[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield `tensors` but for those of adapters, of which copies are put into `adapters`."""
+        for name, tensor in tensors:
+            if is_adapter_name(name):
+                adapters[name] = tensor.clone()
+            else:
+                yield name, tensor
+
+    def _load_adapters(self, known: AdapterTensors, adapters: Mapping[str, Tensor], version: int) -> None:
+        whole = known.complete(adapters)
+        places: list[TensorPlace] = []
+        end = 0
+        for name, tensor in whole.items():
+            place, end = self._write(name, tensor, end)
+            places.append(place)
+        digests = {name: digest(tensor) for name, tensor in whole.items()}
+        self._call("load_adapter", places=places, version=version, config=known.config, digests=digests)
+
+    def _write(self, name: str, tensor: Tensor, end: int) -> tuple[TensorPlace, int]:
+        """Write `tensor` into the buffer behind byte `end`; return its place and its last byte + 1."""
+        start = _aligned(end)
+        end = start + tensor.nbytes
+        self._buffer.bytes[start:end].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return TensorPlace(name=name, shape=list(tensor.shape), dtype=dtype, offset=start), end
+
+    def _load_base(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
         self._call("begin_weights")
         expected = ExpectedChecksums()
         places: list[TensorPlace] = []
@@ -81,15 +125,11 @@ class SGLangWeightTarget:
         for name, tensor in tensors:
             if self._provable:
                 expected.add(name, tensor)
-            start = -(-end // ALIGNMENT) * ALIGNMENT
-            if places and start + tensor.nbytes > self._buffer.bytes.numel():
+            if places and _aligned(end) + tensor.nbytes > self._buffer.bytes.numel():
                 self._call("load_weights", places=places)
-                places, start = [], 0
-            end = start + tensor.nbytes
-            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            self._buffer.bytes[start:end].copy_(flat)
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            places.append(TensorPlace(name=name, shape=list(tensor.shape), dtype=dtype, offset=start))
+                places, end = [], 0
+            place, end = self._write(name, tensor, end)
+            places.append(place)
         self._call("load_weights", places=places, version=version, keep_cache=self._engine.paused == "in_place")
         checksums = self._call("end_weights")
         if self._provable:
@@ -98,6 +138,9 @@ class SGLangWeightTarget:
 
     async def resume(self, version: int, digest: str) -> None:
         """Generate with the weights as `version`; paused rows continue."""
+        if self._adapters is not None:
+            answer = self._engine.call("serve_adapter", version=version)
+            await asyncio.wait_for(asyncio.wrap_future(answer), self._seconds)
         self._engine.version = version
         await self._engine.resume(self._seconds)
 
@@ -105,8 +148,14 @@ class SGLangWeightTarget:
         return self._engine.call(method, **arguments).result(self._seconds)
 
 
-def weight_buffer(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> WeightBuffer:
-    """Return shared memory for BUCKET_BYTES of tensors, more if one tensor is larger and less if the whole model is smaller."""
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def weight_buffer(
+    shapes: Mapping[str, tuple[tuple[int, ...], str]], adapters: AdapterTensors | None = None
+) -> WeightBuffer:
+    """Return shared memory for BUCKET_BYTES of tensors, or all `adapters`; more if one tensor is larger, less if the whole model is smaller."""
     sizes = [torch.Size(shape).numel() * getattr(torch, dtype).itemsize for shape, dtype in shapes.values()]
-    whole = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
-    return WeightBuffer(max(*sizes, min(BUCKET_BYTES, whole)))
+    whole = sum(map(_aligned, sizes))
+    return WeightBuffer(max(*sizes, min(BUCKET_BYTES, whole), adapters.nbytes if adapters is not None else 0))

@@ -35,6 +35,7 @@ def main() -> int:
     source: EngineSettings = pipe.receive_blocking(sock)
     try:
         engine = _build(source)
+        _warm_up(engine)
     except Exception as error:  # noqa: BLE001 - the worker gets any failure of the engine
         traceback.print_exc()
         sock.sendall(pipe.pack(EngineFailure(call=0, type=type(error).__name__, message=str(error))))
@@ -58,10 +59,14 @@ def _build(source: EngineSettings) -> Any:
     _import_only(source.family, Path(sglang.__file__).parent)
     from sglang.srt.entrypoints import engine
 
+    from rl_core.rollouts.sglang.child import scheduler
+
     port, nccl_port = _free_ports(2)
 
     class Engine(engine.Engine):  # type: ignore[misc]
         """Names SGLang's file in shared memory after its owner, so that it is removed when this process is killed during the start."""
+
+        run_scheduler_process_func = staticmethod(scheduler.run)
 
         @classmethod
         def _launch_scheduler_processes(cls, args: Any, ports: Any, *more: Any, **named: Any) -> Any:
@@ -69,6 +74,12 @@ def _build(source: EngineSettings) -> Any:
             return super()._launch_scheduler_processes(args, ports, *more, **named)
 
     return Engine(**source.options, port=port, nccl_port=nccl_port)
+
+
+def _warm_up(engine: Any) -> None:
+    """Generate with the weights that the engine starts with, so that it compiles its kernels within the deadline of its start."""
+    engine.generate(input_ids=[0], sampling_params={"max_new_tokens": 2, "ignore_eos": True})
+    engine.flush_cache()
 
 
 def _import_only(family: str, package: Path) -> None:

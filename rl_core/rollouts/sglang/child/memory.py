@@ -9,22 +9,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.managers.io_struct import (
-    ContinueGenerationReqInput,
-    PauseGenerationReqInput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
-)
+from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
 
+from rl_core.rollouts.sglang.child.generation import Generation
 from rl_core.rollouts.sglang.child.weights import ChildWeightLoader
 
 
 class EngineMemory:
     """Releases and restores the device memory of one engine."""
 
-    def __init__(self, manager: Any, loader: ChildWeightLoader, *, frees: bool) -> None:
+    def __init__(self, manager: Any, loader: ChildWeightLoader, generation: Generation, *, frees: bool) -> None:
         """`manager` is the engine's tokenizer manager; `frees`: whether the engine was started with the memory saver."""
-        self._manager, self._loader, self._frees = manager, loader, frees
+        self._manager, self._loader, self._generation, self._frees = manager, loader, generation, frees
         self._released: set[str] = set()
         self._before: tuple[int, list[dict[str, str]]] = (0, [])
         """Number of weight updates, and the checksums of every rank, when the first part was released."""
@@ -32,8 +28,7 @@ class EngineMemory:
     async def release(self, parts: list[str]) -> None:
         """Free `parts`. Raises RuntimeError and frees nothing while a row runs, because SGLang's scheduler would die."""
         if not self._released:
-            await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
-            await self._manager.get_internal_state()  # the scheduler answers this after it has paused
+            await self._generation.pause("retract")
             self._before = (self._loader.updates, await self._loader.checksums_of_ranks())
         if not (await self._manager.flush_cache()).success:
             raise RuntimeError("the engine's caches must be empty before its memory goes, it did not drop them")
@@ -52,4 +47,4 @@ class EngineMemory:
         update, sums = self._before
         if update == self._loader.updates and sums != await self._loader.checksums_of_ranks():
             raise RuntimeError("the engine's weights must be those of before it gave its memory away, got others back")
-        await self._manager.continue_generation(ContinueGenerationReqInput())
+        await self._generation.resume()

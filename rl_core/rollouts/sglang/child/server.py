@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from rl_core.messages.engine import (
@@ -18,6 +19,8 @@ from rl_core.messages.engine import (
     EngineRows,
     EngineTokens,
 )
+from rl_core.rollouts.sglang.child.adapters import Adapter, ChildAdapters
+from rl_core.rollouts.sglang.child.generation import Generation
 from rl_core.rollouts.sglang.child.memory import EngineMemory
 from rl_core.rollouts.sglang.child.weights import ChildWeightLoader
 from rl_core.transports import pipe
@@ -33,7 +36,9 @@ class EngineServer:
         self._engine, self._manager, self._writer = engine, engine.tokenizer_manager, writer
         settings = engine.server_args
         self._loader = ChildWeightLoader(self._manager, shared, device=settings.device, ranks=settings.tp_size)
-        self._memory = EngineMemory(self._manager, self._loader, frees=settings.enable_memory_saver)
+        self._adapters = ChildAdapters(self._manager, self._loader, enabled=bool(settings.enable_lora))
+        self._generation = Generation(self._manager, self._adapters)
+        self._memory = EngineMemory(self._manager, self._loader, self._generation, frees=settings.enable_memory_saver)
         self._ended: list[EngineOutput] = []
         self._tokens = 0
         """Tokens of all rows that ended."""
@@ -76,21 +81,32 @@ class EngineServer:
             self._rows.pop(key).cancel()
 
     async def _run(self, row: EngineRow) -> None:
+        adapter = await self._adapters.for_row()
         try:
-            answer = await self._engine.async_generate(
-                input_ids=row.ids,
-                sampling_params=row.sampling,
-                return_logprob=True,
-                rid=_rid(row.key),
-                stream=row.stream,
-            )
-            if row.stream:
-                answer = await self._last(row.key, answer)
-            self._end(_output(row.key, answer))
+            self._end(await self._generate(row, adapter))
         except Exception as error:  # noqa: BLE001 - concerns this row alone; the worker gets it
+            if not self._adapters.serves(adapter):  # SGLang held the row back while the adapter was replaced
+                await self._run(row)
+                return
             message = f"{type(error).__name__}: {error}"
             refused = isinstance(error, ValueError)
             self._end(_failure(row.key, message, data_fault=refused))
+
+    async def _generate(self, row: EngineRow, adapter: Adapter | None) -> EngineOutput:
+        answer = await self._engine.async_generate(
+            input_ids=row.ids,
+            sampling_params=row.sampling,
+            return_logprob=True,
+            rid=_rid(row.key),
+            stream=row.stream,
+            lora_path=None if adapter is None else adapter.name,
+        )
+        if row.stream:
+            answer = await self._last(row.key, answer)
+        output = _output(row.key, answer)
+        if adapter is None:
+            return output
+        return replace(output, versions=[(0, len(output.ids), str(adapter.version))])
 
     async def _last(self, key: int, answers: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
         """Return the last of the answers of a row; each holds all ids so far. Ids of the others are sent on as they come."""
@@ -131,8 +147,10 @@ class EngineServer:
     async def _method(self, name: str, arguments: dict[str, Any]) -> Any:
         methods: dict[str, Callable[..., Awaitable[Any]]] = {
             "alive": self._alive,
-            "pause": self._pause,
-            "resume": self._resume,
+            "pause": self._generation.pause,
+            "resume": self._generation.resume,
+            "load_adapter": self._adapters.load,
+            "serve_adapter": self._adapters.serve,
             "begin_weights": self._loader.begin,
             "load_weights": self._loader.load,
             "end_weights": self._loader.end,
@@ -152,17 +170,6 @@ class EngineServer:
             "waiting": sum(load.num_waiting_reqs for load in loads),
             "kv_use": max((load.token_usage for load in loads), default=0.0),
         }
-
-    async def _pause(self, mode: str) -> None:
-        from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
-        await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
-        await self._manager.get_internal_state()  # the scheduler answers this after it has paused
-
-    async def _resume(self) -> None:
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
-        await self._manager.continue_generation(ContinueGenerationReqInput())
 
 
 def _rid(key: int) -> str:

@@ -55,6 +55,16 @@ class ChildWeightLoader:
 
         `version` comes with the last tensors of an update; then the caches of the earlier weights are dropped, unless `keep_cache`.
         """
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=self.serialized(places),
+            load_format="flattened_bucket",
+            flush_cache=version is not None and not keep_cache,
+            weight_version=None if version is None else str(version),
+        )
+        _require(await self._manager.update_weights_from_tensor(request, None))
+
+    def serialized(self, places: list[TensorPlace]) -> list[bytes]:
+        """Return the tensors at `places` as SGLang's flattened bucket, serialised for each rank."""
         end = max(self._end(place) for place in places)
         # Cloned, because serialising a tensor moves its storage to memory of torch's own; later writes of the worker would not be seen.
         # As one tensor, because every tensor is passed by a file descriptor of its own, which takes longer than copying a small tensor.
@@ -62,14 +72,17 @@ class ChildWeightLoader:
             "flattened_tensor": self._memory[:end].clone(),
             "metadata": [self._metadata(place) for place in places],
         }
-        request = UpdateWeightsFromTensorReqInput(
-            # Serialised once per rank: the file descriptor in a serialised CPU tensor can be received only once.
-            serialized_named_tensors=[MultiprocessingSerializer.serialize(bucket) for _ in range(self._ranks)],
-            load_format="flattened_bucket",
-            flush_cache=version is not None and not keep_cache,
-            weight_version=None if version is None else str(version),
-        )
-        _require(await self._manager.update_weights_from_tensor(request, None))
+        # Serialised once per rank: the file descriptor in a serialised CPU tensor can be received only once.
+        return [MultiprocessingSerializer.serialize(bucket) for _ in range(self._ranks)]
+
+    def tensors(self, places: list[TensorPlace]) -> dict[str, torch.Tensor]:
+        """Return the tensors at `places` by name: views of the shared memory."""
+        return {
+            place.name: self._memory[place.offset : self._end(place)]
+            .view(getattr(torch, place.dtype))
+            .view(place.shape)
+            for place in places
+        }
 
     async def end(self) -> dict[str, str]:
         """End the update and return the checksums of the engine's tensors by name; empty on a GPU."""

@@ -45,6 +45,7 @@ def options(*, max_batch: int, context: int) -> dict[str, Any]:
         "device": "cpu",
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
+        "lora_backend": "torch_native",
         "disable_cuda_graph": True,
         "sleep_on_idle": True,  # otherwise its scheduler busy-waits on one of the few cores
         "max_total_tokens": (max_batch + 1) * context,
