@@ -17,13 +17,22 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-MODELS = {
-    "arithmetic": (
-        {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2},
-        8,
-    ),
-    "wide": ({"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4}, 16),
+ARITHMETIC = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
 }
+WIDE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
+MODELS = {"arithmetic": (ARITHMETIC, 8), "wide": (WIDE, 16)}
+"""Name -> (sizes, rank of the adapters)."""
 
 
 def measure(sizes: dict[str, int], rank: int, runs: int) -> dict[str, float]:
@@ -56,7 +65,9 @@ def measure(sizes: dict[str, int], rank: int, runs: int) -> dict[str, float]:
             ("pause_ms", "pause_seconds", 1e3),
         )
     }
-    return found | {f"adapter / whole, {key}": found[f"adapter {key}"] / found[f"whole {key}"] for key in ("bytes", "sync_ms", "pause_ms")}  # fmt: skip
+    for key in ("bytes", "sync_ms", "pause_ms"):
+        found[f"adapter / whole, {key}"] = found[f"adapter {key}"] / found[f"whole {key}"]
+    return found
 
 
 def main() -> None:
