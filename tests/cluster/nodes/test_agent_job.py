@@ -53,9 +53,9 @@ def hold(call):
 calculator.OpenAI, calculator.calculate = Client, hold
 
 
-def run(row, *endpoint):
+def run(row, **endpoint):
     THREAD.ids, THREAD.prompt = [], row["prompt"][0]["content"]
-    result = calculator.run(row, *endpoint)
+    result = calculator.run(row, **endpoint)
     (FOLDER / f"{secrets.token_hex(8)}.json").write_text(json.dumps(THREAD.ids))
     return result
 """
@@ -80,7 +80,8 @@ def until(condition: Callable[[], object], job: Job, what: str) -> object:
     deadline = time.monotonic() + 9 * MINUTES
     while not (value := condition()):
         status = job.status()
-        assert status.get("phase") != "Failed" and time.monotonic() < deadline, (what, job.condition("Failed"), status)
+        failed = status.get("phase") == "Failed"
+        assert not failed and time.monotonic() < deadline, (what, job.condition("Failed").get("message"))
         time.sleep(0.2)
     return value
 
