@@ -178,6 +178,7 @@ async def test_branches_are_samples_of_one_episode_and_each_token_trains_once(ch
     assert [completion.reward for completion in record.completions] == rewards * 2
     assert {completion.metrics["reward_share"] for completion in record.completions} == {rewards[0] / 3}
     assert {completion.metrics["reward/turns"] for completion in record.completions} == {6 * rewards[0] / 3}
+    assert record.rollout_metrics["reward/turns/mean"] == 6 * rewards[0] / 3
     assert (record.rollout_metrics["branches"], record.rollout_metrics["unspliced"]) == (4, 0)
     batch = collate_groups([record], pad_token_id=0, max_length=2048)
     assert len(batch) == 2 * len(rewards) and bool(batch.sample_mask.all()) and len(batch.group_texts) == 1
