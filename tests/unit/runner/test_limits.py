@@ -34,7 +34,7 @@ def test_a_micro_batch_holds_the_longest_sequence():
 
 
 def test_a_logit_bias_of_ids_that_the_model_does_not_have_is_refused():
-    biased = spec(8, bias={"0": 1.0, "31": 1.0, "32": -1.0, "99": 2.0})
+    biased = spec(32, bias={"0": 1.0, "31": 1.0, "32": -1.0, "99": 2.0})
     check_token_ids(biased, {"vocab_size": 100})
     check_token_ids(biased, {})
     with pytest.raises(
