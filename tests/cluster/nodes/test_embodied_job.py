@@ -1,6 +1,5 @@
 """The embodied example on real nodes, with env workers on both of them, while an env pod and then a rollout pod are deleted."""
 
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,19 +90,15 @@ def manifests() -> tuple[list[dict], dict]:
 def disturbed(operator: Access, training: str) -> Iterator[Job]:
     """The job, after an env pod and then a rollout pod were deleted and others took their places."""
     others, manifest = manifests()
-    print(time.monotonic(), "begin")
     operator.apply(*others, namespace=training)
     job = Job(operator, training, "cartpole")
     job.apply(manifest)
     job.wait("the third step", lambda status: status.get("step", 0) >= 3, seconds=9 * MINUTES)
-    print(time.monotonic(), "third step")
     job.pods_then = job.pods()
     for pod in ("cartpole-env-1", "cartpole-rollout-0"):
         operator.kubectl("delete", "pod", pod, "-n", training, "--wait=false")
         job.wait_replaced(pod, job.pods_then[pod]["metadata"]["uid"], seconds=9 * MINUTES)
-        print(time.monotonic(), pod, "replaced")
         job.wait_steps(3, seconds=3 * MINUTES)
-        print(time.monotonic(), "steps")
     yield job
     job.delete()
 
