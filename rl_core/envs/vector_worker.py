@@ -107,7 +107,8 @@ class EnvWorker(Worker):
 
         Where all rollouts of a stage lend memory for its large observations, they go there.
         """
-        place, lent = round.envs.index(self.rank), {}
+        place = round.envs.index(self.rank)
+        lent: dict[tuple[str, int], np.ndarray] = {}
         for rollout in range(len(round.rollouts)):
             if round.address(place, rollout) is not None:
                 with self.waiting("connection", f"rollout:{round.rollouts[rollout]}"):
@@ -117,13 +118,13 @@ class EnvWorker(Worker):
                     exchange.connect(round.key(stage, place, rollout), connection)
         every = routes(self.per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts))
         for stage, env in enumerate(self.envs):
-            mine = [
-                (lent.get((CollectionRound.columns_key(stage), one.rollout)), one.size)
-                for one in every
-                if one.env == place
+            mine = [one for one in every if one.env == place]
+            places = [lent.get((round.columns_key(stage), one.rollout)) for one in mine]
+            columns = [
+                columns_of(packed, one.size) for packed, one in zip(places, mine, strict=True) if packed is not None
             ]
-            if all(packed is not None for packed, _ in mine):
-                env.share([column for packed, size in mine for column in columns_of(packed, size)])
+            if len(columns) == len(mine):
+                env.share([column for part in columns for column in part])
         self._parts = [
             [
                 _Part(round.key(stage, place, one.rollout), one.size, f"rollout:{round.rollouts[one.rollout]}")

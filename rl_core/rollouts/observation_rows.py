@@ -68,7 +68,7 @@ class ObservationRows:
         """Return the output with the large observations, which are views of the memory. Those of `final_obs` count where an episode ended."""
         final_obs = output.final_obs
         if output.rewards is not None and bool(output.dones.any()):
-            final_obs = (final_obs or {}) | {name: rows[FINAL_ROW] for name, rows in self._rows.items()}
+            final_obs = (final_obs or output.obs) | {name: rows[FINAL_ROW] for name, rows in self._rows.items()}
         obs = output.obs | {name: rows[self._row] for name, rows in self._rows.items()}
         return replace(output, obs=obs, final_obs=final_obs)
 
