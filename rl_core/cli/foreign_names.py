@@ -102,7 +102,7 @@ FOREIGN_NAMES = (
         verl="data.train_batch_size",
         prime_rl="batch_size",
         openrlhf="rollout.batch_size rollout_batch_size",
-        note="Prompts, of all devices; TRL and prime-rl count completions: promptsPerStep x groupSize.",
+        note="Prompts, of all devices; TRL and prime-rl count completions.",
     ),
     ForeignName(
         "algorithm.steps",
@@ -134,7 +134,7 @@ FOREIGN_NAMES = (
         "algorithm.rewardKlCoefficient",
         verl="algorithm.kl_ctrl.kl_coef algorithm.use_kl_in_reward",
         openrlhf="algo.kl.init_coef init_kl_coef",
-        note="In the rewards; `algorithm.loss.klCoefficient` is the weight in the loss.",
+        note="In the rewards; in the loss: `algorithm.loss.klCoefficient`.",
     ),
     ForeignName("algorithm.critic.gamma", verl="algorithm.gamma", openrlhf="algo.advantage.gamma gamma"),
     ForeignName("algorithm.critic.lam", verl="algorithm.lam", openrlhf="algo.advantage.lambd lambd"),
