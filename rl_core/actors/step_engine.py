@@ -81,6 +81,8 @@ class StepEngine:
         """The step's groups as this rank received them."""
         self.prepared: PreparedBatch | None = None
         """The step's groups on this rank. None before `load` and after the step was trained or cancelled."""
+        self._fallbacks = 0
+        """Steps whose old log-probabilities the backend computed in place of the inference group."""
         self._not_broadcast: list[PromptGroupRecord] | None = None
         """Groups that this rank received and has not broadcast to the other ranks of its replica yet."""
 
@@ -121,6 +123,8 @@ class StepEngine:
         try:
             if wanted["log_probs"] and self._inference is not None:
                 prepared.old_log_probs = self._ask_inference(prepared.collated)
+                fallbacks = torch.tensor(float(self._fallbacks))
+                prepared.metrics["inference_fallbacks"] = Stat("mean", fallbacks, torch.tensor(1.0))
                 wanted["log_probs"] = prepared.old_log_probs is None
             if self._critic is not None:
                 prepared.values = self._ask_critic(prepared.collated)
@@ -183,7 +187,10 @@ class StepEngine:
             unanswered = torch.tensor(float(answer is None))
             if self._reduce is not None:
                 unanswered = self._reduce(unanswered)
-        return None if answer is None or unanswered > 0 else torch.as_tensor(_unpacked(answer)[0])
+        if answer is None or unanswered > 0:
+            self._fallbacks += 1
+            return None
+        return torch.as_tensor(_unpacked(answer)[0])
 
     def score(self, batch: TrainingBatch) -> Tensor:
         """Return the trainer's log-probabilities of `batch`, [B, S] float32; zeros on a rank that computes none.

@@ -110,6 +110,11 @@ METRICS = (
     Metric("train/behavior_drop_fraction", "share", "trained tokens dropped because that weight is above its bound"),
     Metric("train/average_version", "versions", "mean version that generated the trained tokens"),
     Metric("train/current_version", "versions", "version that the step trains"),
+    Metric(
+        "train/inference_fallbacks",
+        "steps",
+        "steps since the trainer started whose old log-probabilities it computed because algorithm.inference did not answer",
+    ),
     Metric("train/critic_grad_norm", "", "train/grad_norm of a critic in a group of its own (algorithm.critic.group)"),
     Metric("train/critic_lr", "", "train/lr of a critic in a group of its own"),
     Metric("train/values", "reward", "mean value that the critic predicts"),

@@ -72,8 +72,9 @@ class Saving:
         """Save the run by `checkpoints`; most arguments are parts of `Run`, see `of`.
 
         The worker groups `groups` write the shards of a checkpoint, and the first of them exports the model to `output`, inside
-        `schedule.training()`. Empty means that the program's worker groups have no state to save. `weights_digest()` returns the digest of the manifest of the current
-        weights. `resume` and `first_epoch` are those of `Checkpoints.find`. A write to a full disk is repeated after `room_pause` seconds.
+        `schedule.training()`. Empty means that the program's worker groups have no state to save. `weights_digest()` returns the digest of
+        the manifest of the current weights. `resume` and `first_epoch` are those of `Checkpoints.find`. A write to a full disk is repeated
+        after `room_pause` seconds.
         """
         self.checkpoints = checkpoints
         self.loaded = False
