@@ -9,7 +9,9 @@ from rl_core.api.backends import EMBODIED_PROGRAMS
 from rl_core.api.base import Spec
 from rl_core.api.cel import Cel, literal
 from rl_core.api.groups import GroupSpec
+from rl_core.api.identity import ROLES
 
+ACTOR, *_ = ROLES
 IS_CRITIC = (
     "has(g.lifecycle) && g.lifecycle == 'gang' && (!has(g.replicas) || g.replicas == 1)"
     " && (!has(g.processesPerPod) || g.processesPerPod == 1) && has(g.callers) && g.callers.exists(c, c == 'actor')"
@@ -57,7 +59,7 @@ def wrong_critic(critic: CriticSpec | None, groups: Sequence[GroupSpec], *, embo
     fit = [
         group.name
         for group in groups
-        if group.lifecycle == "gang" and group.replicas == group.processes_per_pod == 1 and "actor" in group.callers
+        if group.lifecycle == "gang" and group.replicas == group.processes_per_pod == 1 and ACTOR in group.callers
     ]
     if critic is not None and critic.group is not None and critic.group not in fit:
         yield (
