@@ -215,7 +215,7 @@ def critic_spec(spec: RLJobSpec, *, group: str) -> RLJobSpec:
     }
     return spec.model_copy(
         update={
-            "actor": spec.actor.model_copy(update=actor),
+            ACTOR: spec.actor.model_copy(update=actor),
             "algorithm": spec.algorithm.model_copy(update=algorithm),
             "model": spec.model.model_copy(update={"lora": None}),
         }
