@@ -35,6 +35,12 @@ CRITIC_IS_OF_TEXT = Cel(
     values=("self.algorithm.critic.group",),
     field="algorithm.critic.group",
 )
+CRITIC_HAS_NO_WARM_UP = Cel(
+    holds="$actor.criticWarmupSteps == 0 || !self.?algorithm.?critic.?group.hasValue()",
+    refusal="actor.criticWarmupSteps must be 0 with algorithm.critic.group, got %d; remove one of them",
+    values=("$actor.criticWarmupSteps",),
+    field="actor.criticWarmupSteps",
+)
 
 
 class CriticSpec(Spec):
@@ -54,17 +60,26 @@ class CriticSpec(Spec):
     """Weight of the value loss."""
 
 
-def wrong_critic(critic: CriticSpec | None, groups: Sequence[GroupSpec], *, embodied: bool) -> Iterator[str]:
-    """Yield the problems of a job whose critic is in no group that can hold it. `embodied`: the program is one of simulators."""
+def wrong_critic(
+    critic: CriticSpec | None, groups: Sequence[GroupSpec], *, embodied: bool, warmup_steps: int
+) -> Iterator[str]:
+    """Yield the problems of a job whose critic is in a group.
+
+    `embodied`: the program is one of simulators. `warmup_steps` is `actor.criticWarmupSteps`.
+    """
+    if critic is None or critic.group is None:
+        return
     fit = [
         group.name
         for group in groups
-        if group.lifecycle == "gang" and group.replicas == group.processes_per_pod == 1 and ACTOR in group.callers
+        if group.lifecycle == "gang" and group.replicas == group.processes_per_pod == 1 and "actor" in group.callers
     ]
-    if critic is not None and critic.group is not None and critic.group not in fit:
+    if critic.group not in fit:
         yield (
             "algorithm.critic.group must name a group of spec.groups, a gang of one process with actor in callers, "
             f"got {critic.group}; declare it"
         )
-    if critic is not None and critic.group is not None and embodied:
+    if embodied:
         yield f"algorithm.critic.group needs a program of text, got {critic.group} with a program of simulators; remove group"
+    if warmup_steps:
+        yield f"actor.criticWarmupSteps must be 0 with algorithm.critic.group, got {warmup_steps}; remove one of them"

@@ -12,7 +12,7 @@ from rl_core.api.backends import EMBODIED_PROGRAMS
 from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import FUNCTION, Name, Pattern, Seconds, listed
 from rl_core.api.cel import Cel, literal, unique
-from rl_core.api.critic import CRITIC_IS_A_GANG_OF_ONE, CRITIC_IS_OF_TEXT, wrong_critic
+from rl_core.api.critic import CRITIC_HAS_NO_WARM_UP, CRITIC_IS_A_GANG_OF_ONE, CRITIC_IS_OF_TEXT, wrong_critic
 from rl_core.api.data import DataSpec
 from rl_core.api.distillation import TEACHERS_ARE_GROUPS, unknown_teachers
 from rl_core.api.env import EnvSpec
@@ -190,12 +190,6 @@ class RLJobSpec(Spec):
             values=(OF_CRITIC, "$algorithm.name"),
             field="actor",
         ),
-        Cel(
-            holds="$actor.criticWarmupSteps == 0 || !self.?algorithm.?critic.?group.hasValue()",
-            refusal="actor.criticWarmupSteps must be 0 with algorithm.critic.group, got %d; remove one of them",
-            values=("$actor.criticWarmupSteps",),
-            field="actor.criticWarmupSteps",
-        ),
         DROPOUT_IS_ON,
     )
     def _settings_are_used(self) -> Iterator[str]:
@@ -207,8 +201,6 @@ class RLJobSpec(Spec):
         idle = [field for field, used in given.items() if used]
         if idle and name != "gae":
             yield f"{listed(idle)} needs algorithm.name gae, got {name}; choose it or remove the field"
-        if actor.critic_warmup_steps and self.algorithm.critic_group is not None:
-            yield f"actor.criticWarmupSteps must be 0 with algorithm.critic.group, got {actor.critic_warmup_steps}; remove one of them"
         yield from idle_dropout(self.model.lora, dropout=actor.dropout)
 
     @rule(
@@ -223,6 +215,7 @@ class RLJobSpec(Spec):
         INFERENCE_HOLDS_THE_POLICY,
         CRITIC_IS_A_GANG_OF_ONE,
         CRITIC_IS_OF_TEXT,
+        CRITIC_HAS_NO_WARM_UP,
         WEIGHTS_ARE_WHOLE,
     )
     def _groups_are_known(self) -> Iterator[str]:
@@ -233,7 +226,8 @@ class RLJobSpec(Spec):
         if any(unknown):
             yield f"groups must name groups of the job in callers, got {json.dumps(unknown)}; correct it"
         yield from unknown_teachers(self.algorithm.distillation, self.groups)
-        yield from wrong_critic(self.algorithm.critic, self.groups, embodied=self.program in EMBODIED_PROGRAMS)
+        simulators, warm_up = self.program in EMBODIED_PROGRAMS, self.actor.critic_warmup_steps
+        yield from wrong_critic(self.algorithm.critic, self.groups, embodied=simulators, warmup_steps=warm_up)
         yield from wrong_pulls(self.groups, inference=self.algorithm.inference, lora=self.model.lora is not None)
 
     @rule(
