@@ -251,6 +251,31 @@ async def test_rows_wait_until_the_servers_have_started(chatml):
         assert [completion.reward for completion in (await running).completions] == [1.0, 1.0]
 
 
+async def test_servers_that_end_and_come_back_are_waited_for(chatml):
+    async def end(gym, request, row):
+        gym.ready = False
+        return web.json_response("Request was cancelled", status=500)
+
+    world = World()
+    async with world.running(chatml, steps=[end, end, None], rowAttempts=2) as rollouts:
+        running = asyncio.create_task(rollouts.run_rollout(sample()))
+        async with asyncio.timeout(10):
+            while len(world.delays) < 8:
+                await asyncio.sleep(0)
+        assert len(world.gym.rows) == 2
+        world.gym.ready = True
+        assert [completion.reward for completion in (await running).completions] == [1.0, 1.0]
+
+
+async def test_servers_that_do_not_start_in_time_are_a_failure_of_infrastructure(chatml):
+    world = World()
+    async with world.running(chatml, seconds=0.5) as rollouts:
+        world.gym.ready = False
+        with pytest.raises(GymTransportError, match="must end within .* answered 503"):
+            await rollouts.run_rollout(sample())
+        assert not world.gym.rows
+
+
 async def test_the_relay_refuses_calls_without_session_and_says_which_endpoint_is_gone(chatml):
     world = World()
     async with world.running(chatml), aiohttp.ClientSession() as http:
