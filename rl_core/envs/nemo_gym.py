@@ -81,9 +81,10 @@ class NemoGymPrograms(ProgramEnvironment):
     async def _until_ready(self) -> None:
         """Wait for the servers to have started, as long as the row has time."""
         while self.unready:
-            self.unready = await self._client.not_ready()
-            if self.unready:
+            before, self.unready = self.unready, await self._client.not_ready()
+            if self.unready and self.unready != before:
                 logger.info("rows wait for the NeMo-Gym servers: %s", self.unready)
+            if self.unready:
                 await self._sleep(READY_POLL_SECONDS)
 
 
