@@ -37,12 +37,12 @@ class DirectChannel:
         """Exchange the messages of `key` by a direct connection from now on."""
         self._ways[key] = connection
 
-    async def accept(self, key: str) -> Connection:
-        """Return the connection from which the first message of `key` comes."""
+    async def accept(self, key: str) -> tuple[Mapping[str, np.ndarray], Connection]:
+        """Return the first message of `key`, and the connection from which it comes."""
         while (found := self._mailbox.take(key)) is None:
             self._mailbox.wait(SLICE)
             await asyncio.sleep(0)
-        return found[1]
+        return found
 
     def put(self, item: Any, key: str, async_op: bool = True) -> None:
         """Send observations or actions to the process that receives `key`. Raises PeerLost when that process has ended."""
@@ -96,16 +96,14 @@ def to_arrays(item: EnvOutput | np.ndarray) -> dict[str, Any]:
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray]) -> EnvOutput | np.ndarray:
-    """Return what was given to `to_arrays`."""
+    """Return what was given to `to_arrays`. Observations may be empty, because all are in shared memory."""
     if ACTIONS in arrays:
         return arrays[ACTIONS]
-    found: dict[str, Any] = {"obs": None}
+    found: dict[str, Any] = {"obs": {} if arrays else None}
     for name, array in arrays.items():
         outer, dot, inner = name.partition(".")
         if not dot:
             found[name] = array
-        elif found.get(outer) is None:
-            found[outer] = {inner: array}
         else:
-            found[outer][inner] = array
+            found.setdefault(outer, {})[inner] = array
     return EnvOutput(**found)
