@@ -1,10 +1,12 @@
 """Starts a run, in this order: the gangs, the weights of the actor (resumed or fresh), their first publication, rollouts and environments."""
 
 from rl_core.api.settings import DeadlinesSpec
+from rl_core.plan.groups import ACTOR
 from rl_core.runner.device_schedule import DeviceSchedule
 from rl_core.runner.members import Members, Point
 from rl_core.runner.progress import RunProgress
 from rl_core.runner.saving import Saving
+from rl_core.runner.status import Phase, StatusBoard
 from rl_core.runner.stopping import StopController
 from rl_core.runner.sync import WeightSync
 from rl_core.workers.group import WorkerGroup
@@ -17,6 +19,7 @@ class Startup:
         self,
         deadlines: DeadlinesSpec,
         progress: RunProgress,
+        board: StatusBoard,
         *,
         actor: WorkerGroup,
         schedule: DeviceSchedule,
@@ -26,12 +29,21 @@ class Startup:
         stops: StopController,
     ) -> None:
         self._deadlines, self._progress, self._actor, self._members = deadlines, progress, actor, members
-        self._schedule = schedule
+        self._board, self._schedule = board, schedule
         self._sync, self._saving, self._stops = sync, saving, stops
 
     def run(self, *, at: Point) -> None:
         """Return once enough rollouts serve the present weights. Waits for members call `at()`, at which the run may end."""
-        seconds, stops, progress = self._deadlines.wait_ready, self._stops, self._progress
+        seconds = self._deadlines.wait_ready
+        with self._board.during(Phase.STARTING, on=ACTOR):
+            address = self._start_actor(seconds, at=at)
+        self._members.open(address)
+        self._members.await_weightless(seconds, at=at)
+        self.await_rollouts(at=at)
+
+    def _start_actor(self, seconds: float, *, at: Point) -> str:
+        """Return the address of the weight publisher once the actor has its weights and they are published."""
+        stops, progress = self._stops, self._progress
         self._members.await_gangs(seconds, at=at)
         # No device lease is needed yet: rollouts use shared devices only once the first generation begins.
         stops.wait(self._actor.init_worker(), seconds)
@@ -41,9 +53,7 @@ class Startup:
             self._saving.loaded = True
             address = next(answer for answer in stops.wait(self._actor.publisher_address()) if answer)
             self._sync.publish_first(progress.version, lambda result: stops.wait(result, seconds))
-        self._members.open(address)
-        self._members.await_weightless(seconds, at=at)
-        self.await_rollouts(at=at)
+        return address
 
     def await_group(self, name: str, *, at: Point) -> None:
         """Wait, as Degraded, until enough members of an elastic group without weights are present."""

@@ -140,6 +140,7 @@ def assemble(
     startup = Startup(
         spec.runtime.deadlines,
         run.progress,
+        run.board,
         actor=actor,
         schedule=schedule,
         members=members,
