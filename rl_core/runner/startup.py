@@ -51,7 +51,7 @@ class Startup:
             self._saving.restore()
             stops.wait(self._actor.set_global_step(progress.version))
             self._saving.loaded = True
-            address = next(answer for answer in stops.wait(self._actor.publisher_address()) if answer)
+            address: str = next(answer for answer in stops.wait(self._actor.publisher_address()) if answer)
             self._sync.publish_first(progress.version, lambda result: stops.wait(result, seconds))
         return address
 
