@@ -32,6 +32,7 @@ class _Episode:
 
     obs: dict[str, np.ndarray] = field(default_factory=dict)
     total: float = 0.0
+    """Sum of its rewards."""
     length: int = 0
     success_once: bool = False
     success_at_end: bool = False
@@ -194,12 +195,13 @@ class GymnasiumVectorEnv:
     def _count(self, index: int, answer: SimulatorAnswer) -> dict[str, Any] | None:
         """Add an answer to the open episode; return its `final_info` if it ended."""
         episode = self._episodes[index]
-        episode.total += float(answer.rewards.sum())
+        episode.total += sum(answer.rewards.tolist())
         episode.length += answer.sub_steps
-        episode.success_once |= any(answer.successes)
+        episode.success_once |= True in answer.successes
         episode.success_at_end = bool(answer.successes) and answer.successes[-1]
         episode.obs = answer.obs
-        episode.frames += answer.frames
+        if answer.frames:
+            episode.frames += answer.frames
         if not (answer.terminated or answer.truncated):
             return None
         info = self._info(index)
@@ -245,7 +247,7 @@ class GymnasiumVectorEnv:
             why = answer
 
     def _observations(self) -> dict[str, np.ndarray]:
-        return {name: np.stack([episode.obs[name] for episode in self._episodes]) for name in self._episodes[0].obs}
+        return {name: np.array([episode.obs[name] for episode in self._episodes]) for name in self._episodes[0].obs}
 
     @staticmethod
     def _final_observations(
