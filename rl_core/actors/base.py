@@ -208,7 +208,7 @@ class Actor(Worker, ABC):
         if metrics is None:
             self._log_cancelled(number)
         else:
-            self.manager.global_step = number
+            self.manager.set_global_step(number)
         return metrics
 
     def take_samples(self) -> StepSamples:

@@ -1,5 +1,6 @@
 """The simulator and the policy in docs/embodied.md work as printed, and stay short."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -7,11 +8,13 @@ from types import ModuleType
 
 import pytest
 import torch
+import yaml
 
 from rl_core.envs.gymnasium import GymnasiumVectorEnv
 from rl_core.policies.folder import build_policy
 
 DOC = Path(__file__).parents[3] / "docs" / "embodied.md"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "embodied"
 
 
 @pytest.fixture
@@ -42,3 +45,13 @@ def test_the_policy_of_the_docs_acts_in_the_simulator_of_the_docs_and_scores_its
     env.close()
     assert ends and all(1 <= end["length"] <= 5 for end in ends)
     assert policy.predict(states, "eval")[0].unique().tolist() in ([0.0], [1.0], [0.0, 1.0])
+
+
+def test_the_example_for_clusters_trains_as_the_local_one():
+    local = yaml.safe_load((EXAMPLES / "cartpole.yaml").read_text())["spec"]
+    _, policy, job = yaml.safe_load_all((EXAMPLES / "rljob.yaml").read_text())
+    there = job["spec"]
+    assert there["algorithm"] == local["algorithm"] and there["env"]["options"] == local["env"]["options"]
+    assert all(there["actor"][name] == local["actor"][name] for name in ("gradClip", "optimizer"))
+    config = json.loads((EXAMPLES / local["model"]["path"] / "config.json").read_text())
+    assert json.loads(policy["data"]["config.json"]) == config
