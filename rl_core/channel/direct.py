@@ -99,16 +99,14 @@ def to_arrays(item: EnvOutput | np.ndarray) -> dict[str, Any]:
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray]) -> EnvOutput | np.ndarray:
-    """Return what was given to `to_arrays`."""
+    """Return what was given to `to_arrays`. Observations may be empty, because all are in shared memory."""
     if ACTIONS in arrays:
         return arrays[ACTIONS]
-    found: dict[str, Any] = {"obs": None}
+    found: dict[str, Any] = {"obs": {} if arrays else None}
     for name, array in arrays.items():
         outer, dot, inner = name.partition(".")
         if not dot:
             found[name] = array
-        elif found.get(outer) is None:
-            found[outer] = {inner: array}
         else:
-            found[outer][inner] = array
+            found.setdefault(outer, {})[inner] = array
     return EnvOutput(**found)
