@@ -142,10 +142,11 @@ def extreme_stats(
 
 def _scalar(value: Tensor | float, device: torch.device | None) -> Tensor:
     """Return a number as a 0-d float64 tensor on `device` (None: where it is), without gradient."""
-    ready = isinstance(value, Tensor) and value.dtype is torch.float64 and not value.dim() and not value.requires_grad
-    if ready and (device is None or value.device == device):
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=torch.float64, device=device)
+    if value.dtype is torch.float64 and not value.dim() and not value.requires_grad and device in (None, value.device):
         return value
-    return torch.as_tensor(value, dtype=torch.float64, device=device).detach().reshape(())
+    return value.detach().to(device, torch.float64).reshape(())
 
 
 def _finish(kind: str, total: float, count: float, squares: float = 0.0) -> float:
