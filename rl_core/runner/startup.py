@@ -1,5 +1,7 @@
 """Starts a run, in this order: the gangs, the weights of the actor (resumed or fresh), their first publication, rollouts and environments."""
 
+from collections.abc import Sequence
+
 from rl_core.api.settings import DeadlinesSpec
 from rl_core.runner.device_schedule import DeviceSchedule
 from rl_core.runner.members import Members, Point
@@ -18,14 +20,15 @@ class Startup:
         deadlines: DeadlinesSpec,
         progress: RunProgress,
         *,
-        actor: WorkerGroup,
+        trained: Sequence[WorkerGroup],
         schedule: DeviceSchedule,
         members: Members,
         sync: WeightSync,
         saving: Saving,
         stops: StopController,
     ) -> None:
-        self._deadlines, self._progress, self._actor, self._members = deadlines, progress, actor, members
+        """`trained` are the worker groups that train: the actor, and the group that holds the critic where there is one."""
+        self._deadlines, self._progress, self._trained, self._members = deadlines, progress, trained, members
         self._schedule = schedule
         self._sync, self._saving, self._stops = sync, saving, stops
 
@@ -34,12 +37,14 @@ class Startup:
         seconds, stops, progress = self._deadlines.wait_ready, self._stops, self._progress
         self._members.await_gangs(seconds, at=at)
         # No device lease is needed yet: rollouts use shared devices only once the first generation begins.
-        stops.wait(self._actor.init_worker(), seconds)
+        for building in [group.init_worker() for group in self._trained]:
+            stops.wait(building, seconds)
         with self._schedule.training():
             self._saving.restore()
-            stops.wait(self._actor.set_global_step(progress.version))
+            for group in self._trained:
+                stops.wait(group.set_global_step(progress.version))
             self._saving.loaded = True
-            address = next(answer for answer in stops.wait(self._actor.publisher_address()) if answer)
+            address = next(answer for answer in stops.wait(self._trained[0].publisher_address()) if answer)
             self._sync.publish_first(progress.version, lambda result: stops.wait(result, seconds))
         self._members.open(address)
         self._members.await_weightless(seconds, at=at)
