@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_core.api.embodied import EmbodiedOptions, embodied_options
-from rl_core.api.errors import DataError, InfrastructureError
+from rl_core.api.errors import ConfigError, DataError, InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import ChunkStepResult, EnvOutput
 from rl_core.channel import Channel
@@ -279,6 +279,10 @@ class MultiStepRolloutWorker(WeightMethods):
             self._last_values[recorder] = self.predict(output.obs, "eval")[1]["prev_values"]
             return None
         actions, result = self.predict(output.obs)
+        if self._with_values and result["prev_values"] is None:
+            raise ConfigError(
+                f"predict of the policy must return prev_values with algorithm.name {self.cfg.algorithm.name}, got none; add a value head"
+            )
         recorder.decide(ChunkStepResult(actions=actions, versions=version, **result))
         return actions
 
