@@ -149,7 +149,8 @@ class MultiStepRolloutWorker(WeightMethods):
             return dones, None
         rewards = torch.as_tensor(env_output.rewards) * self.options.reward_scale
         wanted = self.options.auto_reset and self._with_values and self.options.bootstrap != "none"
-        if not wanted or env_output.final_obs is None or not bool(dones[:, -1].any()):
+        ends = dones if self.options.bootstrap == "always" else torch.as_tensor(env_output.truncations)
+        if not wanted or env_output.final_obs is None or not bool(ends[:, -1].any()):
             return dones, rewards.detach().cpu().contiguous()
         return dones, bootstrap_rewards(
             rewards,

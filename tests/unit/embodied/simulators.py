@@ -85,6 +85,13 @@ class Picture(Echo):
         return {"states": states, "pixels": picture(states)}
 
 
+class Bare(Picture):
+    """A `Picture` that shows nothing but the image."""
+
+    def observation(self):
+        return super().observation()["pixels"]
+
+
 def picture(states):
     """Return the image [side, side, 3] of bytes that goes with states."""
     seed, made = (int(number) for number in states)
