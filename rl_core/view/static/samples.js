@@ -6,7 +6,7 @@ const LONG = 60000;
 
 function rewardClass(reward, low, high) {
   if (reward === null) return "reward none";
-  const share = high > low ? (reward - low) / (high - low) : 1;
+  const share = high > low ? (reward - low) / (high - low) : 0.5;  // equal rewards have no colour
   return `reward r${Math.round(share * 4)}`;
 }
 
