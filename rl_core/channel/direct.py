@@ -65,7 +65,10 @@ class DirectChannel:
                 raise PeerLost("the other end of a collection is gone; the collection is run again")
             if key in self._told and self._told[key].done():
                 return self._told[key].result()
-            if not self._mailbox.wait(SLICE) and key not in self._told:
+            arrived = self._mailbox.wait(SLICE)
+            if (found := self._mailbox.take(key)) is not None:
+                break
+            if not arrived and key not in self._told:
                 self._told[key] = asyncio.ensure_future(self._get_from.get_async(key=key))
             await asyncio.sleep(0)  # lets others of this loop go on, and a cancellation in
         return from_arrays(found[0])

@@ -78,6 +78,7 @@ class EmbodiedRunner(TrainingProgram):
         startup = Startup(
             spec.runtime.deadlines,
             run.progress,
+            run.board,
             trained=[actor],
             schedule=schedule,
             members=members,

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 
 from rl_core.api.settings import DeadlinesSpec
+from rl_core.plan.groups import ACTOR
 from rl_core.runner.device_schedule import DeviceSchedule
 from rl_core.runner.members import Members, Point
 from rl_core.runner.progress import RunProgress
 from rl_core.runner.saving import Saving
+from rl_core.runner.status import Phase, StatusBoard
 from rl_core.runner.stopping import StopController
 from rl_core.runner.sync import WeightSync
 from rl_core.workers.group import WorkerGroup
@@ -19,6 +21,7 @@ class Startup:
         self,
         deadlines: DeadlinesSpec,
         progress: RunProgress,
+        board: StatusBoard,
         *,
         trained: Sequence[WorkerGroup],
         schedule: DeviceSchedule,
@@ -29,12 +32,21 @@ class Startup:
     ) -> None:
         """`trained` are the worker groups that train: the actor, and the group that holds the critic where there is one."""
         self._deadlines, self._progress, self._trained, self._members = deadlines, progress, trained, members
-        self._schedule = schedule
+        self._board, self._schedule = board, schedule
         self._sync, self._saving, self._stops = sync, saving, stops
 
     def run(self, *, at: Point) -> None:
         """Return once enough rollouts serve the present weights. Waits for members call `at()`, at which the run may end."""
-        seconds, stops, progress = self._deadlines.wait_ready, self._stops, self._progress
+        seconds = self._deadlines.wait_ready
+        with self._board.during(Phase.STARTING, on=ACTOR):
+            address = self._start_training_groups(seconds, at=at)
+        self._members.open(address)
+        self._members.await_weightless(seconds, at=at)
+        self.await_rollouts(at=at)
+
+    def _start_training_groups(self, seconds: float, *, at: Point) -> str:
+        """Return the address of the weight publisher once the groups that train have their weights and those of the policy are published."""
+        stops, progress = self._stops, self._progress
         self._members.await_gangs(seconds, at=at)
         # No device lease is needed yet: rollouts use shared devices only once the first generation begins.
         for building in [group.init_worker() for group in self._trained]:
@@ -44,11 +56,9 @@ class Startup:
             for group in self._trained:
                 stops.wait(group.set_global_step(progress.version))
             self._saving.loaded = True
-            address = next(answer for answer in stops.wait(self._trained[0].publisher_address()) if answer)
+            address: str = next(answer for answer in stops.wait(self._trained[0].publisher_address()) if answer)
             self._sync.publish_first(progress.version, lambda result: stops.wait(result, seconds))
-        self._members.open(address)
-        self._members.await_weightless(seconds, at=at)
-        self.await_rollouts(at=at)
+        return address
 
     def await_group(self, name: str, *, at: Point) -> None:
         """Wait, as Degraded, until enough members of an elastic group without weights are present."""

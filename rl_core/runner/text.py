@@ -142,6 +142,7 @@ def assemble(
     startup = Startup(
         spec.runtime.deadlines,
         run.progress,
+        run.board,
         trained=trained,
         schedule=schedule,
         members=members,

@@ -16,6 +16,8 @@ from tests.e2e.harness import Output
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "rljob.yaml"
 API = {"group": "rljob.dev", "version": "v1alpha1", "plural": "rljobs"}
+USER = 1000
+"""User of the pods."""
 SPREAD = [
     {
         "maxSkew": 1,
@@ -84,6 +86,29 @@ def small(name: str, *, steps: int, **changes: Any) -> dict:
             place = place.setdefault(folder, {})
         place[last] = value
     return job
+
+
+def host_claim(access: Access, namespace: str, name: str) -> Path:
+    """Make a claim `name` that pods of both nodes write to; return its folder on this machine, which belongs to the pods' user."""
+    folder = access.cluster.state.folder / name
+    folder.mkdir()
+    os.chown(folder, USER, USER)
+    capacity = {"storage": "1Gi"}
+    common = {"accessModes": ["ReadWriteMany"], "storageClassName": name}
+    volume = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": name},
+        "spec": {**common, "capacity": capacity, "hostPath": {"path": str(folder), "type": "Directory"}},
+    }
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": name},
+        "spec": {**common, "resources": {"requests": capacity}},
+    }
+    access.apply(volume, claim, namespace=namespace)
+    return folder
 
 
 class Job:
@@ -228,7 +253,7 @@ def is_ready(pod: Mapping[str, Any]) -> bool:
 def readable_by_pods(folder: Path) -> None:
     """Give a folder of this machine and what is in it to the user that pods run as."""
     for path in (folder, *folder.rglob("*")):
-        os.chown(path, 1000, 1000)
+        os.chown(path, USER, USER)
 
 
 def ended(job: Job, shared: Path, *, steps: int, restarts: int) -> Output:

@@ -75,7 +75,7 @@ def test_a_run_learns_with_sglang_whose_engine_hangs_in_mid_step_and_leaves_no_p
         actor={"optimizer": {"learningRate": 5.0e-3}},
         rollout={"engine": "sglang", "replicas": 1, "maxBatch": 64},
         weights={"onUpdate": "keep_kv"},
-        runtime={"deadlines": {"rpc": 20}},
+        runtime={"deadlines": {"engineSilence": 20}},
         checkpoint={"everySteps": None},
     )
     run.start()

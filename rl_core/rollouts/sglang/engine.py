@@ -34,7 +34,7 @@ from rl_core.messages.engine import (
 from rl_core.rollouts.hf.stopping import StopStrings
 from rl_core.rollouts.meter import EngineLoad
 from rl_core.rollouts.rows import Result, Row, Sink, check_prompt
-from rl_core.rollouts.sglang.process import EngineProcess
+from rl_core.rollouts.sglang.process import REPORT_S, EngineProcess
 from rl_core.rollouts.sglang.row_progress import RowProgress
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class SGLangEngine:
             tokenizer: Decodes tokens to find stop strings in rows that were aborted.
             eos_token_ids: End-of-sequence ids.
             on_tokens: Called with the number of new tokens.
-            silence_seconds: A child that sends nothing for so long hangs; longer than any prefill or load of weights.
+            silence_seconds: A child that sends nothing for so long hangs; longer than any prefill, load of weights or compilation.
             restarts: Whether a lost child is replaced; if not, the engine fails for good.
         """
         self.max_seq_len = max_seq_len
@@ -305,7 +305,7 @@ class SGLangEngine:
         return reason
 
     def _read(self, process: EngineProcess) -> str:
-        heard = asked = time.monotonic()
+        heard = asked = reported = time.monotonic()
         while not self._closed.is_set():
             try:
                 message = process.receive(min(LOOK_S, self._silence_seconds / 4), self._silence_seconds)
@@ -321,7 +321,18 @@ class SGLangEngine:
                 heard = now
                 self._handle(message)
             elif now - heard > self._silence_seconds:
-                return f"its process {process.pids[0]} has answered nothing for {now - heard:.0f} s"
+                return (
+                    f"its process {process.pids[0]} has answered nothing for {now - heard:.0f} s "
+                    "(runtime.deadlines.engineSilence)"
+                )
+            elif now - max(heard, reported) > REPORT_S:
+                reported = now
+                logger.warning(
+                    "the engine has answered nothing for %.0f s, it may be compiling; it is replaced after %g s "
+                    "(runtime.deadlines.engineSilence)",
+                    now - heard,
+                    self._silence_seconds,
+                )
             if now - asked > min(ASK_S, self._silence_seconds / 4):
                 asked = now
                 self._ask_alive(process)

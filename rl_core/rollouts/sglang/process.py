@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import re
@@ -22,8 +23,11 @@ from rl_core.observability import events
 from rl_core.transports import pipe, tokens
 from rl_core.workers import processes
 
+logger = logging.getLogger(__name__)
 LOOK_S = 0.5
 """How often a start checks whether it was cancelled."""
+REPORT_S = 30.0
+"""How often it is logged that an engine is still starting, or answers nothing."""
 REAP_SECONDS = 10.0
 """How long a killed child may take to end; one that takes longer hangs in the kernel."""
 STDERR = 2
@@ -67,6 +71,8 @@ class EngineProcess:
         self._report("started", self._process.pid)
         self._cause = ""
         """Reason that one of its processes wrote when it died; "" if none did."""
+        self._last_line = "none"
+        """What its processes wrote last."""
         self._output = threading.Thread(target=self._copy_output, name="rljob-engine-err", daemon=True)
         self._output.start()
         self._stream = near
@@ -93,11 +99,19 @@ class EngineProcess:
 
     def await_ready(self, seconds: float, cancelled: Callable[[], bool]) -> None:
         """Return once the engine is ready, or `cancelled()`. Raises InfrastructureError if it fails or takes more than `seconds`."""
-        deadline = time.monotonic() + seconds
+        started = reported = time.monotonic()
         answer = None
         try:
-            while answer is None and time.monotonic() < deadline and not cancelled():
+            while answer is None and (now := time.monotonic()) - started < seconds and not cancelled():
                 answer = self.receive(LOOK_S, seconds)
+                if now - reported > REPORT_S:
+                    reported = now
+                    logger.info(
+                        "the engine has been starting for %.0f s of at most %g s; its last output: %s",
+                        now - started,
+                        seconds,
+                        self._last_line,
+                    )
         except (EOFError, OSError) as error:
             raise InfrastructureError(
                 f"the engine's process {self.how_it_ended()} before the engine was up; its last output is in this log"
@@ -164,6 +178,7 @@ class EngineProcess:
             for line in lines:
                 with suppress(OSError):  # nobody reads our log any more, but the engine's output must still be drained
                     os.write(STDERR, line)
+                self._last_line = line.decode(errors="replace").strip() or self._last_line
                 if self._cause:
                     continue
                 if DEATH.search(line):

@@ -84,7 +84,7 @@ class SGLangRolloutEngine:
             tokenizer=Tokenizer.from_files(files),
             eos_token_ids=_eos_ids(files),
             on_tokens=on_tokens,
-            silence_seconds=spec.runtime.deadlines.rpc,
+            silence_seconds=spec.runtime.deadlines.engine_silence,
             # On shared devices the trainer may use the memory by the time the engine is lost. The worker ends instead, and its
             # replacement starts an engine when it has the devices.
             restarts=spec.placement.mode == "disaggregated",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.jobs_on_nodes import REWARD, SHARED, UNHURRIED, Job, example, readable_by_pods
+from tests.cluster.jobs_on_nodes import REWARD, SHARED, UNHURRIED, Job, example, host_claim, readable_by_pods
 from tests.cluster.testcluster.access import Access
 
 ROOT = Path(__file__).parents[3]
@@ -49,26 +49,11 @@ def training(operator: Access) -> str:
 @pytest.fixture(scope="session")
 def shared(operator: Access, training: str) -> Path:
     """A folder of this machine as a claim that pods of both nodes write to, with model and data in it."""
-    folder = operator.cluster.state.folder / SHARED
-    folder.mkdir()
+    folder = host_claim(operator, training, SHARED)
     subprocess.run([sys.executable, TINY, folder], check=True, timeout=600)
     readable_by_pods(folder)
-    capacity = {"storage": "1Gi"}
-    common = {"accessModes": ["ReadWriteMany"], "storageClassName": SHARED}
-    volume = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolume",
-        "metadata": {"name": SHARED},
-        "spec": {**common, "capacity": capacity, "hostPath": {"path": str(folder), "type": "Directory"}},
-    }
-    claim = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": SHARED},
-        "spec": {**common, "resources": {"requests": capacity}},
-    }
     code = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "letters"}, "data": {"reward.py": REWARD}}
-    operator.apply(volume, claim, code, namespace=training)
+    operator.apply(code, namespace=training)
     return folder
 
 

@@ -47,6 +47,8 @@ class Scripted:
                 reward = float("nan")
             if self.fault == "text":
                 reward = "much"
+            if self.fault == "nan observation":
+                return self.observation() * np.nan, 1.0, False, False, {}
             if self.fault == "shape":
                 return np.zeros(5), 1.0, False, False, {}
         end = self.ends[self.seed % len(self.ends)]

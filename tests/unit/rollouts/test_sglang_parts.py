@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rl_core.api.errors import GenerationUnavailable, InfrastructureError, RolloutDataFailure
+from rl_core.api.settings import DeadlinesSpec
 from rl_core.messages.engine import EngineOutput, EngineSettings
 from rl_core.rollouts.hf.stopping import StopStrings
 from rl_core.rollouts.rows import Row
@@ -329,3 +330,64 @@ def test_a_killed_engine_leaves_no_file_in_memory(monkeypatch):
         os.close(memory)
         folder.close()
         file.unlink(missing_ok=True)
+
+
+class Clock:
+    """Time that passes while a stand-in of the engine's process is waited for."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        for module in (engine_module, process_module):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+
+def read_while_silent(monkeypatch, seconds):
+    """Return why a keeper with the default deadline gives up an engine that is silent for `seconds` and then closed, or ends after it."""
+    clock = Clock(monkeypatch)
+    silence = DeadlinesSpec().engine_silence
+
+    class Compiling(Dying):
+        def receive(self, _, message_seconds):
+            clock.now += 10.0
+            if clock.now > seconds:
+                raise EOFError
+
+    monkeypatch.setattr(engine_module, "EngineProcess", Compiling)
+    source = EngineSettings(options={}, family="qwen2", owner="nobody")
+    engine = SGLangEngine(
+        source,
+        environ={},
+        memory=0,
+        start_seconds=60.0,
+        max_seq_len=8,
+        vocab_size=8,
+        tokenizer=LETTERS,
+        silence_seconds=silence,
+    )
+    return engine._read(Compiling())
+
+
+def test_an_engine_that_compiles_for_three_minutes_is_kept_and_its_silence_is_logged(monkeypatch, caplog):
+    assert read_while_silent(monkeypatch, 180.0) == "its process was killed by SIGKILL"
+    logged = [record for record in caplog.records if "may be compiling; it is replaced after 300 s" in record.message]
+    assert 4 <= len(logged) <= 5
+
+
+def test_an_engine_that_answers_nothing_for_longer_is_replaced(monkeypatch):
+    assert read_while_silent(monkeypatch, 10_000.0) == (
+        "its process 1 has answered nothing for 310 s (runtime.deadlines.engineSilence)"
+    )
+
+
+def test_what_an_engine_writes_is_logged_while_it_starts(monkeypatch, caplog):
+    clock = Clock(monkeypatch)
+    process = process_module.EngineProcess.__new__(process_module.EngineProcess)
+    process._last_line = "compiling kernel 3 of 9"
+
+    def receive(seconds, message_seconds):
+        clock.now += 10.0
+
+    process.receive = receive
+    with caplog.at_level("INFO"), pytest.raises(InfrastructureError, match=r"within 180 s.*deadlines\.waitReady"):
+        process.await_ready(180.0, lambda: False)
+    assert "starting for 120 s of at most 180 s; its last output: compiling kernel 3 of 9" in caplog.text
