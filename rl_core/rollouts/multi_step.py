@@ -63,7 +63,7 @@ class MultiStepRolloutWorker(WeightMethods):
         self._latest: dict[tuple[int, int], EnvOutput] = {}
         """(stage, place of the env worker) -> its last output in the collection."""
         self._large: Layout = {}
-        """Types and shapes of the large observations, once some have come."""
+        """Types and shapes of the large observations, once a collection has ended."""
         self._rows: list[ObservationRows] = []
         """Memory for the large observations of the collection, by stage. Empty where they come in messages."""
         self._routed: tuple[CollectionRound, list[tuple[int, int]]] | None = None
@@ -194,13 +194,10 @@ class MultiStepRolloutWorker(WeightMethods):
             shards.append(shard)
         sizes = [size for _, size in sources]
         if not self._rows:
-            output = merge_env_outputs(shards, sizes)
-            self._large = large_observations(output.obs)
-            return output
+            return merge_env_outputs(shards, sizes)
         rows = self._rows[stage]
-        return rows.fill(
-            merge_env_outputs(rows.receive(shards, sizes, [env in self._gone for env, _ in sources]), sizes)
-        )
+        shards = rows.receive(shards, sizes, [env in self._gone for env, _ in sources])
+        return rows.fill(merge_env_outputs(shards, sizes))
 
     def send_chunk_actions(
         self, output_channel: Exchange, chunk_actions: Tensor | np.ndarray, mode: Mode = "train", stage: int = 0
@@ -276,6 +273,8 @@ class MultiStepRolloutWorker(WeightMethods):
         _, rewards = self.get_dones_and_rewards(output)
         recorder.observe(output, rewards)
         if last:
+            if not self._rows:
+                self._large = large_observations(output.obs)
             self._last_values[recorder] = self.predict(output.obs, "eval")[1]["prev_values"]
             return None
         actions, result = self.predict(output.obs)
