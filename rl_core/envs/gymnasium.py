@@ -156,6 +156,7 @@ class GymnasiumVectorEnv:
             for index, episode in enumerate(self._episodes)
         ]
         outcomes = self._slots.exchange(requests)
+        self._refuse_if_none_works(outcomes)
         rewards = np.zeros((count, width), np.float32)
         ends = np.zeros((2, count, width), bool)
         sub_steps, lost = np.zeros(count, np.int64), np.zeros(count, bool)
@@ -253,6 +254,17 @@ class GymnasiumVectorEnv:
 
     def _begin(self, index: int, answer: SimulatorAnswer) -> None:
         self._episodes[index] = _Episode(obs=answer.obs, frames=list(answer.frames))
+
+    def _refuse_if_none_works(self, outcomes: Sequence[Outcome | None]) -> None:
+        """Raise RolloutDataFailure where several simulators made their first chunk of actions and all of them failed.
+
+        No other seed will help then, as where the class has the interface of an older gymnasium.
+        """
+        failures = [outcome for outcome in outcomes if isinstance(outcome, RolloutDataFailure)]
+        if not self._number_of_steps and len(failures) == len(outcomes) > 1:
+            raise RolloutDataFailure(
+                f"a simulator must make a chunk of actions, got a failure in the first one of all {len(failures)}: {failures[0]}; correct it"
+            )
 
     def _replaced(self, index: int, why: Outcome | None) -> SimulatorAnswer:
         """Replace the simulator of a slot until one begins an episode; return its answer. Raises after MOST_FAILURES in a row.

@@ -116,6 +116,15 @@ def test_a_simulator_that_always_fails_ends_the_run_with_its_cause():
             made.step(np.zeros(1))
 
 
+def test_simulators_of_which_none_makes_its_first_action_end_the_run_at_once():
+    made = env(3, faults=["raise"] * 100, fault_at=1)
+    made.reset()
+    built = list(made._slots._simulators)
+    with pytest.raises(RolloutDataFailure, match="the first one of all 3: .*broken"):
+        made.step(np.zeros(3))
+    assert made._slots._simulators == built, "none was built again"
+
+
 @pytest.mark.parametrize("vectorization", ["sync", "process"])
 def test_the_action_of_a_person_is_reported_in_the_form_of_the_policys(vectorization):
     made = env(2, vectorization=vectorization, person_at=2)
