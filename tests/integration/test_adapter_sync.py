@@ -3,6 +3,10 @@
 The HF engine merges adapters into its weights; SGLang runs them beside its weights, in a process of its own.
 """
 
+import concurrent.futures
+import os
+import signal
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +18,8 @@ from rl_core.api.lora import LoraSpec
 from rl_core.messages.weights import ReceiverAddress
 from rl_core.rollouts.adapters import AdapterMerge
 from rl_core.rollouts.hf.worker import HFRolloutWorker
+from rl_core.rollouts.rows import Row
+from rl_core.rollouts.sampling import SamplingParams
 from rl_core.rollouts.sglang import SGLangWorker
 from rl_core.transports import tokens
 from rl_core.weights.adapters import AdapterSource
@@ -33,6 +39,17 @@ def adapters_of(state, seed, rank=2):
     shapes = {name: (tuple(tensor.shape), "float32") for name, tensor in state.items()}
     zeros = AdapterMerge(LoraSpec(rank=rank, alpha=3.0 * rank), shapes).adapters
     return {name: torch.randn(tensor.shape, generator=generator) * 0.2 for name, tensor in zeros.items()}
+
+
+def merged(world):
+    """Return the model of base plus adapters that `world` published last, by transformers."""
+    state = dict(world.state)
+    for name in world.adapters:
+        if name.endswith("lora_B.weight"):
+            layer = name.removesuffix(".lora_B.weight")
+            up, down = world.adapters[name], world.adapters[f"{layer}.lora_A.weight"]
+            state[f"{layer}.weight"] = state[f"{layer}.weight"] + SCALE * up @ down
+    return transformers_model(state)
 
 
 class LoraWorld(World):
@@ -58,14 +75,8 @@ class LoraWorld(World):
 
     def difference(self):
         """Return the largest difference of a log-probability between the engine and base plus adapters in transformers."""
-        merged = dict(self.state)
-        for name in self.adapters:
-            if name.endswith("lora_B.weight"):
-                layer = name.removesuffix(".lora_B.weight")
-                up, down = self.adapters[name], self.adapters[f"{layer}.lora_A.weight"]
-                merged[f"{layer}.weight"] = merged[f"{layer}.weight"] + SCALE * up @ down
         answer = self.on_loop(self.worker.probe(PROMPT, 8))
-        expected = trainer_logprobs(transformers_model(merged), PROMPT, answer.ids)
+        expected = trainer_logprobs(merged(self), PROMPT, answer.ids)
         return float((torch.tensor(answer.logprobs) - expected).abs().max())
 
     def served(self):
@@ -217,3 +228,66 @@ def test_an_engine_that_is_lost_between_load_and_use_serves_nothing_until_it_has
         synced.sync(12)
     assert synced.served() == -1
     assert not synced.sync(13).patched and synced.difference() < 1e-4
+
+
+def only_sglang(world):
+    """Return the engine's proxy; what the test does is done to its process."""
+    if not isinstance(world.worker, SGLangWorker):
+        pytest.skip("the HF engine runs in the worker's process")
+    return world.engine.engine
+
+
+def test_a_row_in_flight_goes_on_with_the_new_adapter_and_each_token_has_the_version_of_its_own(synced):
+    engine = only_sglang(synced)
+    for seed in range(20, 30):  # the row may end before it is interrupted
+        old, before = synced.served(), merged(synced)
+        begun, result = threading.Event(), concurrent.futures.Future()
+        params = SamplingParams(max_new_tokens=56, ignore_eos=True)
+        row = Row(key=seed, prompt=[3, 4, 5], params=params, seed=1, on_tokens=lambda ids, begun=begun: begun.set())
+        engine.submit([row], lambda results, result=result: result.set_result(results[0][1]))
+        assert begun.wait(60)
+        synced.on_loop(synced.worker.pause_generation())
+        assert synced.sync(seed).patched
+        output = result.result(60)
+        if len(output.versions) == 2:
+            break
+    (start, middle, first), (again, end, second) = output.versions
+    assert (start, end, first, second) == (0, 56, old, synced.served()) and middle == again
+    found = torch.tensor(output.logprobs)
+    assert (found - trainer_logprobs(before, row.prompt, output.ids))[:middle].abs().max() < 1e-4
+    assert (found - trainer_logprobs(merged(synced), row.prompt, output.ids))[middle:].abs().max() < 1e-4
+
+
+def test_an_adapter_that_changes_on_its_way_to_the_engine_is_named_before_the_engine_has_it(
+    synced, monkeypatch, caplog
+):
+    only_sglang(synced)
+    target, changed = synced.engine.weight_target, []
+    call = target._call
+
+    def disturbed(method, **arguments):
+        if method == "load_adapter" and not changed:
+            place = next(place for place in arguments["places"] if place.name == DOWN)
+            target._buffer.bytes[place.offset] ^= 1
+            changed.append(place)
+        return call(method, **arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "_call", disturbed)
+        assert not synced.sync(40).patched
+    assert changed and f"1 have others: ['{DOWN}']" in caplog.text
+    assert synced.served() == synced.version and synced.difference() < 1e-4
+
+
+def test_an_engine_that_is_killed_between_load_and_use_is_reported_and_serves_nothing(synced, monkeypatch):
+    engine, target = only_sglang(synced), synced.engine.weight_target
+    resume = target.resume
+
+    async def killed(version, digest):
+        os.kill(engine.pids[1], signal.SIGKILL)
+        await resume(version, digest)
+
+    with monkeypatch.context() as patch, pytest.raises(DeadlineExceeded, match="engine"):
+        patch.setattr(target, "resume", killed)
+        synced.sync(41)
+    assert engine.version == -1 and synced.worker.status()["engines_lost"] == 1
