@@ -1,8 +1,8 @@
 """Make the agent example's model and data: a small model that can call a calculator, but mostly guesses.
 
-The model learns conversations about products of two-digit numbers, in which somebody now and then calls the calculator and else guesses. GRPO
-finds that calling pays. Everything is seeded and nothing is downloaded. `prepared.json` is written last; where it is there already, a second
-run does nothing.
+The model learns conversations about products of two-digit numbers, in which somebody now and then calls the calculator and else guesses a
+number from 1000 to 1999. GRPO finds that calling pays. Everything is seeded and nothing is downloaded. `prepared.json` is written last; where
+it is there already, a second run does nothing.
 
     python prepare.py [--output DIR] [--seed N]
 
@@ -60,7 +60,7 @@ def conversation(a: int, b: int, chance: random.Random) -> list[tuple[str, bool]
     parts = [(f"{USER}{a}*{b}{END}{ASSISTANT}", False)]
     guesses = 0 if chance.random() >= GUESSES else 1 if chance.random() >= GUESSES_AGAIN else 2
     for _ in range(guesses):
-        parts += [(f"{chance.randint(100, 9999)}{END}", True), (f"{USER}wrong{END}{ASSISTANT}", False)]
+        parts += [(f"{chance.randint(1000, 1999)}{END}", True), (f"{USER}wrong{END}{ASSISTANT}", False)]
     product = a * b
     return [
         *parts,

@@ -110,7 +110,9 @@ class EmbodiedFSDPActor(Actor):
             )
         self._trajectory = None
         valid = prepared.batch.valid
-        self._inputs = {name: tensor[valid] for name, tensor in prepared.inputs.items()}
+        self._inputs = (
+            prepared.inputs if valid.all() else {name: tensor[valid] for name, tensor in prepared.inputs.items()}
+        )
         self.engine.load_prepared(prepared, version=self.global_step)
         return {name: float(stat) for name, stat in prepared.metrics.items()}
 

@@ -32,6 +32,8 @@ def merge_trajectories(trajectories: Sequence[Trajectory]) -> Trajectory:
     """
     ordered = sorted(trajectories, key=lambda one: (one.sender, one.stage, one.part))
     first = ordered[0]
+    if len(ordered) == 1:
+        return first
     for one in ordered:
         if one.rewards.shape[0] != first.rewards.shape[0] or one.forward_inputs.keys() != first.forward_inputs.keys():
             raise DataError(

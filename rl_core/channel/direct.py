@@ -37,12 +37,12 @@ class DirectChannel:
         """Exchange the messages of `key` by a direct connection from now on."""
         self._ways[key] = connection
 
-    async def accept(self, key: str) -> Connection:
-        """Return the connection from which the first message of `key` comes."""
+    async def accept(self, key: str) -> tuple[Mapping[str, np.ndarray], Connection]:
+        """Return the first message of `key`, and the connection from which it comes."""
         while (found := self._mailbox.take(key)) is None:
             self._mailbox.wait(SLICE)
             await asyncio.sleep(0)
-        return found[1]
+        return found
 
     def put(self, item: Any, key: str, async_op: bool = True) -> None:
         """Send observations or actions to the process that receives `key`. Raises PeerLost when that process has ended."""

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.alias_generators import to_camel
 
 from rl_core.api.job import RLJob
-from rl_core.cli.foreign_names import by_name
+from rl_core.cli.foreign_names import foreign_name
 
 MOST_NAMES = 15
 """Blocks with more fields than this are not listed in a hint."""
@@ -26,7 +26,7 @@ def suggest(loc: Location) -> str:
     camel = to_camel(name)
     if camel != name and camel in known:
         return f"write {camel}"
-    if setting := by_name().get(name):
+    if setting := foreign_name(name, ".".join(str(part) for part in block[1:])):
         return f"write {setting.ours}" + (f" ({setting.note.rstrip('.')})" if setting.note else "")
     if near := _nearest(name, known):
         return f"did you mean {near}?"

@@ -128,7 +128,7 @@ def _check_files(job: RLJob, folder: Path) -> Iterator[str]:
     from rl_core.actors.megatron.guards import unsupported_settings
     from rl_core.data.dataset import load_prompts
     from rl_core.data.source import read_rows
-    from rl_core.runner.limits import sequence_limit
+    from rl_core.runner.limits import check_token_ids, sequence_limit
 
     if is_embodied(job.spec):
         yield from _check_policy(job)
@@ -146,6 +146,10 @@ def _check_files(job: RLJob, folder: Path) -> Iterator[str]:
                 limit = sequence_limit(job.spec, config)
             except RLJobError as error:
                 yield f"spec.model.path: {error}"
+            try:
+                check_token_ids(job.spec, config)
+            except RLJobError as error:
+                yield f"spec.{error}"
             yield from (f"spec: {line}" for line in unsupported_settings(job.spec, config))
     for name, field, reference, data in _data_references(job):
         if reference.startswith(HUB_SCHEME):

@@ -29,7 +29,6 @@ def serve_view(runs: Sequence[str], place: Place, *, host: str, port: int, brows
             if host not in LOOPBACK:
                 sys.stdout.write(f"anybody who reaches {host} can read the samples of these runs\n")
             sys.stdout.flush()
-            server.pages.warm_up()
             if browser:
                 webbrowser.open(server.url)
             threading.Event().wait()

@@ -13,6 +13,8 @@ HUB_ENDINGS = (".parquet", ".jsonl", ".json", ".ndjson")
 """Endings of files of rows."""
 PARQUET_BRANCH = "refs/convert/parquet"
 """Branch in which the hub keeps the rows of each public data set as `CONFIG/SPLIT/0000.parquet`, ...: https://huggingface.co/docs/dataset-viewer/parquet"""
+REFUSALS = (401, 403, 404, 410)
+"""HTTP statuses of what does not exist, or not for this token."""
 ANSWER_S = 10.0
 """Seconds for the hub to answer when a job is validated."""
 
@@ -116,7 +118,7 @@ def hub_problem(reference: str, *, data: bool) -> str:
         return f"must name a split, ?split=train, or a file, /FILE with {', '.join(HUB_ENDINGS)}, of the data set, got {reference}; add it"
     try:
         from huggingface_hub import HfApi
-        from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RevisionNotFoundError
     except ImportError as error:
         raise ConnectionError("huggingface-hub is not installed (pip install 'rljob[actor]')") from error
     kind = "dataset" if data else "model"
@@ -124,9 +126,11 @@ def hub_problem(reference: str, *, data: bool) -> str:
         info = HfApi().repo_info(wanted.repo, repo_type=kind, revision=wanted.revision, timeout=ANSWER_S)
     except RevisionNotFoundError:
         return f"must be a {kind} with the revision {wanted.revision} on the hub, got none; correct it"
-    except (RepositoryNotFoundError, HFValidationError):
-        return f"must be a {kind} of the hub that HF_TOKEN may read, got none named {wanted.repo}; check the name and the token"
     except Exception as error:  # the hub's client raises what its HTTP library does
+        # Mirrors answer 404 without the header by which the client tells a missing repository from other errors.
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else 0
+        if isinstance(error, HFValidationError) or status in REFUSALS:
+            return f"must be a {kind} of the hub that HF_TOKEN may read, got none named {wanted.repo}; check the name and the token"
         raise ConnectionError(f"the hub did not answer ({type(error).__name__}: {_first_line(error)})") from error
     files = [file.rfilename for file in info.siblings or ()]
     if wanted.split:

@@ -60,6 +60,14 @@ class AgentEnvironment(ProgramEnvironment):
 
     def _of_function(self, reference: str) -> Run:
         function = import_reference(reference, field="env.agent")
+        given = dict.fromkeys(("row", "base_url", "api_key", "model"))
+        try:
+            inspect.signature(function).bind(**{**self.config.arguments, **given})
+        except TypeError as error:
+            raise ConfigError(
+                f"env.agent: {reference} must take the arguments {', '.join(given)}, which are passed by these names, "
+                f"and those of env.options.arguments; {error}"
+            ) from error
         is_async = inspect.iscoroutinefunction(function)
 
         async def run(**given: Any) -> Any:

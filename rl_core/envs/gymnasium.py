@@ -18,6 +18,7 @@ from rl_core.api.records import EnvOutput
 from rl_core.envs.simulator_messages import Request
 from rl_core.envs.slots import LocalSlots, Outcome, ProcessSlots, Slots
 from rl_core.messages.embodied import SimulatorAnswer, SimulatorChunk, SimulatorReset, SimulatorSettings
+from rl_core.transports.shared_rows import FINAL_ROW, ColumnAddress
 
 logger = logging.getLogger(__name__)
 MOST_FAILURES = 5
@@ -86,6 +87,28 @@ class GymnasiumVectorEnv:
         self._failures = [0] * num_envs
         self._episodes = [_Episode() for _ in range(num_envs)]
         self._number_of_steps = 0
+        self._columns: list[dict[str, np.ndarray]] = [{} for _ in range(num_envs)]
+        """Of each slot: arrays [R, ...] in shared memory of the observations that go there."""
+        self._row = 0
+        """Row of the present observations there."""
+
+    def share(self, columns: Sequence[ColumnAddress]) -> None:
+        """Put large observations into shared memory from now on, where `columns` has a column for each simulator.
+
+        The present ones go to row 0 as soon as they are asked for, those of each chunk to the next row, and the last ones of episodes that
+        end to FINAL_ROW. Outputs have none of them. Raises InfrastructureError when the memory is gone.
+        """
+        self._columns, self._row = [column.map() for column in columns], 0
+        self._slots.write_to(columns)
+
+    def end_sharing(self) -> None:
+        """Copy the present observations from shared memory, and put all into the outputs again. May be called again."""
+        for episode, column in zip(self._episodes, self._columns, strict=True):
+            for name, array in column.items():
+                episode.obs.setdefault(name, array[self._row].copy())
+        if self._columns[0]:
+            self._columns = [{} for _ in self._episodes]
+            self._slots.write_to([None] * self.num_envs)
 
     def reset(self, seed: int | Sequence[int] | None = None, *, record: int = 0) -> EnvOutput:
         """Begin an episode in every simulator; return the first observations, no rewards, and dones that are false, [B, 1].
@@ -99,7 +122,7 @@ class GymnasiumVectorEnv:
         given = seed if isinstance(seed, Sequence) else None
         seeds = [self._next_seed(index) if given is None else int(given[index]) for index in range(self.num_envs)]
         outcomes = self._slots.exchange(
-            [SimulatorReset(seed=one, record=index < record) for index, one in enumerate(seeds)]
+            [SimulatorReset(seed=one, record=index < record, row=self._row) for index, one in enumerate(seeds)]
         )
         for index, outcome in enumerate(outcomes):
             self._begin(index, outcome if isinstance(outcome, SimulatorAnswer) else self._replaced(index, outcome))
@@ -124,8 +147,11 @@ class GymnasiumVectorEnv:
         count, width = actions.shape[:2]
         if count != self.num_envs:
             raise ValueError(f"actions must have a row for each of {self.num_envs} simulators, got {count}")
+        self._row += 1
         requests: list[Request | None] = [
-            None if episode.resting else SimulatorChunk(actions=actions[index], seed=self._peek_seed(index))
+            None
+            if episode.resting
+            else SimulatorChunk(actions=actions[index], seed=self._peek_seed(index), row=self._row)
             for index, episode in enumerate(self._episodes)
         ]
         outcomes = self._slots.exchange(requests)
@@ -139,6 +165,8 @@ class GymnasiumVectorEnv:
             episode = self._episodes[index]
             if episode.resting is not None:
                 ends[:, index, -1] = episode.resting
+                for array in self._columns[index].values():
+                    array[self._row] = array[self._row - 1]
             elif isinstance(outcome, SimulatorAnswer):
                 self._failures[index] = 0
                 rewards[index], sub_steps[index] = outcome.rewards, outcome.sub_steps
@@ -147,7 +175,7 @@ class GymnasiumVectorEnv:
                 if outcome.intervene_flags is not None:
                     taken[index], flags[index] = outcome.intervene_actions, outcome.intervene_flags
                 if outcome.final_obs is not None:
-                    finals[index] = outcome.final_obs
+                    finals[index] = self._moved(index, outcome.final_obs, FINAL_ROW)
                 if info := self._count(index, outcome):
                     final_info.append(info)
             else:
@@ -238,14 +266,24 @@ class GymnasiumVectorEnv:
                 )
             self._slots.replace(index)
             requests: list[Request | None] = [None] * self.num_envs
-            requests[index] = SimulatorReset(seed=self._next_seed(index))
+            requests[index] = SimulatorReset(seed=self._next_seed(index), row=self._row)
             answer = self._slots.exchange(requests)[index]
             if isinstance(answer, SimulatorAnswer):
                 return answer
             why = answer
 
     def _observations(self) -> dict[str, np.ndarray]:
+        if self._columns[0]:
+            for index, episode in enumerate(self._episodes):
+                episode.obs = self._moved(index, episode.obs, self._row)
         return {name: np.stack([episode.obs[name] for episode in self._episodes]) for name in self._episodes[0].obs}
+
+    def _moved(self, index: int, obs: dict[str, np.ndarray], row: int) -> dict[str, np.ndarray]:
+        """Move what belongs into shared memory but came in a message to `row` there; return the rest."""
+        column = self._columns[index]
+        for name in column.keys() & obs.keys():
+            column[name][row] = obs[name]
+        return {name: array for name, array in obs.items() if name not in column} if column else obs
 
     @staticmethod
     def _final_observations(

@@ -8,6 +8,7 @@ Legend: C actions of a chunk.
 
 import logging
 import math
+import os
 import socket
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from rl_core.api.errors import ConfigError, RLJobError, RolloutDataFailure, text
 from rl_core.api.user_code import describe, import_reference
 from rl_core.envs.simulator_messages import (
     ANSWER,
+    COLUMN,
     FAILURE,
     Request,
     answer_to_arrays,
@@ -27,6 +29,7 @@ from rl_core.envs.video import Camera
 from rl_core.messages.embodied import SimulatorAnswer, SimulatorChunk, SimulatorReset, SimulatorSettings
 from rl_core.messages.envs import EnvFailure
 from rl_core.transports.direct import Connection
+from rl_core.transports.shared_rows import FINAL_ROW, ColumnAddress
 
 logger = logging.getLogger(__name__)
 SUCCESS = ("success", "is_success")
@@ -77,11 +80,17 @@ class Simulator:
         """Shapes of the first observation."""
         self._vector: tuple[int, ...] | None = None
         """Shape of the first observation if it was one vector of floating-point numbers, for which a shorter code path exists; else None."""
+        self._column: Observation = {}
+        """Arrays [R, ...] in shared memory for observations of these names."""
         self._camera = Camera(self._env, settings.record_every) if settings.record_every else None
+
+    def write_to(self, column: Observation) -> None:
+        """Write the observations with the names of `column` into its arrays [R, ...] from now on, at the rows of the requests."""
+        self._column, self._vector = column, None
 
     def reset(self, request: SimulatorReset) -> SimulatorAnswer:
         """Begin an episode."""
-        obs = self._begin(request.seed)
+        obs = self._begin(request)
         return SimulatorAnswer(obs=obs, frames=self._camera.begin(request.record) if self._camera else [])
 
     def chunk(self, request: SimulatorChunk) -> SimulatorAnswer:
@@ -99,7 +108,7 @@ class Simulator:
                     f"{self._label}: step must return (observation, reward, terminated, truncated, info), got {type(answer).__name__}"
                 )
             raw, reward, ended, cut, info = answer
-            obs, rewards[index] = self._observation(raw), self._reward(reward)
+            obs, rewards[index] = self._observation(raw, request.row), self._reward(reward)
             terminated, truncated = bool(ended), bool(cut)
             successes.append(bool(info) and any(bool(info.get(name)) for name in SUCCESS))
             if info and info.get(INTERVENTION) is not None:
@@ -110,9 +119,14 @@ class Simulator:
                 break
         flags = np.isin(np.arange(len(rewards)), list(taken)) if taken else None
         done = terminated or truncated
+        final_obs = obs if done else None
+        if done and self._auto_reset:
+            for array in self._column.values():
+                array[FINAL_ROW] = array[request.row]
+            obs = self._begin(request)
         return SimulatorAnswer(
-            obs=self._begin(request.seed) if done and self._auto_reset else obs,
-            final_obs=obs if done else None,
+            obs=obs,
+            final_obs=final_obs,
             rewards=rewards,
             terminated=terminated,
             truncated=truncated,
@@ -131,13 +145,13 @@ class Simulator:
         """Release what the environment holds."""
         self._env.close()
 
-    def _begin(self, seed: int) -> Observation:
-        answer = self._env.reset(seed=seed)
+    def _begin(self, request: Request) -> Observation:
+        answer = self._env.reset(seed=request.seed)
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise RolloutDataFailure(
                 f"{self._label}: reset must return (observation, info), got {type(answer).__name__}"
             )
-        return self._observation(answer[0])
+        return self._observation(answer[0], request.row)
 
     def _action(self, action: Any) -> Any:
         if self._discrete:
@@ -163,10 +177,11 @@ class Simulator:
             raise RolloutDataFailure(f"{self._label}: a reward must be a finite number, got {reward!r}")
         return number
 
-    def _observation(self, raw: Any) -> Observation:
+    def _observation(self, raw: Any, row: int) -> Observation:
         """Return an observation as named arrays: `states` for a vector, `pixels` for an image, or the names that it has itself.
 
-        They are copies: simulators write the next observation into the same memory.
+        They are copies: simulators write the next observation into the same memory. Those with a place in shared memory are copied
+        there, to `row`, and left out.
         """
         if type(raw) is np.ndarray and raw.shape == self._vector and raw.dtype.kind == "f":
             copied = raw.astype(np.float32 if raw.dtype == np.float64 else raw.dtype)
@@ -185,11 +200,15 @@ class Simulator:
                 raise RolloutDataFailure(
                     f"{self._label}: observation {name} must be finite numbers, got {array.dtype} {array.reshape(-1)[:4]}"
                 )
-            found[name] = np.array(array)
+            found[name] = array
         shapes = {name: array.shape for name, array in found.items()}
-        if self._shapes is not None and shapes != self._shapes:
-            raise RolloutDataFailure(f"{self._label}: observations must keep their shapes {self._shapes}, got {shapes}")
+        expected = (self._shapes or shapes) | {name: array.shape[1:] for name, array in self._column.items()}
+        if shapes != expected:
+            raise RolloutDataFailure(f"{self._label}: observations must keep their shapes {expected}, got {shapes}")
         self._shapes = shapes
+        for name, column in self._column.items():
+            np.copyto(column[row], found.pop(name), casting="safe")
+        found = {name: np.array(array) for name, array in found.items()}
         states = found.get("states")
         if len(found) == 1 and states is not None and states.ndim == 1 and states.dtype.kind == "f":
             self._vector = states.shape
@@ -207,10 +226,13 @@ class SimulatorServer:
 
     def serve(self, stream: socket.socket) -> NoReturn:
         """Answer what comes over `stream`. A failure of the simulator is told in the answer. Raises EOFError when the stream ends."""
-        connection = Connection(stream)
+        connection = Connection(stream, takes_descriptors=True)
         while True:
-            for _, arrays in connection.receive(wait=True):
-                connection.send(*self._answer(request_from_arrays(arrays)))
+            for key, arrays in connection.receive(wait=True):
+                if key == COLUMN:
+                    self._simulator.write_to(_mapped(arrays, connection) if arrays else {})
+                else:
+                    connection.send(*self._answer(request_from_arrays(arrays)))
 
     def _answer(self, request: Request) -> tuple[str, dict[str, Any]]:
         """Return key and arrays of an answer."""
@@ -220,6 +242,15 @@ class SimulatorServer:
             return ANSWER, answer_to_arrays(self._simulator.chunk(request))
         except BaseException as error:  # noqa: BLE001 - a simulator raises anything, and its sys.exit() is a failure of it
             return FAILURE, failure_to_arrays(failure_of(error))
+
+
+def _mapped(arrays: dict[str, np.ndarray], connection: Connection) -> Observation:
+    """Return the column of shared memory whose address and descriptor have come."""
+    descriptor = connection.descriptors.popleft()
+    try:
+        return ColumnAddress.unpack(arrays["address"]).map(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def failure_of(error: BaseException) -> EnvFailure:

@@ -2,8 +2,9 @@
 
     reset      seed, record             answer: obs.*, frames.*
     chunk      seed, actions            answer: obs.*, final_obs.*, frames.*, rewards, ends, intervene_*; or failure, a text
+    column     address, a descriptor    no answer: observations go to shared memory from now on; without address no more
 
-`ends` are terminated and truncated, then whether each step succeeded.
+`seed` is followed by the row of the observation in shared memory. `ends` are terminated and truncated, then whether each step succeeded.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ import numpy as np
 from rl_core.messages.embodied import SimulatorAnswer, SimulatorChunk, SimulatorReset
 from rl_core.messages.envs import EnvFailure
 
-REQUEST, ANSWER, FAILURE = "request", "answer", "failure"
+REQUEST, COLUMN, ANSWER, FAILURE = "request", "column", "answer", "failure"
 """Keys of the messages."""
 Request = SimulatorReset | SimulatorChunk
 Arrays = Mapping[str, np.ndarray]
@@ -22,7 +23,7 @@ Arrays = Mapping[str, np.ndarray]
 
 def request_to_arrays(request: Request) -> dict[str, Any]:
     """Return a request as arrays by name."""
-    seed = np.array(request.seed, np.int64)
+    seed = np.array((request.seed, request.row), np.int64)
     if isinstance(request, SimulatorReset):
         return {"seed": seed, "record": np.array(request.record)}
     return {"seed": seed, "actions": request.actions}
@@ -30,10 +31,10 @@ def request_to_arrays(request: Request) -> dict[str, Any]:
 
 def request_from_arrays(arrays: Arrays) -> Request:
     """Return what was given to `request_to_arrays`."""
-    seed = int(arrays["seed"])
+    seed, row = arrays["seed"].tolist()
     if "actions" in arrays:
-        return SimulatorChunk(actions=arrays["actions"], seed=seed)
-    return SimulatorReset(seed=seed, record=bool(arrays["record"]))
+        return SimulatorChunk(actions=arrays["actions"], seed=seed, row=row)
+    return SimulatorReset(seed=seed, record=bool(arrays["record"]), row=row)
 
 
 def answer_to_arrays(answer: SimulatorAnswer) -> dict[str, Any]:

@@ -5,10 +5,12 @@ A slot is the place of one simulator. A simulator that fails is replaced, and th
 
 import asyncio
 import concurrent.futures
+import os
 import select
 import threading
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -16,6 +18,7 @@ from rl_core.api.errors import FrameError, InfrastructureError, RolloutDataFailu
 from rl_core.envs.process import EnvProcess
 from rl_core.envs.simulator import Simulator, failure_of
 from rl_core.envs.simulator_messages import (
+    COLUMN,
     FAILURE,
     REQUEST,
     Request,
@@ -25,6 +28,7 @@ from rl_core.envs.simulator_messages import (
 )
 from rl_core.messages.embodied import SimulatorAnswer, SimulatorReset, SimulatorSettings
 from rl_core.transports.direct import Connection
+from rl_core.transports.shared_rows import ColumnAddress
 
 T = TypeVar("T")
 Outcome = SimulatorAnswer | Exception
@@ -37,8 +41,12 @@ class Slots(Protocol):
         """Send each slot its request, None for no request, and return what each answered, or why it failed."""
         ...
 
+    def write_to(self, columns: Sequence[ColumnAddress | None]) -> None:
+        """Have each simulator write its observations into shared memory, or with None answer with them again."""
+        ...
+
     def replace(self, index: int) -> None:
-        """Put a new simulator into a slot. Raises what building one raises."""
+        """Put a new simulator into a slot, which answers with its observations. Raises what building one raises."""
         ...
 
     def close(self) -> None:
@@ -66,6 +74,11 @@ class LocalSlots:
             return simulator.reset(request) if isinstance(request, SimulatorReset) else simulator.chunk(request)
         except Exception as error:  # noqa: BLE001 - a simulator raises anything
             return RolloutDataFailure(failure_of(error).message)
+
+    def write_to(self, columns: Sequence[ColumnAddress | None]) -> None:
+        """Map the columns."""
+        for simulator, column in zip(self._simulators, columns, strict=True):
+            simulator.write_to({} if column is None else column.map())
 
     def replace(self, index: int) -> None:
         """Build the simulator anew."""
@@ -141,6 +154,21 @@ class ProcessSlots:
                     del waiting[number]
                     poll.unregister(number)
         return outcomes
+
+    def write_to(self, columns: Sequence[ColumnAddress | None]) -> None:
+        """Pass each process a descriptor of the memory. One that has ended is told of by the next `exchange`."""
+        for child, column in zip(self._children, columns, strict=True):
+            if child is None:
+                continue
+            with suppress(InfrastructureError):
+                if column is None:
+                    child.connection.send(COLUMN, {})
+                    continue
+                descriptor = column.open()
+                try:
+                    child.connection.send(COLUMN, {"address": column.pack()}, descriptor)
+                finally:
+                    os.close(descriptor)
 
     def replace(self, index: int) -> None:
         """End the process of a slot and start another one."""

@@ -8,6 +8,7 @@ There is one vector environment per pipeline stage. While the rollouts choose th
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from rl_core.envs.video import FRAMES, gif, require_imageio
 from rl_core.messages.embodied import CollectionRound, EpisodeStats, SimulatorSettings
 from rl_core.plan.routing import routes
 from rl_core.transports.direct import Listener, Mailbox
+from rl_core.transports.shared_rows import ColumnAddress
 from rl_core.workers.loop_thread import LoopThread
 from rl_core.workers.worker import Worker
 
@@ -97,17 +99,32 @@ class EnvWorker(Worker):
             raise
         finally:
             exchange.close()
+            for env in self.envs:
+                env.end_sharing()
 
     async def _open(self, exchange: DirectChannel, round: CollectionRound) -> None:
-        """Take the direct connections of the rollouts that make one, and note which simulators each rollout serves."""
+        """Take the direct connections of the rollouts that make one, and note which simulators each rollout serves.
+
+        Where all rollouts of a stage lend memory for its large observations, they go there.
+        """
         place = round.envs.index(self.rank)
+        lent: dict[tuple[str, int], np.ndarray] = {}
         for rollout in range(len(round.rollouts)):
             if round.address(place, rollout) is not None:
                 with self.waiting("connection", f"rollout:{round.rollouts[rollout]}"):
-                    connection = await exchange.accept(round.opening_key(rollout))
+                    opening, connection = await exchange.accept(round.opening_key(rollout))
+                lent |= {(key, rollout): packed for key, packed in opening.items()}
                 for stage in range(self.options.stages):
                     exchange.connect(round.key(stage, place, rollout), connection)
         every = routes(self.per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts))
+        for stage, env in enumerate(self.envs):
+            mine = [one for one in every if one.env == place]
+            places = [lent.get((round.columns_key(stage), one.rollout)) for one in mine]
+            columns = [
+                columns_of(packed, one.size) for packed, one in zip(places, mine, strict=True) if packed is not None
+            ]
+            if len(columns) == len(mine):
+                env.share([column for part in columns for column in part])
         self._parts = [
             [
                 _Part(round.key(stage, place, one.rollout), one.size, f"rollout:{round.rollouts[one.rollout]}")
@@ -276,6 +293,12 @@ class _Part(NamedTuple):
     size: int
     rollout: str
     """Its name."""
+
+
+def columns_of(packed: np.ndarray, count: int) -> list[ColumnAddress]:
+    """Return the addresses of `count` columns, of which the first one is given in packed form."""
+    first = ColumnAddress.unpack(packed)
+    return [replace(first, column=first.column + index) for index in range(count)]
 
 
 def slice_output(output: EnvOutput, begin: int, end: int) -> EnvOutput:

@@ -49,6 +49,11 @@ class CollectionRound:
         """Return the key of the first message of the rollout at place `rollout` on a direct connection."""
         return f"{self.number} opens {rollout}"
 
+    @staticmethod
+    def columns_key(stage: int) -> str:
+        """Return the name, in the first message, of the shared memory for the observations of the env worker's simulators of a stage."""
+        return f"columns {stage}"
+
     def trajectory_key(self, data_rank: int) -> str:
         """Return the key under which a data rank finds its trajectories."""
         return f"collection {self.number} rank {data_rank}"
@@ -95,6 +100,8 @@ class SimulatorReset:
     seed: int
     record: bool = False
     """Whether the simulator renders frames of the episode."""
+    row: int = 0
+    """Where the simulator has a place in shared memory: row of its observation there."""
 
 
 @record
@@ -104,11 +111,13 @@ class SimulatorChunk:
     actions: Any
     """[C, ...]"""
     seed: int
+    row: int = 0
+    """See `SimulatorReset`."""
 
 
 @record
 class SimulatorAnswer:
-    """What one simulator answers: to a reset the observation alone."""
+    """What one simulator answers: to a reset the observation alone. Observations that are in shared memory are left out."""
 
     obs: dict[str, Any]
     final_obs: dict[str, Any] | None = None

@@ -26,7 +26,7 @@ def merge_env_outputs(shards: Sequence[EnvOutput], sizes: Sequence[int]) -> EnvO
     for a shard of another size than `sizes` says, and ValueError when only some shards have rewards or dones.
     """
     for shard, size in zip(shards, sizes, strict=True):
-        rows = len(next(iter(shard.obs.values())))
+        rows = len(next(iter(shard.obs.values()), shard.dones))
         if rows != size:
             raise DataError(f"an env worker must send {size} observations, got {rows}; env and rollout must agree")
     if len(shards) == 1:

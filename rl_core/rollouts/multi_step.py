@@ -29,11 +29,13 @@ from rl_core.plan.routing import data_rank_of, routes, trajectory_parts
 from rl_core.policies.base import Mode
 from rl_core.policies.folder import build_policy
 from rl_core.rollouts.embodied import bootstrap_rewards, cut_trajectory, lost_output, merge_env_outputs, tensors_of
+from rl_core.rollouts.observation_rows import ObservationRows, large_observations
 from rl_core.rollouts.pausing_target import pausing
 from rl_core.rollouts.policy_target import PolicyWeightTarget
 from rl_core.rollouts.recorder import TrajectoryRecorder
 from rl_core.rollouts.weight_methods import WeightMethods
 from rl_core.transports.direct import Connection, Mailbox
+from rl_core.transports.shared_rows import Layout
 from rl_core.weights.receiver import WeightReceiver
 from rl_core.weights.receiver_state import ReceiverState
 from rl_core.workers.loop_thread import LoopThread
@@ -60,6 +62,10 @@ class MultiStepRolloutWorker(WeightMethods):
         """Places of env workers that were lost in the collection."""
         self._latest: dict[tuple[int, int], EnvOutput] = {}
         """(stage, place of the env worker) -> its last output in the collection."""
+        self._large: Layout = {}
+        """Types and shapes of the large observations, once some have come."""
+        self._rows: list[ObservationRows] = []
+        """Memory for the large observations of the collection, by stage. Empty where they come in messages."""
         self._routed: tuple[CollectionRound, list[tuple[int, int]]] | None = None
         """A collection and the env workers that this rollout serves in it."""
         self._working: asyncio.Future[int] | None = None
@@ -118,16 +124,19 @@ class MultiStepRolloutWorker(WeightMethods):
         """
         if self.model is None:
             raise InfrastructureError("the policy is not built yet; call init_worker first")
-        obs = tensors_of(env_obs)
+        obs = given = tensors_of(env_obs)
         if self.device != "cpu":
-            obs = {name: tensor.to(self.device) for name, tensor in obs.items()}
+            obs = {name: tensor.to(self.device) for name, tensor in given.items()}
         with torch.no_grad():
             actions, result = self.model.predict(obs, mode)
         values = result.get("prev_values")
         return _on_host(actions).contiguous(), {
             "prev_logprobs": _on_host(result["prev_logprobs"]).float(),
             "prev_values": None if values is None else _on_host(values).float(),
-            "forward_inputs": {name: _on_host(tensor) for name, tensor in result["forward_inputs"].items()},
+            "forward_inputs": {
+                name: given[name] if tensor is obs.get(name) else _on_host(tensor)
+                for name, tensor in result["forward_inputs"].items()
+            },
         }
 
     def get_dones_and_rewards(self, env_output: EnvOutput) -> tuple[Tensor, Tensor | None]:
@@ -182,7 +191,15 @@ class MultiStepRolloutWorker(WeightMethods):
                 shard = lost_output(self._latest.get((stage, env)), self.options.chunk)
             self._latest[stage, env] = shard
             shards.append(shard)
-        return merge_env_outputs(shards, [size for _, size in sources])
+        sizes = [size for _, size in sources]
+        if not self._rows:
+            output = merge_env_outputs(shards, sizes)
+            self._large = large_observations(output.obs)
+            return output
+        rows = self._rows[stage]
+        return rows.fill(
+            merge_env_outputs(rows.receive(shards, sizes, [env in self._gone for env, _ in sources]), sizes)
+        )
 
     def send_chunk_actions(
         self, output_channel: Exchange, chunk_actions: Tensor | np.ndarray, mode: Mode = "train", stage: int = 0
@@ -239,7 +256,7 @@ class MultiStepRolloutWorker(WeightMethods):
         recorders = [
             TrajectoryRecorder(sender=self._place, stage=stage, auto_reset=options.auto_reset) for stage in stages
         ]
-        with closing(self._exchange(observations, actions)) as exchange, self._seeded():
+        with self._lent_rows(), closing(self._exchange(observations, actions)) as exchange, self._seeded():
             for decision in range(decisions + 1):
                 for stage in stages:
                     output = await self.recv_env_output(exchange, stage=stage)
@@ -248,7 +265,7 @@ class MultiStepRolloutWorker(WeightMethods):
                     if chosen is not None:
                         self.send_chunk_actions(exchange, chosen, stage=stage)
                 self.record_progress("decisions")
-        await self._deliver(trajectories, recorders)
+            await self._deliver(trajectories, recorders)
         return decisions * options.stages
 
     def _decide(self, recorder: TrajectoryRecorder, output: EnvOutput, version: int, last: bool) -> Tensor | None:
@@ -307,10 +324,47 @@ class MultiStepRolloutWorker(WeightMethods):
             if connection is None or connection.closed:
                 connection = self._connections[address] = Connection.connect(address)
                 self._mailbox.add(connection)
-            self._mailbox.send(connection, round.opening_key(place), {})
+            self._mailbox.send(connection, round.opening_key(place), self._columns_of(env))
             for stage in range(self.options.stages):
                 exchange.connect(round.key(stage, env, place), connection)
         return exchange
+
+    @contextmanager
+    def _lent_rows(self) -> Iterator[None]:
+        """Lend memory for the large observations of a collection, where env workers of this host take part."""
+        near = any(self._round.address(env, self._place) is not None for env in range(len(self._round.envs)))
+        for stage in range(self.options.stages if near and self._large else 0):
+            rows = ObservationRows.lend(
+                self._large,
+                decisions=self.options.horizon // self.options.chunk,
+                simulators=sum(size for _, size in self.get_src_ranks(stage)),
+            )
+            if rows is not None:
+                self._rows.append(rows)
+        if len(self._rows) < self.options.stages:
+            self._release(reuse=True)
+        try:
+            yield
+        except BaseException:
+            self._release(reuse=False)
+            raise
+        self._release(reuse=not self._gone)  # the channel has copied the trajectories
+
+    def _release(self, *, reuse: bool) -> None:
+        rows, self._rows = self._rows, []
+        for one in rows:
+            one.release(reuse=reuse)
+
+    def _columns_of(self, env: int) -> dict[str, np.ndarray]:
+        """Return where the simulators of an env worker put their large observations, by stage."""
+        columns = {}
+        for stage, rows in enumerate(self._rows):
+            begin = 0
+            for source, size in self.get_src_ranks(stage):
+                if source == env:
+                    columns[CollectionRound.columns_key(stage)] = rows.column(begin).pack()
+                begin += size
+        return columns
 
     # --- weights and the end -----------------------------------------------------------------------------------------
 

@@ -272,16 +272,19 @@ class AsyncRolloutImpl:
     def _aggregate_rollout_metrics(
         self, completions: Sequence[Completion], all_sample_metrics: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
-        """Return the group's metrics by name; masked samples (reward NaN) do not count in `total_reward`."""
+        """Return the group's metrics by name; masked samples (reward NaN) do not count in those of rewards."""
         rows, n = all_sample_metrics, max(len(all_sample_metrics), 1)
 
         def column(key: str) -> list[Any]:
             return [row[key] for row in rows]
 
-        rewards = [c.reward for c in completions if not math.isnan(c.reward)]
+        scored = [completion for completion in completions if not math.isnan(completion.reward)]
         generated = column("assistant_tokens")
         longest = [max(row["turn_gen_tokens"], default=0) for row in rows]
-        metrics = prefixed("total_reward", rewards)
+        metrics = prefixed("total_reward", [completion.reward for completion in scored])
+        components = {name for completion in scored for name in completion.metrics if name.startswith("reward/")}
+        for name in sorted(components):
+            metrics |= prefixed(name, [completion.metrics[name] for completion in scored if name in completion.metrics])
         metrics |= prefixed("turns_per_sample", column("turn_count"), percentiles=(95, 99))
         metrics["total_turns"] = sum(column("turn_count"))
         metrics |= prefixed("total_tokens_per_sample", [row["assistant_tokens"] + row["env_tokens"] for row in rows])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rl_core.api.records import ChunkStepResult, EnvOutput, Trajectory
+from rl_core.rollouts.observation_rows import stacked
 
 
 class TrajectoryRecorder:
@@ -75,7 +76,7 @@ class TrajectoryRecorder:
             terminations=terminations,
             truncations=truncations,
             forward_inputs={
-                name: torch.stack([step.forward_inputs[name] for step in steps]) for name in steps[0].forward_inputs
+                name: stacked([step.forward_inputs[name] for step in steps]) for name in steps[0].forward_inputs
             },
             sub_steps=torch.stack(self._sub_steps),
             valid=self._valid(dones),

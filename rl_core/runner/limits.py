@@ -1,4 +1,4 @@
-"""The longest sequence of a job: rollout.maxSequenceLength or the model's limit, and at most the size of a micro-batch."""
+"""What a model limits of a job: the length of sequences, and the token ids."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,3 +30,17 @@ def sequence_limit(spec: RLJobSpec, model_config: Mapping[str, Any]) -> int:
             "raise it or set rollout.maxSequenceLength"
         )
     return chosen
+
+
+def check_token_ids(spec: RLJobSpec, model_config: Mapping[str, Any]) -> None:
+    """Raise ConfigError if rollout.sampling.logitBias has ids outside the model's vocabulary, which no engine accepts.
+
+    A model whose config.json has no vocab_size is not checked.
+    """
+    vocabulary = int(model_config.get("vocab_size") or 0)
+    outside = [token for token in spec.rollout.sampling.logit_bias if int(token) >= vocabulary]
+    if vocabulary and outside:
+        raise ConfigError(
+            f"rollout.sampling.logitBias must have token ids below the model's vocab_size {vocabulary}, got {', '.join(outside[:10])}; "
+            "use ids of the model's tokenizer"
+        )

@@ -25,7 +25,7 @@ from rl_core.runner.dispatcher import Dispatcher
 from rl_core.runner.history import LedgerFile
 from rl_core.runner.joining import build_strategies
 from rl_core.runner.ledger import PromptLedger
-from rl_core.runner.limits import sequence_limit
+from rl_core.runner.limits import check_token_ids, sequence_limit
 from rl_core.runner.member_versions import MemberVersions
 from rl_core.runner.members import Members
 from rl_core.runner.prompt_order import Part
@@ -55,7 +55,9 @@ def build_text_program(program: Callable[..., P], run: Run) -> P:
     """Load the job's prompts, launch its worker groups, and return `program` built with its parts."""
     job, spec = run.job, run.job.spec
     tokenizer = Tokenizer.from_files(run.model_files, origin=spec.model.path)
-    limit = sequence_limit(spec, json.loads(run.model_files["config.json"]))
+    config = json.loads(run.model_files["config.json"])
+    limit = sequence_limit(spec, config)
+    check_token_ids(spec, config)
     train, validation = load_data(job, tokenizer, limit)
     ledger = PromptLedger(
         train,

@@ -1,10 +1,12 @@
 """Reads the kept samples of a run from its files alone, while they are written or afterwards.
 
-`refresh` reads only what was appended since the last call. Lines that are damaged or not whole are passed over.
+`refresh` reads only what was appended since the last call, and of an index only which lines belong to which step: the lines of a step are
+parsed when it is asked for. Lines that are damaged or not whole are passed over.
 """
 
 import json
 import logging
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -17,6 +19,42 @@ from rl_core.samples.writer import DATA, INDEX
 
 logger = logging.getLogger(__name__)
 FIELDS = len(Entry._fields)
+STRING = rb'"(?:[^"\\\n]|\\.)*"'
+REST = rb"," + STRING + rb",\d+,(?:null|[-+.eE\d]+)," + STRING + rb",\d+,"
+"""A line of an index from its group to its number of tokens."""
+BLOCK = re.compile(
+    rb'^\[(?P<begin>\d+),(?P<length>\d+),(?P<step>\d+),"(?P<split>\w+)"' + REST + rb"(?P<epoch>\d+),-?\d+\]\n"
+    rb'(?:\[(?P<last_begin>\d+),(?P<last_length>\d+),(?P=step),"(?P=split)"' + REST + rb"(?P=epoch),-?\d+\]\n)*",
+    re.MULTILINE,
+)
+"""Consecutive lines of an index with one step, split and epoch."""
+
+
+@dataclass(slots=True)
+class _Block:
+    """Consecutive entries of a file with one step, split and epoch."""
+
+    path: Path
+    step: int
+    split: str
+    epoch: int
+    begin: int
+    """Bytes of the data file between which the lines of the entries lie."""
+    end: int
+    lines: bytes
+    """Lines of the index; empty once they are parsed."""
+    parsed: list[Entry] = field(default_factory=list)
+
+    def entries(self) -> list[Entry]:
+        """Return the entries, without those that are damaged or lie elsewhere."""
+        if self.lines:
+            end = self.begin
+            for entry in _entries(self.lines):
+                if end <= entry.offset and entry.offset + entry.length <= self.end:
+                    self.parsed.append(entry)
+                    end = entry.offset + entry.length
+            self.lines = b""
+        return self.parsed
 
 
 @dataclass(slots=True)
@@ -24,7 +62,7 @@ class _File:
     """One data file as far as it was read."""
 
     path: Path
-    entries: list[Entry] = field(default_factory=list)
+    blocks: list[_Block] = field(default_factory=list)
     indexed: int = 0
     """Bytes read of the index file."""
     end: int = 0
@@ -45,7 +83,7 @@ class SampleReader:
         """`folder`: output folder of a run; it need not have any samples yet."""
         self.folder = folder / "samples"
         self._files: dict[str, _File] = {}
-        self._steps: dict[tuple[str, int], list[Found]] = {}
+        self._steps: dict[tuple[str, int], list[_Block]] = {}
         self._lock = threading.Lock()
 
     def refresh(self) -> None:
@@ -68,33 +106,38 @@ class SampleReader:
         """Take in the new entries of a file; return whether there were any."""
         size = file.path.stat().st_size
         if size < file.end:  # another file of the same name
-            file.entries, file.indexed, file.end = [], 0, 0
-        before = len(file.entries)
-        for entry in self._new_index_entries(file):
-            if entry.offset >= file.end and entry.offset + entry.length <= size:
-                file.entries.append(entry)
-                file.end = entry.offset + entry.length
+            file.blocks, file.indexed, file.end = [], 0, 0
+        before = len(file.blocks)
+        for match in BLOCK.finditer(self._new_index_lines(file)):
+            last = int(match["last_begin"] or match["begin"]) + int(match["last_length"] or match["length"])
+            block = _Block(
+                file.path,
+                int(match["step"]),
+                match["split"].decode(),
+                int(match["epoch"]),
+                file.end,
+                min(last, size),
+                match[0],
+            )
+            if last > size:  # the data file was cut
+                last = max((entry.offset + entry.length for entry in block.entries()), default=file.end)
+            if last > file.end:
+                file.blocks.append(block)
+                file.end = last
         if file.end < size:
             self._index_lines(file)
-        return len(file.entries) != before
+        return len(file.blocks) != before
 
-    def _new_index_entries(self, file: _File) -> Iterator[Entry]:
+    def _new_index_lines(self, file: _File) -> bytes:
         index = file.path.with_suffix(INDEX)
         if not index.is_file():
-            return
+            return b""
         with index.open("rb") as source:
             source.seek(file.indexed)
             data = source.read()
         data = data[: data.rfind(b"\n") + 1]
         file.indexed += len(data)
-        lines = data.splitlines()
-        try:
-            rows = json.loads(b"[" + b",".join(lines) + b"]")
-        except ValueError:
-            rows = [row for line in lines if (row := _parsed(line)) is not None]
-        for row in rows:
-            if isinstance(row, list) and len(row) == FIELDS:
-                yield Entry._make(row)
+        return data
 
     def _index_lines(self, file: _File) -> None:
         """Make entries of whole lines that the index lacks: its writer ended between the two, or is about to write them."""
@@ -103,25 +146,31 @@ class SampleReader:
             for line in source:
                 if not line.endswith(b"\n"):
                     return
-                if (entry := entry_of(line, file.end)) is not None:
-                    file.entries.append(entry)
+                begin = file.end
                 file.end += len(line)
+                if (entry := entry_of(line, begin)) is not None:
+                    key = entry.step, entry.split, entry.epoch
+                    last = file.blocks[-1] if file.blocks else None
+                    if last is None or last.lines or key != (last.step, last.split, last.epoch):
+                        last = _Block(file.path, *key, begin, file.end, b"")
+                        file.blocks.append(last)
+                    last.parsed.append(entry)
 
-    def _by_step(self) -> dict[tuple[str, int], list[Found]]:
+    def _by_step(self) -> dict[tuple[str, int], list[_Block]]:
         """Return the samples by split and step; those of a history that a later epoch trained anew are left out."""
+        blocks = [block for file in self._files.values() for block in file.blocks]
         first: dict[int, int] = {}
-        for file in self._files.values():
-            for entry in file.entries:
-                if entry.split == TRAIN and entry.step < first.get(entry.epoch, 1 << 60):
-                    first[entry.epoch] = entry.step
-        end: dict[int, int] = {}
-        for epoch in {entry.epoch for file in self._files.values() for entry in file.entries}:
-            end[epoch] = min((step for later, step in first.items() if later > epoch), default=1 << 60)
-        found: dict[tuple[str, int], list[Found]] = defaultdict(list)
-        for file in self._files.values():
-            for entry in file.entries:
-                if entry.step < end[entry.epoch]:
-                    found[entry.split, entry.step].append(Found(file.path, entry))
+        for block in blocks:
+            if block.split == TRAIN:
+                first[block.epoch] = min(block.step, first.get(block.epoch, block.step))
+        end = {
+            epoch: min((step for later, step in first.items() if later > epoch), default=1 << 60)
+            for epoch in {block.epoch for block in blocks}
+        }
+        found: dict[tuple[str, int], list[_Block]] = defaultdict(list)
+        for block in blocks:
+            if block.step < end[block.epoch]:
+                found[block.split, block.step].append(block)
         return dict(found)
 
     def steps(self, split: str) -> list[int]:
@@ -132,12 +181,13 @@ class SampleReader:
     def of_step(self, split: str, step: int) -> list[Found]:
         """Return the samples of a step in the order of groups and completions."""
         with self._lock:
-            return list(self._steps.get((split, step), ()))
+            return _found(self._steps.get((split, step), ()))
 
     def every(self, split: str) -> list[Found]:
         """Return all samples of a split, by step."""
         with self._lock:
-            return [found for (kind, _), each in sorted(self._steps.items()) if kind == split for found in each]
+            steps = sorted(step for kind, step in self._steps if kind == split)
+            return [found for step in steps for found in _found(self._steps[split, step])]
 
     @staticmethod
     def read(found: Found) -> dict[str, Any] | None:
@@ -155,6 +205,22 @@ class SampleReader:
                 return file.read(found.entry.length)
         except OSError:
             return None
+
+
+def _found(blocks: Iterable[_Block]) -> list[Found]:
+    return [Found(block.path, entry) for block in blocks for entry in block.entries()]
+
+
+def _entries(lines: bytes) -> Iterator[Entry]:
+    """Yield the entries of lines of an index."""
+    parts = lines.splitlines()
+    try:
+        rows = json.loads(b"[" + b",".join(parts) + b"]")
+    except ValueError:
+        rows = [row for part in parts if (row := _parsed(part)) is not None]
+    for row in rows:
+        if isinstance(row, list) and len(row) == FIELDS:
+            yield Entry._make(row)
 
 
 def _parsed(data: bytes) -> Any:

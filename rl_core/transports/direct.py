@@ -36,9 +36,12 @@ Message = dict[str, np.ndarray]
 class Connection:
     """A connected Unix stream socket to another process of the same host, over which messages of NumPy arrays are sent."""
 
-    def __init__(self, end: socket.socket) -> None:
-        """Take over a connected socket."""
+    def __init__(self, end: socket.socket, *, takes_descriptors: bool = False) -> None:
+        """Take over a connected socket. `takes_descriptors`: file descriptors may come with messages."""
         self.socket = end
+        self._takes_descriptors = takes_descriptors
+        self.descriptors: deque[int] = deque()
+        """Those that came, the oldest first. Whoever takes one closes it."""
         self._codec = ArrayCodec()
         self._rest = b""
         """Beginning of a head whose end has not arrived."""
@@ -62,10 +65,13 @@ class Connection:
             raise InfrastructureError(f"the process that listened at {name} cannot be reached: {error}") from error
         return cls(end)
 
-    def send(self, key: str, arrays: Named) -> None:
-        """Send a message. Raises InfrastructureError when the other end is gone or does not read."""
+    def send(self, key: str, arrays: Named, descriptor: int | None = None) -> None:
+        """Send a message, with a file descriptor where one is given. Raises InfrastructureError when the other end is gone or does not read."""
+        packed, sent = self._codec.pack(key, arrays), 0
         try:
-            self.socket.sendall(self._codec.pack(key, arrays))
+            if descriptor is not None:
+                sent = socket.send_fds(self.socket, [packed], [descriptor])
+            self.socket.sendall(packed[sent:])
         except OSError as error:
             raise InfrastructureError(f"a direct connection failed: {error}") from error
 
@@ -82,7 +88,7 @@ class Connection:
         try:
             if self._body is not None:
                 return self._go_on(self.socket.recv_into(memoryview(self._body)[self._filled :], 0, flags))
-            data = self.socket.recv(READ_BYTES, flags)
+            data = self._read(flags)
         except BlockingIOError:
             return []
         except OSError as error:
@@ -107,6 +113,13 @@ class Connection:
             messages.append(self._codec.unpack(body, key_bytes, layout_bytes))
         self._rest = data[begin:]
         return messages
+
+    def _read(self, flags: int) -> bytes:
+        if not self._takes_descriptors:
+            return self.socket.recv(READ_BYTES, flags)
+        data, descriptors, _, _ = socket.recv_fds(self.socket, READ_BYTES, 1, flags)
+        self.descriptors.extend(descriptors)
+        return data
 
     def _go_on(self, count: int) -> list[tuple[str, Message]]:
         """Return the message of which `count` more bytes have arrived, once it is complete. The memory is that of the arrays."""

@@ -44,7 +44,7 @@ class MetricColumns:
 
     def names(self) -> list[str]:
         """Return the names of all metrics, in order."""
-        return sorted({name for line in self.lines() for name in line} - {"step"})
+        return sorted(set().union(*self.lines()) - {"step"})
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """Return (step, value) where the metric is a number."""
@@ -62,13 +62,15 @@ class MetricColumns:
         """Return restarts and failures as {step, kind, text}: where the epoch or a count of failures is larger than in the line before."""
         found: list[dict[str, Any]] = []
         before: dict[str, Any] = {}
+        failures = [name for name in self.names() if name.startswith(FAILURES)]
         for line in self.lines():
             epoch: Any = line.get("epoch")
             last: Any = before.get("epoch", epoch)
             if _is_number(epoch) and _is_number(last) and epoch > last:
                 found.append({"step": line["step"], "kind": "restart", "text": f"restarted, epoch {epoch:g}"})
-            for name, count in line.items():
-                if name.startswith(FAILURES) and _is_number(count) and count > (before.get(name) or 0):
+            for name in failures:
+                count: Any = line.get(name)
+                if _is_number(count) and count > (before.get(name) or 0):
                     more = count - (before.get(name) or 0)
                     text = f"{name.removeprefix(FAILURES)}: {more:g} more"
                     found.append({"step": line["step"], "kind": "failure", "text": text})

@@ -1,6 +1,5 @@
 """Answers the requests of the page from the files of the runs. Called on the server's thread, one request at a time."""
 
-import gc
 import json
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
@@ -75,18 +74,6 @@ class Pages:
             "/api/sample": self._sample,
             "/api/timeline": lambda query: timeline(self._run(query).folder / "traces", query.number("step")),
         }
-
-    def warm_up(self) -> None:
-        """Read the indexes of the samples.
-
-        The garbage collector would go over the many new entries again and again, which takes longer than reading them.
-        """
-        gc.disable()
-        try:
-            for run in self._runs:
-                run.samples.refresh()
-        finally:
-            gc.enable()
 
     def answer(self, path: str, query: str) -> tuple[bytes, str]:
         """Return the body and its content type. Raises NotFound, or ValueError for a bad parameter."""

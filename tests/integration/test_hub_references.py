@@ -22,6 +22,8 @@ MODEL = {
     "model.safetensors": b"weights",
 }
 SPLIT = "main/train/0000.parquet"
+ABSENT = ("nobody", "mirrored")
+"""Owners of no repository. Of the second the server answers a bare 404, as mirrors of the hub do."""
 DATA = {"train.jsonl": b'{"prompt": "1+1=", "answer": "2"}\n'}
 
 
@@ -57,7 +59,7 @@ class Hub(BaseHTTPRequestHandler):
                 for name, text in self.files().items()
             ]
             self.answer(200, json.dumps(tree).encode(), body)
-        elif self.path.startswith("/api/") and "/nobody/" not in self.path:
+        elif self.path.startswith("/api/") and not any(f"/{owner}/" in self.path for owner in ABSENT):
             found = [{"rfilename": name} for name in self.files()]
             content = json.dumps(
                 {"id": "owner/name", "sha": self.commit, "siblings": found, "tags": [], "private": False}
@@ -140,6 +142,7 @@ def test_validation_asks_the_hub_for_what_the_job_names(endpoint, tmp_path):
         "repo": "hf://nobody/name?split=train",
         "none": "hf://owner/name",
         "form": "hf://owner/name?config=main",
+        "mirror": "hf://mirrored/name?split=train",
     }
     job = {
         "apiVersion": "rljob.dev/v1alpha1",
@@ -154,10 +157,11 @@ def test_validation_asks_the_hub_for_what_the_job_names(endpoint, tmp_path):
     file.write_text(json.dumps(job))
     done = run(endpoint, tmp_path, "-m", "rl_core.cli.main", "validate", str(file))
     told = {line.partition("data.sets.")[2][:7]: line for line in done.stderr.splitlines() if "spec.data.sets." in line}
-    assert done.returncode == 2 and sorted(told) == [f"{n}.train" for n in range(1, 6)], done.stderr
+    assert done.returncode == 2 and sorted(told) == [f"{n}.train" for n in range(1, 7)], done.stderr
     assert "main/train, got main/test; correct ?split" in told["1.train"]
     assert "with the file absent.jsonl, got none in owner/name" in told["2.train"]
-    assert "got none named nobody/name" in told["3.train"] and "must name a split, ?split=train" in told["4.train"]
+    assert "got none named nobody/name" in told["3.train"] and "got none named mirrored/name" in told["6.train"]
+    assert "must name a split, ?split=train" in told["4.train"]
     assert "a hub reference must read hf://owner/name" in told["5.train"] and "model.path" not in done.stderr
     job["spec"]["data"] = {"train": sets["right"]}
     file.write_text(json.dumps(job))

@@ -10,7 +10,7 @@ from tests.cluster.testcluster.access import Access
 IMPORTS = {
     "actor": "rl_core.runner.__main__, rl_core.channel.__main__, rl_core.actors.fsdp, rl_core.actors.megatron.backend, torch, transformers, pyarrow, tensorboard",
     "rollout": "rl_core.rollouts.hf.worker, rl_core.rollouts.sglang.worker, rl_core.workers.host, torch, transformers",
-    "env": "rl_core.envs.worker, rl_core.workers.host, math_verify, reasoning_gym",
+    "env": "rl_core.envs.worker, rl_core.workers.host, math_verify, reasoning_gym, openai",
     "operator": "rljob_operator.__main__, kopf, kubernetes.aio",
 }
 LOOK = """

@@ -31,6 +31,19 @@ def test_the_job_of_each_task_and_its_code_pass_all_checks(tmp_path, model, task
     assert len((folder / "README.md").read_text().splitlines()) <= 14
 
 
+def test_validation_finds_token_ids_that_the_model_does_not_have(tmp_path, model):
+    init(tmp_path, task="math", model=str(model), gpus=0)
+    biased = [
+        "rollout.sampling.logitBias={'999999': -1}",
+        "algorithm.allowTruncatedSampling=true",
+        "algorithm.recomputeLogProbs=true",
+    ]
+    (problem,) = find_reference_problems(load_job(tmp_path / "job.yaml", biased), search_path=tmp_path)
+    assert problem.startswith("spec.rollout.sampling.logitBias must have token ids below the model's vocab_size"), (
+        problem
+    )
+
+
 @pytest.mark.parametrize(("gpus", "mode"), [(1, "colocated"), (2, "disaggregated"), (8, "disaggregated")])
 def test_a_job_for_accelerators_fits_on_those_that_are_there(tmp_path, gpus, mode):
     init(tmp_path, task="math", model=None, gpus=gpus)

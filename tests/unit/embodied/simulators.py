@@ -73,3 +73,19 @@ class Echo(Scripted):
     def step(self, action):
         observation, reward, *rest = super().step(action)
         return observation, reward + float(action), *rest
+
+
+class Picture(Echo):
+    """An `Echo` that also shows an image, whose pixels are (seed, step, 0) of the observation."""
+
+    SIDE = 16
+
+    def observation(self):
+        states = super().observation()
+        return {"states": states, "pixels": picture(states)}
+
+
+def picture(states):
+    """Return the image [side, side, 3] of bytes that goes with states."""
+    seed, made = (int(number) for number in states)
+    return np.full((Picture.SIDE, Picture.SIDE, 3), (seed % 256, made, 0), np.uint8)

@@ -4,11 +4,12 @@ import asyncio
 import sys
 import types
 
+import anthropic
 import openai
 import pytest
 import torch
 
-from rl_core.api.errors import RolloutDataFailure, RolloutTimeout
+from rl_core.api.errors import ConfigError, RolloutDataFailure, RolloutTimeout
 from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
 from rl_core.batching.collate import collate_groups
 from rl_core.envs.agent import AgentEnvironment
@@ -36,6 +37,28 @@ async def talk(row, base_url, api_key, model):
             answer = await client.chat.completions.create(model=model, messages=messages)
             messages += [answer.choices[0].message, {"role": "user", "content": "go on"}]
     return {"reward": 1.0, "parts": {"turns": len(TURNS)}}
+
+
+async def talk_by_responses(row, base_url, api_key, model):
+    messages = [{"role": "user", "content": row["prompt"]}]
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        for _ in TURNS:
+            answer = await client.responses.create(model=model, input=messages)
+            messages += [*answer.output, {"role": "user", "content": "go on"}]
+    return 1.0
+
+
+async def talk_by_messages(row, base_url, api_key, model):
+    messages = [{"role": "user", "content": row["prompt"]}]
+    client = anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0)
+    async with client:
+        for _ in TURNS:
+            answer = await client.messages.create(model=model, messages=messages, max_tokens=64)
+            messages += [
+                {"role": "assistant", "content": answer.content},
+                {"role": "user", "content": "go on"},
+            ]
+    return 1.0
 
 
 async def talk_on(row, base_url, api_key, model):
@@ -73,6 +96,10 @@ def silent(row, base_url, api_key, model):
     return 1.0
 
 
+def other_names(row, url, key):
+    return 1.0
+
+
 def raises(row, base_url, api_key, model):
     raise KeyError("nothing")
 
@@ -95,7 +122,8 @@ async def not_applicable(row, base_url, api_key, model):
 @pytest.fixture(autouse=True)
 def programs(monkeypatch):
     module = types.ModuleType("agent_programs")
-    for program in (talk, talk_on, talk_in_branches, talk_in_thread, silent, raises, hangs, no_number, not_applicable):
+    programs = [talk, talk_by_responses, talk_by_messages, talk_on, talk_in_branches, talk_in_thread]
+    for program in (*programs, silent, other_names, raises, hangs, no_number, not_applicable):
         setattr(module, program.__name__, program)
     monkeypatch.setitem(sys.modules, "agent_programs", module)
 
@@ -104,7 +132,7 @@ def agent(program):
     return AgentEnvironment({"agent": f"agent_programs:{program}"})
 
 
-@pytest.mark.parametrize("program", ["talk", "talk_in_thread"])
+@pytest.mark.parametrize("program", ["talk", "talk_in_thread", "talk_by_responses", "talk_by_messages"])
 async def test_an_agent_gives_the_rows_of_our_own_episodes(chatml, program):
     own = AsyncRolloutImpl(chatml, {"agent": GoOn()}, 2, 2048, SampledText(chatml, scripted), seed=1)
     expected = await own.run_rollout(sample(chatml))
@@ -150,6 +178,7 @@ async def test_branches_are_samples_of_one_episode_and_each_token_trains_once(ch
     assert [completion.reward for completion in record.completions] == rewards * 2
     assert {completion.metrics["reward_share"] for completion in record.completions} == {rewards[0] / 3}
     assert {completion.metrics["reward/turns"] for completion in record.completions} == {6 * rewards[0] / 3}
+    assert record.rollout_metrics["reward/turns/mean"] == 6 * rewards[0] / 3
     assert (record.rollout_metrics["branches"], record.rollout_metrics["unspliced"]) == (4, 0)
     batch = collate_groups([record], pad_token_id=0, max_length=2048)
     assert len(batch) == 2 * len(rewards) and bool(batch.sample_mask.all()) and len(batch.group_texts) == 1
@@ -202,6 +231,11 @@ def test_rewards_have_three_forms():
     assert read_reward(0.5) == (0.5, {})
     assert read_reward({"reward": None}) == (None, {})
     assert read_reward(result) == (2.0, {"a": 1.0})
+
+
+def test_a_function_that_does_not_take_the_endpoint_by_name_is_refused():
+    with pytest.raises(ConfigError, match="must take the arguments row, base_url, api_key, model.*'url'"):
+        agent("other_names")
 
 
 def test_a_program_is_not_tried_at_validation_because_there_is_no_model():

@@ -231,9 +231,11 @@ async def test_rewards_by_name_are_kept_and_summed_with_weights(fakes):
         reward_weights={"a": 1.0, "b": 0.25},
     )
     impl, _ = make(fakes, script=("one", "two"), env=env)
-    (completion,) = (await impl.run_rollout(fakes.sample())).completions
+    record = await impl.run_rollout(fakes.sample())
+    (completion,) = record.completions
     assert completion.reward == 2.5
     assert completion.metrics["reward/a"] == 2.0 and completion.metrics["reward/b"] == 2.0
+    assert record.rollout_metrics["reward/a/mean"] == record.rollout_metrics["reward/b/mean"] == 2.0
 
 
 async def test_a_prompt_without_room_is_refused(fakes):

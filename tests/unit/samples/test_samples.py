@@ -2,6 +2,8 @@
 
 import json
 import logging
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -42,6 +44,20 @@ def test_any_text_and_reward_make_one_ascii_line_that_reads_back(text, reward):
     data, entry = line(kept(text=text, reward=reward))
     assert data.isascii() and data.count(b"\n") == 1 and entry.length == len(data)
     assert json.loads(data)["messages"][1]["content"] == text
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.text(), st.text(), st.none() | st.floats(), st.integers(1, 2)), min_size=1, max_size=6))
+def test_the_index_says_what_the_lines_say(rows):
+    with TemporaryDirectory() as name:
+        folder, writer = Path(name), None
+        for group, reason, reward, step in rows:
+            writer = write(folder, [kept(group, reward=reward, reason=reason)], step=step, writer=writer)
+        writer.close()
+        (index,) = (folder / "samples").glob("*.index")
+        indexed = read(folder)[0].every(TRAIN)
+        index.unlink()
+        assert indexed == read(folder)[0].every(TRAIN) and len(indexed) == len(rows)
 
 
 def test_a_torn_line_is_passed_over_and_what_follows_is_read(tmp_path):

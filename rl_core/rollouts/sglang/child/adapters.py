@@ -79,7 +79,9 @@ class ChildAdapters:
         self._offered = adapter
 
     async def serve(self, version: int) -> None:
-        """Let rows that begin use the adapter of `version`, which was loaded last. Raises RuntimeError if another one was."""
+        """Let rows that begin use the adapter of `version`. Raises RuntimeError unless it is the one that was loaded last, or is served."""
+        if self._offered is None and self._served is not None and self._served.version == version:
+            return
         if self._offered is None or self._offered.version != version:
             raise RuntimeError(
                 f"the adapter of version {version} must be loaded before it is served, got {self._offered}"

@@ -1,0 +1,101 @@
+"""Large observations of one pipeline stage, which simulators of this host write into shared memory and the policy reads there.
+
+    simulator -- copies --> rows of a collection [T + 1, B, ...] --> policy; trajectory -- copied by the channel --> actor
+
+Legend: T decisions of a collection, B simulators of the stage that this rollout serves.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_core.api.records import EnvOutput
+from rl_core.transports.shared_rows import FINAL_ROW, ColumnAddress, Layout, SharedRows
+
+LARGE_BYTES = 512
+"""Smallest observation that goes to shared memory. A smaller one, such as a state, costs less in the message that comes anyway."""
+
+
+def large_observations(obs: Mapping[str, Any]) -> Layout:
+    """Return types and shapes of the large ones among observations [B, ...] by name."""
+    arrays = {name: np.asarray(array) for name, array in obs.items()}
+    return {name: (array.dtype, array.shape[1:]) for name, array in arrays.items() if array[0].nbytes >= LARGE_BYTES}
+
+
+class ObservationRows:
+    """The large observations [T + 1, B, ...] of a stage, and a last row for those with which an episode ended."""
+
+    def __init__(self, shared: SharedRows) -> None:
+        """Use `lend`."""
+        self._shared = shared
+        self._rows = {name: torch.from_numpy(array) for name, array in shared.arrays.items()}
+        self._row = -1
+        """Row of the latest observations."""
+
+    @classmethod
+    def lend(cls, layout: Layout, *, decisions: int, simulators: int) -> Self | None:
+        """Return rows for T = `decisions` and B = `simulators`; None when shared memory is full."""
+        shared = SharedRows.lend(layout, rows=decisions + 2, columns=simulators)
+        return None if shared is None else cls(shared)
+
+    def column(self, number: int) -> ColumnAddress:
+        """Return where a simulator of the stage writes."""
+        return replace(self._shared.address, column=number)
+
+    def receive(self, shards: Sequence[EnvOutput], sizes: Sequence[int], gone: Sequence[bool]) -> list[EnvOutput]:
+        """Go to the next row, and return the outputs of the env workers without their large observations.
+
+        An env worker of another host sends them in its output: they are copied into the row. The simulators of one that is gone keep the
+        observations of the row before.
+        """
+        self._row += 1
+        begin, rest = 0, []
+        for shard, size, is_gone in zip(shards, sizes, gone, strict=True):
+            columns = slice(begin, begin + size)
+            for rows in self._rows.values() if is_gone else ():
+                rows[self._row, columns] = rows[self._row - 1, columns]
+            obs = self._copied(shard.obs, self._row, columns)
+            final_obs = None if shard.final_obs is None else self._copied(shard.final_obs, FINAL_ROW, columns)
+            rest.append(replace(shard, obs=obs, final_obs=final_obs))
+            begin += size
+        return rest
+
+    def fill(self, output: EnvOutput) -> EnvOutput:
+        """Return the output with the large observations, which are views of the memory. Those of `final_obs` count where an episode ended."""
+        final_obs = output.final_obs
+        if output.rewards is not None and bool(output.dones.any()):
+            final_obs = (final_obs or output.obs) | {name: rows[FINAL_ROW] for name, rows in self._rows.items()}
+        obs = output.obs | {name: rows[self._row] for name, rows in self._rows.items()}
+        return replace(output, obs=obs, final_obs=final_obs)
+
+    def release(self, *, reuse: bool) -> None:
+        """Give the memory back; see `SharedRows.release`."""
+        self._rows = {}
+        self._shared.release(reuse=reuse)
+
+    def _copied(self, obs: Mapping[str, Any], row: int, columns: slice) -> dict[str, Any]:
+        for name in self._rows.keys() & obs.keys():
+            self._rows[name][row, columns] = torch.as_tensor(obs[name])
+        return {name: array for name, array in obs.items() if name not in self._rows}
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Return `torch.stack(tensors)`, without a copy where they are consecutive rows of one tensor."""
+    first, step = tensors[0], tensors[0].numel()
+    memory = first.untyped_storage().data_ptr()
+    is_rows = first.is_contiguous() and all(
+        one.untyped_storage().data_ptr() == memory
+        and one.storage_offset() == first.storage_offset() + number * step
+        and one.stride() == first.stride()
+        and one.shape == first.shape
+        for number, one in enumerate(tensors)
+    )
+    return (
+        first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
+        if is_rows
+        else torch.stack(list(tensors))
+    )

@@ -1,0 +1,112 @@
+"""Large observations of one collection in shared memory: simulators write them, and the policy reads them in place.
+
+A rollout lends a segment of its store for arrays [R, B, ...] by name: R rows of B simulators. Env workers of the same host map it by its
+address, and pass a descriptor of it to the processes of simulators, which do not see /dev/shm. Each simulator writes its own column.
+"""
+
+import math
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import msgpack
+import numpy as np
+
+from rl_core.api.errors import FrameError, InfrastructureError
+from rl_core.transports import tokens
+from rl_core.transports.links import ProcessSharedMemory
+
+ALIGNMENT = 64
+"""Each array begins at a multiple of this number of bytes."""
+FINAL_ROW = -1
+"""Row for the last observation of an episode after which the simulator has begun another one."""
+Layout = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
+"""Type and shape of one simulator's array, by name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ColumnAddress:
+    """Where the arrays of a `SharedRows` lie, and the column of one simulator in them."""
+
+    segment: str
+    arrays: tuple[tuple[str, str, tuple[int, ...], int], ...]
+    """(name, NumPy type, shape [R, B, ...], bytes before it) of each array."""
+    column: int = 0
+
+    def pack(self) -> np.ndarray:
+        """Return the address as an array of bytes, for messages of arrays."""
+        return np.frombuffer(msgpack.packb((self.segment, self.arrays, self.column)), np.uint8)
+
+    @classmethod
+    def unpack(cls, packed: np.ndarray) -> Self:
+        """Return what was given to `pack`."""
+        segment, arrays, column = msgpack.unpackb(packed.tobytes())
+        laid = tuple((name, code, tuple(shape), begin) for name, code, shape, begin in arrays)
+        return cls(segment=segment, arrays=laid, column=column)
+
+    def open(self) -> int:
+        """Return a new descriptor of the segment. Raises InfrastructureError when its owner has removed it."""
+        try:
+            return tokens.open_own(tokens.DIRECTORY / self.segment, os.O_RDWR)
+        except OSError as error:
+            raise InfrastructureError(f"segment {self.segment} cannot be opened; its owner may be gone") from error
+
+    def map(self, descriptor: int | None = None) -> dict[str, np.ndarray]:
+        """Return the simulator's arrays [R, ...] by name. `descriptor` is one of the segment; None maps it by its name.
+
+        Raises InfrastructureError when its owner has removed it.
+        """
+        try:
+            memory: Any = (
+                ProcessSharedMemory.shared().reader.view(self.segment, 0, self.size)
+                if descriptor is None
+                else mmap.mmap(descriptor, self.size)
+            )
+        except FrameError as error:
+            raise InfrastructureError(str(error)) from error
+        return {name: array[:, self.column] for name, array in self.view(memory).items()}
+
+    def view(self, memory: Any) -> dict[str, np.ndarray]:
+        """Return all columns [R, B, ...] by name in the memory of the segment."""
+        return {
+            name: np.frombuffer(memory, code, math.prod(shape), begin).reshape(shape)
+            for name, code, shape, begin in self.arrays
+        }
+
+    @property
+    def size(self) -> int:
+        """Bytes of the segment that the arrays take."""
+        return max(begin + math.prod(shape) * np.dtype(code).itemsize for _, code, shape, begin in self.arrays)
+
+
+class SharedRows:
+    """The arrays of one collection, as the process that owns the memory sees them."""
+
+    def __init__(self, address: ColumnAddress, arrays: dict[str, np.ndarray], generation: int, holder: object) -> None:
+        """`arrays` lie at `address`, in a segment that was lent to `holder` under `generation`. Use `lend`."""
+        self.address, self.arrays = address, arrays
+        self._generation, self._holder = generation, holder
+
+    @classmethod
+    def lend(cls, layout: Layout, *, rows: int, columns: int) -> Self | None:
+        """Return arrays of `rows` x `columns`; None when shared memory is full."""
+        arrays, size = [], 0
+        for name, (dtype, shape) in layout.items():
+            arrays.append((name, dtype.str, (rows, columns, *shape), size))
+            size += -(-rows * columns * math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        holder = object()
+        segment = ProcessSharedMemory.shared().store.lend(size, holder)
+        if segment is None:
+            return None
+        address = ColumnAddress(segment=segment.name, arrays=tuple(arrays))
+        return cls(address, address.view(segment.memory), segment.generation, holder)
+
+    def release(self, *, reuse: bool) -> None:
+        """Give the memory back. Without `reuse` it is never lent again, because a process that was lost may still write to it."""
+        store = ProcessSharedMemory.shared().store
+        if reuse:
+            store.release(self.address.segment, self._generation, self._holder)
+        else:
+            store.release_holder(self._holder)

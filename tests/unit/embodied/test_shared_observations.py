@@ -1,0 +1,171 @@
+"""Images go through shared memory: each is that of its transition, none travels in a message, and the memory is given back."""
+
+import asyncio
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from rl_core.actors.trajectories import merge_trajectories
+from rl_core.transports.direct import Connection
+from rl_core.transports.links import ProcessSharedMemory
+from rl_core.transports.tokens import DIRECTORY
+from tests.unit.embodied.simulators import Picture, picture
+from tests.unit.embodied.test_collection import CHUNK, HORIZON, PER_WORKER, Sine, World
+
+PICTURE = {"id": "tests.unit.embodied.simulators:Picture", "vectorization": "process"}
+FRAME_BYTES = Picture.SIDE * Picture.SIDE * 3
+DECISIONS = HORIZON // CHUNK
+
+
+class Seeing(Sine):
+    """A policy that trains on images, and whose values follow from the images."""
+
+    def predict(self, obs, mode="train"):
+        actions, result = super().predict(obs, mode)
+        result["forward_inputs"]["pixels"] = obs["pixels"]
+        result["prev_values"] = obs["pixels"][:, 0, 0, 1:2].float() / 2 + 1
+        return actions, result
+
+
+@pytest.fixture
+def world():
+    made = []
+
+    def make(*counts, **options):
+        made.append(World(*counts, **PICTURE | options))
+        for rollout in made[-1].rollouts:
+            rollout.model = Seeing()
+        return made[-1]
+
+    yield make
+    for one in made:
+        for worker in one.envs:
+            worker.close()
+
+
+def check_images(merged):
+    """Each image, and each value that a reward or a trajectory ends with, is that of the observation beside it."""
+    for at in np.ndindex(tuple(merged.rewards.shape[:2])):
+        assert np.array_equal(merged.forward_inputs["pixels"][at], picture(merged.forward_inputs["states"][at]))
+    assert torch.equal(merged.prev_values[:-1, :, 0], merged.forward_inputs["states"][..., 1] / 2 + 1)
+
+
+@pytest.mark.parametrize(
+    ("envs", "rollouts", "stages", "vectorization"),
+    [
+        (1, 1, 1, "process"),
+        (1, 2, 2, "process"),
+        (1, 1, 2, "sync"),
+        (2, 1, 1, "sync"),
+        (2, 3, 2, "sync"),
+        (3, 2, 1, "sync"),
+    ],
+)
+def test_trajectories_are_those_of_observations_in_messages(world, envs, rollouts, stages, vectorization):
+    """The first collection learns the shapes. One of several pairs of an env worker and a rollout exchanges them by the channels."""
+    shared = world(envs, rollouts, stages, vectorization=vectorization, numEnvs=4)
+    plain = world(envs, rollouts, stages, vectorization="sync", numEnvs=4)
+
+    async def collected(one, step, direct):
+        received, _ = await one.collect(step, 1, direct)
+        return merge_trajectories(received[0])
+
+    async def main():
+        for step in (1, 2, 3):
+            found, expected = await collected(shared, step, True), await collected(plain, step, False)
+            check_images(found)
+            assert torch.equal(found.rewards, expected.rewards) and found.dones.any()
+            for name in ("pixels", "states", "actions"):
+                assert torch.equal(found.forward_inputs[name], expected.forward_inputs[name])
+            assert torch.equal(found.prev_values, expected.prev_values)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("auto_reset", [True, False])
+def test_an_image_is_written_once_and_read_where_it_lies(world, monkeypatch, auto_reset):
+    """Messages have fewer bytes than the images that they would have to carry, and the trajectory is the memory itself."""
+    one, sent = world(1, 1, 1, autoReset=auto_reset, numEnvs=2), []
+
+    def counted(self, key, arrays, descriptor=None, *, pack=Connection.pack):
+        sent.append(len(pack(self, key, arrays)))
+        return pack(self, key, arrays)
+
+    async def main():
+        await one.collect(1, 1, True)
+        monkeypatch.setattr(Connection, "pack", counted)
+        for step in (2, 3, 4):
+            received, _ = await one.collect(step, 1, True)
+            rows = received[0][0].forward_inputs["pixels"]
+            shared = ProcessSharedMemory.shared().store
+            lent = [np.frombuffer(segment.memory, np.uint8) for segment in shared._idle.values()]
+            assert any(each.ctypes.data <= rows.data_ptr() < each.ctypes.data + each.nbytes for each in lent)
+            check_images(merge_trajectories(received[0]))
+
+    asyncio.run(main())
+    assert sent and max(sent) < FRAME_BYTES
+
+
+def test_a_simulator_that_dies_begins_its_next_episode_in_the_same_place(world):
+    one, killed = world(1, 1, 1, numEnvs=2), 1
+    worker = one.envs[0]
+    make_step = worker.env_interact_step
+
+    def deadly(actions, stage):
+        if worker.envs[0]._row == 1:
+            os.kill(worker.envs[0]._slots.pids[killed], signal.SIGKILL)
+        return make_step(actions, stage)
+
+    async def main():
+        await one.collect(1, 1, True)
+        worker.env_interact_step = deadly
+        for step in (2, 3):
+            received, stats = await one.collect(step, 1, True)
+            merged = merge_trajectories(received[0])
+            check_images(merged)
+            assert stats[0].lost == 1 and not merged.valid[1, killed]
+            assert merged.forward_inputs["states"][2, killed, 1] == 0
+            assert merged.valid[:, 0].all()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_the_memory_of_a_lost_env_worker_is_never_lent_again(world, hangs):
+    one = world(2, 1, 1, vectorization="sync")
+    store = ProcessSharedMemory.shared().store
+
+    async def main():
+        await one.collect(1, 1, True)
+        await one.collect(2, 1, True)
+        before = set(store._idle)
+        received, _ = await one.collect(3, 1, True, lose=(1, 2, hangs))
+        merged = merge_trajectories(received[0])
+        check_images(merged)
+        valid = merged.valid[:, merged.env_ids >= PER_WORKER]
+        assert not valid[2:].any() and merged.valid[:, merged.env_ids < PER_WORKER].all()
+        if hangs:
+            one.envs[1].release.set()
+        gone = before - set(store._idle)
+        assert len(gone) == 1 and not (DIRECTORY / gone.pop()).exists()
+
+    asyncio.run(main())
+    one.envs[1] = one.envs[1].env
+
+
+def test_the_memory_is_bounded(world):
+    one, store = world(1, 1, 2, vectorization="sync"), ProcessSharedMemory.shared().store
+
+    async def main():
+        await one.collect(1, 1, True)
+        await one.collect(2, 1, True)
+        first = store.stats()
+        for step in range(3, 9):
+            await one.collect(step, 1, True)
+        last = store.stats()
+        assert last["created"] == first["created"] and last["bytes"] == first["bytes"] and not last["lent"]
+
+    asyncio.run(main())
