@@ -31,6 +31,8 @@ class Gym:
         self.steps = list(steps)
         self.ready = True
         self.rows, self.cancelled = [], 0
+        self.refused = None
+        """The answer to a call whose key was refused: the model server then sends no further one."""
 
     def app(self):
         """Return the application that is both servers."""
@@ -116,8 +118,12 @@ class Gym:
         body = {"messages": messages, "model": "policy", "logprobs": True, "top_logprobs": 0}
         body |= {"return_tokens_as_token_ids": True, **({"tools": tools} if tools else {})}
         headers = {"Authorization": "Bearer none"}
+        if self.refused is not None:
+            raise ModelError(f"skipping further requests: {self.refused}")
         async with http.post(f"{self.model_url}/chat/completions", json=extra | body, headers=headers) as response:
             answer = await response.json()
+        if response.status in (401, 403):
+            self.refused = answer
         if response.status != 200:
             raise ModelError(f"{response.status}: {answer}")
         choice = answer["choices"][0]

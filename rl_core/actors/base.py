@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from rl_core.actors.backend import TrainBackend
+from rl_core.actors.critic_group import CriticGroup
 from rl_core.actors.inference import InferenceGroup
 from rl_core.actors.manager import validated
 from rl_core.actors.publishing import open_publisher
@@ -85,6 +86,7 @@ class Actor(Worker, ABC):
             progress=lambda: self.record_progress("micro_steps"),
             teachers=self._teachers(),
             inference=self._inference(),
+            critic=self._critic(),
         )
 
     def _teachers(self) -> Teachers | None:
@@ -97,11 +99,20 @@ class Actor(Worker, ABC):
         group = self.cfg.algorithm.inference
         return None if group is None else InferenceGroup(self, group, **self._bounds_of_answers())
 
+    def _critic(self) -> CriticGroup | None:
+        """Return the group that holds the critic, None where this worker does or there is none."""
+        group = self.cfg.algorithm.critic_group
+        return None if group is None else CriticGroup(self, group, seconds=self._answer_seconds)
+
     def _bounds_of_answers(self) -> dict[str, float]:
         """Return the temperature at which other groups score tokens, and the seconds within which they must answer."""
+        return {"temperature": self.cfg.rollout.sampling.temperature, "seconds": self._answer_seconds}
+
+    @property
+    def _answer_seconds(self) -> float:
+        """Seconds within which other groups must answer."""
         deadlines = self.cfg.runtime.deadlines
-        seconds = ANSWER_SHARE * min(deadlines.group_method, deadlines.collective)
-        return {"temperature": self.cfg.rollout.sampling.temperature, "seconds": seconds}
+        return ANSWER_SHARE * min(deadlines.group_method, deadlines.collective)
 
     @abstractmethod
     def _build_backend(self, cfg: RLJobSpec) -> TrainBackend:

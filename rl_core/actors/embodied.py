@@ -39,6 +39,7 @@ class EmbodiedFSDPActor(Actor):
                 f"the {rows} decisions of a step must be divisible by actor processes x algorithm.optimizerStepsPerBatch = {parts}; "
                 "change env.options.horizon or optimizerStepsPerBatch"
             )
+        self.engine.sampler = None  # it keeps texts, which a trajectory has not
         self._trajectory: Trajectory | None = None
         self._inputs: dict[str, Tensor] = {}
         """What the policy saw in the rows of the step."""

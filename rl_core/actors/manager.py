@@ -242,7 +242,7 @@ class ModelManager(ResidentState):
     @property
     def has_critic(self) -> bool:
         """Whether a critic is trained with the policy."""
-        return self.cfg.algorithm.critic_in_use is not None
+        return self.cfg.algorithm.critic_of_actor is not None
 
     @property
     def _warming_up(self) -> bool:

@@ -24,7 +24,30 @@ from rl_core.algorithms.losses import (
 from rl_core.algorithms.mismatch import mismatch_stats
 from rl_core.algorithms.registry import option_names, resolve
 from rl_core.api.algorithm import AlgorithmSpec
+from rl_core.api.critic import CriticSpec
 from rl_core.api.errors import ConfigError
+
+
+class ValueObjective:
+    """The loss of a critic that shares no step with a policy, as a callable."""
+
+    def __init__(self, critic: CriticSpec, algorithm: AlgorithmSpec, *, max_tokens: int) -> None:
+        """Prepare the loss. `max_tokens` is the response limit, by which `seq-mean-token-sum-norm` divides."""
+        self._critic = critic
+        self._aggregation: dict[str, Any] = {"aggregation": algorithm.aggregation, "max_tokens": max_tokens}
+
+    def __call__(self, scores: Scores, columns: Columns, normalizers: LossNormalizers) -> LossResult:
+        """Return this micro-batch's share of the step's loss; `columns` [B, T] on the device of the scores."""
+        result = critic_loss(
+            scores.values,
+            columns.returns,
+            columns.loss_mask,
+            old_values=columns.values,
+            value_clip=self._critic.value_clip,
+            normalizers=normalizers,
+            **self._aggregation,
+        )
+        return replace(result, loss=self._critic.coefficient * result.loss)
 
 
 class PolicyObjective:
@@ -32,7 +55,7 @@ class PolicyObjective:
 
     def __init__(self, algorithm: AlgorithmSpec, *, max_tokens: int) -> None:
         """Prepare the loss. `max_tokens` is the response limit, by which `seq-mean-token-sum-norm` divides."""
-        self._spec, self._critic = algorithm.loss, algorithm.critic_in_use
+        self._spec, self._critic = algorithm.loss, algorithm.critic_of_actor
         self._options = _policy_options(algorithm)
         self._bounds, self._max_age = algorithm.trusted_ratios, algorithm.max_staleness
         self.version = 0

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import replace
 
 import torch
 
@@ -24,7 +24,7 @@ class StepMetrics:
     def __init__(self, counts: OptimizerCounts) -> None:
         """Start a step. `counts` are the actor's running counters; the metrics contain their values at the end of the step."""
         self._counts = counts
-        self._before = asdict(counts)
+        self._before = replace(counts)
         self._stats: list[Mapping[str, Stat]] = []
         self._last: list[Mapping[str, Stat]] | None = None
         self._norms: list[float] = []
@@ -36,7 +36,7 @@ class StepMetrics:
     @property
     def nothing_ended(self) -> bool:
         """Whether no mini-batch of the step has ended yet, be it applied, skipped or empty. Equal on all ranks."""
-        return asdict(self._counts) == self._before
+        return self._counts == self._before
 
     @contextmanager
     def timing(self, what: str) -> Iterator[None]:
@@ -88,13 +88,13 @@ class StepMetrics:
         stats = _over_ranks(ranks, merge_stats(self._stats))
         unmeasured = {name for name, stat in stats.items() if name.startswith(MISMATCH) and not stat.count}
         metrics = finish_stats({name: stat for name, stat in stats.items() if name not in unmeasured})
-        updates = max(self._counts.attempted - self._before["attempted"], 0)
+        updates = max(self._counts.attempted - self._before.attempted, 0)
         for name in ("loss", "policy_loss", "value_loss"):
             if name in metrics:
                 # Sums over the parts of one optimizer step; several steps are averaged.
                 metrics[name] /= max(updates, 1)
         finite = [norm for norm in self._norms if norm == norm and abs(norm) != float("inf")]
-        applied = self._counts.applied - self._before["applied"]
+        applied = self._counts.applied - self._before.applied
         metrics |= {
             "grad_norm": sum(finite) / len(finite) if finite else (self._norms or [0.0])[-1],
             "lr": self._rate,

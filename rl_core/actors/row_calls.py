@@ -35,6 +35,10 @@ class RowCalls:
         rows = [batch.input_ids[index, :length].numpy() for index, length in enumerate(batch.lengths.tolist())]
         return asyncio.run(self._ask(groups, rows, method, options))
 
+    def call(self, group: str, method: str, /, *args: Any) -> Any:
+        """Return `method(*args)` of a member of `group`. Raises as `ask`."""
+        return asyncio.run(self._callers.call(group, method, *args, seconds=self._seconds))
+
     async def _ask(
         self, groups: Sequence[str], rows: Sequence[np.ndarray], method: str, options: tuple[Any, ...]
     ) -> list[Any]:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,8 +61,7 @@ class Columns:
 
     def present(self) -> dict[str, Tensor]:
         """Return the columns that are not None, by name."""
-        columns = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {name: column for name, column in columns.items() if column is not None}
+        return {name: column for name in COLUMN_NAMES if (column := getattr(self, name)) is not None}
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Columns":
         """Return the columns with `change` applied to every one."""
@@ -69,13 +69,14 @@ class Columns:
 
     def to(self, device: torch.device) -> "Columns":
         """Return the columns on `device`."""
-        return self.each(lambda column: column.to(device))
+        return self if self.input_ids.device == device else self.each(lambda column: column.to(device))
 
 
+COLUMN_NAMES = tuple(one.name for one in fields(Columns))
 OF_CANDIDATES = ("candidates", "teacher_log_probs")
 """The columns with a dimension K."""
 INTEGERS = ("input_ids", "loss_mask", "candidates")
-FLOATS = tuple(one.name for one in fields(Columns) if one.name not in INTEGERS)
+FLOATS = tuple(name for name in COLUMN_NAMES if name not in INTEGERS)
 COLUMN_DTYPES = {
     **dict.fromkeys(INTEGERS, torch.int64),
     "loss_mask": torch.bool,
@@ -100,6 +101,8 @@ class StepRows:
         """Return the rows at the positions `indices`, in that order, padded to the longest of them."""
         lengths = [self.lengths[index] for index in indices]
         width = max(lengths, default=1)
+        if width == self.columns.input_ids.shape[1] and list(indices) == list(range(len(self.numbers))):
+            return self
         chosen = torch.tensor(list(indices), dtype=torch.int64)
         return StepRows(
             numbers=[self.numbers[index] for index in indices],
@@ -115,9 +118,9 @@ class StepRows:
         return StepRows(numbers=[-1], lengths=[1], columns=columns, inputs=inputs)
 
 
-def natural_key(text: str) -> list[tuple[int, int, str]]:
+def natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
     """Return a sort key that compares numbers in names as numbers: group "0-9" comes before "0-10"."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", text) if part]
+    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", text) if part)
 
 
 def number_rows(
@@ -129,15 +132,17 @@ def number_rows(
     row by number, and the numbers of this rank's rows. Groups are ordered by name and rows of a group keep their order, so that numbers do
     not depend on the order of arrival.
     """
-    held = ranks.gather_over_data_ranks([[group_texts[group] for group in row_groups], list(lengths)])
-    rows = [
-        (natural_key(text), rank, index, length)
-        for rank, (texts, row_lengths) in enumerate(held)
-        for index, (text, length) in enumerate(zip(texts, row_lengths, strict=True))
+    held = ranks.gather_over_data_ranks([list(group_texts), list(row_groups), list(lengths)])
+    keys = [[natural_key(text) for text in texts] for texts, _, _ in held]
+    places = {key: place for place, key in enumerate(sorted({key for of_rank in keys for key in of_rank}))}
+    row_places = [
+        places[of_rank[group]] for of_rank, (_, groups, _) in zip(keys, held, strict=True) for group in groups
     ]
-    rows.sort(key=lambda row: row[:3])
-    own = {index: number for number, (_, rank, index, _) in enumerate(rows) if rank == ranks.data_rank}
-    return [row[3] for row in rows], [own[index] for index in range(len(own))]
+    order = np.argsort(np.array(row_places, np.int64), kind="stable")
+    numbers = np.argsort(order)
+    begin = sum(len(row_lengths) for _, _, row_lengths in held[: ranks.data_rank])
+    all_lengths = np.array([length for _, _, row_lengths in held for length in row_lengths], np.int64)[order]
+    return all_lengths.tolist(), numbers[begin : begin + len(lengths)].tolist()
 
 
 def move_rows(ranks: Ranks, rows: StepRows, destination: Sequence[int]) -> StepRows:

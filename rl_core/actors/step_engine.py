@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rl_core.actors import preparation
 from rl_core.actors.backend import DetachedScores, Objective, StepCancelled, TrainBackend
 from rl_core.actors.cancellation import Cancellation
+from rl_core.actors.critic_group import CriticGroup
 from rl_core.actors.objective import PolicyObjective
 from rl_core.actors.preparation import PreparedBatch
 from rl_core.actors.ranks import Ranks
@@ -54,6 +56,7 @@ class StepEngine:
         progress: Callable[[], None] = lambda: None,
         teachers: Callable[[TrainingBatch, Sequence[PromptGroupRecord]], TeacherScores] | None = None,
         inference: Callable[[TrainingBatch, int], Tensor | None] | None = None,
+        critic: CriticGroup | None = None,
     ) -> None:
         """Run steps of `algorithm` with `backend` on this rank of `ranks`.
 
@@ -64,12 +67,13 @@ class StepEngine:
         - `teachers`: returns the teachers' scores of a batch; None in a job without distillation.
         - `inference`: returns the old log-probabilities of a batch at a version of the weights, [B, S], or None when the backend has to compute
           them; None in a job without a group for that.
+        - `critic`: the group that holds the critic; None where the backend does, or there is none.
         """
         self._backend, self._model = backend, backend.manager
         self._ranks, self._algorithm = ranks, algorithm
         self._micro_batch_tokens, self._response_limit = micro_batch_tokens, response_limit
         self._balance, self._progress = balance, progress
-        self._teachers, self._inference = teachers, inference
+        self._teachers, self._inference, self._critic = teachers, inference, critic
         self._objective = PolicyObjective(algorithm, max_tokens=response_limit)
         self._cancellation = Cancellation(ranks)
         self._reduce = ranks.sum_over_data_ranks if ranks.data_size > 1 else None
@@ -78,6 +82,8 @@ class StepEngine:
         """The step's groups as this rank received them."""
         self.prepared: PreparedBatch | None = None
         """The step's groups on this rank. None before `load` and after the step was trained or cancelled."""
+        self._fallbacks = 0
+        """Steps whose old log-probabilities the backend computed in place of the inference group."""
         self._not_broadcast: list[PromptGroupRecord] | None = None
         """Groups that this rank received and has not broadcast to the other ranks of its replica yet."""
 
@@ -114,14 +120,19 @@ class StepEngine:
         meanwhile, its groups are dropped.
         """
         prepared, algorithm = self._require_batch("compute_log_probs"), self._algorithm
-        wanted = {"log_probs": algorithm.recompute_log_probs, "values": algorithm.critic_in_use is not None}
+        wanted = {"log_probs": algorithm.recompute_log_probs, "values": algorithm.critic_of_actor is not None}
         try:
             if wanted["log_probs"] and self._inference is not None:
                 prepared.old_log_probs = self._ask_inference(prepared.collated)
+                fallbacks = torch.tensor(float(self._fallbacks))
+                prepared.metrics["inference_fallbacks"] = Stat("mean", fallbacks, torch.tensor(1.0))
                 wanted["log_probs"] = prepared.old_log_probs is None
+            if self._critic is not None:
+                prepared.values = self._ask_critic(prepared.collated)
             if any(wanted.values()):
-                log_probs, prepared.values = self._scored(prepared.collated, **wanted)
+                log_probs, values = self._scored(prepared.collated, **wanted)
                 prepared.old_log_probs = log_probs if wanted["log_probs"] else prepared.old_log_probs
+                prepared.values = values if wanted["values"] else prepared.values
             if algorithm.needs_reference:
                 prepared.ref_log_probs = self.score_reference(prepared.collated)
             if self._teachers is not None:
@@ -140,19 +151,33 @@ class StepEngine:
             preparation.prepare_for_loss(
                 prepared, self._algorithm, max_new_tokens=self._response_limit, reduce=self._reduce
             )
+        if self._critic is not None and self._ranks.receives:
+            self._critic.give_returns(prepared, self._objective.version, self._ranks.data_rank)
         return {name: float(stat) for name, stat in prepared.metrics.items()}
+
+    def _ask_critic(self, batch: TrainingBatch) -> Tensor:
+        """Return the values of `batch` from the group that holds the critic."""
+        assert self._critic is not None
+        found = [self._critic.values(batch, self._objective.version)] if self._ranks.receives else None
+        (values,) = self._in_replica(found, "handing out the values of the critic")
+        assert values is not None
+        return values
+
+    def _in_replica(self, found: Sequence[Tensor | None] | None, doing: str) -> Sequence[Tensor | None]:
+        """Return what the first rank of the replica has `found`, on all ranks of it. `doing` is for error messages."""
+        if self._ranks.replica_size == 1:
+            assert found is not None
+            return found
+        with self._ranks.guard(doing):
+            answer = self._ranks.broadcast_in_replica(None if found is None else _packed(list(found)))
+        assert answer is not None
+        return [None if part is None else torch.as_tensor(part) for part in _unpacked(answer)]
 
     def _ask_teachers(self, batch: TrainingBatch) -> TeacherScores:
         """Return the teachers' scores of `batch`. One rank of a replica asks, and the others get its answer."""
         assert self._teachers is not None
         found = self._teachers(batch, self._records) if self._ranks.receives else None
-        if self._ranks.replica_size == 1:
-            assert found is not None
-            return found
-        with self._ranks.guard("handing out the teachers' answers"):
-            answer = self._ranks.broadcast_in_replica(None if found is None else _packed(list(found)))
-        assert answer is not None
-        return TeacherScores(*(None if part is None else torch.as_tensor(part) for part in _unpacked(answer)))
+        return TeacherScores(*self._in_replica(found, "handing out the teachers' answers"))
 
     def _ask_inference(self, batch: TrainingBatch) -> Tensor | None:
         """Return the old log-probabilities from the inference group; None on all ranks when one of them got no answer."""
@@ -163,7 +188,10 @@ class StepEngine:
             unanswered = torch.tensor(float(answer is None))
             if self._reduce is not None:
                 unanswered = self._reduce(unanswered)
-        return None if answer is None or unanswered > 0 else torch.as_tensor(_unpacked(answer)[0])
+        if answer is None or unanswered > 0:
+            self._fallbacks += 1
+            return None
+        return torch.as_tensor(_unpacked(answer)[0])
 
     def score(self, batch: TrainingBatch) -> Tensor:
         """Return the trainer's log-probabilities of `batch`, [B, S] float32; zeros on a rank that computes none.
@@ -287,8 +315,9 @@ class StepEngine:
         """Return the micro-batches of this rank's rows, as many as on the other ranks; the rows of each are sorted longest first."""
         agree = self._ranks.all_reduce_max if self._ranks.data_size > 1 else None
         cuts = plan_microbatches(lengths, token_budget=self._micro_batch_tokens, agree=agree)
+        sizes = np.asarray(lengths, np.int64)
         # Rows of like length side by side make attention's dense batches tight.
-        return [sorted(cut, key=lambda row: (-lengths[row], row)) for cut in cuts]
+        return [[cut[at] for at in np.argsort(-sizes[cut], kind="stable")] for cut in cuts]
 
     def _leave(self) -> None:
         self.prepared, self._records = None, []

@@ -42,18 +42,18 @@ def plan_pass(
     - `balance`: assign rows to ranks so that costs are equal; otherwise in order.
     - `seed`: seed of the shuffle: the run's seed, the step and the number of the pass.
     """
-    order = list(range(len(lengths)))
+    order = np.arange(len(lengths))
     if minibatches > 1:
-        order = np.random.default_rng(list(seed)).permutation(len(lengths)).tolist()
+        order = np.random.default_rng(list(seed)).permutation(len(lengths))
     costs = sequence_costs(lengths, linear=1.0, quadratic=1.0 / (12 * hidden_size))
-    cuts = [_deal(sorted(part), costs, ranks, balance) for part in split_evenly(order, minibatches)]
-    destination = [0] * len(lengths)
+    cuts = [_deal(np.sort(part).tolist(), costs, ranks, balance) for part in np.array_split(order, minibatches)]
+    destination = np.zeros(len(lengths), np.int64)
     for cut in cuts:
         for rank, rows in enumerate(cut):
-            for row in rows:
-                destination[row] = rank
-    loads = [[row for row, rank in enumerate(destination) if rank == r] for r in range(ranks)]
-    return PassPlan(minibatches=cuts, destination=destination, imbalance=load_ratio(costs, loads) if lengths else 1.0)
+            destination[rows] = rank
+    loads = [np.flatnonzero(destination == rank).tolist() for rank in range(ranks)]
+    imbalance = load_ratio(costs, loads) if lengths else 1.0
+    return PassPlan(minibatches=cuts, destination=destination.tolist(), imbalance=imbalance)
 
 
 def _deal(rows: list[int], costs: Sequence[float], ranks: int, balance: bool) -> list[list[int]]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,13 +38,11 @@ class Stat:
 
     def __post_init__(self) -> None:
         require_choice("Stat.kind", self.kind, _KINDS)
-        total = torch.as_tensor(self.total, dtype=torch.float64).detach().reshape(())
-        count = torch.as_tensor(self.count, dtype=torch.float64, device=total.device).detach().reshape(())
+        total = _scalar(self.total, None)
         object.__setattr__(self, "total", total)
-        object.__setattr__(self, "count", count)
+        object.__setattr__(self, "count", _scalar(self.count, total.device))
         if self.squares is not None:
-            squares = torch.as_tensor(self.squares, dtype=torch.float64, device=total.device).detach().reshape(())
-            object.__setattr__(self, "squares", squares)
+            object.__setattr__(self, "squares", _scalar(self.squares, total.device))
 
     def __float__(self) -> float:
         return _finish(self.kind, *(float(part) for part in self.parts()))
@@ -62,8 +61,20 @@ def merge_stats(parts: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
     for part in parts:
         for name, stat in part.items():
             gathered.setdefault(name, []).append(stat)
-    merged = {name: _merge(name, stats) for name, stats in gathered.items()}
-    return _without_empty_extremes(merged)
+    numbers = iter(read_scalars([part for stats in gathered.values() for stat in stats for part in stat.parts()]))
+    merged = {}
+    for name, stats in gathered.items():
+        kinds = {stat.kind for stat in stats}
+        if len(kinds) > 1:
+            raise ValueError(f"metric {name!r} must have one kind in all parts, got {', '.join(sorted(kinds))}")
+        totals, counts, *squares = zip(*([next(numbers) for _ in stat.parts()] for stat in stats), strict=True)
+        kind = stats[0].kind
+        total = float(
+            {"max": np.max, "min": np.min}.get(kind, sum)(totals)
+        )  # of NumPy, where NaN is the largest and the smallest
+        if any(counts) or kind not in EXTREMES:
+            merged[name] = Stat(kind, total, sum(counts), *map(sum, squares))
+    return merged
 
 
 def finish_stats(stats: Mapping[str, Stat]) -> dict[str, float]:
@@ -94,7 +105,7 @@ def read_scalars(scalars: list[Tensor]) -> list[float]:
 def mean_stat(values: Tensor, mask: Tensor, count: Tensor | None = None) -> Stat:
     """Return the mean of `values` where `mask`; `count` is the number of true entries, when it is known already."""
     total = torch.where(mask, values.detach(), 0).sum(dtype=torch.float64)
-    return Stat("mean", total, mask.sum() if count is None else count)
+    return Stat("mean", total, mask.sum(dtype=torch.float64) if count is None else count)
 
 
 def std_stat(values: Tensor, mask: Tensor, count: Tensor | None = None) -> Stat:
@@ -129,31 +140,18 @@ def extreme_stats(
     return {f"{prefix}{kind}": extreme_stat(kind, values, mask) for kind in kinds}  # type: ignore[arg-type]
 
 
+def _scalar(value: Tensor | float, device: torch.device | None) -> Tensor:
+    """Return a number as a 0-d float64 tensor on `device` (None: where it is), without gradient."""
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=torch.float64, device=device)
+    if value.dtype is torch.float64 and not value.dim() and not value.requires_grad and device in (None, value.device):
+        return value
+    return value.detach().to(device, torch.float64).reshape(())
+
+
 def _finish(kind: str, total: float, count: float, squares: float = 0.0) -> float:
     if kind == "mean":
         return total / count if count else 0.0
     if kind == "std":
         return math.sqrt(max(squares - total * total / max(count, 1.0), 0.0) / max(count - 1.0, 1.0))
     return total
-
-
-def _merge(name: str, stats: list[Stat]) -> Stat:
-    kinds = {stat.kind for stat in stats}
-    if len(kinds) > 1:
-        raise ValueError(f"metric {name!r} must have one kind in all parts, got {', '.join(sorted(kinds))}")
-    kind = stats[0].kind
-    if len(stats) == 1:
-        return stats[0]
-    device = stats[0].total.device
-    totals, *sums = (
-        torch.stack([part.to(device) for part in parts]) for parts in zip(*(s.parts() for s in stats), strict=True)
-    )
-    total = totals.max() if kind == "max" else totals.min() if kind == "min" else totals.sum()
-    return Stat(kind, total, *(part.sum() for part in sums))
-
-
-def _without_empty_extremes(stats: dict[str, Stat]) -> dict[str, Stat]:
-    extremes = [name for name, stat in stats.items() if stat.kind in EXTREMES]
-    counts = read_scalars([stats[name].count for name in extremes])
-    empty = {name for name, count in zip(extremes, counts, strict=True) if count == 0}
-    return {name: stat for name, stat in stats.items() if name not in empty}

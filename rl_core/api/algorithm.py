@@ -262,6 +262,18 @@ class AlgorithmSpec(Spec):
         return (self.critic or CriticSpec()) if self.name == "gae" else None
 
     @property
+    def critic_of_actor(self) -> CriticSpec | None:
+        """Return the settings of the critic that the actor holds, None where a group does or there is none."""
+        critic = self.critic_in_use
+        return None if critic is None or critic.group is not None else critic
+
+    @property
+    def critic_group(self) -> str | None:
+        """Return the name of the group that holds the critic, None where the actor does or there is none."""
+        critic = self.critic_in_use
+        return None if critic is None else critic.group
+
+    @property
     def needs_scoring(self) -> bool:
         """Whether log-probabilities or values of the step's completions are computed before training, by trainer or teachers."""
         others = self.needs_reference or self.critic_in_use is not None or self.distillation is not None

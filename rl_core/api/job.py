@@ -12,6 +12,7 @@ from rl_core.api.backends import EMBODIED_PROGRAMS
 from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import FUNCTION, Name, Pattern, Seconds, listed
 from rl_core.api.cel import Cel, literal, unique
+from rl_core.api.critic import CRITIC_HAS_NO_WARM_UP, CRITIC_IS_A_GANG_OF_ONE, CRITIC_IS_OF_TEXT, wrong_critic
 from rl_core.api.data import DataSpec
 from rl_core.api.distillation import TEACHERS_ARE_GROUPS, unknown_teachers
 from rl_core.api.env import EnvSpec
@@ -212,6 +213,9 @@ class RLJobSpec(Spec):
         ),
         TEACHERS_ARE_GROUPS,
         INFERENCE_HOLDS_THE_POLICY,
+        CRITIC_IS_A_GANG_OF_ONE,
+        CRITIC_IS_OF_TEXT,
+        CRITIC_HAS_NO_WARM_UP,
         WEIGHTS_ARE_WHOLE,
     )
     def _groups_are_known(self) -> Iterator[str]:
@@ -222,6 +226,8 @@ class RLJobSpec(Spec):
         if any(unknown):
             yield f"groups must name groups of the job in callers, got {json.dumps(unknown)}; correct it"
         yield from unknown_teachers(self.algorithm.distillation, self.groups)
+        simulators, warm_up = self.program in EMBODIED_PROGRAMS, self.actor.critic_warmup_steps
+        yield from wrong_critic(self.algorithm.critic, self.groups, embodied=simulators, warmup_steps=warm_up)
         yield from wrong_pulls(self.groups, inference=self.algorithm.inference, lora=self.model.lora is not None)
 
     @rule(

@@ -24,7 +24,7 @@ def plan_microbatches(
     values = np.asarray(lengths, np.int64).reshape(-1)
     _check_lengths(values, token_budget)
     agreed = agree if agree is not None else int
-    count = agreed(max(_best_fit(values, token_budget), 1))
+    count = agreed(1 if values.sum() <= token_budget else _best_fit(values, token_budget))
     while True:
         parts = karmarkar_karp(values.tolist(), count)
         exceeds = any(int(values[part].sum()) > token_budget for part in parts)

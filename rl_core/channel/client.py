@@ -8,6 +8,7 @@ import concurrent.futures
 import functools
 import itertools
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from rl_core.api.errors import ConfigError
@@ -16,7 +17,7 @@ from rl_core.channel import payload
 from rl_core.channel.backend import PutRequest, TakeRequest
 from rl_core.channel.model import Delivery
 from rl_core.channel.puts import MARGIN, PutSender
-from rl_core.messages.channel import ChannelOptions, SegmentPart
+from rl_core.messages.channel import ChannelOptions, Key, SegmentPart
 from rl_core.transports import frames, rpc_wire
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.rpc import RpcClient
@@ -99,6 +100,10 @@ class RemoteBackend:
         parts = frames.encode(request.item)
         self.options.check_fits(self._name, sum(memoryview(part).nbytes for part in parts))
         return self._client.sender.put(self._name, parts, request)
+
+    def put_copies(self, request: PutRequest, keys: Sequence[Key]) -> "Future[None]":
+        """Return a future that is done when the server has accepted the item under each of `keys`, in place of the key of the request."""
+        return self._client.sender.put(self._name, frames.encode(request.item), request, keys)
 
     def take(self, request: TakeRequest) -> "Future[list[Delivery]]":
         """Return a future of what was taken."""

@@ -65,7 +65,10 @@ class DirectChannel:
                 raise PeerLost("the other end of a collection is gone; the collection is run again")
             if key in self._told and self._told[key].done():
                 return self._told[key].result()
-            if not self._mailbox.wait(SLICE) and key not in self._told:
+            arrived = self._mailbox.wait(SLICE)
+            if (found := self._mailbox.take(key)) is not None:
+                break
+            if not arrived and key not in self._told:
                 self._told[key] = asyncio.ensure_future(self._get_from.get_async(key=key))
             await asyncio.sleep(0)  # lets others of this loop go on, and a cancellation in
         return from_arrays(found[0])
@@ -96,16 +99,14 @@ def to_arrays(item: EnvOutput | np.ndarray) -> dict[str, Any]:
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray]) -> EnvOutput | np.ndarray:
-    """Return what was given to `to_arrays`."""
+    """Return what was given to `to_arrays`. Observations may be empty, because all are in shared memory."""
     if ACTIONS in arrays:
         return arrays[ACTIONS]
-    found: dict[str, Any] = {"obs": None}
+    found: dict[str, Any] = {"obs": {} if arrays else None}
     for name, array in arrays.items():
         outer, dot, inner = name.partition(".")
         if not dot:
             found[name] = array
-        elif found.get(outer) is None:
-            found[outer] = {inner: array}
         else:
-            found[outer][inner] = array
+            found.setdefault(outer, {})[inner] = array
     return EnvOutput(**found)

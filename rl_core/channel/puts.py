@@ -5,12 +5,14 @@ put of the same key only after that, so the order of puts is kept. Used by `clie
 """
 
 import concurrent.futures
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rl_core.api.errors import InfrastructureError
 from rl_core.channel import payload
 from rl_core.channel.backend import PutRequest
-from rl_core.messages.channel import Room, SegmentPart
+from rl_core.messages.channel import Key, Room, SegmentPart
 from rl_core.transports.links import ProcessSharedMemory
 from rl_core.transports.rpc import RpcClient
 from rl_core.transports.shared_memory import copy_into
@@ -29,55 +31,90 @@ class PutSender:
         self.rpc = rpc
         self.copier = concurrent.futures.ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="rljob-channel-copy")
 
-    def put(self, channel: str, parts: list[Any], request: PutRequest) -> "Future[None]":
-        """Return a future that is done when the server has accepted the encoded item of `request`."""
+    def put(
+        self, channel: str, parts: list[Any], request: PutRequest, keys: Sequence[Key] | None = None
+    ) -> "Future[None]":
+        """Return a future that is done when the server has accepted the encoded item of `request`, under each of `keys`.
+
+        `keys` None means the key of the request.
+        """
+        keys = [request.key] if keys is None else keys
         if self.rpc.shares_memory and any(payload.needs_segment(memoryview(part).nbytes) for part in parts):
-            return LargePut(self, channel, parts, request).future
+            return LargePut(self, channel, parts, request, keys).future
         inline = [payload.inline(part) for part in parts]
-        args = (channel, request.key, request.weight, inline, request.timeout, request.nowait)
-        return self.rpc.start_call("put", args, {}, timeout=request.timeout + MARGIN)
+        timeout = request.timeout + MARGIN
+        sent = [
+            self.rpc.start_call(
+                "put", (channel, key, request.weight, inline, request.timeout, request.nowait), {}, timeout=timeout
+            )
+            for key in keys
+        ]
+        if len(sent) == 1:
+            return sent[0]
+        whole: Future[None] = Future()
+        chain(sent, whole)
+        return whole
 
 
 class LargePut:
-    """A put through shared memory: reserve -> copy -> hand over."""
+    """A put through shared memory: reserve -> copy -> hand over. An item for several keys is copied once."""
 
-    def __init__(self, sender: PutSender, channel: str, parts: list[Any], request: PutRequest) -> None:
-        """Reserve room for the encoded `parts` of an item. The copy follows when the server has granted it."""
+    def __init__(
+        self, sender: PutSender, channel: str, parts: list[Any], request: PutRequest, keys: Sequence[Key]
+    ) -> None:
+        """Reserve room under `keys` for the encoded `parts` of an item. The copy follows when the server has granted it everywhere."""
         self.future: Future[None] = Future()
         self._uplink = sender
         self._parts = parts
         self._request = request
         sizes = [memoryview(part).nbytes for part in parts]
-        args = (channel, request.key, sizes, request.timeout, request.nowait)
-        granted = sender.rpc.start_call("reserve", args, {}, timeout=request.timeout + MARGIN)
-        self.future.add_done_callback(lambda done: granted.cancel() if done.cancelled() else None)
-        granted.add_done_callback(self._granted)
+        shared = (sizes, request.timeout, request.nowait)
+        self._granted = [
+            sender.rpc.start_call("reserve", (channel, key, *shared, index == 0), {}, timeout=request.timeout + MARGIN)
+            for index, key in enumerate(keys)
+        ]
+        self.future.add_done_callback(lambda done: self._cancel() if done.cancelled() else None)
+        when_all(self._granted, self._all_granted)
 
-    def _granted(self, granted: "Future[Room]") -> None:
+    def _cancel(self) -> None:
+        for granted in self._granted:
+            granted.cancel()
+
+    def _all_granted(self) -> None:
         """Leave the I/O thread, which may not be held for as long as a copy takes."""
-        if granted.cancelled():
-            return
-        error = granted.exception()
-        if error is None:
+        error = next((e for granted in self._granted if not granted.cancelled() and (e := granted.exception())), None)
+        rooms = [granted.result() for granted in self._granted if not granted.cancelled() and not granted.exception()]
+        if len(rooms) == len(self._granted):
             try:
-                self._uplink.copier.submit(self._write, granted.result())
+                self._uplink.copier.submit(self._write, rooms)
+                return
             except RuntimeError:
                 error = InfrastructureError("the item was not put: the client was closed")
+        self._abort(rooms)
         if error is not None and self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)
 
-    def _write(self, room: Room) -> None:
+    def _abort(self, rooms: Sequence[Room]) -> None:
+        for room in rooms:
+            self._uplink.rpc.start_call("abort", (room.ticket,), {}, idempotent=True)
+
+    def _write(self, rooms: Sequence[Room]) -> None:
         rpc = self._uplink.rpc
         try:
-            parts = [fill(segment, part) for segment, part in zip(room.segments, self._parts, strict=True)]
+            parts = [fill(segment, part) for segment, part in zip(rooms[0].segments, self._parts, strict=True)]
             if self.future.cancelled():
-                rpc.start_call("abort", (room.ticket,), {}, idempotent=True)
+                self._abort(rooms)
                 return
-            args, timeout = (room.ticket, self._request.weight, parts), self._request.timeout + MARGIN
-            # `waits`: puts that stand behind this one at the server may have taken all the credit
-            _chain(rpc.start_call("hand_over", args, {}, timeout=timeout, waits=True), self.future)
+            timeout = self._request.timeout + MARGIN
+            # The room with the memory comes last: the server takes that from this process with it. `waits`: puts that stand behind
+            # this one at the server may have taken all the credit.
+            accepted = [
+                rpc.start_call("hand_over", (room.ticket, self._request.weight, parts), {}, timeout=timeout, waits=True)
+                for room in reversed(rooms)
+            ]
+            chain(accepted, self.future)
         except Exception as error:  # noqa: BLE001 - the future carries it; the room must not stay taken
-            rpc.start_call("abort", (room.ticket,), {}, idempotent=True)
+            self._abort(rooms)
             if self.future.set_running_or_notify_cancel():
                 self.future.set_exception(error)
 
@@ -91,17 +128,37 @@ def fill(segment: SegmentPart | None, part: Any) -> payload.Part:
     return segment
 
 
-def _chain(inner: "Future[Any]", outer: "Future[Any]") -> None:
-    """Let `outer` end as `inner` does, and cancel `inner` with it."""
+def when_all(futures: Sequence["Future[Any]"], call: Callable[[], None]) -> None:
+    """Call `call` once all `futures` have ended, in the thread in which the last of them ends."""
+    left, lock = len(futures), threading.Lock()
 
-    def copy(done: "Future[Any]") -> None:
-        if done.cancelled() or not outer.set_running_or_notify_cancel():
+    def ended(_: "Future[Any]") -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            call()
+
+    for future in futures:
+        future.add_done_callback(ended)
+
+
+def chain(inner: Sequence["Future[Any]"], outer: "Future[None]") -> None:
+    """Let `outer` end when all of `inner` have, with the first error among them, and cancel them with it."""
+
+    def all_ended() -> None:
+        if outer.cancelled() or any(one.cancelled() for one in inner) or not outer.set_running_or_notify_cancel():
             return
-        error = done.exception()
+        error = next((error for one in inner if (error := one.exception()) is not None), None)
         if error is not None:
             outer.set_exception(error)
         else:
-            outer.set_result(done.result())
+            outer.set_result(None)
 
-    inner.add_done_callback(copy)
-    outer.add_done_callback(lambda done: inner.cancel() if done.cancelled() else None)
+    def cancel(done: "Future[None]") -> None:
+        for one in inner if done.cancelled() else ():
+            one.cancel()
+
+    outer.add_done_callback(cancel)
+    when_all(inner, all_ended)

@@ -259,13 +259,25 @@ class ChannelServer:
         core.put(now, put, nowait=nowait)
 
     def _reserve(
-        self, call: IncomingCall, channel: str, key: Key, sizes: list[int], timeout: float, nowait: bool
+        self,
+        call: IncomingCall,
+        channel: str,
+        key: Key,
+        sizes: list[int],
+        timeout: float,
+        nowait: bool,
+        memory: bool = True,
     ) -> None:
-        """Grant room for an item of parts of these `sizes` when there is some."""
+        """Grant room for an item of parts of these `sizes` when there is some.
+
+        Without `memory` the item is handed over in that of another room of the caller.
+        """
         core, now = self._core(channel), self._clock()
 
         def grant(put: Put) -> None:
-            room = Room(ticket=next(self._tickets), segments=tuple(self._segment(call.peer, size) for size in sizes))
+            room = Room(
+                ticket=next(self._tickets), segments=tuple(self._segment(call.peer, size) for size in sizes if memory)
+            )
             self._reservations[room.ticket] = _Reservation(core, put, call.peer, room)
             call.on_cancel = None
             self._remember(call, partial(self._release_reservation, room.ticket))
@@ -288,7 +300,8 @@ class ChannelServer:
         held = self._reservation(call, ticket)
         if held is None:
             raise InfrastructureError("the reservation of this item was given up: its producer was taken for lost")
-        foreign = [part for part in parts if isinstance(part, SegmentPart) and part not in held.room.segments]
+        own = {part for one in self._reservations.values() if one.peer is call.peer for part in one.room.segments}
+        foreign = [part for part in parts if isinstance(part, SegmentPart) and part not in own]
         if foreign or payload.size(parts) != held.put.nbytes:
             self._release_reservation(ticket)
             raise ConfigError(

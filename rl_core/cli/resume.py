@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.api.defaults import short
-from rl_core.api.job import RLJob
+from rl_core.api.job import RLJob, RLJobSpec
 from rl_core.checkpoint.manifest import MANIFEST
 from rl_core.runner.checkpoints import STATE_FILE
 from rl_core.runner.invariants import refuse_changes
 
 MOST = 8
 """Most differences that are listed."""
-DEFAULT = "its default"
+DEFAULTS = RLJobSpec.model_validate({"model": {"path": "none"}, "data": {"train": "none"}})
+"""The values of fields that neither job gives."""
 
 
 def resume_line(job: RLJob, folder: Path, resume: str) -> str:
@@ -28,14 +29,17 @@ def resume_line(job: RLJob, folder: Path, resume: str) -> str:
     checkpoint, state = found
     refuse_changes(state, job.spec)
     before, now = dict(_leaves(state["changed"])), dict(_leaves(short(job.spec)))
+    usual = dict(_leaves(DEFAULTS.model_dump(mode="json", by_alias=True)))
     listed = [
-        f"{path} {_word(before.get(path))} -> {_word(now.get(path))}"
+        f"{path} {_word(before.get(path, usual.get(path)))} -> {_word(now.get(path, usual.get(path)))}"
         for path in sorted({*before, *now})
         if before.get(path) != now.get(path)
     ]
     more = f" and {len(listed) - MOST} more" if len(listed) > MOST else ""
     changed = f"; different: {', '.join(listed[:MOST])}{more}" if listed else ""
-    return f"resumes at step {state.get('step')} of {checkpoint.parent.parent}{changed}"
+    step, steps = state.get("step"), job.spec.algorithm.steps
+    finished = f"; nothing is left to train: raise algorithm.steps above {steps}" if step == steps else ""
+    return f"resumes at step {step} of {checkpoint.parent.parent}{changed}{finished}"
 
 
 def _newest(job: RLJob, folder: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
@@ -67,4 +71,4 @@ def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
 
 
 def _word(value: Any) -> str:
-    return DEFAULT if value is None else json.dumps(value) if not isinstance(value, str) else value
+    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)

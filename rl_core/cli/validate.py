@@ -151,6 +151,11 @@ def _check_files(job: RLJob, folder: Path) -> Iterator[str]:
             except RLJobError as error:
                 yield f"spec.{error}"
             yield from (f"spec: {line}" for line in unsupported_settings(job.spec, config))
+            if job.spec.env.calls_model and not (job.spec.data.chat_template or tokenizer.chat_template):
+                yield (
+                    f"spec.data.chatTemplate: must be given for env.type {job.spec.env.type}, because the tokenizer of the model has no chat "
+                    "template, got none; write one, or save it with the tokenizer"
+                )
     for name, field, reference, data in _data_references(job):
         if reference.startswith(HUB_SCHEME):
             on_hub.append((field, reference))

@@ -169,7 +169,7 @@ class Tokenizer:
         source = template or self.chat_template
         if source is None:
             raise ConfigError(
-                "data with message lists needs a chat template, got a tokenizer without one; set data.chatTemplate or use text without data.chat"
+                "message lists need a chat template, got a tokenizer without one; set data.chatTemplate, or use text (in data, without data.chat)"
             )
         return render(
             source,

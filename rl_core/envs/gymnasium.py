@@ -33,6 +33,7 @@ class _Episode:
 
     obs: dict[str, np.ndarray] = field(default_factory=dict)
     total: float = 0.0
+    """Sum of its rewards."""
     length: int = 0
     success_once: bool = False
     success_at_end: bool = False
@@ -170,8 +171,9 @@ class GymnasiumVectorEnv:
             elif isinstance(outcome, SimulatorAnswer):
                 self._failures[index] = 0
                 rewards[index], sub_steps[index] = outcome.rewards, outcome.sub_steps
-                column = -1 if self.auto_reset else outcome.sub_steps - 1
-                ends[:, index, column] = outcome.terminated, outcome.truncated
+                if outcome.terminated or outcome.truncated:
+                    column = -1 if self.auto_reset else outcome.sub_steps - 1
+                    ends[:, index, column] = outcome.terminated, outcome.truncated
                 if outcome.intervene_flags is not None:
                     taken[index], flags[index] = outcome.intervene_actions, outcome.intervene_flags
                 if outcome.final_obs is not None:
@@ -222,12 +224,13 @@ class GymnasiumVectorEnv:
     def _count(self, index: int, answer: SimulatorAnswer) -> dict[str, Any] | None:
         """Add an answer to the open episode; return its `final_info` if it ended."""
         episode = self._episodes[index]
-        episode.total += float(answer.rewards.sum())
+        episode.total += sum(answer.rewards.tolist())
         episode.length += answer.sub_steps
-        episode.success_once |= any(answer.successes)
+        episode.success_once |= True in answer.successes
         episode.success_at_end = bool(answer.successes) and answer.successes[-1]
         episode.obs = answer.obs
-        episode.frames += answer.frames
+        if answer.frames:
+            episode.frames += answer.frames
         if not (answer.terminated or answer.truncated):
             return None
         info = self._info(index)
@@ -276,7 +279,7 @@ class GymnasiumVectorEnv:
         if self._columns[0]:
             for index, episode in enumerate(self._episodes):
                 episode.obs = self._moved(index, episode.obs, self._row)
-        return {name: np.stack([episode.obs[name] for episode in self._episodes]) for name in self._episodes[0].obs}
+        return {name: np.array([episode.obs[name] for episode in self._episodes]) for name in self._episodes[0].obs}
 
     def _moved(self, index: int, obs: dict[str, np.ndarray], row: int) -> dict[str, np.ndarray]:
         """Move what belongs into shared memory but came in a message to `row` there; return the rest."""

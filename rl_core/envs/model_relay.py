@@ -12,6 +12,7 @@ import json
 import logging
 import threading
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -29,7 +30,8 @@ CONNECT_SECONDS = 10.0
 STOP_SECONDS = 1.0
 """How long a stop waits for answers on their way."""
 GONE = 410
-"""Status of a call whose endpoint does not answer. The servers repeat other failures, some of them without end."""
+"""Status of a call whose endpoint does not answer, or whose session has ended. The servers repeat other failures, some of them without end,
+and after a refused key they send no further call of any row."""
 
 
 def session_of_row(row: Mapping[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
@@ -121,6 +123,8 @@ class ModelRelay:
             async with self._http.post(
                 url, json=body, headers={"Authorization": f"Bearer {key}"}, allow_redirects=False
             ) as answer:
+                if answer.status == HTTPStatus.UNAUTHORIZED:
+                    return refusal(GONE, "the run of this call has ended: its sample is scored or run again")
                 return web.Response(
                     body=await answer.read(), status=answer.status, headers={"Content-Type": answer.content_type}
                 )

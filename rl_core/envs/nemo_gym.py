@@ -58,7 +58,7 @@ class NemoGymPrograms(ProgramEnvironment):
         self.relay = ModelRelay(self.config.model_host, self.config.model_port, model=MODEL_NAME)
         # Each try is a run with a session of its own, so that the client must not repeat a row by itself.
         self._client = NemoGymEnvironment(self.config.head, tries=1, row_seconds=None)
-        self._ready = False
+        self.unready = "they were not asked yet"
 
     async def call(self, row: dict[str, Any], *, base_url: str, api_key: str, model: str) -> ScoredRun:
         """Return the reward of the episode and its tokens as the servers saw them. Raises RunFailed if the servers did not answer."""
@@ -69,6 +69,7 @@ class NemoGymPrograms(ProgramEnvironment):
         sent = session_of_row({"_ng_task_index": 0, "_ng_rollout_index": 0, **row, "_rowidx": 0}, base_url, api_key)
         answer = await self._client.run_row(sent)
         if isinstance(answer, RowFailure):
+            self.unready = await self._client.not_ready()  # servers that have ended may be started again
             raise RunFailed(answer.reason)
         return scored(answer)
 
@@ -79,11 +80,11 @@ class NemoGymPrograms(ProgramEnvironment):
 
     async def _until_ready(self) -> None:
         """Wait for the servers to have started, as long as the row has time."""
-        while not self._ready:
-            reason = await self._client.not_ready()
-            self._ready = not reason
-            if reason:
-                logger.info("rows wait for the NeMo-Gym servers: %s", reason)
+        while self.unready:
+            before, self.unready = self.unready, await self._client.not_ready()
+            if self.unready and self.unready != before:
+                logger.info("rows wait for the NeMo-Gym servers: %s", self.unready)
+            if self.unready:
                 await self._sleep(READY_POLL_SECONDS)
 
 

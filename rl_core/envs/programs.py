@@ -66,6 +66,8 @@ class ProgramEnvironment(EnvironmentInterface):
         self.label = label
         self.runs = 1
         """How often a program is run, in total, while runs fail with RunFailed."""
+        self.unready = ""
+        """Why programs must wait before they can run; "" = they need not. A run that is late meanwhile has not failed by itself."""
         self._sleep = asyncio.sleep
         self.spent = False
         """Whether this process must end, because a program still runs in a thread of it."""
@@ -100,8 +102,9 @@ class ProgramEnvironment(EnvironmentInterface):
         except TimeoutError as error:
             if not limit.expired():
                 return None, self._failed(result, error)
-            result["late"] = True
-            result["error"] = f"{self.label} must end within {request['seconds']:g} s, it did not"
+            result["late"], result["unavailable"] = not self.unready, bool(self.unready)
+            cause = f": {self.unready}" if self.unready else ""
+            result["error"] = f"{self.label} must end within {request['seconds']:g} s, it did not{cause}"
             return None, result
         except RolloutDataFailure as error:
             result["error"] = text_of(error)

@@ -38,6 +38,8 @@ META_WORLD = "Meta-World/"
 """Beginning of the ids of tasks of Meta-World."""
 INTERVENTION = "intervene_action"
 """Key of the `info` of a step under which a simulator reports the action that a person took in place of the given one."""
+NUMBERS = (float, int, np.number, np.ndarray)
+"""Types that a reward may have."""
 Observation = dict[str, Any]
 
 
@@ -172,7 +174,7 @@ class Simulator:
         return taken.reshape(like.shape).astype(like.dtype)
 
     def _reward(self, reward: Any) -> float:
-        number = float(reward) if isinstance(reward, int | float | np.number | np.ndarray) else math.nan
+        number = float(reward) if isinstance(reward, NUMBERS) else math.nan
         if not math.isfinite(number):
             raise RolloutDataFailure(f"{self._label}: a reward must be a finite number, got {reward!r}")
         return number
@@ -185,7 +187,7 @@ class Simulator:
         """
         if type(raw) is np.ndarray and raw.shape == self._vector and raw.dtype.kind == "f":
             copied = raw.astype(np.float32 if raw.dtype == np.float64 else raw.dtype)
-            if math.isfinite(np.add.reduce(copied)):  # the sum of finite numbers may overflow: then each is looked at
+            if math.isfinite(np.dot(copied, copied)):  # squares of finite numbers may overflow: then each is looked at
                 return {"states": copied}
         if isinstance(raw, dict):
             named = {str(name): np.asarray(value) for name, value in raw.items()}

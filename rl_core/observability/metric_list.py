@@ -110,6 +110,13 @@ METRICS = (
     Metric("train/behavior_drop_fraction", "share", "trained tokens dropped because that weight is above its bound"),
     Metric("train/average_version", "versions", "mean version that generated the trained tokens"),
     Metric("train/current_version", "versions", "version that the step trains"),
+    Metric(
+        "train/inference_fallbacks",
+        "steps",
+        "steps since the trainer started whose old log-probabilities it computed because algorithm.inference did not answer",
+    ),
+    Metric("train/critic_grad_norm", "", "train/grad_norm of a critic in a group of its own (algorithm.critic.group)"),
+    Metric("train/critic_lr", "", "train/lr of a critic in a group of its own"),
     Metric("train/values", "reward", "mean value that the critic predicts"),
     Metric("train/value_clip_ratio", "share", "values that moved further than the clip range"),
     Metric(
@@ -273,6 +280,7 @@ METRICS = (
     Metric("time/reward", "s", "mean time of a sample in the environment"),
     Metric("time/inference", "s", "log-probabilities of trainer, reference and critic before the update"),
     Metric("time/train", "s", "the call that trains"),
+    Metric("time/critic", "s", "training of a critic in a group of its own, after time/train"),
     Metric("time/<forward_backward,optimizer>", "s", "parts of training"),
     Metric("time/sync", "s", "sending the weights to rollouts"),
     Metric("time/check", "s", "wait for the comparison of log-probabilities"),

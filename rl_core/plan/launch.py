@@ -71,17 +71,18 @@ def build_launch_plan(
     `host` None is for a cluster: processes find the runner by the name of its pod in the headless Service of the job. Any other
     host, such as 127.0.0.1, is for one machine: all pods run there, and accelerators are numbered over all of them.
     Raises ConfigError for replicas of a group that is not elastic or below 0, for accelerators that do not divide over processes,
-    for two gangs on one machine, for hostNetwork of only some groups that hold weights, and for arguments that the engine does not take;
+    for two gangs of several processes on one machine, for hostNetwork of only some groups that hold weights, and for arguments that the
+    engine does not take;
     PlacementError for a placement that the pods of the job cannot honour.
     """
     spec: RLJobSpec = job.spec if hasattr(job, "spec") else job
     check_engine_arguments(spec)
     groups = groups_of(spec) if groups is None else groups
     local = host is not None
-    gangs = [group.name for group in groups.values() if not group.elastic]
+    gangs = [group.name for group in groups.values() if not group.elastic and group.world_size > 1]
     if local and len(gangs) > 1:
         raise ConfigError(
-            f"one machine can run one gang, as a plan has one rendezvous port for it, got {', '.join(gangs)}"
+            f"one machine can run one gang of several processes, as a plan has one rendezvous port, got {', '.join(gangs)}"
         )
     if not local:
         check(groups)

@@ -89,7 +89,7 @@ def trainer_host(job: RLJobSpec, facts: ModelFacts) -> int:
 
 def _models(job: RLJobSpec) -> int:
     """Return the number of trained models: 2 with a separate critic, else 1."""
-    critic = job.algorithm.critic_in_use
+    critic = job.algorithm.critic_of_actor
     return 2 if critic is not None and critic.separate else 1
 
 

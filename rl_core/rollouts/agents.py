@@ -37,23 +37,25 @@ TIME_SHARE = 0.9
 
 
 def agent_template(spec: RLJobSpec, tokenizer: Tokenizer, *, stop_ids: Collection[int]) -> ChatTemplate:
-    """Return the chat template of a job; `stop_ids` end a generation besides the tokenizer's eos token. Raises ConfigError without one."""
+    """Return the chat template of a job; `stop_ids` end a generation besides the tokenizer's eos token."""
     ends = {tokenizer.eos_token_id, *stop_ids, *spec.rollout.sampling.stop_token_ids}
-    template = ChatTemplate(tokenizer, ends, template=spec.data.chat_template)
-    if not template.present:
-        raise ConfigError(
-            "the OpenAI endpoint needs a chat template, got a tokenizer without one; save it with the tokenizer or set data.chatTemplate"
-        )
-    return template
+    return ChatTemplate(tokenizer, ends, template=spec.data.chat_template)
 
 
 class AgentEndpoint:
     """The endpoint of a rollout worker, and what the runs of its groups need of it."""
 
     def __init__(self, spec: RLJobSpec, tokenizer: Tokenizer, engine: Engine, *, stop_ids: Collection[int]) -> None:
-        """Serve `engine` to the agent programs of the job `spec`; `stop_ids` end a generation besides the tokenizer's eos token."""
+        """Serve `engine` to the agent programs of the job `spec`; `stop_ids` end a generation besides the tokenizer's eos token.
+
+        Raises ConfigError without a chat template.
+        """
         sampling = spec.rollout.sampling
         template = agent_template(spec, tokenizer, stop_ids=stop_ids)
+        if not template.present:
+            raise ConfigError(
+                "the OpenAI endpoint needs a chat template, got a tokenizer without one; save it with the tokenizer or set data.chatTemplate"
+            )
         max_calls = int(spec.env.options.get("maxCalls", MAX_CALLS))  # ProgramConfig checks its bounds
         self._episodes = Episodes(template, max_seq_len=engine.max_seq_len, max_calls=max_calls)
         self._server = Endpoint(self._episodes, tokenizer, model=MODEL_NAME, max_new_tokens=sampling.max_new_tokens)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_core.api.embodied import EmbodiedOptions, embodied_options
-from rl_core.api.errors import DataError, InfrastructureError
+from rl_core.api.errors import ConfigError, DataError, InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import ChunkStepResult, EnvOutput
 from rl_core.channel import Channel
@@ -149,7 +149,8 @@ class MultiStepRolloutWorker(WeightMethods):
             return dones, None
         rewards = torch.as_tensor(env_output.rewards) * self.options.reward_scale
         wanted = self.options.auto_reset and self._with_values and self.options.bootstrap != "none"
-        if not wanted or env_output.final_obs is None or not bool(dones[:, -1].any()):
+        ends = dones if self.options.bootstrap == "always" else torch.as_tensor(env_output.truncations)
+        if not wanted or env_output.final_obs is None or not bool(ends[:, -1].any()):
             return dones, rewards.detach().cpu().contiguous()
         return dones, bootstrap_rewards(
             rewards,
@@ -278,6 +279,10 @@ class MultiStepRolloutWorker(WeightMethods):
             self._last_values[recorder] = self.predict(output.obs, "eval")[1]["prev_values"]
             return None
         actions, result = self.predict(output.obs)
+        if self._with_values and result["prev_values"] is None:
+            raise ConfigError(
+                f"predict of the policy must return prev_values with algorithm.name {self.cfg.algorithm.name}, got none; add a value head"
+            )
         recorder.decide(ChunkStepResult(actions=actions, versions=version, **result))
         return actions
 

@@ -73,7 +73,8 @@ async def serve(
     """Serve a model with the engine and settings of `spec` while the block runs; yield the base URL.
 
     `files` are the model folder's configuration files by name. `tensors` gets name -> (shape, dtype) of what the engine needs, and yields the
-    tensors. Raises ConfigError for a model without a chat template and what the engine cannot run, OSError for a port that is taken.
+    tensors. Without a chat template, calls with messages are refused. Raises ConfigError for what the engine cannot run, OSError for a port
+    that is taken.
     """
     template = agent_template(spec, tokenizer, stop_ids=generation_eos_ids(files))
     build = import_reference(ENGINES[spec.rollout.engine], field="rollout.engine").build_engine

@@ -117,6 +117,8 @@ def for_elastic_roles(spec: RLJobSpec) -> RLJobSpec:
     if spec.algorithm.distillation is not None:  # teachers are groups of the job, and the actors alone ask them
         whole["algorithm"] |= {"name": "raw", "distillation": None}
     whole["algorithm"]["inference"] = None
+    if whole["algorithm"]["critic"] is not None:
+        whole["algorithm"]["critic"]["group"] = None
     whole["algorithm"]["maxStaleness"] = min(spec.algorithm.max_staleness, 1)  # they ask only whether there is any
     return RLJobSpec.model_validate(whole)
 

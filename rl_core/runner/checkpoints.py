@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -40,8 +40,8 @@ class _Writing:
     store: CheckpointStore
     """The store that it belongs to, even if `checkpoint.path` is changed during the write."""
     staging: Path
-    ranks: WorkerGroupFuncResult | None
-    """The pending calls of the ranks; None for a program whose worker groups save nothing."""
+    ranks: Sequence[WorkerGroupFuncResult]
+    """The pending calls of the ranks, by worker group; empty for a program whose worker groups save nothing."""
     facts: dict[str, Any]
     """Fields of the manifest besides its files."""
 
@@ -242,7 +242,7 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        group: WorkerGroup | None,
+        groups: Sequence[WorkerGroup],
         state: dict[str, Any],
         *,
         version: int,
@@ -254,7 +254,7 @@ class Checkpoints:
     ) -> str | None:
         """Write and publish the checkpoint of `step`; return the path of its folder, or None with `in_background`.
 
-        The ranks of `group` write their shards (None: there are none), the runner writes `state`. `version` and `weights_digest` identify
+        The ranks of `groups` write their shards, the runner writes `state`. `version` and `weights_digest` identify
         the weights, `reward` is the metric by which the best checkpoint is chosen. `passing` True marks a checkpoint that the next one
         replaces.
 
@@ -274,7 +274,7 @@ class Checkpoints:
         }
         while True:
             try:
-                writing = self._begin(step, group, state, facts, in_background=in_background)
+                writing = self._begin(step, groups, state, facts, in_background=in_background)
                 if in_background:
                     self._writing = step, begin(partial(self._publish_beside, writing))
                     return None
@@ -310,7 +310,13 @@ class Checkpoints:
         return True
 
     def _begin(
-        self, step: int, group: WorkerGroup | None, state: dict[str, Any], facts: dict[str, Any], *, in_background: bool
+        self,
+        step: int,
+        groups: Sequence[WorkerGroup],
+        state: dict[str, Any],
+        facts: dict[str, Any],
+        *,
+        in_background: bool,
     ) -> "_Writing":
         """Write the runner's state and have the ranks begin to write their shards."""
         store = self.store
@@ -318,7 +324,7 @@ class Checkpoints:
         try:
             self._write_state(staging, state)
             options = {"in_background": True} if in_background else {}
-            ranks = None if group is None else group.save_checkpoint(str(staging), step, **options)
+            ranks = [group.save_checkpoint(str(staging), step, **options) for group in groups]
             return _Writing(store, staging, ranks, facts)
         except RLJobError:
             store.abort(staging)
@@ -335,8 +341,8 @@ class Checkpoints:
         """Wait for the ranks and publish the checkpoint. A failure leaves earlier checkpoints unchanged."""
         try:
             digests: dict[str, str] = {}
-            if writing.ranks is not None:
-                for of_rank in writing.ranks.wait(self._spec.runtime.deadlines.group_method):
+            for ranks in writing.ranks:
+                for of_rank in ranks.wait(self._spec.runtime.deadlines.group_method):
                     digests |= of_rank or {}  # the store computes the digests that a rank does not report
             published = writing.store.publish(writing.staging, digests=digests, **writing.facts)
         except RLJobError as error:

@@ -1,4 +1,4 @@
-"""The content check: compares log-probabilities of rollouts and trainer after a weight sync, and ends the run if they differ.
+"""The content check: compares log-probabilities of rollouts and trainer after a weight sync, and ends the run on a `DivergenceAlarm`.
 
 Each rollout continues one fixed prompt with a fixed seed at the training temperature. The trainer computes the log-probabilities of the
 sampled tokens. Checksums verify the bytes that were sent; this check verifies what the engine computes with them.
@@ -13,6 +13,7 @@ from rl_core.api.errors import DeadlineExceeded, RLJobError, WeightsDiverged
 from rl_core.messages.groups import ProbeAnswer
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.device_schedule import DeviceSchedule
+from rl_core.runner.divergence import DivergenceAlarm
 from rl_core.workers.cluster import Cluster, PendingCall
 from rl_core.workers.group import WorkerGroup
 
@@ -54,6 +55,8 @@ class ContentCheck:
         self._due: tuple[int, tuple[str, ...]] | None = None
         """Version and rollouts of the check that is not started yet; None without one."""
         self._running: Future[None] | None = None
+        self._alarms: dict[str, DivergenceAlarm] = {}
+        """By rollout."""
 
     def schedule(self, version: int, rollouts: Sequence[str]) -> None:
         """Schedule a check of these rollouts for `version`; `begin` starts it."""
@@ -112,10 +115,12 @@ class ContentCheck:
         if ids not in scored:
             results = self._actor.score(list(ids), len(self._prompt)).wait(spec.runtime.deadlines.rpc)
             scored[ids] = next(result for result in results if result is not None)
-        difference = max((abs(a - b) for a, b in zip(scored[ids], answer.logprobs, strict=True)), default=0.0)
-        tolerance = spec.weights.content_check_tolerance * (1 if spec.model.dtype == "float32" else 50)
-        if not difference <= tolerance:
+        if name not in self._alarms:
+            exact = spec.model.dtype == "float32"
+            self._alarms[name] = DivergenceAlarm(spec.weights.content_check_tolerance, exact=exact)
+        differences = [abs(a - b) for a, b in zip(scored[ids], answer.logprobs, strict=True)]
+        if (found := self._alarms[name].judge(differences)) is not None:
             raise WeightsDiverged(
-                f"{name} must score a fixed prompt like the trainer at version {version} within {tolerance}, got a difference of "
-                f"{difference:.3g} in log-probability; its weights are not the trained ones"
+                f"{name} must score a fixed prompt like the trainer at version {version} within {found[1]:.3g}, got a difference of "
+                f"{found[0]:.3g} in log-probability; its weights are not the trained ones"
             )

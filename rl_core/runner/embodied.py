@@ -74,11 +74,12 @@ class EmbodiedRunner(TrainingProgram):
             workload=Workload(),
             check=None,
         )
-        saving = Saving.of(run, schedule=schedule, group=actor, weights_digest=lambda: sync.digest)
+        saving = Saving.of(run, schedule=schedule, groups=[actor], weights_digest=lambda: sync.digest)
         startup = Startup(
             spec.runtime.deadlines,
             run.progress,
-            actor=actor,
+            run.board,
+            trained=[actor],
             schedule=schedule,
             members=members,
             sync=sync,

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,7 +62,7 @@ class Saving:
         stops: StopController,
         output: Path,
         schedule: DeviceSchedule,
-        group: WorkerGroup | None = None,
+        groups: Sequence[WorkerGroup] = (),
         weights_digest: Callable[[], str] = lambda: "",
         resume: str = "none",
         first_epoch: int | None = None,
@@ -71,14 +71,15 @@ class Saving:
     ) -> None:
         """Save the run by `checkpoints`; most arguments are parts of `Run`, see `of`.
 
-        The worker group `group` writes the shards of a checkpoint and exports the model to `output`, inside `schedule.training()`. None
-        means that the program's worker groups have no state to save. `weights_digest()` returns the digest of the manifest of the current
-        weights. `resume` and `first_epoch` are those of `Checkpoints.find`. A write to a full disk is repeated after `room_pause` seconds.
+        The worker groups `groups` write the shards of a checkpoint, and the first of them exports the model to `output`, inside
+        `schedule.training()`. Empty means that the program's worker groups have no state to save. `weights_digest()` returns the digest of
+        the manifest of the current weights. `resume` and `first_epoch` are those of `Checkpoints.find`. A write to a full disk is repeated
+        after `room_pause` seconds.
         """
         self.checkpoints = checkpoints
         self.loaded = False
         """Whether the worker groups have their initial or restored state. The startup sets it; before that nothing may be saved."""
-        self._applied, self._progress, self._group, self._schedule = applied, progress, group, schedule
+        self._applied, self._progress, self._groups, self._schedule = applied, progress, groups, schedule
         self._board, self._stops, self._output, self._digest = board, stops, output, weights_digest
         self._resume, self._first_epoch = resume, first_epoch
         self._room_pause, self._clock = room_pause, clock
@@ -96,7 +97,7 @@ class Saving:
         run: Run,
         *,
         schedule: DeviceSchedule,
-        group: WorkerGroup | None = None,
+        groups: Sequence[WorkerGroup] = (),
         weights_digest: Callable[[], str] = lambda: "",
     ) -> "Saving":
         """Create the object for `run`; the other arguments are those of the constructor."""
@@ -109,7 +110,7 @@ class Saving:
             stops=run.stops,
             output=run.output,
             schedule=schedule,
-            group=group,
+            groups=groups,
             weights_digest=weights_digest,
             resume=run.resume,
             first_epoch=run.first_epoch,
@@ -154,8 +155,8 @@ class Saving:
         logger.info("resumed at step %s, version %s", progress.step, progress.version)
 
     def _load_shards(self, path: str) -> None:
-        if self._group is not None:
-            self._stops.wait(self._group.load_checkpoint(path), self._applied.spec.runtime.deadlines.group_method)
+        for loading in [group.load_checkpoint(path) for group in self._groups]:
+            self._stops.wait(loading, self._applied.spec.runtime.deadlines.group_method)
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
@@ -232,7 +233,7 @@ class Saving:
         with self._board.during(Phase.CHECKPOINTING), self._schedule.training():
             path = self.checkpoints.save(
                 progress.step,
-                self._group,
+                self._groups,
                 state,
                 version=progress.version,
                 weights_digest=self._digest(),
@@ -284,11 +285,11 @@ class Saving:
             self._board.set(checkpoint=self.checkpoints.describe(path))
 
     def _export(self) -> None:
-        if self._group is None:
+        if not self._groups:
             return
         try:
             with self._schedule.training():
-                self._stops.wait(self._group.export_hf(str(self._output / "model")))
+                self._stops.wait(self._groups[0].export_hf(str(self._output / "model")))
         except WorkerErrors as errors:
             raise merge_errors(errors) from errors
 

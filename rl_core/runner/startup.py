@@ -1,10 +1,14 @@
 """Starts a run, in this order: the gangs, the weights of the actor (resumed or fresh), their first publication, rollouts and environments."""
 
+from collections.abc import Sequence
+
 from rl_core.api.settings import DeadlinesSpec
+from rl_core.plan.groups import ACTOR
 from rl_core.runner.device_schedule import DeviceSchedule
 from rl_core.runner.members import Members, Point
 from rl_core.runner.progress import RunProgress
 from rl_core.runner.saving import Saving
+from rl_core.runner.status import Phase, StatusBoard
 from rl_core.runner.stopping import StopController
 from rl_core.runner.sync import WeightSync
 from rl_core.workers.group import WorkerGroup
@@ -17,33 +21,44 @@ class Startup:
         self,
         deadlines: DeadlinesSpec,
         progress: RunProgress,
+        board: StatusBoard,
         *,
-        actor: WorkerGroup,
+        trained: Sequence[WorkerGroup],
         schedule: DeviceSchedule,
         members: Members,
         sync: WeightSync,
         saving: Saving,
         stops: StopController,
     ) -> None:
-        self._deadlines, self._progress, self._actor, self._members = deadlines, progress, actor, members
-        self._schedule = schedule
+        """`trained` are the worker groups that train: the actor, and the group that holds the critic where there is one."""
+        self._deadlines, self._progress, self._trained, self._members = deadlines, progress, trained, members
+        self._board, self._schedule = board, schedule
         self._sync, self._saving, self._stops = sync, saving, stops
 
     def run(self, *, at: Point) -> None:
         """Return once enough rollouts serve the present weights. Waits for members call `at()`, at which the run may end."""
-        seconds, stops, progress = self._deadlines.wait_ready, self._stops, self._progress
-        self._members.await_gangs(seconds, at=at)
-        # No device lease is needed yet: rollouts use shared devices only once the first generation begins.
-        stops.wait(self._actor.init_worker(), seconds)
-        with self._schedule.training():
-            self._saving.restore()
-            stops.wait(self._actor.set_global_step(progress.version))
-            self._saving.loaded = True
-            address = next(answer for answer in stops.wait(self._actor.publisher_address()) if answer)
-            self._sync.publish_first(progress.version, lambda result: stops.wait(result, seconds))
+        seconds = self._deadlines.wait_ready
+        with self._board.during(Phase.STARTING, on=ACTOR):
+            address = self._start_training_groups(seconds, at=at)
         self._members.open(address)
         self._members.await_weightless(seconds, at=at)
         self.await_rollouts(at=at)
+
+    def _start_training_groups(self, seconds: float, *, at: Point) -> str:
+        """Return the address of the weight publisher once the groups that train have their weights and those of the policy are published."""
+        stops, progress = self._stops, self._progress
+        self._members.await_gangs(seconds, at=at)
+        # No device lease is needed yet: rollouts use shared devices only once the first generation begins.
+        for building in [group.init_worker() for group in self._trained]:
+            stops.wait(building, seconds)
+        with self._schedule.training():
+            self._saving.restore()
+            for group in self._trained:
+                stops.wait(group.set_global_step(progress.version))
+            self._saving.loaded = True
+            address: str = next(answer for answer in stops.wait(self._trained[0].publisher_address()) if answer)
+            self._sync.publish_first(progress.version, lambda result: stops.wait(result, seconds))
+        return address
 
     def await_group(self, name: str, *, at: Point) -> None:
         """Wait, as Degraded, until enough members of an elastic group without weights are present."""

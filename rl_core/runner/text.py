@@ -136,11 +136,14 @@ def assemble(
         workload=workload,
         check=check,
     )
-    saving = Saving.of(run, schedule=schedule, group=actor, weights_digest=lambda: sync.digest)
+    critic = None if (name := spec.algorithm.critic_group) is None else run.groups[name]
+    trained = [actor] if critic is None else [actor, critic]
+    saving = Saving.of(run, schedule=schedule, groups=trained, weights_digest=lambda: sync.digest)
     startup = Startup(
         spec.runtime.deadlines,
         run.progress,
-        actor=actor,
+        run.board,
+        trained=trained,
         schedule=schedule,
         members=members,
         sync=sync,

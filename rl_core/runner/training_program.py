@@ -24,6 +24,9 @@ class TrainingProgram(Program):
         """`startup` starts the worker groups, `sync` publishes weights to the rollouts."""
         super().__init__(run, saving)
         self.actor = run.groups[ACTOR]
+        critic = run.job.spec.algorithm.critic_group
+        self.critic = None if critic is None else run.groups[critic]
+        """The group that holds the critic; None where the actor does or there is none."""
         self.startup, self.schedule, self.sync = startup, schedule, sync
 
     def start(self) -> None:
@@ -79,9 +82,14 @@ class TrainingProgram(Program):
                 self.report.write()
                 self.stops.wait(preparing)
                 metrics = self.stops.wait(training)[0]
+            of_critic: dict[str, float] = {}
+            if metrics is not None and self.critic is not None:  # now the step cannot be cancelled any more
+                with self.report.measure("critic"):
+                    fitting = self.critic.run_training(self.progress.step + 1, spec.actor.data_parallel)
+                    (of_critic,) = self.stops.wait(fitting)
         if metrics is None:
             raise Stopped(f"{self.stops.reason}, in the training of step {self.progress.step + 1}")
-        return {
+        return of_critic | {
             f"train/{key.removeprefix('actor/')}" if key.startswith("actor/") else key: value
             for key, value in metrics.items()
         }
@@ -111,14 +119,17 @@ class TrainingProgram(Program):
 
         On policy the actor is idle while rollouts generate, and rollouts are idle while the actor trains.
         """
-        busy_actor = [self.report.seconds(part) for part in ("inference", "train", "sync")]
+        busy_actor = [self.report.seconds(part) for part in ("inference", "train", "critic", "sync")]
         return {"time/idle_actor": self.report.seconds("rollout"), "time/idle_rollout": sum(busy_actor)}
 
     def apply(self, spec: RLJobSpec, before: RLJobSpec) -> None:
-        """Apply a changed learning rate and number of steps to the actors."""
-        rate, steps = spec.actor.optimizer.learning_rate, spec.algorithm.steps
-        if (rate, steps) != (before.actor.optimizer.learning_rate, before.algorithm.steps):
-            self.stops.wait(self.actor.set_schedule(rate, steps), spec.runtime.deadlines.rpc)
+        """Apply a changed learning rate and number of steps to the actors and to the group that holds the critic."""
+        optimizer, steps, seconds = spec.actor.optimizer, spec.algorithm.steps, spec.runtime.deadlines.rpc
+        if (optimizer.learning_rate, steps) != (before.actor.optimizer.learning_rate, before.algorithm.steps):
+            self.stops.wait(self.actor.set_schedule(optimizer.learning_rate, steps), seconds)
+            if self.critic is not None:
+                rate = optimizer.value_learning_rate or optimizer.learning_rate
+                self.stops.wait(self.critic.set_schedule(rate, steps), seconds)
 
     def status(self) -> dict[str, Any]:
         """Return the shared devices for `/status`."""

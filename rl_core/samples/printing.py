@@ -46,6 +46,8 @@ def render_sample(sample: Mapping[str, Any]) -> str:
     if sample.get("info"):
         lines.append("   " + printable("; ".join(f"{key}: {value}" for key, value in sample["info"].items())))
     for message in sample["messages"]:
+        if not message["content"] and message["role"] != "assistant":  # an environment that only scores
+            continue
         lines.append(f"[{printable(str(message['role']))}]")
         lines += [f"  {line}" for line in printable(str(message["content"])).split("\n")]
     return "\n".join(lines) + "\n"

@@ -11,6 +11,8 @@ from typing import Any
 
 from rl_core.api.errors import DeadlineExceeded, Deadlock, RLJobError, WorkerLost
 from rl_core.channel import AsyncHandle, Channel, client
+from rl_core.channel.backend import PutRequest
+from rl_core.channel.handle import wait_sync
 from rl_core.messages.channel import ChannelOptions
 from rl_core.messages.members import MemberView
 from rl_core.workers.context import WorkerContext
@@ -40,7 +42,8 @@ class Mail:
         # The answer need not be awaited, which async methods could not: the server handles the requests of a process in order.
         options = ChannelOptions(maxsize=MOST_WAITING)
         client.current().create(CHANNEL, options)
-        self._channel = Channel(CHANNEL, client.current().backend(CHANNEL, options), local=False)
+        self._backend = client.current().backend(CHANNEL, options)
+        self._channel = Channel(CHANNEL, self._backend, local=False)
         self._sends: list[AsyncHandle[None]] = []
         """Asynchronous sends that may be under way."""
 
@@ -54,6 +57,20 @@ class Mail:
         assert handle is not None
         self._sends = [send for send in self._sends if not send.done()] + [handle]
         return handle
+
+    def send_copies(self, message: Any, receivers: Sequence[str], *, timeout: float | None) -> None:
+        """Send `message` to several workers; it is written to shared memory once. Returns when it is stored for all.
+
+        Raises as `send`, and DeadlineExceeded.
+        """
+        for receiver in receivers:
+            self._check_present(receiver)
+        if not receivers:
+            return
+        keys = [(self._name, receiver) for receiver in receivers]
+        seconds = DEFAULT_SECONDS if timeout is None else timeout
+        request = PutRequest(item=message, weight=0.0, key=keys[0], timeout=seconds)
+        wait_sync(lambda: self._backend.put_copies(request, keys), "Worker.broadcast")
 
     def receive(self, sender: str, *, timeout: float | None) -> "Receipt":
         """Start to receive the next message of the worker `group:rank`.

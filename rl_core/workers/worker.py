@@ -258,8 +258,7 @@ class Worker:
         if self.identity.name != source:
             return self.recv(*src, timeout=timeout)
         receivers = [name for name in self._mail.receivers(groups) if name != source]
-        for handle in [self._mail.send(obj, name, timeout=timeout) for name in receivers]:
-            handle.wait()
+        self._mail.send_copies(obj, receivers, timeout=timeout)
         return obj
 
     @property

@@ -4,6 +4,8 @@ from rl_core.api.groups import RESERVED_NAMES
 from tests.cluster.bad_placements import SAME
 
 JUDGE = {"name": "judge", "worker": "judges:Judge"}
+CRITIC = {**JUDGE, "lifecycle": "gang", "callers": ["actor"]}
+IN_GROUP = {"name": "gae", "critic": {"group": "judge"}}
 LABEL = "must be a DNS-1123 label of at most 15 characters (a-z, 0-9, -; a letter first), got"
 
 GROUPS = {
@@ -59,6 +61,42 @@ GROUPS = {
         {"groups": [{**JUDGE, "weights": "pulls"}], "algorithm": {"inference": "judge"}},
         "spec.algorithm.recomputeLogProbs",
         '["inference"] needs recomputeLogProbs: true, got false; set it or remove the field',
+        SAME,
+    ),
+    "critic-in-a-group-that-is-not-declared": (
+        {"groups": [], "algorithm": IN_GROUP},
+        "spec.algorithm.critic.group",
+        "algorithm.critic.group must name a group of spec.groups, a gang of one process with actor in callers, got judge; declare it",
+        SAME,
+    ),
+    "critic-that-is-replaced-alone": (
+        {"groups": [{**JUDGE, "callers": ["actor"]}], "algorithm": IN_GROUP},
+        "spec.algorithm.critic.group",
+        "algorithm.critic.group must name a group of spec.groups, a gang of one process with actor in callers, got judge; declare it",
+        SAME,
+    ),
+    "critic-of-two-processes": (
+        {"groups": [{**CRITIC, "processesPerPod": 2}], "algorithm": IN_GROUP},
+        "spec.algorithm.critic.group",
+        "algorithm.critic.group must name a group of spec.groups, a gang of one process with actor in callers, got judge; declare it",
+        SAME,
+    ),
+    "critic-whom-the-actor-cannot-call": (
+        {"groups": [{**JUDGE, "lifecycle": "gang"}], "algorithm": IN_GROUP},
+        "spec.algorithm.critic.group",
+        "algorithm.critic.group must name a group of spec.groups, a gang of one process with actor in callers, got judge; declare it",
+        SAME,
+    ),
+    "critic-of-simulators-in-a-group": (
+        {"groups": [CRITIC], "algorithm": IN_GROUP, "program": "embodied"},
+        "spec.algorithm.critic.group",
+        "algorithm.critic.group needs a program of text, got judge with a program of simulators; remove group",
+        SAME,
+    ),
+    "critic-in-a-group-with-a-warm-up": (
+        {"groups": [CRITIC], "algorithm": IN_GROUP, "actor": {"criticWarmupSteps": 3}},
+        "spec.actor.criticWarmupSteps",
+        "actor.criticWarmupSteps must be 0 with algorithm.critic.group, got 3; remove one of them",
         SAME,
     ),
     "adapters-beside-a-group-that-pulls": (

@@ -1,6 +1,7 @@
 """Jobs on the test cluster's real nodes, as a person with kubectl sees them. Used by tests/cluster/nodes and benchmarks."""
 
 import copy
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,8 @@ from tests.cluster.testcluster.commands import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "rljob.yaml"
 API = {"group": "rljob.dev", "version": "v1alpha1", "plural": "rljobs"}
+USER = 1000
+"""User of the pods."""
 SPREAD = [
     {
         "maxSkew": 1,
@@ -76,6 +79,29 @@ def small(name: str, *, steps: int, **changes: Any) -> dict:
             place = place.setdefault(folder, {})
         place[last] = value
     return job
+
+
+def host_claim(access: Access, namespace: str, name: str) -> Path:
+    """Make a claim `name` that pods of both nodes write to; return its folder on this machine, which belongs to the pods' user."""
+    folder = access.cluster.state.folder / name
+    folder.mkdir()
+    os.chown(folder, USER, USER)
+    capacity = {"storage": "1Gi"}
+    common = {"accessModes": ["ReadWriteMany"], "storageClassName": name}
+    volume = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": name},
+        "spec": {**common, "capacity": capacity, "hostPath": {"path": str(folder), "type": "Directory"}},
+    }
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": name},
+        "spec": {**common, "resources": {"requests": capacity}},
+    }
+    access.apply(volume, claim, namespace=namespace)
+    return folder
 
 
 class Job:

@@ -4,6 +4,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.harness import assert_trained_once
 from tests.small_models import save_classifier, save_policy
 
@@ -11,6 +13,7 @@ CODE = """
 import asyncio, os, pathlib, time
 
 from rl_core.envs.member_calls import call_member
+from rl_core.groups.critic import Critic
 from rl_core.groups.inference import Inference
 from rl_core.groups.reward_model import RewardModel
 from rl_core.groups.teacher import Teacher
@@ -52,6 +55,15 @@ class HeldInference(Inference):
             while not (FOLDER / "go").exists():
                 await asyncio.sleep(0.05)
         return await super().log_probs(*asked)
+
+
+class HeldCritic(Critic):
+    def values(self, rows, version):
+        if version == 1 and not (FOLDER / "go").exists():
+            (FOLDER / "held").write_text(str(os.getpid()))
+            while not (FOLDER / "go").exists():
+                time.sleep(0.05)
+        return super().values(rows, version)
 
 
 def letters(answer):
@@ -141,3 +153,32 @@ def test_a_run_whose_teacher_says_what_the_student_says_ends_after_three_steps(s
     assert run.run() == 2, run.text + run.logs()
     assert "train/distill/teacher_share must be above 0, got 0 for 3 steps" in run.text
     assert len(run.lines("ledger.jsonl")) == 12 and run.status()["phase"] == "Failed"
+
+
+CRITIC = {
+    "groups": [{"name": "critic", "worker": "own:HeldCritic", "lifecycle": "gang", "callers": ["actor"]}],
+    "algorithm": {"name": "gae", "critic": {"group": "critic"}, "steps": 3},
+    "checkpoint": {"everySteps": 1},
+    **SHORT,
+}
+
+
+def test_a_critic_killed_in_a_call_goes_on_from_the_checkpoint_of_the_actors(start):
+    """What it had learned is that of the same step as the policy's: the value loss goes on as in a run that nobody disturbs."""
+    undisturbed = start(folder="undisturbed", **CRITIC)
+    run = start(**CRITIC)
+    for one in (undisturbed, run):
+        (one.job.parent / "own.py").write_text(CODE)
+    (undisturbed.job.parent / "go").touch()
+    assert undisturbed.run() == 0, undisturbed.text + undisturbed.logs()
+    run.start()
+    pid = int(run.until(lambda: read(run.job.parent / "held"), "a call that is held"))
+    (run.job.parent / "go").touch()
+    os.kill(pid, signal.SIGKILL)
+    assert run.wait() == 0, run.text + run.logs()
+    assert_trained_once(run, steps=3, groups=4)
+    lines, expected = run.lines("metrics.jsonl"), undisturbed.lines("metrics.jsonl")
+    assert [line["epoch"] for line in lines] == [0, 1, 1]
+    for line, other in zip(lines, expected, strict=True):
+        assert line["train/value_loss"] == pytest.approx(other["train/value_loss"], rel=1e-3)
+        assert line["train/critic_grad_norm"] > 0 and line["time/critic"] > 0

@@ -21,27 +21,32 @@ from rl_core.actors.critic import is_critic_name
 from rl_core.actors.source import GatheredSource, GatheringPlan
 from rl_core.api.backends import TRAINERS
 from rl_core.api.errors import RLJobError
+from rl_core.plan.groups import EMBODIED_WORKERS
 from rl_core.weights.manifest import checksum, wire_dtype
 from rl_core.weights.publisher import WeightPublisher
 from rl_core.weights.version_source import SourceEntry
 from rl_core.workers.context import WorkerContext, stand_alone_identity
 from tests.actor_samples import make_record
+from tests.trajectory_samples import make_trajectory
 
 
 class Rank:
     """The verbs of a scenario, and what they saw."""
 
     def __init__(self, spec: dict, groups: list[list[int]], rank: int, world_size: int) -> None:
-        self.rank, self.groups = rank, groups[rank]
+        self.spec, self.rank, self.groups = spec, rank, groups[rank]
         self.seen: dict = {"metrics": [], "scores": []}
         context = WorkerContext(replace(stand_alone_identity(), rank=rank, world_size=world_size))
-        module, _, name = TRAINERS[spec["actor"].get("backend", "fsdp2")].partition(":")
+        trainer = EMBODIED_WORKERS["actor"] if "program" in spec else TRAINERS[spec["actor"].get("backend", "fsdp2")]
+        module, _, name = trainer.partition(":")
         self.actor = getattr(importlib.import_module(module), name).create_in_context(context, spec)
         self.actor.init_worker()
 
     def train(self, step: int) -> None:
         """Train on this rank's groups, other ones in each step."""
-        if self.actor.ranks.receives:
+        if "program" in self.spec:
+            self.actor.load_trajectories([make_trajectory(self.groups, step)])
+        elif self.actor.ranks.receives:
             self.actor.load_batch([make_record(group + 100 * step) for group in self.groups])
         self.actor.compute_log_probs()
         self.actor.compute_advantages_and_returns()
@@ -159,6 +164,10 @@ class Rank:
         self.seen["weights"] = {name: tensor.float().flatten().tolist() for name, tensor in whole.items()}
         shards = self.actor.manager.get_model_state_dict(False, False)
         self.seen["placements"] = sorted({str(getattr(tensor, "placements", "none")) for tensor in shards.values()})
+
+    def told(self) -> None:
+        """Say which steps the policy was told of."""
+        self.seen["told"] = self.actor.manager.model.told
 
     def gather(self, shapes: dict[str, list[int]], dtype: str, bucket_bytes: int, publish: bool) -> None:
         """Gather tensors cut over the ranks as a version, and say which of them differ from `full_tensor` in any bit.

@@ -20,6 +20,7 @@ from rl_core.api.errors import (
 from rl_core.api.identity import Identity
 from rl_core.api.records import Completion, PromptGroupRecord
 from rl_core.channel import Channel
+from rl_core.channel.backend import PutRequest
 from rl_core.channel.client import ChannelClient
 from rl_core.channel.server import ChannelServer
 from rl_core.messages.channel import SegmentPart
@@ -223,6 +224,33 @@ class TestLargeItems:
         assert server.stats().memory["lent"] == 1 and not waiting.done()
         assert channel.get()[0] == 0
         assert waiting.wait(60) is None and channel.get()[0] == 1
+
+    def test_copies_for_several_keys_lie_in_one_segment_until_the_last_is_gone(self, channel, server):
+        array, store, keys = np.arange(MIB, dtype=np.uint8), ProcessSharedMemory.shared().store, ["a", "b", "c"]
+        request = PutRequest(item=array, weight=0.0, key="a", timeout=60.0)
+        channel._backend.put_copies(request, keys).result(60)
+        assert server.stats().memory["lent"] == 1
+        for left, key in ((1, "a"), (1, "b"), (0, "c")):
+            found = channel.get(key=key, timeout=60)
+            assert np.array_equal(found, array)
+            del found
+            wait_until(lambda n=left: gc.collect() >= 0 and store.stats()["lent"] == n)
+        wait_until(lambda: channel.stats().bytes == 0)
+
+    def test_copies_wait_for_room_under_each_key_and_leave_none_when_they_are_late(self, connect, server, clock):
+        channel, array = Channel.create("one", maxsize=1, client=connect()), np.zeros(MIB, np.uint8)
+        channel.put("first", key="b")
+        request = PutRequest(item=array, weight=0.0, key="a", timeout=5.0)
+        late = channel._backend.put_copies(request, ["a", "b"])
+        wait_until(lambda: server.stats().memory["lent"] == 1)
+        clock.now += 6
+        channel.qsize()
+        with pytest.raises(DeadlineExceeded):
+            late.result(60)
+        wait_until(lambda: server.stats().memory["lent"] == 0)
+        assert channel.get(key="b", timeout=60) == "first"
+        with pytest.raises(ChannelEmpty):
+            channel.get_nowait(key="a")
 
     def test_without_shared_memory_they_go_by_socket(self, server, connect, monkeypatch):
         monkeypatch.setattr(tokens, "shares_memory", lambda proof: False)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from tests.actor_samples import make_model, make_spec
 from tests.integration.fsdp_harness import run_here, run_ranks, scenario
+from tests.trajectory_samples import SIMULATORS, make_embodied_spec, make_policy
 
 PLAIN: dict = {}
 FULL = {
@@ -45,6 +46,7 @@ CHANGES = {
 }
 TRAIN_AND_LOOK = [["train", 1], ["train", 2], ["score"], ["weights"]]
 KINDS = ("fsdp1", "fsdp2")
+ACT = [["train", 1], ["train", 2], ["weights"], ["told"]]
 DTYPES = ("float32", "bfloat16")
 
 
@@ -59,6 +61,11 @@ def model(folder):
 
 
 @pytest.fixture(scope="module")
+def policy(folder):
+    return make_policy(folder / "policy")
+
+
+@pytest.fixture(scope="module")
 def alone(folder, model):
     """What one rank saw: the references, and checkpoints the two ranks load."""
     seen = {name: run_here(name, make_spec(model, **changes), TRAIN_AND_LOOK) for name, changes in CHANGES.items()}
@@ -67,9 +74,12 @@ def alone(folder, model):
 
 
 @pytest.fixture(scope="module")
-def pair(folder, model, alone):
+def pair(folder, model, alone, policy):
     """What each of two ranks saw, by kind of FSDP and scenario."""
     scenarios = [one for kind in KINDS for one in of_kind(kind, folder, model)]
+    for kind in KINDS:
+        spec = make_embodied_spec(policy, backend=kind)
+        scenarios.append(scenario(f"{kind} acting", spec, ACT, world_size=2, groups=SIMULATORS))
     # What the ranks of one kind save the other loads, both ways, and saves again.
     for kind, other in (("fsdp1", "fsdp2"), ("fsdp2", "fsdp1")):
         verbs = [["load", str(folder / f"{other} by-two")], ["state"], ["save", str(folder / f"{kind} again"), 1]]
@@ -156,6 +166,28 @@ def assert_alike(ours: dict, theirs: dict, *, absolute: float) -> None:
         # Adam divides by the gradient's own size, so a gradient that is zero up to rounding moves weights by rounding x lr.
         assert ours["weights"][tensor] == pytest.approx(values, abs=absolute), tensor
     assert ours["counts"] == theirs["counts"]
+
+
+@pytest.fixture(scope="module")
+def acting(pair, policy):
+    """What trained a policy that acts in simulators saw, by kind of FSDP and number of ranks."""
+    one = {kind: run_here("acting", make_embodied_spec(policy, backend=kind), ACT) for kind in KINDS}
+    return {(kind, 1): one[kind] for kind in KINDS} | {(kind, 2): pair[0][f"{kind} acting"] for kind in KINDS}
+
+
+def test_two_updates_of_a_policy_that_acts_give_the_same_weights_whatever_trains_it(acting):
+    reference = acting["fsdp2", 1]
+    assert all(metrics["actor/grad_norm"] > 0 for metrics in reference["metrics"])
+    for case, seen in acting.items():
+        assert seen["weights"].keys() == reference["weights"].keys()
+        for tensor, values in reference["weights"].items():
+            assert seen["weights"][tensor] == pytest.approx(values, abs=1e-6), (case, tensor)
+        for one, two in zip(reference["metrics"], seen["metrics"], strict=True):
+            assert close(two, one, relative=1e-5, absolute=1e-6) == {}
+
+
+def test_the_policy_is_told_each_trained_step(acting):
+    assert {case: seen["told"] for case, seen in acting.items()} == {case: [1, 2] for case in acting}
 
 
 @pytest.mark.parametrize("name", ["full", "critic"])

@@ -91,7 +91,7 @@ def test_a_group_stands_side_by_side_and_a_long_sample_is_cut_until_asked_for(pa
 
 def test_filters_of_a_link_apply(page):
     dom = page(run=1, step=2, text="other 1 2")
-    assert texts(dom, r'class="name">([^<]*)<') == ["group 0-1"] and dom.count('class="reward') == 1
+    assert texts(dom, r'class="name">([^<]*)<') == ["group 0-1"] and dom.count('class="reward r2"') == 1
 
 
 def test_who_waited_is_drawn_and_a_run_that_never_started_says_so(page):

@@ -23,7 +23,7 @@ from rl_core.actors.fsdp.strategy import FSDP1Strategy, FSDP2Strategy, Strategy
 from rl_core.actors.manager import ModelManager, validated
 from rl_core.actors.ranks import ParallelSizes
 from rl_core.actors.reference import ReferencePolicy
-from rl_core.actors.schedule import MOMENTS, LRSchedule, OptimizerCounts
+from rl_core.actors.schedule import CRITIC, MOMENTS, LRSchedule, OptimizerCounts
 from rl_core.actors.slices import LocalSlice, Slices
 from rl_core.actors.source import GatheredSource, GatheringPlan
 from rl_core.api.errors import ConfigError
@@ -75,7 +75,7 @@ class FSDPModelManager(ModelManager):
         config = hf.read_config(self.cfg.model.path)
         model = hf.build_model(config, dtype=self.dtype)
         attach_scoring(model)
-        if (critic := self.cfg.algorithm.critic_in_use) is not None:
+        if (critic := self.cfg.algorithm.critic_of_actor) is not None:
             decoder = hf.build_model(config, dtype=self.dtype).model if critic.separate else None
             attach_critic(model, model.config.hidden_size, decoder)
         if (adapters := self.cfg.model.lora) is not None:
@@ -203,11 +203,10 @@ class FSDPModelManager(ModelManager):
         return self.strategy.before_micro_batch(model, is_last=is_last_micro_batch)
 
     def _models(self) -> list[list[nn.Parameter]]:
-        """Return the parameters of each model that is clipped separately: the policy, and a critic with a decoder of its own."""
-        named = list(self.model.named_parameters())
-        if not has_own_decoder(self.model):
-            return [[parameter for _, parameter in named]]
-        return [[parameter for name, parameter in named if is_critic_name(name) is critic] for critic in (False, True)]
+        """Return the trained parameters of each model that is clipped separately: the policy, and a critic with a decoder of its own."""
+        groups = self.optimizer.param_groups
+        models = [(False,), (True,)] if has_own_decoder(self.model) else [(False, True)]
+        return [[p for group in groups if group[CRITIC] in model for p in group["params"]] for model in models]
 
     def _gradient_norm(self) -> float:
         # To the CPU one by one: a rank without gradients of a model answers from there.

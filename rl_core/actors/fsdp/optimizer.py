@@ -17,19 +17,20 @@ def build_adamw(
     """Return AdamW over the parameters that are not frozen, with moments of zero.
 
     Parameter groups are, in order: matrices of the policy (with weight decay), its 1-D parameters (without), and the same two of the
-    critic. `dims` returns the number of dimensions of a whole parameter, of which the model may store a 1-D part.
+    critic. Without weight decay policy and critic are one group each. `dims` returns the number of dimensions of a whole parameter, of
+    which the model may store a 1-D part.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     parameters = [parameter for _, parameter in named]
     groups = [
         {
-            "params": [p for name, p in named if is_critic_name(name) is critic and (dims(p) > 1) is matrices],
-            "weight_decay": spec.weight_decay if matrices else 0.0,
+            "params": [p for name, p in named if is_critic_name(name) is critic and (dims(p) > 1) in matrices],
+            "weight_decay": spec.weight_decay if True in matrices else 0.0,
             "lr": peak_rate(spec, critic=critic),
             CRITIC: critic,
         }
         for critic in (False, True)
-        for matrices in (True, False)
+        for matrices in ([(True,), (False,)] if spec.weight_decay else [(True, False)])
     ]
     beta1, beta2 = spec.betas
     optimizer = torch.optim.AdamW(

@@ -137,7 +137,7 @@ class MegatronModelManager(ModelManager):
             self.config,
             vocabulary=self.cut.padded_vocabulary,
             rotary_frequencies=rotary_frequencies(self.template),
-            critic=self.cfg.algorithm.critic_in_use,
+            critic=self.cfg.algorithm.critic_of_actor,
             pre_process=state.is_pipeline_first_stage(**place),
             post_process=state.is_pipeline_last_stage(**place),
             vp_stage=number,
@@ -173,7 +173,7 @@ class MegatronModelManager(ModelManager):
 
     def _models(self) -> list[list[Tensor]]:
         """Return what is updated of each model that is clipped by a norm of its own: the policy, and a critic that shares nothing with it."""
-        shards, critic = self._shards.items(), self.cfg.algorithm.critic_in_use
+        shards, critic = self._shards.items(), self.cfg.algorithm.critic_of_actor
         if critic is None or not critic.separate:
             return [[shard.values for _, shard in shards]]
         return [[shard.values for name, shard in shards if is_critic_name(name) is own] for own in (False, True)]

@@ -36,7 +36,7 @@ def critic_loss(
     require_same_shape(values=values, returns=returns, mask=mask, old_values=old_values)
     kept, target = torch.where(mask, values, 0.0), torch.where(mask, returns.detach(), 0.0)
     token_loss = _huber(target - kept, huber_delta)
-    count = mask.sum()
+    count = mask.sum(dtype=torch.float64)
     metrics = {"values": mean_stat(kept, mask, count), "returns": mean_stat(target, mask, count)}
     if value_clip is not None and old_values is not None:
         old = torch.where(mask, old_values.detach(), 0.0)

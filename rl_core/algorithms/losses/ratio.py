@@ -80,7 +80,7 @@ def ratio_metrics(
     clamp_fraction: Tensor,
 ) -> dict[str, Stat]:
     """Return a ratio-based loss's metrics over trainable tokens; `approx_kl` is the unclamped mean of old - new."""
-    count = mask.sum()
+    count = mask.sum(dtype=torch.float64)
     return {
         "ratio_mean": mean_stat(ratio, mask, count),
         **extreme_stats(ratio, mask, prefix="ratio_"),

@@ -31,7 +31,13 @@ class AdapterTensors:
         whole = spec.model_copy(update={"targets": sorted({*spec.targets, *fused})})
         self._whole = adapter_shapes(whole, shapes)
         """`shapes`, and those of the other parts of fused layers: SGLang needs all parts if one has an adapter."""
-        self.config: dict[str, Any] = {"r": spec.rank, "lora_alpha": spec.alpha, "target_modules": whole.targets}
+        self.config: dict[str, Any] = {
+            "peft_type": "LORA",
+            "r": spec.rank,
+            "lora_alpha": spec.alpha,
+            "target_modules": whole.targets,
+            "bias": "none",
+        }
         """As in `adapter_config.json` of peft."""
         self.nbytes = sum(4 * torch.Size(shape).numel() + ALIGNMENT for shape, _ in self._whole.values())
         """Size of all tensors in memory where each begins at a multiple of ALIGNMENT."""

@@ -131,7 +131,7 @@ async function drawDetail(now) {
   const open = (one, sample) => go({ step: one.step, group: one.group, sample });
   const members = data.list.samples.filter((one) => one.group === now.group);
   const missing = el("p", { class: "empty" }, "No sample matches. Steps without samples were deleted to make room, or the filters leave none.");
-  parts.push(filters(now));
+  if (now.sample === null) parts.push(filters(now));
   if (now.group === null) {
     parts.push(data.list.samples.length ? groupList(data.list.samples, open) : missing);
     if (data.list.more) parts.push(el("p", { class: "dim" }, data.list.more > 0 ? `${data.list.more} more; filter to see them` : "more match; filter to see them"));

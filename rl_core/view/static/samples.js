@@ -6,7 +6,7 @@ const LONG = 60000;
 
 function rewardClass(reward, low, high) {
   if (reward === null) return "reward none";
-  const share = high > low ? (reward - low) / (high - low) : 1;
+  const share = high > low ? (reward - low) / (high - low) : 0.5;  // equal rewards have no colour
   return `reward r${Math.round(share * 4)}`;
 }
 
@@ -36,7 +36,7 @@ export function groupList(samples, open) {
     const mean = members.reduce((sum, one) => sum + (one.reward ?? 0), 0) / members.length;
     return el("article", { class: "group" },
       el("header", {}, el("a", { href: "#", class: "name", onclick: (event) => { event.preventDefault(); open(first, null); } }, `group ${first.group}`),
-        el("span", { class: "dim" }, `step ${first.step} · ${members.length} sample${members.length > 1 ? "s" : ""} · mean ${number(mean, 3)}`)),
+        el("span", { class: "dim" }, `${members.length} sample${members.length > 1 ? "s" : ""} · mean ${number(mean, 3)}`)),
       el("pre", { class: "text preview", dir: "auto" }, visible(first.prompt)),
       el("div", { class: "chips" }, members.map((one) => el("button", {
         type: "button", class: rewardClass(one.reward, low, high), title: `${one.reason}, ${one.tokens} tokens`, onclick: () => open(one, one.sample),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.jobs_on_nodes import SPREAD, Job, small
+from tests.cluster.jobs_on_nodes import SPREAD, USER, Job, host_claim, small
 from tests.cluster.testcluster.access import Access
 from tests.e2e.harness import Output, assert_trained_once
 
@@ -34,27 +34,12 @@ ENGINES = {
 @pytest.fixture(scope="module")
 def shared(operator: Access, training: str) -> Path:
     """A folder of this machine as a claim that pods of both nodes write to, with model and data in it."""
-    folder = operator.cluster.state.folder / SHARED
-    folder.mkdir()
+    folder = host_claim(operator, training, SHARED)
     subprocess.run([sys.executable, TINY, folder], check=True, timeout=600)
-    for path in (folder, *folder.rglob("*")):
-        os.chown(path, 1000, 1000)
-    capacity = {"storage": "1Gi"}
-    common = {"accessModes": ["ReadWriteMany"], "storageClassName": SHARED}
-    volume = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolume",
-        "metadata": {"name": SHARED},
-        "spec": {**common, "capacity": capacity, "hostPath": {"path": str(folder), "type": "Directory"}},
-    }
-    claim = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": SHARED},
-        "spec": {**common, "resources": {"requests": capacity}},
-    }
+    for path in folder.rglob("*"):
+        os.chown(path, USER, USER)
     code = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "letters"}, "data": {"reward.py": REWARD}}
-    operator.apply(volume, claim, code, namespace=training)
+    operator.apply(code, namespace=training)
     return folder
 
 

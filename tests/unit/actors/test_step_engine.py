@@ -358,10 +358,12 @@ def test_old_log_probabilities_come_from_the_inference_group_or_on_all_ranks_fro
         engine = make_engine(backend, ThreadRanks(meeting, rank), ask=ask, **options)
         engine.load(RECORDS[rank::2], version=7)
         engine.compute_log_probs()
-        return engine.prepared.old_log_probs, engine.score(engine.prepared.collated)
+        fallbacks = float(engine.prepared.metrics["inference_fallbacks"])
+        return engine.prepared.old_log_probs, engine.score(engine.prepared.collated), fallbacks
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(step, range(2)))
     assert asked == [7, 7]
-    for old, own in found:
+    for old, own, fallbacks in found:
         assert torch.equal(old, torch.full_like(own, -0.5) if all(answering) else own)
+        assert fallbacks == (not all(answering))

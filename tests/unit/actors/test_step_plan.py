@@ -59,6 +59,45 @@ def test_groups_are_ordered_by_number_not_by_text_or_arrival():
     assert all_lengths == [7, 5, 6]
 
 
+class GatheredRanks:
+    """Data ranks whose gathered rows are given."""
+
+    def __init__(self, rank, held):
+        self.data_rank, self.held = rank, held
+
+    def gather_over_data_ranks(self, mine):
+        assert mine == self.held[self.data_rank]
+        return self.held
+
+
+GROUPS = st.lists(st.sampled_from(["1-2", "1-02", "0-10", "0-9", "a"]), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    held=st.lists(
+        GROUPS.flatmap(
+            lambda texts: st.lists(st.tuples(st.integers(0, len(texts) - 1), st.integers(1, 9)), max_size=6).map(
+                lambda rows: [texts, [group for group, _ in rows], [length for _, length in rows]]
+            )
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_rows_of_several_ranks_are_numbered_by_group_then_rank_then_place(held):
+    rows = [
+        (natural_key(texts[group]), rank, place, length)
+        for rank, (texts, groups, lengths) in enumerate(held)
+        for place, (group, length) in enumerate(zip(groups, lengths, strict=True))
+    ]
+    rows.sort(key=lambda row: row[:3])
+    for rank, part in enumerate(held):
+        all_lengths, numbers = number_rows(GatheredRanks(rank, held), *part)
+        assert all_lengths == [length for *_, length in rows]
+        assert [rows[number][1:3] for number in numbers] == [(rank, place) for place in range(len(part[1]))]
+
+
 def rows_of(numbers, lengths):
     width = max(lengths)
     ids = torch.arange(len(lengths) * width).view(len(lengths), width)

@@ -125,6 +125,16 @@ def test_mean_of_nothing_is_zero_and_extremes_of_nothing_are_not_reported():
     assert merge_stats([]) == finish_stats({}) == {}
 
 
+@pytest.mark.parametrize("kind", ["mean", "std", "sum", "max", "min"])
+@pytest.mark.parametrize("numbers", [(float("nan"), 1.0), (1.0, float("nan"))], ids=["first", "last"])
+def test_a_number_that_is_none_is_seen_in_the_whole(kind, numbers):
+    squares = {"squares": torch.tensor(1.0)} if kind == "std" else {}
+    parts = [{"a": Stat(kind, number, 1, **squares)} for number in numbers]
+    assert torch.isnan(merge_stats(parts)["a"].total)
+    infinite = [{"a": Stat("sum", number, 1)} for number in (float("inf"), float("-inf"))]
+    assert torch.isnan(merge_stats(infinite)["a"].total)
+
+
 def test_stat_holds_no_graph_and_one_kind_per_name():
     assert not Stat("mean", torch.ones(1, requires_grad=True).sum(), 1).total.requires_grad
     with pytest.raises(ValueError, match="median"):

@@ -12,6 +12,15 @@ EXAMPLES = Path(__file__).parents[3] / "examples" / "arithmetic"
 SHOWN = {
     "asynchronous.yaml": {"algorithm.maxStaleness": 2},
     "colocated.yaml": {"placement.mode": "colocated", "rollout.replicas": None},
+    "critic.yaml": {
+        "algorithm.name": "gae",
+        "algorithm.critic.group": "critic",
+        "algorithm.critic.lam": 0.95,
+        "actor.optimizer.valueLearningRate": 3e-4,
+        "groups": [
+            {"name": "critic", "worker": "rl_core.groups.critic:Critic", "lifecycle": "gang", "callers": ["actor"]}
+        ],
+    },
     "inference.yaml": {
         "algorithm.recomputeLogProbs": True,
         "algorithm.inference": "inference",

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rl_core.api.errors import ConfigError
 from rl_core.cli.job_file import JobProblems, read_document
 from rl_core.cli.validate import validate_file
+from tests.small_models import save_policy
 
 JOB = "apiVersion: rljob.dev/v1alpha1\nkind: RLJob\nmetadata: {name: %s}\nspec: {}\n"
 CLAIM = "apiVersion: v1\nkind: PersistentVolumeClaim\nmetadata: {name: work}\n"
@@ -73,6 +75,25 @@ def test_weights_cut_short_and_bad_rows_are_told_together_each_on_a_line(tmp_pat
     assert "model.safetensors must be a whole safetensors file" in told
     rows = [line for line in error.value.problems if line.startswith("spec.data.train: ")]
     assert len(rows) == 2 and "train.jsonl:2:" in rows[0] and "train.jsonl:3:" in rows[1]
+
+
+def test_a_program_that_calls_a_model_without_a_chat_template_is_told(tmp_path):
+    document = {
+        "apiVersion": "rljob.dev/v1alpha1",
+        "kind": "RLJob",
+        "metadata": {"name": "talk"},
+        "spec": {
+            "model": {"path": str(save_policy(tmp_path / "model"))},
+            "data": {"train": "rows.jsonl"},
+            "env": {"type": "agent", "command": ["true"]},
+        },
+    }
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(document))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "1"}]}\n')
+    with pytest.raises(JobProblems, match=r"spec\.data\.chatTemplate: must be given for env.type agent"):
+        validate_file(file, [])
+    assert validate_file(file, ["data.chatTemplate='{{ messages[0].content }}'"]) == 0
 
 
 CODE = """

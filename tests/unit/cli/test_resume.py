@@ -40,10 +40,15 @@ def test_the_step_and_the_folder_are_named(run):
     assert resume_line(job(), run, str(run / "checkpoints/step-2")) == f"resumes at step 2 of {run}"
 
 
+def test_a_run_that_has_made_its_steps_is_told_how_to_go_on(run):
+    told = "; nothing is left to train: raise algorithm.steps above 10"
+    assert resume_line(job(algorithm={"steps": 10}), run, "auto").endswith(told)
+
+
 def test_every_field_that_has_another_value_is_named(run):
     changed = job(actor={"optimizer": {"learningRate": 5e-4}}, model={"path": "other"})
     assert resume_line(changed, run, "auto") == (
-        f"resumes at step 10 of {run}; different: actor.optimizer.learningRate its default -> 0.0005, model.path m -> other"
+        f"resumes at step 10 of {run}; different: actor.optimizer.learningRate 1e-06 -> 0.0005, model.path m -> other"
     )
 
 

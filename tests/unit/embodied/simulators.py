@@ -47,6 +47,8 @@ class Scripted:
                 reward = float("nan")
             if self.fault == "text":
                 reward = "much"
+            if self.fault == "nan observation":
+                return self.observation() * np.nan, 1.0, False, False, {}
             if self.fault == "shape":
                 return np.zeros(5), 1.0, False, False, {}
         end = self.ends[self.seed % len(self.ends)]
@@ -83,6 +85,13 @@ class Picture(Echo):
     def observation(self):
         states = super().observation()
         return {"states": states, "pixels": picture(states)}
+
+
+class Bare(Picture):
+    """A `Picture` that shows nothing but the image."""
+
+    def observation(self):
+        return super().observation()["pixels"]
 
 
 def picture(states):

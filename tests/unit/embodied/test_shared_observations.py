@@ -30,6 +30,13 @@ class Seeing(Sine):
         return actions, result
 
 
+class SeeingOnly(Seeing):
+    """The same for simulators that show nothing but the image."""
+
+    def predict(self, obs, mode="train"):
+        return super().predict(obs | {"states": obs["pixels"][:, 0, 0, :2].float()}, mode)
+
+
 @pytest.fixture
 def world():
     made = []
@@ -81,6 +88,20 @@ def test_trajectories_are_those_of_observations_in_messages(world, envs, rollout
             for name in ("pixels", "states", "actions"):
                 assert torch.equal(found.forward_inputs[name], expected.forward_inputs[name])
             assert torch.equal(found.prev_values, expected.prev_values)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("envs", [1, 2])
+def test_observations_may_be_images_alone(world, envs):
+    one = world(envs, 1, 1, vectorization="sync", id="tests.unit.embodied.simulators:Bare")
+    one.rollouts[0].model = SeeingOnly()
+
+    async def main():
+        for step in (1, 2, 3):
+            received, stats = await one.collect(step, 1, True)
+            check_images(merge_trajectories(received[0]))
+            assert not any(env.lost for env in stats)
 
     asyncio.run(main())
 

@@ -72,7 +72,7 @@ def test_without_auto_reset_a_simulator_rests_with_reward_0_and_is_done():
     assert second.obs["states"].tolist() == [[0, 3], [1, 4]] and second.sub_steps.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("fault", ["raise", "nan", "text", "shape"])
+@pytest.mark.parametrize("fault", ["raise", "nan", "nan observation", "text", "shape"])
 def test_a_simulator_that_fails_loses_its_own_episode_only(fault):
     made = env(3, faults=[None, fault])
     made.reset()

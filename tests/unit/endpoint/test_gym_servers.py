@@ -20,7 +20,7 @@ from rl_core.envs.model_relay import ModelRelay, session_of_row
 from rl_core.envs.nemo_gym import NemoGymPrograms
 from rl_core.rollouts.agents import AgentRolloutImpl
 from rl_core.rollouts.endpoint.server import Endpoint
-from tests.gym_stand_in import AGENT, Gym
+from tests.gym_stand_in import AGENT, Gym, ModelError
 from tests.unit.endpoint.conftest import SampledText, make_episodes
 
 QUESTION = "<|im_start|>user\n6*7<|im_end|>\n<|im_start|>assistant\n"
@@ -251,6 +251,31 @@ async def test_rows_wait_until_the_servers_have_started(chatml):
         assert [completion.reward for completion in (await running).completions] == [1.0, 1.0]
 
 
+async def test_servers_that_end_and_come_back_are_waited_for(chatml):
+    async def end(gym, request, row):
+        gym.ready = False
+        return web.json_response("Request was cancelled", status=500)
+
+    world = World()
+    async with world.running(chatml, steps=[end, end, None], rowAttempts=2) as rollouts:
+        running = asyncio.create_task(rollouts.run_rollout(sample()))
+        async with asyncio.timeout(10):
+            while len(world.delays) < 8:
+                await asyncio.sleep(0)
+        assert len(world.gym.rows) == 2
+        world.gym.ready = True
+        assert [completion.reward for completion in (await running).completions] == [1.0, 1.0]
+
+
+async def test_servers_that_do_not_start_in_time_are_a_failure_of_infrastructure(chatml):
+    world = World()
+    async with world.running(chatml, seconds=0.5) as rollouts:
+        world.gym.ready = False
+        with pytest.raises(GymTransportError, match="must end within .* answered 503"):
+            await rollouts.run_rollout(sample())
+        assert not world.gym.rows
+
+
 async def test_the_relay_refuses_calls_without_session_and_says_which_endpoint_is_gone(chatml):
     world = World()
     async with world.running(chatml), aiohttp.ClientSession() as http:
@@ -261,12 +286,34 @@ async def test_the_relay_refuses_calls_without_session_and_says_which_endpoint_i
             ([], 400),
             ({"rljob": 1}, 400),
             ({"rljob": gone}, 410),
-            ({"rljob": bad}, 401),
+            ({"rljob": bad}, 410),
         ):
             async with http.post(f"{world.url}/chat/completions", json=body) as answer:
                 assert answer.status == expected and (await answer.json())["error"]["message"]
         async with http.get(f"{world.url}/models") as answer:
             assert [model["id"] for model in (await answer.json())["data"]] == ["policy"]
+
+
+async def test_a_late_call_of_an_ended_run_does_not_make_the_model_server_give_up(chatml):
+    """The model server of 0.7.0 sends no further call of any row once a key was refused."""
+    over, late = asyncio.Event(), []
+
+    async def fail(gym, request, row):
+        async def call():
+            await over.wait()
+            with pytest.raises(ModelError, match="410: .*the run of this call has ended"):
+                await gym.episode(row)
+
+        late.append(asyncio.create_task(call()))
+        return web.json_response("sorry", status=500)
+
+    world = World()
+    async with world.running(chatml, steps=[fail, fail, None]) as rollouts:
+        await rollouts.run_rollout(sample())
+        over.set()
+        await asyncio.gather(*late)
+        record = await rollouts.run_rollout(sample())
+    assert [completion.reward for completion in record.completions] == [1.0, 1.0]
 
 
 def test_a_relay_needs_an_address_of_its_own():

@@ -32,7 +32,8 @@ def folder(tmp_path_factory):
     return path
 
 
-async def test_a_served_model_answers_with_the_log_probabilities_of_its_weights(folder):
+def served_model(folder):
+    """Return the tokenizer of a model folder, and the context in which the model is served."""
     model_folder, spec = find_model(str(folder), None, ["rollout.sampling.maxNewTokens=8"])
     tokenizer = Tokenizer.from_folder(model_folder)
     served = serve(
@@ -44,6 +45,11 @@ async def test_a_served_model_answers_with_the_log_probabilities_of_its_weights(
         host="127.0.0.1",
         port=0,
     )
+    return tokenizer, served
+
+
+async def test_a_served_model_answers_with_the_log_probabilities_of_its_weights(folder):
+    tokenizer, served = served_model(folder)
     messages = [{"role": "user", "content": "hi"}]
     async with served as base_url, openai.AsyncOpenAI(base_url=base_url, api_key="any", max_retries=0) as client:
         for _ in range(2):
@@ -59,6 +65,17 @@ async def test_a_served_model_answers_with_the_log_probabilities_of_its_weights(
         expected = model(torch.tensor([prompt + ids])).logits[0].log_softmax(-1)
     for at, (token, entry) in enumerate(zip(ids, choice.logprobs.content, strict=True), start=len(prompt) - 1):
         assert entry.logprob == pytest.approx(expected[at, token].item(), abs=1e-4)
+
+
+async def test_a_model_without_a_chat_template_completes_text_and_refuses_messages(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "plain")
+    (tmp_path / "plain" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "pad_token": "<pad>"}))
+    _, served = served_model(tmp_path / "plain")
+    async with served as base_url, openai.AsyncOpenAI(base_url=base_url, api_key="any", max_retries=0) as client:
+        answer = await client.completions.create(model="policy", prompt="hi")
+        assert answer.usage.completion_tokens >= 1
+        with pytest.raises(openai.BadRequestError, match="need a chat template"):
+            await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
 
 
 def test_a_run_is_served_with_its_settings_once_it_has_ended(folder, tmp_path):

@@ -22,6 +22,7 @@ FACES = {
     "rl_core.groups.judge": "the same",
     "rl_core.groups.teacher": "the same",
     "rl_core.groups.inference": "the same",
+    "rl_core.groups.critic": "the same",
     "rl_core.rollouts.sglang.cpu.stand_in.sgl_kernel": "what sglang itself imports as sgl_kernel, in its processes on a CPU",
     "rl_core.rollouts.sglang.cpu.stand_in.triton": "what sglang itself imports as triton, in its processes on a CPU",
     "rl_core.rollouts.sglang.cpu.stand_in.triton.runtime": "a part of it",

@@ -199,3 +199,10 @@ def test_the_page_of_a_running_job_is_served_from_a_copy_that_is_deleted_at_the_
         process.communicate()
     assert (runs[0]["name"], runs[0]["epoch"], steps["train"]) == ("add", 3, [1, 2, 3])
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["samples", "view", "status", "logs"])
+def test_a_folder_that_is_misspelt_is_told_where_there_is_no_cluster(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    told = CliRunner().invoke(app, [command, "owt"])
+    assert told.exit_code == 2 and "owt is no folder here, and for a job of that name a kubeconfig must" in told.stderr

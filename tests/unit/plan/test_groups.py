@@ -138,8 +138,13 @@ class TestAFourthGroup:
         (env,) = {process.env["MASTER_ADDR"] for pod in plan.pods_of(JUDGE) for process in pod.containers[0].processes}
         assert env == "sums-judge-0.sums.default.svc"
         assert "RLJOB_CONTROL_PORT" not in plan.pods_of(JUDGE)[0].containers[0].processes[0].env
-        with pytest.raises(ConfigError, match="one gang.*got actor, judge"):
-            build_launch_plan(job, name="sums", uid="u", groups=groups | {JUDGE: gang}, host="127.0.0.1")
+        local = build_launch_plan(
+            job, name="sums", uid="u", groups=groups | {JUDGE: replace(gang, replicas=1)}, host="127.0.0.1"
+        )
+        assert len(local.pods_of(JUDGE)) == 1
+        several = {name: replace(group, replicas=2) for name, group in ((ACTOR, groups[ACTOR]), (JUDGE, gang))}
+        with pytest.raises(ConfigError, match="one gang of several processes.*got actor, judge"):
+            build_launch_plan(job, name="sums", uid="u", groups=groups | several, host="127.0.0.1")
         with pytest.raises(ConfigError, match="override rollout and env with"):
             build_launch_plan(job, name="sums", uid="u", groups=groups | {JUDGE: gang}, replicas={JUDGE: 2})
 

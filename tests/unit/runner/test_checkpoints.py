@@ -60,7 +60,7 @@ def saved(spec, output, *numbers):
     for step in numbers:
         for name, lines in whole.items():
             (output / name).write_text("".join(lines[: step + 1]))
-        checkpoints.save(step, Actor(), {"step": step}, version=step, reward=None)
+        checkpoints.save(step, [Actor()], {"step": step}, version=step, reward=None)
     for name, lines in whole.items():
         (output / name).write_text("".join(lines))
 
@@ -97,7 +97,7 @@ def test_a_restart_goes_on_from_the_given_path_until_the_run_has_saved(spec, out
     restarted = Checkpoints(spec, output=output, epoch=3)
     assert restarted.find(given, first_epoch=2).path == other / "checkpoints/step-00000004"
     restarted.restore(restarted.find(given, first_epoch=2), Actor().load)
-    restarted.save(5, Actor(), {"step": 5}, version=5, reward=None)
+    restarted.save(5, [Actor()], {"step": 5}, version=5, reward=None)
     assert Checkpoints(spec, output=output, epoch=4).find(given, first_epoch=2).step == 5
 
 
@@ -128,7 +128,7 @@ def test_what_several_ranks_meet_on_one_storage_is_one_refusal_and_leaves_nothin
             raise WorkerErrors("actor.save_checkpoint failed on 2 of 2 ranks, the first: no room", ranks)
 
     with pytest.raises(told) as error:
-        checkpoints.save(3, Refused(), {}, version=3, reward=None)
+        checkpoints.save(3, [Refused()], {}, version=3, reward=None)
     assert type(error.value) is told and checkpoints.last_step is None
     assert not list((output / "checkpoints").glob(".step-*"))
 
@@ -144,9 +144,9 @@ def test_a_checkpoint_that_finds_no_room_makes_some_and_tells_what_went(spec, ou
             return []
 
     with pytest.raises(StorageFull):  # two may go
-        checkpoints.save(6, Crowded(), {"step": 6}, version=6, reward=None)
+        checkpoints.save(6, [Crowded()], {"step": 6}, version=6, reward=None)
     assert checkpoints.store.complete_steps() == [5]
-    checkpoints.save(6, Crowded(), {"step": 6}, version=6, reward=None)
+    checkpoints.save(6, [Crowded()], {"step": 6}, version=6, reward=None)
     assert checkpoints.store.complete_steps() == [5, 6]
     assert checkpoints.describe("there")["deletedForRoom"] == ["step-00000002", "step-00000004"]
 
@@ -171,7 +171,7 @@ class Writing(Actor):
 def test_a_checkpoint_in_the_background_is_seen_when_its_ranks_are_done(spec, output):
     checkpoints, actor = Checkpoints(spec, output=output, epoch=0), Writing()
     state = {"step": 3}
-    assert checkpoints.save(3, actor, state, version=3, reward=None, in_background=True) is None
+    assert checkpoints.save(3, [actor], state, version=3, reward=None, in_background=True) is None
     state["step"] = 4  # training goes on
     assert checkpoints.settle() is None and checkpoints.store.complete_steps() == [] and checkpoints.last_step is None
     actor.ended.set()
@@ -185,17 +185,17 @@ def test_one_in_the_background_that_finds_no_room_makes_some_for_the_next(spec, 
     saved(spec, output, 2, 4)
     checkpoints, actor = Checkpoints(spec, output=output, epoch=0), Writing(FULL)
     actor.ended.set()
-    checkpoints.save(5, actor, {"step": 5}, version=5, reward=None, in_background=True)
+    checkpoints.save(5, [actor], {"step": 5}, version=5, reward=None, in_background=True)
     with pytest.raises(StorageFull):
         checkpoints.settle(wait=True)
     assert checkpoints.store.complete_steps() == [4] and not list((output / "checkpoints").glob(".step-*"))
-    checkpoints.save(6, actor, {"step": 6}, version=6, reward=None, in_background=True)
+    checkpoints.save(6, [actor], {"step": 6}, version=6, reward=None, in_background=True)
     assert checkpoints.settle(wait=True) and checkpoints.store.complete_steps() == [4, 6]
 
 
 def test_the_manifest_tells_the_version_and_the_digest_of_the_weights(spec, output):
     checkpoints = Checkpoints(spec, output=output, epoch=0)
-    checkpoints.save(3, Actor(), {"step": 3}, version=4, weights_digest="d", reward=None)
+    checkpoints.save(3, [Actor()], {"step": 3}, version=4, weights_digest="d", reward=None)
     assert checkpoints.store.latest().manifest.versions == {"policy": 4, "digest": "d"}
 
 
@@ -336,7 +336,7 @@ def test_a_run_goes_on_from_another_ones_checkpoint_with_its_history_and_then_fr
     for name in NAMES:
         assert steps(first.with_name("heir") / name) == [0, 1, 2, 3, 4], name
     assert {path: path.read_bytes() for path in first.rglob("*") if path.is_file()} == before
-    heir.save(5, Actor(), {"step": 5}, version=5, reward=None)
+    heir.save(5, [Actor()], {"step": 5}, version=5, reward=None)
     again = successor(spec, first, job="first", step=4)
     assert again.restore(again.find("auto"), Actor().load)["step"] == 5
 
@@ -414,7 +414,7 @@ def test_what_a_rule_found_wrong_is_set_aside_and_the_last_good_checkpoint_outli
     whole["checkpoint"]["keep"] = 1
     checkpoints = Checkpoints(RLJobSpec.model_validate(whole), output=output, epoch=0)
     for step, wrong in ((2, 0), (4, 0), (5, 1), (6, 2)):
-        checkpoints.save(step, Actor(), {"step": step}, version=step, reward=None, num_violating_steps=wrong)
+        checkpoints.save(step, [Actor()], {"step": step}, version=step, reward=None, num_violating_steps=wrong)
     assert checkpoints.store.complete_steps() == [4, 6]
     assert checkpoints.set_aside_after(4).endswith("step-00000004") and checkpoints.last_step == 4
     assert Checkpoints(spec, output=output, epoch=1).find("auto").step == 4

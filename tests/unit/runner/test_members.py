@@ -224,6 +224,19 @@ def test_a_local_wait_for_processes_ends_with_a_stop(await_group):
         getattr(run.members, await_group)(600.0, at=stop)
 
 
+@pytest.mark.parametrize(("begun", "phase"), [(False, "starting"), (True, "degraded")])
+def test_a_wait_for_rollouts_is_told(begun, phase):
+    run, told = Run(Cluster(member(state=MemberState.JOINING))), []
+
+    def look():
+        told.extend(run.board.snapshot()["waits"])
+        raise Stopped("suspend")
+
+    with pytest.raises(Stopped):
+        run.members.await_rollouts(3, begun=begun, limit=60.0, at=look)
+    assert [(wait["who"], wait["on"], wait["what"]) for wait in told] == [("runner", "rollout", phase)]
+
+
 def test_a_join_wakes_the_wait():
     run = Run(Cluster(member(state=MemberState.JOINING)))
     joins = threading.Thread(target=run.members.open, args=("tcp://publisher",))

@@ -84,7 +84,7 @@ class Run:
             stops=self.stops,
             output=Path("out"),
             schedule=DisaggregatedSchedule(),
-            group=self,
+            groups=[self],
             weights_digest=lambda: "d",
             room_pause=0.0,
             clock=self.look,

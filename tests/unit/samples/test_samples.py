@@ -148,6 +148,12 @@ def test_printable_text_can_be_encoded_and_has_no_control_characters(text):
     assert not any(character < " " and character not in "\n\t" for character in shown)
 
 
+def test_messages_without_text_are_left_out_unless_the_model_wrote_them():
+    messages = [("user", "2+2=", 2), ("assistant", "", 1), ("environment", "", 0)]
+    sample = json.loads(line(kept(messages=tuple(messages)))[0])
+    assert render_sample(sample).splitlines()[2:] == ["[user]", "  2+2=", "[assistant]", "  "]
+
+
 def test_a_sample_of_a_megabyte_is_kept_and_printed(tmp_path):
     write(tmp_path, [kept(text="x" * 10**6)])
     _, (sample,) = read(tmp_path)

@@ -86,6 +86,7 @@ class ChildAdapters:
             raise RuntimeError(
                 f"the adapter of version {version} must be loaded before it is served, got {self._offered}"
             )
+        await self._manager.get_internal_state()  # a scheduler that died since the load does not answer
         last, self._served, self._offered = self._served, self._offered, None
         self._update()
         if last is not None:

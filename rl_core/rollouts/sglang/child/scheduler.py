@@ -5,7 +5,6 @@ Records where weights are loaded, and answers the action of `pieces_action` of S
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 PIECES = "pieces"
@@ -16,16 +15,16 @@ def pieces_action(turn: int, turns: int) -> str:
     return f"{PIECES}:{turn}:{turns}"
 
 
-def run(*args: Any, **kwargs: Any) -> None:
-    """Run SGLang's scheduler. Called in a process of its own."""
+def run(settings: Any, *arguments: Any) -> None:
+    """Run SGLang's scheduler with its `ServerArgs` and further arguments. Called in a process of its own."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    if settings.device == "cpu" and settings.enable_lora:
         from rl_core.rollouts.sglang.cpu import pinning
 
         pinning.disable()
     _record_loads()
-    run_scheduler_process(*args, **kwargs)
+    run_scheduler_process(settings, *arguments)
 
 
 def _record_loads() -> None:

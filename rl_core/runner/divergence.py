@@ -1,0 +1,56 @@
+"""`DivergenceAlarm`: decides whether a rollout's log-probabilities differ from the trainer's by more than rounding.
+
+In float32 both sides round so little that one difference above the tolerance proves other weights. In bfloat16 single tokens of the same
+weights differ by up to half a nat, because the two sides add in another order. There the median of several checks is compared with what is
+usual for this rollout, so that no single token ends a run.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import fmean, median
+
+RECENT = 5
+"""Checks whose median is judged."""
+CALIBRATION = 10
+"""Checks after which the usual difference is known."""
+FACTOR = 4.0
+"""The recent median may be so many times the usual mean."""
+MEMORY = 50
+"""Checks over which the usual difference is averaged: rounding changes while a policy becomes more certain."""
+LIMIT = 1.0
+"""Largest median in nats, also before the usual difference is known."""
+ROUNDED = 50
+"""Smallest bound in bfloat16, as a multiple of the tolerance."""
+
+
+class DivergenceAlarm:
+    """Judges the checks of one rollout, one after the other."""
+
+    def __init__(self, tolerance: float, *, exact: bool) -> None:
+        """`tolerance`: largest difference in float32, in nats. `exact`: whether both sides compute in float32."""
+        self._tolerance, self._exact = tolerance, exact
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._usual, self._checks = 0.0, 0
+
+    def judge(self, differences: Sequence[float]) -> tuple[float, float] | None:
+        """Return (difference, bound) if the rollout computes with other weights, else None.
+
+        `differences` are those of one check: absolute, one per token, in nats.
+        """
+        if self._exact or any(map(math.isnan, differences)):
+            largest = max(differences, default=0.0, key=lambda one: math.inf if math.isnan(one) else one)
+            return None if largest <= self._tolerance else (largest, self._tolerance)
+        mean = fmean(differences) if differences else 0.0
+        self._recent.append(mean)
+        recent, bound = median(self._recent), self._bound()
+        if len(self._recent) == RECENT and recent > bound:
+            return recent, bound
+        self._checks += 1
+        self._usual += (mean - self._usual) / min(self._checks, MEMORY)
+        return None
+
+    def _bound(self) -> float:
+        if self._checks < CALIBRATION:
+            return LIMIT
+        return min(LIMIT, max(ROUNDED * self._tolerance, FACTOR * self._usual))

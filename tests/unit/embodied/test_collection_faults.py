@@ -1,0 +1,94 @@
+"""What may go wrong in a collection besides a lost process: weights in mid-collection, episodes without an end, policies without values."""
+
+import asyncio
+
+import pytest
+
+from rl_core.api.errors import ConfigError
+from rl_core.messages.embodied import CollectionRound
+from rl_core.rollouts.pausing_target import pausing
+from tests.unit.embodied.test_collection import CHUNK, HORIZON, PER_WORKER, Sine, World
+
+
+class Counting(Sine):
+    """A policy that counts its training decisions, and calls `first` at the first one."""
+
+    def __init__(self, first):
+        self.first, self.made = first, 0
+
+    def predict(self, obs, mode="train"):
+        if mode == "train":
+            self.made += 1
+            if self.made == 1:
+                self.first()
+        return super().predict(obs, mode)
+
+
+class Target:
+    """A weight target that tells how many decisions had been made when it was asked to prepare."""
+
+    def __init__(self):
+        self.policy, self.prepared_after = None, None
+
+    async def prepare(self, deadline):
+        self.prepared_after = self.policy.made
+
+
+def test_weights_that_arrive_in_mid_collection_are_loaded_after_its_end():
+    world, target = World(1, 1, 1), Target()
+    rollout = world.rollouts[0]
+
+    async def main():
+        loop, loads = asyncio.get_running_loop(), []
+        arriving = pausing(target, rollout._pause)
+        rollout.model = target.policy = Counting(
+            lambda: loads.append(asyncio.run_coroutine_threadsafe(arriving.prepare(60), loop))
+        )
+        received, _ = await world.collect(1, 1)
+        await asyncio.wrap_future(loads[0])
+        assert len(received[0][0].versions.unique()) == 1
+
+    asyncio.run(main())
+    assert target.prepared_after == HORIZON // CHUNK
+
+
+@pytest.mark.parametrize("auto_reset", [True, False])
+def test_an_episode_without_an_end_bounds_neither_a_collection_nor_an_evaluation(auto_reset):
+    world = World(1, 1, 1, kwargs={"ends": [10**6]}, autoReset=auto_reset, evalHorizon=10)
+    observations, actions, _ = world.channels
+
+    async def main():
+        received, _ = await world.collect(1, 1)
+        trajectory = received[0][0]
+        assert not trajectory.dones.any() and (trajectory.sub_steps == CHUNK).all()
+        round = CollectionRound(number=2, step=2, envs=(0,), rollouts=(0,), mode="eval", episodes=PER_WORKER)
+        stats, _ = await asyncio.gather(
+            world.envs[0].evaluate(actions, observations, round),
+            world.rollouts[0].evaluate(observations, actions, round),
+        )
+        assert [episode["length"] for episode in stats.episodes] == [10] * PER_WORKER
+
+    asyncio.run(main())
+
+
+def test_a_policy_without_values_is_refused_where_the_algorithm_needs_them():
+    world = World(1, 1, 1)
+
+    class NoValues(Sine):
+        def predict(self, obs, mode="train"):
+            actions, result = super().predict(obs, mode)
+            del result["prev_values"]
+            return actions, result
+
+    world.rollouts[0].model = NoValues()
+    observations, actions, trajectories = world.channels
+
+    async def main():
+        round = CollectionRound(number=1, step=1, envs=(0,), rollouts=(0,))
+        working = asyncio.ensure_future(world.envs[0].interact(actions, observations, round))
+        with pytest.raises(ConfigError, match="prev_values with algorithm.name gae.*value head"):
+            await world.rollouts[0].generate(observations, actions, trajectories, round)
+        working.cancel()
+        await asyncio.wait({working})
+
+    asyncio.run(main())
