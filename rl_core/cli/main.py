@@ -69,6 +69,8 @@ def run(
     progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Live table, or a line per step.")] = True,
 ) -> None:
     """Run a job on this machine, with the same processes as on a cluster."""
+    sys.stdout.write(f"checking {file}: fields, model, data, user code\n")
+    sys.stdout.flush()  # before the modules of a run are imported, which takes longer
     from rl_core.cli.run import run_job
 
     run_command(lambda: run_job(file, output=output, settings=settings or [], resume=resume, progress=progress))

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_core.api.roles import ActorSpec
-from rl_core.cli.validate import GIB, memory_report, prepare
+from rl_core.cli.job_file import load_job
+from rl_core.cli.validate import GIB, check_references, memory_report
 from rl_core.launch.local_plan import LOOPBACK
 from rl_core.plan.capacity import CapacityReport, admit
 from rl_core.plan.launch import LaunchPlan, PodPlan, ProcessPlan, build_launch_plan
@@ -16,7 +17,8 @@ from rl_core.plan.launch import LaunchPlan, PodPlan, ProcessPlan, build_launch_p
 
 def show_plan(file: Path, settings: Sequence[str], *, device_memory: float | None = None) -> int:
     """Print processes and memory of a job; return 0. Raises CapacityError where a process needs more than `device_memory`, GiB."""
-    job = prepare(file, settings)
+    job = load_job(file, settings)
+    check_references(job, file)
     meta = job.metadata
     plan, local = (
         build_launch_plan(job, name=meta.name, namespace=meta.namespace or "default", uid=meta.uid or "plan", host=host)

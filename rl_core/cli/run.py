@@ -38,8 +38,6 @@ RUN_FOLDER = ".rljob"
 
 def run_job(file: Path, *, output: Path | None, settings: Sequence[str], resume: str, progress: bool) -> int:
     """Run the job to its end; return the exit code (0 success, 2 bad input, 3 or 4 failure, 130 interrupted)."""
-    sys.stdout.write(f"checking {file}: fields, model, data, user code\n")
-    sys.stdout.flush()
     job = prepare(file, settings)
     folder = (output or Path("outputs") / job.metadata.name).resolve()
     check_devices(job)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from rl_core.api.embodied import embodied_options, is_embodied
 from rl_core.api.errors import ConfigError, RLJobError
 from rl_core.api.job import RLJob
 from rl_core.cli.job_file import JobProblems, absolute, load_job, path_fields, read_document
-from rl_core.data.hub import HUB_SCHEME, fetch_references, hub_problem, references
+from rl_core.data.hub import HUB_SCHEME, fetch_config, fetch_references, hub_problem, references
 
 if TYPE_CHECKING:
     from rl_core.api.data import DataSpec
@@ -36,7 +36,7 @@ def validate_file(file: Path, settings: Sequence[str], *, device_memory: float |
     except JobProblems as error:
         raise JobProblems(file, [*error.problems, *find_file_problems(file, settings)]) from None
     mounted = paths_on_volumes(job)
-    check_references(job, file, files=not mounted, device_memory=device_memory)
+    check_references(job, file, on_volumes=mounted, device_memory=device_memory)
     unseen = f"; not looked at, on volumes of the actor: {', '.join(mounted)}" if mounted else ""
     sys.stdout.write(
         f"{file}: valid ({job.metadata.name}: {job.spec.algorithm.name}, {job.spec.algorithm.steps} steps){unseen}\n"
@@ -52,9 +52,14 @@ def paths_on_volumes(job: RLJob) -> list[str]:
     return [name for name, value in values.items() if any(Path(value).is_relative_to(mount) for mount in mounts)]
 
 
-def check_references(job: RLJob, file: Path, *, files: bool = True, device_memory: float | None = None) -> None:
-    """Raise JobProblems with all problems outside the YAML file that would stop the job; `files` False: without model and data."""
-    problems = list(find_reference_problems(job, search_path=file.resolve().parent, files=files))
+def check_references(
+    job: RLJob, file: Path, *, on_volumes: Collection[str] = (), device_memory: float | None = None
+) -> None:
+    """Raise JobProblems with all problems outside the YAML file that would stop the job.
+
+    The fields `on_volumes`, such as `spec.data.train`, are not looked at.
+    """
+    problems = list(find_reference_problems(job, search_path=file.resolve().parent, on_volumes=on_volumes))
     problems += _with_errors(lambda: _check_memory(job, device_memory))
     if problems:
         raise JobProblems(file, problems)
@@ -89,30 +94,39 @@ def _at(document: Any, *path: str) -> Any:
     return document
 
 
-def find_reference_problems(job: RLJob, *, search_path: Path, files: bool = True) -> Iterator[str]:
-    """Yield one line per problem. What lies on the Hugging Face hub is only looked for; its content is checked at the start of a run."""
-    problems = list(_with_errors(lambda: _check_files(job, search_path))) if files else []
+def find_reference_problems(job: RLJob, *, search_path: Path, on_volumes: Collection[str] = ()) -> Iterator[str]:
+    """Yield one line per problem. The fields `on_volumes` are not looked at.
+
+    What lies on the Hugging Face hub is only looked for; its content is checked at the start of a run.
+    """
+    problems = list(_with_errors(lambda: _check_files(job, search_path, on_volumes)))
     yield from problems
     # Rows that are wrong are reported once, and not again as failures of the code that is called with them.
-    rows_are_right = files and not any(line.startswith("spec.data.") for line in problems)
-    yield from _with_errors(lambda: _check_user_code(job, search_path, _example_rows(job) if rows_are_right else {}))
+    wrong = any(line.startswith("spec.data.") for line in problems)
+    yield from _with_errors(lambda: _check_user_code(job, search_path, {} if wrong else _example_rows(job, on_volumes)))
     for check in (_check_placement, _check_schedule):
         yield from _with_errors(lambda check=check: check(job))  # type: ignore[misc]
 
 
 def memory_report(job: RLJob, device_memory: float | None) -> "CapacityReport":
-    """Return the estimate for a job whose model folder is here; `device_memory`: GiB of an accelerator, None = unknown."""
+    """Return the estimate for a job whose model is here or on the hub, of which only config.json is fetched.
+
+    `device_memory`: GiB of an accelerator, None = unknown. Raises ConfigError where the model cannot be read.
+    """
     from rl_core.plan.capacity import ModelFacts, estimate
 
+    path = job.spec.model.path
+    folder = fetch_config(path) if path.startswith(HUB_SCHEME) else Path(path)
     available = None if device_memory is None else int(device_memory * GIB)
-    return estimate(job, ModelFacts.from_config(job.spec.model.path), device_memory=available)
+    return estimate(job, ModelFacts.from_config(folder), device_memory=available)
 
 
 def _check_memory(job: RLJob, device_memory: float | None) -> Iterator[str]:
     """Yield the process that exceeds the memory of an accelerator most; nothing where that memory or the model is not known."""
     from rl_core.plan.capacity import admit
 
-    if device_memory is not None and (Path(job.spec.model.path) / "config.json").is_file():
+    path = job.spec.model.path
+    if device_memory is not None and (path.startswith(HUB_SCHEME) or (Path(path) / "config.json").is_file()):
         admit(memory_report(job, device_memory))
     yield from ()
 
@@ -124,20 +138,21 @@ def _with_errors(check: Callable[[], Iterator[str]]) -> Iterator[str]:
         yield str(error)
 
 
-def _check_files(job: RLJob, folder: Path) -> Iterator[str]:
+def _check_files(job: RLJob, folder: Path, on_volumes: Collection[str]) -> Iterator[str]:
     from rl_core.actors.megatron.guards import unsupported_settings
     from rl_core.data.dataset import load_prompts
     from rl_core.data.source import read_rows
     from rl_core.runner.limits import check_token_ids, sequence_limit
 
+    model_is_here = "spec.model.path" not in on_volumes
     if is_embodied(job.spec):
-        yield from _check_policy(job)
+        yield from _check_policy(job) if model_is_here else ()
         return
     tokenizer, limit = None, NO_LIMIT
     on_hub: list[tuple[str, str]] = []
     if job.spec.model.path.startswith(HUB_SCHEME):
         on_hub.append(("model.path", job.spec.model.path))
-    else:
+    elif model_is_here:
         opened, problems = _open_model(job.spec.model.path, folder)
         yield from problems
         if opened is not None:
@@ -156,7 +171,7 @@ def _check_files(job: RLJob, folder: Path) -> Iterator[str]:
                     f"spec.data.chatTemplate: must be given for env.type {job.spec.env.type}, because the tokenizer of the model has no chat "
                     "template, got none; write one, or save it with the tokenizer"
                 )
-    for name, field, reference, data in _data_references(job):
+    for name, field, reference, data in _data_references(job, on_volumes):
         if reference.startswith(HUB_SCHEME):
             on_hub.append((field, reference))
             continue
@@ -208,11 +223,11 @@ def _open_model(path: str, beside: Path) -> tuple["tuple[Tokenizer, dict[str, An
     return opened, problems
 
 
-def _data_references(job: RLJob) -> Iterator[tuple[str, str, str, "DataSpec"]]:
-    """Yield (name, field, reference, settings) of the training and validation data of each data set."""
+def _data_references(job: RLJob, on_volumes: Collection[str]) -> Iterator[tuple[str, str, str, "DataSpec"]]:
+    """Yield (name, field, reference, settings) of the training and validation data of each data set that is not `on_volumes`."""
     for name, field, data in job.spec.data.parts():
         for column, reference in (("train", data.train), ("validation", data.validation)):
-            if reference is not None:
+            if reference is not None and f"spec.{field}.{column}" not in on_volumes:
                 yield name, f"{field}.{column}", reference, data
 
 
@@ -246,7 +261,7 @@ def _bad_rows(field: str, read: Callable[..., object], hint: str) -> Iterator[st
         yield from (f"spec.{field}: {line.removeprefix(field).lstrip(': ')}{hint}" for line in str(error).splitlines())
 
 
-def _example_rows(job: RLJob) -> dict[str, "EnvRow"]:
+def _example_rows(job: RLJob, on_volumes: Collection[str]) -> dict[str, "EnvRow"]:
     """Return rows of the training and validation data to try the environment with; none of a data set on the hub or of simulators."""
     from rl_core.data.examples import example_rows
     from rl_core.data.source import read_rows
@@ -254,7 +269,7 @@ def _example_rows(job: RLJob) -> dict[str, "EnvRow"]:
     found: dict[str, EnvRow] = {}
     if is_embodied(job.spec):
         return found
-    for name, field, reference, data in _data_references(job):
+    for name, field, reference, data in _data_references(job, on_volumes):
         if not reference.startswith(HUB_SCHEME):
             rows = read_rows(reference, field=field, name=name, max_bad_rows=data.max_bad_rows)
             found |= example_rows(rows, data, field=field, task_name=job.spec.env.type)

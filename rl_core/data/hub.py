@@ -15,6 +15,8 @@ PARQUET_BRANCH = "refs/convert/parquet"
 """Branch in which the hub keeps the rows of each public data set as `CONFIG/SPLIT/0000.parquet`, ...: https://huggingface.co/docs/dataset-viewer/parquet"""
 REFUSALS = (401, 403, 404, 410)
 """HTTP statuses of what does not exist, or not for this token."""
+MODEL_FILES = ["*.json", "*.jinja", "*.safetensors", "*.model"]
+"""Patterns of the files of a model that a job reads."""
 ANSWER_S = 10.0
 """Seconds for the hub to answer when a job is validated."""
 
@@ -82,6 +84,11 @@ def fetch(reference: str) -> Path:
 
     The endpoint is huggingface_hub's (HF_ENDPOINT). Raises ConfigError when the reference is malformed or cannot be fetched.
     """
+    return _fetch(reference, MODEL_FILES)
+
+
+def _fetch(reference: str, model_files: list[str]) -> Path:
+    """Fetch a reference; of a model only the files that match `model_files`."""
     try:
         from huggingface_hub import hf_hub_download, snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -90,7 +97,7 @@ def fetch(reference: str) -> Path:
             f"{reference} needs huggingface-hub: pip install 'rljob[actor]', or use a local path"
         ) from error
     wanted = parse(reference)
-    patterns = [f"{wanted.split}/*.parquet"] if wanted.split else ["*.json", "*.jinja", "*.safetensors", "*.model"]
+    patterns = [f"{wanted.split}/*.parquet"] if wanted.split else model_files
     try:
         if wanted.file:
             return Path(hf_hub_download(wanted.repo, wanted.file, revision=wanted.revision, repo_type="dataset"))
@@ -106,6 +113,11 @@ def fetch(reference: str) -> Path:
             "correct config or split, or name a file of the data set"
         )
     return Path(folder) / wanted.split
+
+
+def fetch_config(reference: str) -> Path:
+    """Fetch config.json of the model at an `hf://` reference; return the local folder that holds it. Raises ConfigError as `fetch` does."""
+    return _fetch(reference, ["config.json"])
 
 
 def hub_problem(reference: str, *, data: bool) -> str:

@@ -16,13 +16,11 @@ from typing import Any
 import torch
 
 from rl_core.api.errors import DeadlineExceeded, InfrastructureError
-from rl_core.messages.members import MemberState
 from rl_core.rollouts.hf.generic import empty_transformers_model
 from rl_core.rollouts.model_files import read_config
 from rl_core.rollouts.pausing_target import pausing
 from rl_core.rollouts.policy_target import PolicyWeightTarget
 from rl_core.rollouts.weight_methods import WeightMethods
-from rl_core.weights.receiver import WeightReceiver
 from rl_core.weights.receiver_state import ReceiverState
 
 
@@ -36,7 +34,6 @@ class PolicyWorker(WeightMethods):
         """Keep `config`, the mapping of the group in the job. The model is built by `init_worker`, which the runner calls."""
         self.config = config
         self._model: Any = None
-        self._weights: WeightReceiver | None = None
         self._served = -1
         """Version that is served; -1 while none is."""
         self._in_use = asyncio.Lock()
@@ -54,24 +51,11 @@ class PolicyWorker(WeightMethods):
         self._model = empty_transformers_model(
             read_config(self.files), dtype=getattr(torch, spec.model.dtype), device=self.device
         )
-        self._weights = WeightReceiver(
-            spec,
-            self.identity,
-            self.epoch,
-            pausing(PolicyWeightTarget(self._model), self._pause),
-            keys=self.keys,
-            device=self.device,
-            device_uuid=next(iter(self.worker_info.device_uuids), None),
-            on_state=self._on_weights,
-            host=self.worker_info.node_ip,
-        )
-        self._weights.warm_up()
+        self._build_receiver(spec, pausing(PolicyWeightTarget(self._model), self._pause))
 
     async def start_serving(self) -> None:
         """Report the version that is served: the hub has forgotten that of a member that lost its connection."""
-        receiver = self._receiver()
-        if receiver.state is ReceiverState.SERVING:
-            self._on_weights(receiver.state, *receiver.current())
+        self._report_version()
 
     @asynccontextmanager
     async def policy(self, version: int | None = None, *, seconds: float) -> AsyncIterator[Any]:
@@ -111,22 +95,13 @@ class PolicyWorker(WeightMethods):
 
     async def close(self) -> None:
         """Stop receiving. May be called again."""
-        receiver, self._weights = self._weights, None
-        if receiver is not None:
-            await receiver.close()
+        await self._close_receiver()
 
     def status(self) -> dict[str, Any]:
         """Return version and digest of the weights, and the state of their receiver."""
-        version, digest = self._weights.current() if self._weights is not None else (-1, "")
-        state = self._weights.state if self._weights is not None else ReceiverState.UNVERSIONED
-        return {"version": version, "digest": digest, "weights": state.value}
+        return self._weights_status()
 
     # --- inside ------------------------------------------------------------------------------------------------------
-
-    def _receiver(self) -> WeightReceiver:
-        if self._weights is None:
-            raise InfrastructureError("the model is not built yet; call init_worker first")
-        return self._weights
 
     def _serves(self, version: int | None) -> bool:
         """Return whether verified weights are served, of `version` or a newer one."""
@@ -141,9 +116,7 @@ class PolicyWorker(WeightMethods):
             raise DeadlineExceeded(f"the use of the model must end within {deadline:g} s, it goes on") from error
 
     def _on_weights(self, state: ReceiverState, version: int, digest: str) -> None:
-        serving = state is ReceiverState.SERVING
-        self._served = version if serving else -1
-        self.set_policy_version(version if version >= 0 else None, digest or None, "checksums" if serving else "")
-        self.set_state(MemberState.SERVING if serving else MemberState.UPDATING)
+        self._served = version if state is ReceiverState.SERVING else -1
+        super()._on_weights(state, version, digest)
         self._changed.set()
         self._changed = asyncio.Event()

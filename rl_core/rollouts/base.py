@@ -156,18 +156,7 @@ class RolloutWorkerBase(WeightMethods):
             min_std=sampling.min_std if sampling.enabled else None,
             kept_prompts=spec.samples.validation_groups,
         )
-        receiver = WeightReceiver(
-            spec,
-            self.identity,
-            self.epoch,
-            pausing(engine.weight_target, self._pause(engine, loop)),
-            keys=self.keys,
-            device=self.device,
-            device_uuid=next(iter(self.worker_info.device_uuids), None),
-            on_state=self._on_weights,
-            host=self.worker_info.node_ip,
-        )
-        receiver.warm_up()
+        receiver = self._build_receiver(spec, pausing(engine.weight_target, self._pause(engine, loop)))
         recovery = EngineRecovery(receiver, loop, starting=self._on_engine_lost)
         engine.watch(recovery.lost, recovery.back)
         residency = EngineResidency(engine.residency, loop)
@@ -211,18 +200,13 @@ class RolloutWorkerBase(WeightMethods):
         if parts.agents is not None:
             await parts.agents.start(self.worker_info.node_ip, self.identity.endpoint_port)
         parts.loop.start(trajectories, validation)
-        # Reported again, because the hub has forgotten the version of a member that lost its connection and came back.
-        if parts.receiver.state is ReceiverState.SERVING:
-            self._on_weights(parts.receiver.state, *parts.receiver.current())
+        self._report_version()
 
     async def drop_groups(self, tokens: list[str]) -> None:
         """Stop generating the groups whose leases the runner has revoked. `tokens` are the ids of these leases."""
         self._built().loop.drop(tokens)
 
     # --- weights ---------------------------------------------------------------------------------------------------
-
-    def _receiver(self) -> WeightReceiver:
-        return self._built().receiver
 
     async def occupy(self, parts: list[Part], token: int) -> None:
         """Keep exactly `parts` of the engine's memory on the device; once all parts are there, groups are leased again.
@@ -275,7 +259,7 @@ class RolloutWorkerBase(WeightMethods):
         if parts is not None:
             parts.recovery.close()
             await parts.loop.stop()
-            await parts.receiver.close()
+            await self._close_receiver()
             parts.environment.close()
             if parts.agents is not None:
                 await parts.agents.close()
@@ -287,11 +271,8 @@ class RolloutWorkerBase(WeightMethods):
         The keys are version, digest, weights (state of the receiver), weights_proof, engines_lost, groups_in_flight and groups_done.
         """
         parts = self._parts
-        version, digest = parts.receiver.current() if parts is not None else (-1, "")
         return {
-            "version": version,
-            "digest": digest,
-            "weights": (parts.receiver.state if parts is not None else ReceiverState.UNVERSIONED).value,
+            **self._weights_status(),
             "weights_proof": parts.engine.weights_proof if parts is not None else "",
             "engines_lost": parts.recovery.losses if parts is not None else 0,
             "groups_in_flight": parts.loop.groups_in_flight if parts is not None else 0,
@@ -302,15 +283,15 @@ class RolloutWorkerBase(WeightMethods):
 
     def _on_weights(self, state: ReceiverState, version: int, digest: str) -> None:
         """Report version and state of the weights to the hub, and lease groups while a verified version is served."""
-        serving = state is ReceiverState.SERVING
+        super()._on_weights(state, version, digest)
         parts = self._built()
-        proof = parts.engine.weights_proof if serving else ""
-        self.set_policy_version(version if version >= 0 else None, digest or None, proof)
-        self.set_state(MemberState.SERVING if serving else MemberState.UPDATING)
-        if serving and parts.residency.complete:
+        if state is ReceiverState.SERVING and parts.residency.complete:
             parts.loop.open()
         else:
             parts.loop.close()
+
+    def _weights_proof(self) -> str:
+        return self._built().engine.weights_proof
 
     def _on_engine_lost(self, losses: int) -> None:
         self.record_metric("rollout/engines_lost_total", losses)

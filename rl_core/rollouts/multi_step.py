@@ -24,7 +24,6 @@ from rl_core.api.records import ChunkStepResult, EnvOutput
 from rl_core.channel import Channel
 from rl_core.channel.direct import DirectChannel, PeerLost
 from rl_core.messages.embodied import CollectionRound
-from rl_core.messages.members import MemberState
 from rl_core.plan.routing import data_rank_of, routes, trajectory_parts
 from rl_core.policies.base import Mode
 from rl_core.policies.folder import build_policy
@@ -36,8 +35,6 @@ from rl_core.rollouts.recorder import TrajectoryRecorder
 from rl_core.rollouts.weight_methods import WeightMethods
 from rl_core.transports.direct import Connection, Mailbox
 from rl_core.transports.shared_rows import Layout
-from rl_core.weights.receiver import WeightReceiver
-from rl_core.weights.receiver_state import ReceiverState
 from rl_core.workers.loop_thread import LoopThread
 
 Exchange = Channel | DirectChannel
@@ -56,14 +53,13 @@ class MultiStepRolloutWorker(WeightMethods):
         self._with_values = critic is not None
         self.model: nn.Module | None = None
         self.global_step = 0
-        self._weights: WeightReceiver | None = None
         self._round = CollectionRound(number=0, step=1, envs=(0,), rollouts=(0,))
         self._gone: set[int] = set()
         """Places of env workers that were lost in the collection."""
         self._latest: dict[tuple[int, int], EnvOutput] = {}
         """(stage, place of the env worker) -> its last output in the collection."""
         self._large: Layout = {}
-        """Types and shapes of the large observations, once some have come."""
+        """Types and shapes of the large observations, once a collection has ended."""
         self._rows: list[ObservationRows] = []
         """Memory for the large observations of the collection, by stage. Empty where they come in messages."""
         self._routed: tuple[CollectionRound, list[tuple[int, int]]] | None = None
@@ -86,24 +82,11 @@ class MultiStepRolloutWorker(WeightMethods):
         if config is None:
             raise InfrastructureError("a rollout must be given config.json of the policy at registration, got none")
         self.model = build_policy(config, seed=self.cfg.algorithm.seed).to(self.device).eval()
-        self._weights = WeightReceiver(
-            self.cfg,
-            self.identity,
-            self.epoch,
-            pausing(PolicyWeightTarget(self.model), self._pause),
-            keys=self.keys,
-            device=self.device,
-            device_uuid=next(iter(self.worker_info.device_uuids), None),
-            on_state=self._on_weights,
-            host=self.worker_info.node_ip,
-        )
-        self._weights.warm_up()
+        self._build_receiver(self.cfg, pausing(PolicyWeightTarget(self.model), self._pause))
 
     async def start_serving(self) -> None:
         """Report the version that is served: the hub has forgotten that of a member that lost its connection."""
-        receiver = self._receiver()
-        if receiver.state is ReceiverState.SERVING:
-            self._on_weights(receiver.state, *receiver.current())
+        self._report_version()
 
     def sync_model_from_actor(self) -> int:
         """Return the version that is served. The trainer sends its weights, so that there is nothing to fetch."""
@@ -194,13 +177,10 @@ class MultiStepRolloutWorker(WeightMethods):
             shards.append(shard)
         sizes = [size for _, size in sources]
         if not self._rows:
-            output = merge_env_outputs(shards, sizes)
-            self._large = large_observations(output.obs)
-            return output
+            return merge_env_outputs(shards, sizes)
         rows = self._rows[stage]
-        return rows.fill(
-            merge_env_outputs(rows.receive(shards, sizes, [env in self._gone for env, _ in sources]), sizes)
-        )
+        shards = rows.receive(shards, sizes, [env in self._gone for env, _ in sources])
+        return rows.fill(merge_env_outputs(shards, sizes))
 
     def send_chunk_actions(
         self, output_channel: Exchange, chunk_actions: Tensor | np.ndarray, mode: Mode = "train", stage: int = 0
@@ -276,6 +256,8 @@ class MultiStepRolloutWorker(WeightMethods):
         _, rewards = self.get_dones_and_rewards(output)
         recorder.observe(output, rewards)
         if last:
+            if not self._rows:
+                self._large = large_observations(output.obs)
             self._last_values[recorder] = self.predict(output.obs, "eval")[1]["prev_values"]
             return None
         actions, result = self.predict(output.obs)
@@ -400,15 +382,11 @@ class MultiStepRolloutWorker(WeightMethods):
         self._stop()
         self._thread.close()
         self._mailbox.close()
-        if self._weights is not None:
-            await self._weights.close()
-            self._weights = None
+        await self._close_receiver()
 
     def status(self) -> dict[str, Any]:
         """Return version and digest of the weights, and the state of their receiver."""
-        version, digest = self._weights.current() if self._weights is not None else (-1, "")
-        state = self._weights.state if self._weights is not None else ReceiverState.UNVERSIONED
-        return {"version": version, "digest": digest, "weights": state.value}
+        return self._weights_status()
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -418,20 +396,10 @@ class MultiStepRolloutWorker(WeightMethods):
         rollouts = self._round.rollouts
         return rollouts.index(self.rank) if self.rank in rollouts else 0
 
-    def _receiver(self) -> WeightReceiver:
-        if self._weights is None:
-            raise InfrastructureError("the policy is not built yet; call init_worker first")
-        return self._weights
-
     async def _pause(self, deadline: float) -> None:
         """Wait for the end of the collection, so that a trajectory has one version."""
         if self._working is not None and not self._working.done():
             await asyncio.wait({self._working}, timeout=deadline)
-
-    def _on_weights(self, state: ReceiverState, version: int, digest: str) -> None:
-        serving = state is ReceiverState.SERVING
-        self.set_policy_version(version if version >= 0 else None, digest or None, "checksums" if serving else "")
-        self.set_state(MemberState.SERVING if serving else MemberState.UPDATING)
 
     @contextmanager
     def _seeded(self) -> Iterator[None]:

@@ -1,8 +1,11 @@
-"""`WeightMethods`: the methods of every worker that takes the weights of the trainer, by its `WeightReceiver`."""
+"""`WeightMethods`: what every worker does that takes the weights of the trainer: it has a `WeightReceiver`, and says what it serves."""
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from rl_core.api.errors import InfrastructureError
+from rl_core.api.job import RLJobSpec
+from rl_core.messages.members import MemberState
 from rl_core.messages.weights import (
     ReceiverAck,
     ReceiverAnswer,
@@ -13,6 +16,8 @@ from rl_core.messages.weights import (
 )
 from rl_core.plan.groups import ACTOR
 from rl_core.weights.receiver import WeightReceiver
+from rl_core.weights.receiver_state import ReceiverState
+from rl_core.weights.target import WeightTarget
 from rl_core.workers.worker import Worker
 
 
@@ -23,9 +28,8 @@ class WeightMethods(Worker):
         ACTOR: frozenset({"weights_offer", "weights_transfer", "weights_commit", "weights_abort", "weights_relay"})
     }
 
-    def _receiver(self) -> WeightReceiver:
-        """Return the receiver. Raises InfrastructureError before `init_worker`."""
-        raise NotImplementedError
+    _weights: WeightReceiver | None = None
+    """The receiver, once `_build_receiver` was called."""
 
     async def join(self, publisher_address: str) -> ReceiverAck:
         """Load the committed weights from the publisher at `publisher_address`.
@@ -60,3 +64,57 @@ class WeightMethods(Worker):
         Returns where to connect, or why it is refused.
         """
         return await self._receiver().relay(digest, encrypted)
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _build_receiver(self, spec: RLJobSpec, target: WeightTarget) -> WeightReceiver:
+        """Build the receiver, which loads weights into `target`; return it."""
+        self._weights = WeightReceiver(
+            spec,
+            self.identity,
+            self.epoch,
+            target,
+            keys=self.keys,
+            device=self.device,
+            device_uuid=next(iter(self.worker_info.device_uuids), None),
+            on_state=self._on_weights,
+            host=self.worker_info.node_ip,
+        )
+        self._weights.warm_up()
+        return self._weights
+
+    def _receiver(self) -> WeightReceiver:
+        """Return the receiver. Raises InfrastructureError before it is built."""
+        if self._weights is None:
+            raise InfrastructureError("the model is not built yet; call init_worker first")
+        return self._weights
+
+    async def _close_receiver(self) -> None:
+        """Stop receiving weights. May be called again."""
+        receiver, self._weights = self._weights, None
+        if receiver is not None:
+            await receiver.close()
+
+    def _on_weights(self, state: ReceiverState, version: int, digest: str) -> None:
+        """Report version and state of the weights to the hub. Called by the receiver at each change."""
+        serving = state is ReceiverState.SERVING
+        self.set_policy_version(
+            version if version >= 0 else None, digest or None, self._weights_proof() if serving else ""
+        )
+        self.set_state(MemberState.SERVING if serving else MemberState.UPDATING)
+
+    def _weights_proof(self) -> str:
+        """Return how the weights that are served were verified."""
+        return "checksums"
+
+    def _report_version(self) -> None:
+        """Report the version that is served again: the hub has forgotten that of a member that lost its connection."""
+        receiver = self._receiver()
+        if receiver.state is ReceiverState.SERVING:
+            self._on_weights(receiver.state, *receiver.current())
+
+    def _weights_status(self) -> dict[str, Any]:
+        """Return version and digest of the weights, and the state of their receiver."""
+        version, digest = self._weights.current() if self._weights is not None else (-1, "")
+        state = self._weights.state if self._weights is not None else ReceiverState.UNVERSIONED
+        return {"version": version, "digest": digest, "weights": state.value}

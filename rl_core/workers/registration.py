@@ -49,7 +49,7 @@ RECONNECT = 3.0
 """Seconds of silence of the hub after which its host name is resolved again. A restarted runner may have another IP address."""
 FIRST_HEARTBEAT = 2.0
 """Seconds between heartbeats until the hub says otherwise."""
-GATHER_S = 0.02
+GATHER_S = 0.1
 """Seconds that a heartbeat which reports a change waits for further changes, because a weight sync changes the state of a member twice."""
 DEFAULT_LOST = 15.0
 """Seconds of silence after which the hub counts as lost, in a process that has not received a job."""

@@ -12,6 +12,7 @@ import yaml
 
 from tests.cluster.testcluster.access import Access
 from tests.cluster.testcluster.commands import run
+from tests.e2e.harness import Output
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "rljob.yaml"
 API = {"group": "rljob.dev", "version": "v1alpha1", "plural": "rljobs"}
@@ -34,6 +35,12 @@ def example() -> tuple[dict, dict]:
     return claim, job
 
 
+SHARED = "shared"
+"""Claim of a folder of this machine that pods of all nodes write to."""
+REWARD = """
+def letter_a(prompts, completions, **columns):
+    return [text.count("a") / max(len(text), 1) for text in completions]
+"""
 UNHURRIED = {
     "apiVersion": "v1",
     "kind": "ConfigMap",
@@ -241,3 +248,18 @@ def is_ready(pod: Mapping[str, Any]) -> bool:
     """Whether the kubelet says the pod is ready."""
     conditions = pod.get("status", {}).get("conditions") or []
     return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+
+
+def readable_by_pods(folder: Path) -> None:
+    """Give a folder of this machine and what is in it to the user that pods run as."""
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, USER, USER)
+
+
+def ended(job: Job, shared: Path, *, steps: int, restarts: int) -> Output:
+    """Return what a job left on the volume, once it has succeeded after all its steps and so many restarts of its actors."""
+    status = job.wait("the end", lambda status: status.get("phase") in ("Succeeded", "Failed"), seconds=20 * 60.0)
+    seen = (status["phase"], status["step"], status["totalRestarts"])
+    assert seen == ("Succeeded", steps, restarts), job.condition("Failed")
+    (folder,) = (shared / "checkpoints").glob(f"{job.name}-*")
+    return Output(folder)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.jobs_on_nodes import UNHURRIED, Job, example
+from tests.cluster.jobs_on_nodes import REWARD, SHARED, UNHURRIED, Job, example, host_claim, readable_by_pods
 from tests.cluster.testcluster.access import Access
 
 ROOT = Path(__file__).parents[3]
+TINY = ROOT / "tests" / "e2e" / "make_tiny.py"
 NAMESPACE = "training"
 """Jobs that need a model share one namespace, so that its volume is prepared once."""
 
@@ -43,6 +44,17 @@ def training(operator: Access) -> str:
     claim, _ = example()
     operator.apply(claim, UNHURRIED, namespace=NAMESPACE)
     return NAMESPACE
+
+
+@pytest.fixture(scope="session")
+def shared(operator: Access, training: str) -> Path:
+    """A folder of this machine as a claim that pods of both nodes write to, with model and data in it."""
+    folder = host_claim(operator, training, SHARED)
+    subprocess.run([sys.executable, TINY, folder], check=True, timeout=600)
+    readable_by_pods(folder)
+    code = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "letters"}, "data": {"reward.py": REWARD}}
+    operator.apply(code, namespace=training)
+    return folder
 
 
 @pytest.fixture

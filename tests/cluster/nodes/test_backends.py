@@ -1,24 +1,12 @@
 """Jobs that choose another trainer or another engine, on a random model that both nodes read from one volume."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.cluster.jobs_on_nodes import SHARED, SPREAD, Job, ended, small
+from tests.e2e.harness import assert_trained_once
 
-from tests.cluster.jobs_on_nodes import SPREAD, USER, Job, host_claim, small
-from tests.cluster.testcluster.access import Access
-from tests.e2e.harness import Output, assert_trained_once
-
-TINY = Path(__file__).parents[2] / "e2e" / "make_tiny.py"
-SHARED = "shared"
-REWARD = """
-def letter_a(prompts, completions, **columns):
-    return [text.count("a") / max(len(text), 1) for text in completions]
-"""
 MINUTES = 60.0
 GROUPS = 8
 """Of a step, in jobs that `small` makes."""
@@ -29,18 +17,6 @@ ENGINES = {
     "rollout__topologySpreadConstraints": [],
     "rollout__resources": {"requests": {"cpu": "250m", "memory": "1Gi"}, "limits": {"memory": "4Gi"}},
 }
-
-
-@pytest.fixture(scope="module")
-def shared(operator: Access, training: str) -> Path:
-    """A folder of this machine as a claim that pods of both nodes write to, with model and data in it."""
-    folder = host_claim(operator, training, SHARED)
-    subprocess.run([sys.executable, TINY, folder], check=True, timeout=600)
-    for path in folder.rglob("*"):
-        os.chown(path, USER, USER)
-    code = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "letters"}, "data": {"reward.py": REWARD}}
-    operator.apply(code, namespace=training)
-    return folder
 
 
 def tiny(name: str, *, steps: int, **changes: Any) -> dict:
@@ -54,15 +30,6 @@ def tiny(name: str, *, steps: int, **changes: Any) -> dict:
         "rollout__replicas": 1,
     }
     return small(name, steps=steps, **chosen | changes)
-
-
-def ended(job: Job, shared: Path, *, steps: int, restarts: int) -> Output:
-    """Return what a job left on the volume, once it has succeeded after all its steps and so many restarts of its actors."""
-    status = job.wait("the end", lambda status: status.get("phase") in ("Succeeded", "Failed"), seconds=20 * MINUTES)
-    seen = (status["phase"], status["step"], status["totalRestarts"])
-    assert seen == ("Succeeded", steps, restarts), job.condition("Failed")
-    (folder,) = (shared / "checkpoints").glob(f"{job.name}-*")
-    return Output(folder)
 
 
 def both_are_ready(job: Job) -> None:

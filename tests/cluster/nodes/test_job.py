@@ -1,7 +1,12 @@
 """A job on real nodes, from `kubectl apply` to its end, and through all that its user may do to it meanwhile."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,7 +91,39 @@ class TestFinished:
             time.sleep(0.5)
 
 
+def rljob(job: Job, *words: str) -> tuple[list[str], dict[str, str]]:
+    """Return the command line of `rljob WORDS` on a job, and its environment."""
+    command = [sys.executable, "-m", "rl_core.cli.main", *words, "-n", job.namespace]
+    return command, os.environ | {"KUBECONFIG": str(job.access.kubeconfig), "COLUMNS": "80"}
+
+
 class TestLife:
+    def test_its_samples_are_read_through_the_runner(self, running: Job) -> None:
+        """By the commands of a person with a kubeconfig; the truth are the files in the pod."""
+        words = ("exec", "life-actor-0", "-n", running.namespace, "-c", "actor", "--", "sh", "-c")
+        lines = running.access.kubectl(*words, "cat /data/checkpoints/life-*/samples/*.jsonl").stdout.splitlines()
+        sample = next(kept for line in lines if (kept := json.loads(line))["split"] == "train")
+        command, env = rljob(running, "samples", "life", "--step", str(sample["step"]), "--group", sample["group"])
+        printed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=3 * MINUTES, check=False)
+        assert printed.returncode == 0, printed.stderr
+        assert (
+            sample["messages"][0]["content"].splitlines()[0] in printed.stdout
+            and f"group {sample['group']}" in printed.stdout
+        )
+        command, env = rljob(running, "view", "life", "--no-browser")
+        page = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+        try:
+            assert page.stdout is not None
+            url = page.stdout.readline().split()[0]
+            (run,) = json.load(urllib.request.urlopen(f"{url}api/runs", timeout=MINUTES))
+            assert (run["name"], run["phase"]) == ("life", "Running")
+            query = f"run=0&step={sample['step']}&group={sample['group']}&sample={sample['index']}"
+            assert json.load(urllib.request.urlopen(f"{url}api/sample?{query}", timeout=MINUTES)) == sample
+            page.send_signal(signal.SIGINT)
+            assert page.wait(timeout=MINUTES) == 0
+        finally:
+            page.kill()
+
     def test_scaling_up_adds_a_rollout_that_serves_the_weights_of_now(self, running: Job) -> None:
         running.access.kubectl("scale", "rljob/life", "-n", running.namespace, "--replicas=3")
         status = running.wait(

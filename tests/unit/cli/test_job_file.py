@@ -48,6 +48,13 @@ def test_what_lies_on_volumes_of_the_actor_is_left_to_the_pods(capsys):
         validate_file(file, [f"actor.{field}=[]" for field in ("volumes", "volumeMounts", "initContainers")])
 
 
+def test_a_volume_for_checkpoints_hides_no_problem_of_what_is_not_on_it(tmp_path):
+    (tmp_path / "train.jsonl").write_text("{oops\n")
+    file = Path(__file__).parents[3] / "examples" / "arithmetic" / "rljob.yaml"
+    with pytest.raises(JobProblems, match=r"spec\.data\.train: .*train\.jsonl:1:"):
+        validate_file(file, [f"data.train={tmp_path}/train.jsonl"])
+
+
 @pytest.mark.parametrize(
     ("told", "settings"),
     [

@@ -7,7 +7,7 @@ import pytest
 
 from rl_core.actors.megatron.guards import unsupported_settings
 from rl_core.api.errors import CapacityError
-from rl_core.cli import plan
+from rl_core.cli import plan, validate
 from rl_core.cli.job_file import JobProblems, load_job
 from rl_core.cli.validate import validate_file
 from rl_core.plan.launch import build_launch_plan
@@ -28,14 +28,19 @@ SHAPES = {
         "max_position_embeddings": 40960, "tie_word_embeddings": False, "attention_bias": False, "use_sliding_window": False,
     },
 }  # fmt: skip
+SHAPES["lora-24gb.yaml"] = SHAPES["rljob.yaml"]
 """The config.json of the models, as far as plan and guards look at it."""
-PARAMETERS = {"rljob.yaml": 1_543_714_304, "qwen3-8b.yaml": 8_190_735_360}
+PARAMETERS = {"rljob.yaml": 1_543_714_304, "qwen3-8b.yaml": 8_190_735_360, "lora-24gb.yaml": 1_543_714_304}
 """As published."""
 RANKS = {
     "rljob.yaml": "actor: fsdp2, 4 ranks = data 4 x tensor 1 x pipeline 1",
     "qwen3-8b.yaml": "actor: megatron, 8 ranks = data 1 x tensor 4 x pipeline 2",
+    "lora-24gb.yaml": "actor: fsdp2, 1 ranks = data 1 x tensor 1 x pipeline 1",
 }
-DEVICES = {"rljob.yaml": 8, "qwen3-8b.yaml": 16}
+DEVICES = {"rljob.yaml": 8, "qwen3-8b.yaml": 16, "lora-24gb.yaml": 1}
+MEMORY = {"rljob.yaml": 74.5, "qwen3-8b.yaml": 74.5, "lora-24gb.yaml": 22.4}
+"""GiB of the devices that the README names."""
+TOO_SMALL = {"rljob.yaml": 15, "qwen3-8b.yaml": 15, "lora-24gb.yaml": 12}
 
 
 @pytest.fixture(params=SHAPES)
@@ -54,9 +59,18 @@ def facts(name, tmp_path):
     return ModelFacts.from_config(tmp_path)
 
 
-def test_it_is_valid_where_neither_model_nor_prompts_are(name, capsys):
+@pytest.fixture
+def asked(monkeypatch):
+    """Return the references that the hub is asked for. It has all of them."""
+    found = []
+    monkeypatch.setattr(validate, "hub_problem", lambda reference, data: found.append((reference, data)) or "")
+    return found
+
+
+def test_it_is_valid_and_its_model_and_prompts_are_looked_for_on_the_hub(name, job, asked):
     assert validate_file(EXAMPLES / name, []) == 0
-    assert "spec.model.path, spec.data.train" in capsys.readouterr().out
+    assert asked == [(job.spec.model.path, False), (job.spec.data.train, True), (job.spec.data.validation, True)]
+    assert all(reference.startswith("hf://") for reference, _ in asked)
 
 
 def test_the_backend_has_what_the_model_needs(name, job):
@@ -87,19 +101,23 @@ def test_its_pods_ask_for_the_devices_of_the_nodes(name, job):
     assert sum(asked) == DEVICES[name]
     actors = [pod for name, pod in pods.items() if "-actor-" in name]
     mounted = [[mount["mountPath"] for mount in pod["spec"]["containers"][0]["volumeMounts"]] for pod in actors]
-    assert len(actors) == job.spec.actor.replicas and all("/data" in paths for paths in mounted)
+    assert len(actors) == job.spec.actor.replicas
+    on_claim = (job.spec.checkpoint.path or "").startswith("/data/")
+    assert all(("/data" in paths) == on_claim for paths in mounted)
 
 
-def test_plan_shows_its_memory_and_refuses_it_on_devices_that_are_too_small(name, facts, tmp_path, monkeypatch, capsys):
+def test_plan_shows_its_memory_and_refuses_it_on_devices_that_are_too_small(
+    name, facts, tmp_path, asked, monkeypatch, capsys
+):
+    """Of the model nothing but config.json is fetched."""
     assert facts.parameters == pytest.approx(PARAMETERS[name], rel=0.01)
-    monkeypatch.setattr(plan, "prepare", load_job)  # which looks for weights, too
-    settings = [f"model.path={tmp_path}"]
-    assert plan.show_plan(EXAMPLES / name, settings, device_memory=74.5) == 0, "80 GB"
+    monkeypatch.setattr(validate, "fetch_config", lambda reference: tmp_path)
+    assert plan.show_plan(EXAMPLES / name, [], device_memory=MEMORY[name]) == 0
     shown = capsys.readouterr().out
     assert RANKS[name] in shown and "memory per process" in shown
-    with pytest.raises(CapacityError, match=r"of device memory, got 16\.00 GiB available"):
-        plan.show_plan(EXAMPLES / name, settings, device_memory=16)
+    with pytest.raises(CapacityError, match=r"of device memory, got \d\d\.00 GiB available"):
+        plan.show_plan(EXAMPLES / name, [], device_memory=TOO_SMALL[name])
     assert "memory per process" in capsys.readouterr().out, "the table comes before the refusal"
-    assert validate_file(EXAMPLES / name, settings, device_memory=74.5) == 0
-    with pytest.raises(JobProblems, match=r"of device memory, got 16\.00 GiB available"):
-        validate_file(EXAMPLES / name, settings, device_memory=16)
+    assert validate_file(EXAMPLES / name, [], device_memory=MEMORY[name]) == 0
+    with pytest.raises(JobProblems, match=r"of device memory, got \d\d\.00 GiB available"):
+        validate_file(EXAMPLES / name, [], device_memory=TOO_SMALL[name])
