@@ -15,7 +15,9 @@ def world():
     options = setup.options
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
-        patch.setenv("SGLANG_NCCL_SO_PATH", "none")  # else SGLang makes a communicator of GPUs as soon as the library is there
+        patch.setenv(
+            "SGLANG_NCCL_SO_PATH", "none"
+        )  # else SGLang makes a communicator of GPUs as soon as the library is there
         patch.setattr(setup, "options", lambda *arguments: options(*arguments) | {"tp_size": 2})
         made = LoraWorld(SGLangWorker, **SGLANG)
         made.start()

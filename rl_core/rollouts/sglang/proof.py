@@ -11,6 +11,9 @@ from rl_core.weights import checksums
 from rl_core.weights.checksums import Checksum
 from rl_core.weights.manifest import checksum
 
+PROOF_VARIABLE, CONTENT = "WEIGHTS_PROOF", "content"
+"""Environment variable of a rollout, and its value with which the engine's parameters are not compared."""
+
 
 class GivenTensors:
     """Checksums of the tensors of one update, added while they are loaded."""
@@ -23,20 +26,22 @@ class GivenTensors:
         """Add a tensor by its Hugging Face name."""
         self._sums[name] = (tensor.numel(), checksum(tensor))
 
-    def prove(self, ranks: Sequence[Mapping[str, str]], *, whole: bool) -> None:
-        """Raise InfrastructureError unless the pieces of all ranks make up the given tensors.
+    def prove(self, ranks: Sequence[Mapping[str, str]], *, whole: bool) -> list[str]:
+        """Raise InfrastructureError unless the pieces of all ranks make up the tensors that they are of.
 
-        `ranks` has the checksums of each rank by piece. `whole`: whether they are of every tensor that the engine was ever given.
+        `ranks` has the checksums of each rank by piece. `whole`: whether they are of every tensor that the engine was ever given. Returns
+        the tensors that nothing is known of then, because the engine's loader converts or skips them.
         """
         held, differing = _merged(ranks)
         wrong = sorted(differing | {name for name in held.keys() & self._sums.keys() if held[name] != self._sums[name]})
         stale = sorted(held.keys() - self._sums.keys())
-        lacking = sorted(self._sums.keys() - held.keys()) if whole else []
-        if wrong or stale or lacking:
+        if wrong or stale:
             raise InfrastructureError(
                 f"the engine's tensors must hold the weights they were given, got {len(held)} of which {len(wrong)} hold something else "
-                f"{wrong[:3]} and {len(stale)} were not given {stale[:3]}; {len(lacking)} are missing {lacking[:3]}"
+                f"{wrong[:3]} and {len(stale)} were not given {stale[:3]}; the version is not served. Where the engine rearranges its weights "
+                f"after loading, set {PROOF_VARIABLE}={CONTENT} in rollout.env, to rely on the content check"
             )
+        return sorted(self._sums.keys() - held.keys()) if whole else []
 
 
 def _merged(ranks: Sequence[Mapping[str, str]]) -> tuple[dict[str, tuple[int, Checksum]], set[str]]:

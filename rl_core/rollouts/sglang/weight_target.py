@@ -6,6 +6,7 @@ The receiver's thread fills the shared memory with tensors and waits until the e
 from __future__ import annotations
 
 import asyncio
+import logging
 import mmap
 import os
 from collections.abc import Iterator, Mapping
@@ -16,12 +17,13 @@ import torch
 from torch import Tensor
 
 from rl_core.messages.engine import TensorPlace
-from rl_core.rollouts.engine import PROVEN
+from rl_core.rollouts.engine import PROVEN, UNPROVEN
 from rl_core.rollouts.sglang.adapters import ALIGNMENT, AdapterTensors, digest
 from rl_core.rollouts.sglang.engine import SGLangEngine
-from rl_core.rollouts.sglang.proof import GivenTensors
+from rl_core.rollouts.sglang.proof import CONTENT, PROOF_VARIABLE, GivenTensors
 from rl_core.weights.manifest import is_adapter_name
 
+logger = logging.getLogger(__name__)
 BUCKET_BYTES = 64 << 20
 
 
@@ -134,9 +136,19 @@ class SGLangWeightTarget:
         self._call("load_weights", places=places, version=version, keep_cache=self._engine.paused == "in_place")
         held = self._call("end_weights", turns=self._turns, whole=self._whole or self._turns == 1)
         self._whole = True
-        given.prove(held["ranks"], whole=held["whole"])
+        if os.environ.get(PROOF_VARIABLE) == CONTENT:
+            self.proof = UNPROVEN
+            return
+        unknown = given.prove(held["ranks"], whole=held["whole"])
         self._whole = False
-        self.proof = PROVEN
+        if held["whole"]:
+            self.proof = UNPROVEN if unknown else PROVEN
+        if unknown:
+            logger.warning(
+                "%d tensors are converted or skipped by the engine and are left to the content check: %s",
+                len(unknown),
+                unknown[:3],
+            )
 
     async def resume(self, version: int, digest: str) -> None:
         """Generate with the weights as `version`; paused rows continue."""

@@ -60,7 +60,7 @@ class Engine:
         for name, tensor in given.items():
             expected.add(name, tensor)
         held = [layout.checksums(model, turn=turn, turns=turns) for model, layout in self.ranks]
-        expected.prove(held, whole=turns == 1)
+        return expected.prove(held, whole=turns == 1)
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -101,8 +101,8 @@ def test_a_tensor_that_was_not_given_or_that_no_rank_took_is_named(engine):
     given = tensors(0, engine.dtype)
     with pytest.raises(InfrastructureError, match=r"1 were not given \['norm'\]"):
         engine.prove({name: tensor for name, tensor in given.items() if name != "norm"})
-    with pytest.raises(InfrastructureError, match=r"1 are missing \['more'\]"):
-        engine.prove(given | {"more": given["norm"]})
+    assert engine.prove(given | {"more": given["norm"]}) == ["more"], "it is left to the content check"
+    assert engine.prove(given) == []
 
 
 def test_a_tensor_that_a_later_load_writes_elsewhere_is_found(engine):
