@@ -47,7 +47,7 @@ def main():
     shared = mmap.mmap(-1, 4)
     shared.write(bytes([1, 2, 3, 4]))
     manager = Manager()
-    loader = ChildWeightLoader(manager, shared, device="cpu", ranks=RANKS)
+    loader = ChildWeightLoader(manager, shared, ranks=RANKS)
     place = TensorPlace(name="weight", shape=[4], dtype="uint8", offset=0)
     asyncio.run(loader.load([place], version=1))
     print(json.dumps(manager.received))

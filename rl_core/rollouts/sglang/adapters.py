@@ -12,8 +12,9 @@ from torch import Tensor
 from rl_core.api.errors import InfrastructureError
 from rl_core.api.lora import LoraSpec
 from rl_core.rollouts.adapters import Shapes, adapter_shapes
-from rl_core.rollouts.sglang.checksums import PARTS
 
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that SGLang fuses into one."""
 ALIGNMENT = 64
 """A tensor in the memory that worker and engine share begins at a multiple of this, bytes."""
 
@@ -25,7 +26,7 @@ class AdapterTensors:
         """Describe the adapters `spec` of a model with the tensors `shapes`."""
         self.shapes = adapter_shapes(spec, shapes)
         """Name -> (shape, dtype) of the tensors that the trainer sends."""
-        groups = [group for group in PARTS.values() if not set(group).isdisjoint(spec.targets)]
+        groups = [group for group in FUSED if not set(group).isdisjoint(spec.targets)]
         fused = {target for group in groups for target in group}
         whole = spec.model_copy(update={"targets": sorted({*spec.targets, *fused})})
         self._whole = adapter_shapes(whole, shapes)

@@ -50,9 +50,9 @@ class SGLangRolloutEngine:
         """
         self.engine = engine
         self._seconds = spec.runtime.deadlines.weight_sync
-        self.weight_target = SGLangWeightTarget(
-            engine, buffer, shapes, self._seconds, provable=device == "cpu", adapters=adapters
-        )
+        # On a CPU, where the model is small and reading it back costs as little as loading it, all tensors each time.
+        turns = 1 if device == "cpu" else spec.weights.verify_every
+        self.weight_target = SGLangWeightTarget(engine, buffer, shapes, self._seconds, turns=turns, adapters=adapters)
         self._has_adapters = adapters is not None
         self.residency = SGLangResidency(engine, self._seconds)
         self.row_capacity = spec.rollout.max_batch + int(spec.rollout.max_batch * QUEUE_SHARE)

@@ -6,6 +6,7 @@ The receiver's thread fills the shared memory with tensors and waits until the e
 from __future__ import annotations
 
 import asyncio
+import logging
 import mmap
 import os
 from collections.abc import Iterator, Mapping
@@ -18,10 +19,11 @@ from torch import Tensor
 from rl_core.messages.engine import TensorPlace
 from rl_core.rollouts.engine import PROVEN, UNPROVEN
 from rl_core.rollouts.sglang.adapters import ALIGNMENT, AdapterTensors, digest
-from rl_core.rollouts.sglang.checksums import ExpectedChecksums
 from rl_core.rollouts.sglang.engine import SGLangEngine
+from rl_core.rollouts.sglang.proof import CONTENT, PROOF_VARIABLE, GivenTensors
 from rl_core.weights.manifest import is_adapter_name
 
+logger = logging.getLogger(__name__)
 BUCKET_BYTES = 64 << 20
 
 
@@ -50,7 +52,7 @@ class SGLangWeightTarget:
         shapes: Mapping[str, tuple[tuple[int, ...], str]],
         seconds: float,
         *,
-        provable: bool,
+        turns: int,
         adapters: AdapterTensors | None = None,
     ) -> None:
         """Write into `engine` through `buffer`.
@@ -60,11 +62,13 @@ class SGLangWeightTarget:
             buffer: Memory that the engine's child process shares.
             shapes: Name -> (shape, dtype) of the model's tensors.
             seconds: Deadline of one call of the engine.
-            provable: Whether the engine can report checksums of its tensors that are comparable with those of the given tensors.
+            turns: After the first version every `turns`-th tensor is read back from the engine at each update, in turn.
             adapters: Those of a job with LoRA that sends them.
         """
         self._engine, self._buffer, self._shapes, self._seconds = engine, buffer, shapes, seconds
-        self._provable, self._adapters = provable, adapters
+        self._turns, self._adapters = turns, adapters
+        self._whole = True
+        """Whether the next update is proven by all tensors: the last one was not proven."""
         self.proof = ""
         """How the last version was proven (`Engine.weights_proof`); "" before the first."""
 
@@ -119,22 +123,32 @@ class SGLangWeightTarget:
 
     def _load_base(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
         self._call("begin_weights")
-        expected = ExpectedChecksums()
+        given = GivenTensors()
         places: list[TensorPlace] = []
         end = 0
         for name, tensor in tensors:
-            if self._provable:
-                expected.add(name, tensor)
+            given.add(name, tensor)
             if places and _aligned(end) + tensor.nbytes > self._buffer.bytes.numel():
                 self._call("load_weights", places=places)
                 places, end = [], 0
             place, end = self._write(name, tensor, end)
             places.append(place)
         self._call("load_weights", places=places, version=version, keep_cache=self._engine.paused == "in_place")
-        checksums = self._call("end_weights")
-        if self._provable:
-            expected.compare(checksums)
-        self.proof = PROVEN if self._provable else UNPROVEN
+        held = self._call("end_weights", turns=self._turns, whole=self._whole or self._turns == 1)
+        self._whole = True
+        if os.environ.get(PROOF_VARIABLE) == CONTENT:
+            self.proof = UNPROVEN
+            return
+        unknown = given.prove(held["ranks"], whole=held["whole"])
+        self._whole = False
+        if held["whole"]:
+            self.proof = UNPROVEN if unknown else PROVEN
+        if unknown:
+            logger.warning(
+                "%d tensors are converted or skipped by the engine and are left to the content check: %s",
+                len(unknown),
+                unknown[:3],
+            )
 
     async def resume(self, version: int, digest: str) -> None:
         """Generate with the weights as `version`; paused rows continue."""

@@ -35,7 +35,7 @@ class EngineServer:
         """Serve `engine`; messages go to `writer`, and tensors arrive in the memory `shared`."""
         self._engine, self._manager, self._writer = engine, engine.tokenizer_manager, writer
         settings = engine.server_args
-        self._loader = ChildWeightLoader(self._manager, shared, device=settings.device, ranks=settings.tp_size)
+        self._loader = ChildWeightLoader(self._manager, shared, ranks=settings.tp_size)
         self._adapters = ChildAdapters(self._manager, self._loader, enabled=bool(settings.enable_lora))
         self._generation = Generation(self._manager, self._adapters)
         self._memory = EngineMemory(self._manager, self._loader, self._generation, frees=settings.enable_memory_saver)
@@ -154,7 +154,6 @@ class EngineServer:
             "begin_weights": self._loader.begin,
             "load_weights": self._loader.load,
             "end_weights": self._loader.end,
-            "checksums": self._loader.checksums,
             "release_memory": self._memory.release,
             "restore_memory": self._memory.restore,
         }

@@ -1,4 +1,4 @@
-"""`ChildWeightLoader`: loads weights from the shared memory into the engine, and returns checksums of the engine's tensors.
+"""`ChildWeightLoader`: loads weights from the shared memory into the engine, and returns checksums of what the engine holds.
 
 An update is begin -> load (once or more) -> end. The worker compares the checksums, because it has the verified weights. Every result of
 the engine is checked: SGLang refuses an update by its return value, not by an exception.
@@ -20,18 +20,18 @@ from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
 from rl_core.messages.engine import TensorPlace
+from rl_core.rollouts.sglang.child import scheduler
 
 
 class ChildWeightLoader:
     """Runs the weight updates of one engine."""
 
-    def __init__(self, manager: Any, shared: mmap.mmap, *, device: str, ranks: int) -> None:
+    def __init__(self, manager: Any, shared: mmap.mmap, *, ranks: int) -> None:
         """Load from the memory `shared`.
 
         Args:
             manager: The engine's tokenizer manager, which sends requests to its schedulers.
             shared: Memory into which the worker writes tensors.
-            device: Device of the model.
             ranks: Number of tensor-parallel processes; each gets all tensors and takes its own slices.
         """
         self._manager = manager
@@ -39,8 +39,8 @@ class ChildWeightLoader:
         self._open, self._ranks = False, ranks
         self.updates = 0
         """Number of updates that were begun."""
-        self._provable = device == "cpu"
-        """On a GPU SGLang computes checksums with a kernel; the worker, whose weights are in host memory, cannot compute the same."""
+        self._proofs = 0
+        """Number of updates after which tensors were read back."""
 
     async def begin(self) -> None:
         """Begin an update; first ends one that a failed transfer left open."""
@@ -84,18 +84,25 @@ class ChildWeightLoader:
             for place in places
         }
 
-    async def end(self) -> dict[str, str]:
-        """End the update and return the checksums of the engine's tensors by name; empty on a GPU."""
-        await self._close()
-        return await self.checksums() if self._provable else {}
+    async def end(self, *, turns: int, whole: bool) -> dict[str, Any]:
+        """End the update and read back what the engine holds of the tensors that it was given.
 
-    async def checksums(self) -> dict[str, str]:
-        """Return the checksum of every tensor of the first rank, by the engine's tensor name."""
-        return (await self.checksums_of_ranks())[0]
+        Returns `whole`: whether all tensors were read, and `ranks`: `LoadedLayout.checksums` of each rank. All are read with the argument
+        `whole`, and after the first update of this engine; else one of `turns` shares, in turn.
+        """
+        await self._close()
+        turn, whole = self._proofs, whole or self._proofs == 0
+        self._proofs += 1
+        return {"whole": whole, "ranks": await self._check(scheduler.pieces_action(turn, 1 if whole else turns))}
 
     async def checksums_of_ranks(self) -> list[dict[str, str]]:
-        """Return the checksums of every rank; those of a GPU are comparable with earlier ones of the same GPU only."""
-        success, message, ranks, _ = await self._manager.check_weights(CheckWeightsReqInput(action="checksum"))
+        """Return the checksums of all tensors of every rank by SGLang; those of a GPU are comparable with earlier ones of that GPU only."""
+        return await self._check("checksum")
+
+    async def _check(self, action: str) -> list[dict[str, str]]:
+        success, message, ranks, _ = await self._manager.check_weights(
+            CheckWeightsReqInput(action=action, selector="target")
+        )
         _require((success, message))
         return [rank["checksums"] for rank in ranks]
 

@@ -1,0 +1,61 @@
+"""`GivenTensors`: compares what the ranks of an engine hold with the tensors that they were given, by checksums of pieces (`child.layout`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from rl_core.api.errors import InfrastructureError
+from rl_core.weights import checksums
+from rl_core.weights.checksums import Checksum
+from rl_core.weights.manifest import checksum
+
+PROOF_VARIABLE, CONTENT = "WEIGHTS_PROOF", "content"
+"""Environment variable of a rollout, and its value with which the engine's parameters are not compared."""
+
+
+class GivenTensors:
+    """Checksums of the tensors of one update, added while they are loaded."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[int, Checksum]] = {}
+        """Name -> (elements, checksum)."""
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor by its Hugging Face name."""
+        self._sums[name] = (tensor.numel(), checksum(tensor))
+
+    def prove(self, ranks: Sequence[Mapping[str, str]], *, whole: bool) -> list[str]:
+        """Raise InfrastructureError unless the pieces of all ranks make up the tensors that they are of.
+
+        `ranks` has the checksums of each rank by piece. `whole`: whether they are of every tensor that the engine was ever given. Returns
+        the tensors that nothing is known of then, because the engine's loader converts or skips them.
+        """
+        held, differing = _merged(ranks)
+        wrong = sorted(differing | {name for name in held.keys() & self._sums.keys() if held[name] != self._sums[name]})
+        stale = sorted(held.keys() - self._sums.keys())
+        if wrong or stale:
+            raise InfrastructureError(
+                f"the engine's tensors must hold the weights they were given, got {len(held)} of which {len(wrong)} hold something else "
+                f"{wrong[:3]} and {len(stale)} were not given {stale[:3]}; the version is not served. Where the engine rearranges its weights "
+                f"after loading, set {PROOF_VARIABLE}={CONTENT} in rollout.env, to rely on the content check"
+            )
+        return sorted(self._sums.keys() - held.keys()) if whole else []
+
+
+def _merged(ranks: Sequence[Mapping[str, str]]) -> tuple[dict[str, tuple[int, Checksum]], set[str]]:
+    """Return (name -> (elements, checksum) over all ranks, names of tensors of which two ranks hold the same piece differently)."""
+    pieces: dict[str, str] = {}
+    differing = set()
+    for rank in ranks:
+        for key, value in rank.items():
+            if pieces.setdefault(key, value) != value:
+                differing.add(key.split(" ", 1)[0])
+    merged: dict[str, tuple[int, Checksum]] = {}
+    for key, value in pieces.items():
+        count, first, second = map(int, value.split())
+        name = key.split(" ", 1)[0]
+        elements, sums = merged.get(name, (0, (0, 0)))
+        merged[name] = (elements + count, checksums.add(sums, (first, second)))
+    return merged, differing
