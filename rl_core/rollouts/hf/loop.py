@@ -77,7 +77,7 @@ class EngineLoop:
             self._condition.notify_all()
 
     def pause(self, *, keep_cache: bool = False) -> None:
-        """Pause generation; blocks until nothing runs. Running and queued rows continue when `resume` is called.
+        """Pause generation; blocks until nothing runs or `resume` is called. Running and queued rows continue when `resume` is called.
 
         `keep_cache`: running rows continue with the keys and values they have; otherwise these are recomputed. It has no effect if
         generation is paused already.
@@ -86,7 +86,7 @@ class EngineLoop:
             if not self._paused:
                 self._paused, self._keep_cache = True, keep_cache
             self._condition.notify_all()
-            while self._thread is not None and not (self._at_rest or self._closed):
+            while self._thread is not None and self._paused and not (self._at_rest or self._closed):
                 self._condition.wait()
 
     def resume(self) -> None:

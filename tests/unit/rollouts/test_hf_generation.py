@@ -307,6 +307,27 @@ async def test_weights_are_written_only_when_the_step_of_a_row_that_was_aborted_
     assert output.versions == [(0, 3, 7)]
 
 
+async def test_a_pause_that_nobody_waits_for_any_more_ends_when_generation_goes_on(loop, monkeypatch):
+    step, began, goes_on = loop.engine.step, threading.Event(), threading.Event()
+
+    def slow():
+        began.set()
+        assert goes_on.wait(60)
+        return step()
+
+    monkeypatch.setattr(loop.engine, "step", slow)
+    loop.submit(
+        [Row(key="k", prompt=[5, 6, 7], params=SamplingParams(max_new_tokens=20), seed=1)], lambda results: None
+    )
+    assert await asyncio.to_thread(began.wait, 60)
+    pausing = asyncio.create_task(asyncio.to_thread(loop.pause))
+    while not loop._paused:
+        await asyncio.sleep(0)
+    loop.resume()
+    await asyncio.wait_for(pausing, 60)
+    goes_on.set()
+
+
 def test_a_second_pause_does_not_change_what_rows_keep(loop):
     loop.pause(keep_cache=True)
     loop.pause()
