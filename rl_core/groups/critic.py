@@ -1,4 +1,4 @@
-"""The critic of gae in a process and on devices of its own, beside the actor.
+"""The value model of `algorithm.name: gae` in a process and on devices of its own, beside the actor.
 
 groups:
 - name: critic
@@ -86,7 +86,8 @@ class Critic(Worker):
     def values(self, rows: Sequence[np.ndarray], version: int) -> list[np.ndarray]:
         """Return the values of each row of token ids [T], float32 [T]; the first entry, before which there is no token, is 0.
 
-        `version` is the step after which the actors are. Raises InfrastructureError when the critic is not there too.
+        `version` is the number of the last step that the actors have trained. Raises InfrastructureError when the critic has not trained
+        that step, or has trained a later one.
         """
         self._check_version(version)
         found: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
@@ -103,7 +104,7 @@ class Critic(Worker):
         return found
 
     def add_rows(self, version: int, data_rank: int, rows: Sequence[CriticRow]) -> None:
-        """Keep the rows of a data rank of the actor for the next step, in place of those that it has sent before."""
+        """Store the rows that a data rank of the actor sends for the next `run_training`; they replace those that it sent before."""
         self._check_version(version)
         self._rows[data_rank] = rows
 

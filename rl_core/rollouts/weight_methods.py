@@ -1,4 +1,4 @@
-"""`WeightMethods`: what every worker does that takes the weights of the trainer: it has a `WeightReceiver`, and says what it serves."""
+"""`WeightMethods`: base class of the workers that receive weights from the trainer. It builds their `WeightReceiver` and reports the version."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -22,7 +22,7 @@ from rl_core.workers.worker import Worker
 
 
 class WeightMethods(Worker):
-    """A worker with a weight receiver. The actor calls these methods."""
+    """A worker that receives weights. The actor calls the public methods."""
 
     peer_methods: ClassVar[Mapping[str, frozenset[str]]] = {
         ACTOR: frozenset({"weights_offer", "weights_transfer", "weights_commit", "weights_abort", "weights_relay"})

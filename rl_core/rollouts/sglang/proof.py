@@ -27,10 +27,14 @@ class GivenTensors:
         self._sums[name] = (tensor.numel(), checksum(tensor))
 
     def prove(self, ranks: Sequence[Mapping[str, str]], *, whole: bool) -> list[str]:
-        """Raise InfrastructureError unless the pieces of all ranks make up the tensors that they are of.
+        """Compare what the ranks hold with the tensors that were added. Raises InfrastructureError when a value differs.
 
-        `ranks` has the checksums of each rank by piece. `whole`: whether they are of every tensor that the engine was ever given. Returns
-        the tensors that nothing is known of then, because the engine's loader converts or skips them.
+        Args:
+            ranks: For each rank, the checksums of the pieces in its parameters, as `LoadedLayout.checksums` returns them.
+            whole: Whether `ranks` covers every tensor that the engine has loaded, and not only a share of them.
+
+        Returns the names of the added tensors of which the ranks hold no piece, because the engine's loader converts or skips them; always
+        empty unless `whole`.
         """
         held, differing = _merged(ranks)
         wrong = sorted(differing | {name for name in held.keys() & self._sums.keys() if held[name] != self._sums[name]})

@@ -1,9 +1,9 @@
 """`LoadedLayout`: where SGLang's own loader writes each tensor of a checkpoint, and checksums of what is there later.
 
 Runs in each tensor-parallel process of the engine. While the model loads weights, each copy from a given tensor into a parameter is
-recorded as a piece: a part of the tensor and its place in the parameter. A fused, split or padded parameter is so described by what the
-loader does, for any model that SGLang has. A checksum of a piece adds up with those of the other pieces of its tensor, on this rank and
-on others, to that of the manifest (`weights.manifest.checksum`).
+recorded as a piece: a part of the tensor and its place in the parameter. This works for every model that SGLang can load, because fused,
+split and padded parameters are recorded as the loader fills them. The checksums of all pieces of a tensor, on all ranks, add up to the
+checksum of the tensor in the manifest (`weights.manifest.checksum`).
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]
 
 
 def piece_checksum(values: Tensor, source: Region) -> tuple[int, int]:
-    """Return the part that `values`, the elements of `source`, have in the checksum of the whole tensor.
+    """Return what the elements of one piece add to the checksum of the whole tensor, as (sum, weighted sum).
 
-    Elements must have 1, 2 or 4 bytes.
+    `values` are the elements, of 1, 2 or 4 bytes each; `source` says where in the whole tensor they belong.
     """
     size = values.element_size()
     integers = values.detach().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[size])
