@@ -1,4 +1,4 @@
-"""Large observations of one pipeline stage, which simulators of this host write into shared memory and the policy reads there.
+"""Large observations of one pipeline stage. Simulators of this host write them into shared memory, and the policy reads them in place.
 
     simulator -- copies --> rows of a collection [T + 1, B, ...] --> policy; trajectory -- copied by the channel --> actor
 
@@ -27,7 +27,7 @@ def large_observations(obs: Mapping[str, Any]) -> Layout:
 
 
 class ObservationRows:
-    """The large observations [T + 1, B, ...] of a stage, and a last row for those with which an episode ended."""
+    """The large observations of a stage, [T + 1, B, ...], and one more row for the final observations of episodes that ended."""
 
     def __init__(self, shared: SharedRows) -> None:
         """Use `lend`."""
@@ -65,7 +65,7 @@ class ObservationRows:
         return rest
 
     def fill(self, output: EnvOutput) -> EnvOutput:
-        """Return the output with the large observations, which are views of the memory. Those of `final_obs` count where an episode ended."""
+        """Return `output` with the large observations as views of the memory; in `final_obs` they are valid where an episode ended."""
         final_obs = output.final_obs
         if output.rewards is not None and bool(output.dones.any()):
             final_obs = (final_obs or output.obs) | {name: rows[FINAL_ROW] for name, rows in self._rows.items()}

@@ -1,8 +1,8 @@
 """`DivergenceAlarm`: decides whether a rollout's log-probabilities differ from the trainer's by more than rounding.
 
-In float32 both sides round so little that one difference above the tolerance proves other weights. In bfloat16 single tokens of the same
-weights differ by up to half a nat, because the two sides add in another order. There the median of several checks is compared with what is
-usual for this rollout, so that no single token ends a run.
+In float32 rounding is so small that one difference above the tolerance shows that the weights differ. In bfloat16 single tokens differ by
+up to half a nat with the same weights, because the two sides add in different orders. There the median of several checks is compared with
+the usual difference of this rollout, so that no single token ends a run.
 """
 
 import math

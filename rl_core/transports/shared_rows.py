@@ -41,7 +41,7 @@ class ColumnAddress:
 
     @classmethod
     def unpack(cls, packed: np.ndarray) -> Self:
-        """Return what was given to `pack`."""
+        """Return the address that `pack` encoded."""
         segment, arrays, column = msgpack.unpackb(packed.tobytes())
         laid = tuple((name, code, tuple(shape), begin) for name, code, shape, begin in arrays)
         return cls(segment=segment, arrays=laid, column=column)
@@ -104,7 +104,7 @@ class SharedRows:
         return cls(address, address.view(segment.memory), segment.generation, holder)
 
     def release(self, *, reuse: bool) -> None:
-        """Give the memory back. Without `reuse` it is never lent again, because a process that was lost may still write to it."""
+        """Give the memory back. Pass `reuse` False where a lost process may still write to it: then it is never lent again."""
         store = ProcessSharedMemory.shared().store
         if reuse:
             store.release(self.address.segment, self._generation, self._holder)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -119,10 +118,9 @@ class TestLife:
             assert run["name"] == "life"
             query = f"run=0&step={sample['step']}&group={sample['group']}&sample={sample['index']}"
             assert json.load(urllib.request.urlopen(f"{url}api/sample?{query}", timeout=MINUTES)) == sample
-            page.send_signal(signal.SIGINT)
-            assert page.wait(timeout=MINUTES) == 0
         finally:
             page.kill()
+            page.wait(timeout=MINUTES)
 
     def test_scaling_up_adds_a_rollout_that_serves_the_weights_of_now(self, running: Job) -> None:
         running.access.kubectl("scale", "rljob/life", "-n", running.namespace, "--replicas=3")

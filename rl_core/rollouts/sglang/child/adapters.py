@@ -1,9 +1,9 @@
 """`ChildAdapters`: loads adapters (LoRA) into the engine, and says which of them a row is generated with.
 
-    load   the adapter of an offered version is in the engine, under a name of its own, beside the one that is served
-    serve  rows that begin use it; the one before is unloaded once no row runs with it
+    load   put the adapter of a new version into the engine, under a name of its own, beside the one in use
+    serve  use it for new rows; the previous adapter is unloaded when no row runs with it any more
 
-A name is never used twice, because SGLang keeps prefixes and slots by adapter.
+A name is never used twice, because the keys of SGLang's prefix cache and of its slots are names of adapters.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class ChildAdapters:
     ) -> None:
         """Load the adapter of `version`, whose tensors are in the shared memory at `places`.
 
-        Raises RuntimeError, and loads nothing, unless the tensors have the SHA-256 `digests` by name. `config` is as peft's.
+        `digests` has the SHA-256 of each tensor by its name, and `config` is the adapter's configuration as in `adapter_config.json` of peft.
+        Raises RuntimeError, without loading anything, when a tensor is missing, unknown, or has another digest.
         """
         if self._unloading is not None:
             await self._unloading
@@ -103,7 +104,7 @@ class ChildAdapters:
         self._update()
 
     async def for_row(self) -> Adapter | None:
-        """Return the adapter of a row that begins, once there is one; None in an engine without adapters."""
+        """Wait until an adapter is served and return it, for a row that starts now. Returns None in an engine without adapters."""
         if not self.enabled:
             return None
         await self._open.wait()

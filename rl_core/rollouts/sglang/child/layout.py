@@ -1,4 +1,4 @@
-"""`LoadedLayout`: where SGLang's own loader writes each tensor of a checkpoint, and checksums of what is there later.
+"""`LoadedLayout`: records where SGLang's own loader writes each tensor of a checkpoint, and computes checksums of these places later.
 
 Runs in each tensor-parallel process of the engine. While the model loads weights, each copy from a given tensor into a parameter is
 recorded as a piece: a part of the tensor and its place in the parameter. This works for every model that SGLang can load, because fused,
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 
 class LoadedLayout:
-    """The pieces of all tensors that a model was given."""
+    """The pieces of all checkpoint tensors that were loaded into the model of this rank."""
 
     def __init__(self) -> None:
         self._pieces: dict[str, list[Piece]] = {}
@@ -55,9 +55,10 @@ class LoadedLayout:
         self._pieces.update(copies.pieces)
 
     def checksums(self, model: torch.nn.Module, *, turn: int, turns: int) -> dict[str, str]:
-        """Return the checksum of each piece of every `turns`-th tensor, beginning with tensor `turn`, by the key of the piece.
+        """Return a dict from piece to checksum for the tensors `turn`, `turn + turns`, ..., counted from 0 in the order of their names.
 
-        A key is "name offset shape strides", with the sizes of a list separated by commas; a checksum is "elements sum weighted".
+        So `turns` calls cover all tensors. A key, "name offset shape strides", says where the piece lies in the checkpoint tensor, in
+        elements; shape and strides are numbers separated by commas. A checksum is "elements sum weighted-sum".
         """
         parameters = dict(model.named_parameters())
         found = {}
