@@ -69,9 +69,8 @@ def merge_stats(parts: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
             raise ValueError(f"metric {name!r} must have one kind in all parts, got {', '.join(sorted(kinds))}")
         totals, counts, *squares = zip(*([next(numbers) for _ in stat.parts()] for stat in stats), strict=True)
         kind = stats[0].kind
-        total = float(
-            {"max": np.max, "min": np.min}.get(kind, sum)(totals)
-        )  # of NumPy, where NaN is the largest and the smallest
+        # NumPy's max and min return NaN if there is one, those of Python may not.
+        total = float({"max": np.max, "min": np.min}.get(kind, sum)(totals))
         if any(counts) or kind not in EXTREMES:
             merged[name] = Stat(kind, total, sum(counts), *map(sum, squares))
     return merged
@@ -141,7 +140,7 @@ def extreme_stats(
 
 
 def _scalar(value: Tensor | float, device: torch.device | None) -> Tensor:
-    """Return a number as a 0-d float64 tensor on `device` (None: where it is), without gradient."""
+    """Return `value` as a float64 tensor without dimensions and gradient, on `device`; None keeps the device of `value`."""
     if not isinstance(value, Tensor):
         return torch.tensor(value, dtype=torch.float64, device=device)
     if value.dtype is torch.float64 and not value.dim() and not value.requires_grad and device in (None, value.device):

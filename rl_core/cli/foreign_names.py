@@ -19,7 +19,7 @@ class ForeignName:
     verl: str = ""
     """Keys of verl's configuration with their blocks; `actor_rollout_ref` is left out."""
     prime_rl: str = ""
-    """Keys of prime-rl's configuration, the last of them with their blocks."""
+    """Keys of prime-rl's configuration. The names of newer versions contain their block, as in `orchestrator.batch_size`."""
     openrlhf: str = ""
     """Options of `openrlhf.cli.train_ppo_ray`: the dotted names, and the flat ones of versions before."""
     note: str = ""

@@ -109,7 +109,9 @@ def find_reference_problems(job: RLJob, *, search_path: Path, on_volumes: Collec
 
 
 def memory_report(job: RLJob, device_memory: float | None) -> "CapacityReport":
-    """Return the estimate for a job whose model is here or on the hub, of which only config.json is fetched.
+    """Return the estimated memory of each process of a job.
+
+    The model may be a local folder, or on the Hugging Face hub: then only its config.json is fetched.
 
     `device_memory`: GiB of an accelerator, None = unknown. Raises ConfigError where the model cannot be read.
     """

@@ -156,7 +156,7 @@ class ProcessSlots:
         return outcomes
 
     def write_to(self, columns: Sequence[ColumnAddress | None]) -> None:
-        """Pass each process a descriptor of the memory. One that has ended is told of by the next `exchange`."""
+        """Pass each process a file descriptor of the memory. The next `exchange` reports a process that has ended."""
         for child, column in zip(self._children, columns, strict=True):
             if child is None:
                 continue

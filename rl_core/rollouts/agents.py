@@ -46,7 +46,9 @@ class AgentEndpoint:
     """The endpoint of a rollout worker, and what the runs of its groups need of it."""
 
     def __init__(self, spec: RLJobSpec, tokenizer: Tokenizer, engine: Engine, *, stop_ids: Collection[int]) -> None:
-        """Serve `engine` to the agent programs of the job `spec`; `stop_ids` end a generation besides the tokenizer's eos token.
+        """Create the endpoint by which agent programs of the job `spec` generate with `engine`.
+
+        A generation ends at the tokenizer's end-of-sequence token and at each token id of `stop_ids`.
 
         Raises ConfigError without a chat template.
         """

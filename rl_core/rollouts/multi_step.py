@@ -59,7 +59,7 @@ class MultiStepRolloutWorker(WeightMethods):
         self._latest: dict[tuple[int, int], EnvOutput] = {}
         """(stage, place of the env worker) -> its last output in the collection."""
         self._large: Layout = {}
-        """Types and shapes of the large observations, once a collection has ended."""
+        """Types and shapes of the large observations, known after the first collection; empty before."""
         self._rows: list[ObservationRows] = []
         """Memory for the large observations of the collection, by stage. Empty where they come in messages."""
         self._routed: tuple[CollectionRound, list[tuple[int, int]]] | None = None

@@ -17,11 +17,11 @@ from rl_core.api.records import EnvOutput
 from rl_core.transports.shared_rows import FINAL_ROW, ColumnAddress, Layout, SharedRows
 
 LARGE_BYTES = 512
-"""Smallest observation that goes to shared memory. A smaller one, such as a state, costs less in the message that comes anyway."""
+"""Smallest size in bytes of an observation that is put into shared memory. Smaller ones, such as states, are sent in messages."""
 
 
 def large_observations(obs: Mapping[str, Any]) -> Layout:
-    """Return types and shapes of the large ones among observations [B, ...] by name."""
+    """Return a dict from name to (type, shape without B) of the observations [B, ...] of at least LARGE_BYTES per simulator."""
     arrays = {name: np.asarray(array) for name, array in obs.items()}
     return {name: (array.dtype, array.shape[1:]) for name, array in arrays.items() if array[0].nbytes >= LARGE_BYTES}
 

@@ -21,7 +21,7 @@ from rl_core.transports.links import ProcessSharedMemory
 ALIGNMENT = 64
 """Each array begins at a multiple of this number of bytes."""
 FINAL_ROW = -1
-"""Row for the last observation of an episode after which the simulator has begun another one."""
+"""Index of the extra row for final observations: where an episode ends, the usual row has the first observation of the next episode."""
 Layout = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Type and shape of one simulator's array, by name."""
 
@@ -36,7 +36,7 @@ class ColumnAddress:
     column: int = 0
 
     def pack(self) -> np.ndarray:
-        """Return the address as an array of bytes, for messages of arrays."""
+        """Encode the address as a uint8 array, for messages that carry arrays only."""
         return np.frombuffer(msgpack.packb((self.segment, self.arrays, self.column)), np.uint8)
 
     @classmethod
@@ -69,7 +69,7 @@ class ColumnAddress:
         return {name: array[:, self.column] for name, array in self.view(memory).items()}
 
     def view(self, memory: Any) -> dict[str, np.ndarray]:
-        """Return all columns [R, B, ...] by name in the memory of the segment."""
+        """Return a dict from name to the whole array [R, B, ...] in `memory`, the mapped segment."""
         return {
             name: np.frombuffer(memory, code, math.prod(shape), begin).reshape(shape)
             for name, code, shape, begin in self.arrays
@@ -77,7 +77,7 @@ class ColumnAddress:
 
     @property
     def size(self) -> int:
-        """Bytes of the segment that the arrays take."""
+        """Number of bytes that the arrays occupy in the segment."""
         return max(begin + math.prod(shape) * np.dtype(code).itemsize for _, code, shape, begin in self.arrays)
 
 
@@ -91,7 +91,7 @@ class SharedRows:
 
     @classmethod
     def lend(cls, layout: Layout, *, rows: int, columns: int) -> Self | None:
-        """Return arrays of `rows` x `columns`; None when shared memory is full."""
+        """Allocate an array [rows, columns, ...] for each entry of `layout`. Returns None when shared memory is full."""
         arrays, size = [], 0
         for name, (dtype, shape) in layout.items():
             arrays.append((name, dtype.str, (rows, columns, *shape), size))

@@ -165,9 +165,9 @@ class Rank:
         shards = self.actor.manager.get_model_state_dict(False, False)
         self.seen["placements"] = sorted({str(getattr(tensor, "placements", "none")) for tensor in shards.values()})
 
-    def told(self) -> None:
-        """Say which steps the policy was told of."""
-        self.seen["told"] = self.actor.manager.model.told
+    def seen_steps(self) -> None:
+        """Report the steps with which `set_global_step` of the policy was called."""
+        self.seen["steps"] = self.actor.manager.model.told
 
     def gather(self, shapes: dict[str, list[int]], dtype: str, bucket_bytes: int, publish: bool) -> None:
         """Gather tensors cut over the ranks as a version, and say which of them differ from `full_tensor` in any bit.

@@ -67,7 +67,7 @@ def main():
     told["short"].append(generate(world, 1, room=small))
     (record,) = records(world, 1)
     told["record"] = [record.group_id, len(record.completions), record.start_version]
-    told["given_back"] = list(world.ledger.given_back)  # a close gives back what no answer to its record was seen of
+    told["given_back"] = list(world.ledger.given_back)  # copied: `close` may add to it
     told["retried"] = world.worker._context.heartbeat().metrics["rollout/redispatch_total"]
     world.close()
     print(json.dumps(told))

@@ -46,7 +46,7 @@ CHANGES = {
 }
 TRAIN_AND_LOOK = [["train", 1], ["train", 2], ["score"], ["weights"]]
 KINDS = ("fsdp1", "fsdp2")
-ACT = [["train", 1], ["train", 2], ["weights"], ["told"]]
+ACT = [["train", 1], ["train", 2], ["weights"], ["seen_steps"]]
 DTYPES = ("float32", "bfloat16")
 
 
@@ -187,7 +187,7 @@ def test_two_updates_of_a_policy_that_acts_give_the_same_weights_whatever_trains
 
 
 def test_the_policy_is_told_each_trained_step(acting):
-    assert {case: seen["told"] for case, seen in acting.items()} == {case: [1, 2] for case in acting}
+    assert {case: seen["steps"] for case, seen in acting.items()} == {case: [1, 2] for case in acting}
 
 
 @pytest.mark.parametrize("name", ["full", "critic"])

@@ -213,7 +213,7 @@ class SGLangEngine:
         return answer
 
     async def pause(self, mode: PauseMode, seconds: float) -> None:
-        """Pause generation; returns once no row gets a further token until `resume`.
+        """Pause generation, and return when no row is generating any more. Rows continue when `resume` is called.
 
         No row is lost in any mode: rows that the engine aborts continue from their tokens. Raises TimeoutError after `seconds`.
         """

@@ -13,7 +13,7 @@ class SGLangWorker(RolloutWorkerBase):
     build_engine = SGLangRolloutEngine.build
 
     async def pause_generation(self, mode: PauseMode = "abort") -> None:
-        """Pause generation in the given mode; returns once no row gets a further token. No row is lost or returned."""
+        """Pause generation in the given mode, and return when no row is generating any more. No row is lost."""
         await self._sglang().pause(mode, self.spec.runtime.deadlines.rpc)
 
     async def continue_generation(self) -> None:

@@ -280,8 +280,9 @@ async def test_tokens_are_reported_while_a_row_runs_also_over_an_interruption(lo
     assert len(reported) == 39  # one token a step; the last one is in the output
 
 
-async def test_weights_are_written_only_when_the_step_of_a_row_that_was_aborted_has_ended(loop, monkeypatch):
-    """With weights.onUpdate wait nothing pauses the engine before, and an aborted row leaves it at the end of its step."""
+@pytest.fixture
+def held_step(loop, monkeypatch):
+    """Return two events: a step of the engine has begun; it may go on."""
     step, began, goes_on = loop.engine.step, threading.Event(), threading.Event()
 
     def slow():
@@ -290,6 +291,12 @@ async def test_weights_are_written_only_when_the_step_of_a_row_that_was_aborted_
         return step()
 
     monkeypatch.setattr(loop.engine, "step", slow)
+    return began, goes_on
+
+
+async def test_weights_are_written_only_when_the_step_of_a_row_that_was_aborted_has_ended(loop, held_step):
+    """With weights.onUpdate wait nothing pauses the engine before, and an aborted row leaves it at the end of its step."""
+    began, goes_on = held_step
     row = Row(key="k", prompt=[5, 6, 7], params=SamplingParams(max_new_tokens=20, ignore_eos=True), seed=1)
     loop.submit([row], lambda results: None)
     assert await asyncio.to_thread(began.wait, 60)
@@ -307,15 +314,8 @@ async def test_weights_are_written_only_when_the_step_of_a_row_that_was_aborted_
     assert output.versions == [(0, 3, 7)]
 
 
-async def test_a_pause_that_nobody_waits_for_any_more_ends_when_generation_goes_on(loop, monkeypatch):
-    step, began, goes_on = loop.engine.step, threading.Event(), threading.Event()
-
-    def slow():
-        began.set()
-        assert goes_on.wait(60)
-        return step()
-
-    monkeypatch.setattr(loop.engine, "step", slow)
+async def test_a_pause_that_nobody_waits_for_any_more_ends_when_generation_goes_on(loop, held_step):
+    began, goes_on = held_step
     loop.submit(
         [Row(key="k", prompt=[5, 6, 7], params=SamplingParams(max_new_tokens=20), seed=1)], lambda results: None
     )

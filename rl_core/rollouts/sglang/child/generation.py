@@ -17,7 +17,7 @@ class Generation:
         self._manager, self._adapters = manager, adapters
 
     async def pause(self, mode: str) -> None:
-        """Pause; returns once no row gets a further token until `resume`. `mode` is SGLang's: in_place, retract or abort.
+        """Pause generation, and return when no row is generating any more. `mode` is that of SGLang: in_place, retract or abort.
 
         Rows with an adapter are always aborted: SGLang would go on with the adapter of before, and the worker requests them again.
         """
