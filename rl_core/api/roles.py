@@ -224,6 +224,8 @@ class ActorSpec(FabricRoleSpec):
     """Optimizer steps at the start in which only the critic of gae is trained."""
     max_consecutive_skips: int = Field(10, ge=0, lt=2**31)
     """Consecutive optimizer steps that may be skipped for a non-finite gradient before the run fails."""
+    profile_steps: Annotated[list[Annotated[int, Field(ge=1, lt=2**31)]], Field(max_length=64)] = []
+    """Training steps that torch.profiler records on each process, to `profiles/` in the output folder."""
 
     @property
     def world_size(self) -> int:
