@@ -23,8 +23,7 @@ from rl_core.api.job import RLJobSpec
 from rl_core.weights.manifest import wire_dtype
 from rl_core.weights.version_source import SourceEntry
 
-
-_RECOMPUTED = {
+_RECOMPUTED: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
 }
