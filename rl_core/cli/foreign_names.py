@@ -224,6 +224,7 @@ FOREIGN_NAMES = (
         prime_rl="model.ac",
         openrlhf="actor.gradient_checkpointing_enable gradient_checkpointing",
     ),
+    ForeignName("actor.profileSteps", verl="global_profiler.steps trainer.profile_steps"),
     ForeignName(
         "actor.offload.optimizer",
         verl="actor.fsdp_config.optimizer_offload",

@@ -43,7 +43,7 @@ _WAYS_OUT = {
     "optimizer": "set actor.offload.optimizer true or use more actor processes (megatron: a larger actor.parallel)",
     "master": "set actor.offload.optimizer true or use more actor processes (megatron: a larger actor.parallel)",
     "gather": "use a smaller model",
-    "activations": "lower actor.microBatchTokens or set actor.gradientCheckpointing",
+    "activations": "lower actor.microBatchTokens or set actor.gradientCheckpointing (mode full)",
     "logits": "lower actor.microBatchTokens or rollout.maxBatch",
     "kv_cache": "lower rollout.maxBatch or rollout.maxSequenceLength",
     "neighbour": "use a smaller model, bfloat16, or placement.mode disaggregated",

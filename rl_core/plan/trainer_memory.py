@@ -166,8 +166,29 @@ def _activation_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
     if not job.actor.gradient_checkpointing:
         return int(layers * layer)
     kept = _tokens(job, facts) * facts.hidden * WIDTH[job.model.dtype] // (parallel.tensor if parallel.sequence else 1)
+    again = layer
+    if job.actor.gradient_checkpointing_mode == "selective":
+        again = _recomputed_bytes(job, facts, layer)
+        kept = layer - again if job.actor.backend == "megatron" else kept + layer - again
     # A layer is computed again when the logits are gone.
-    return int(layers * kept) + max(0, layer - _logit_bytes(job, facts, gradient=True))
+    return int(layers * kept) + max(0, again - _logit_bytes(job, facts, gradient=True))
+
+
+def _recomputed_bytes(job: RLJobSpec, facts: ModelFacts, layer: int) -> int:
+    """Return how many of the `layer` bytes that a decoder layer keeps are computed again with selective checkpointing."""
+    width, parallel = WIDTH[job.model.dtype], job.actor.parallel
+    if job.actor.backend == "megatron":
+        return _tokens(job, facts) * width * 5 * facts.inner // parallel.tensor
+    queries, keys = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+    outputs = {"q": queries, "k": keys, "v": keys, "o": facts.hidden}
+    outputs |= {"gate": facts.inner, "up": facts.inner, "down": facts.hidden}
+    adapters = job.model.lora
+    products: list[int] = []
+    for name, size in outputs.items():
+        adapted = adapters is not None and f"{name}_proj" in adapters.targets
+        products += [size, adapters.rank, size] if adapters is not None and adapted else [size]
+    # Of the products every second one is kept, and attention with its normalisers.
+    return layer - _tokens(job, facts) * (width * (sum(products[::2]) + queries) + 4 * facts.heads)
 
 
 def _layer_bytes(job: RLJobSpec, facts: ModelFacts) -> int:

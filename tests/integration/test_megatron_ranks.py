@@ -45,6 +45,7 @@ CHANGES = {
     "plain": PLAIN,
     "full": FULL,
     "recomputed": {"actor__gradientCheckpointing": True},
+    "selective": {"actor__gradientCheckpointing": True, "actor__gradientCheckpointingMode": "selective"},
     "critic": HEAD,
     "critic apart": APART,
 }
@@ -137,7 +138,7 @@ OF_FOUR = {"tensor 2 pipeline 2": {"tensor": 2, "pipeline": 2}, "tensor 2 data 2
 HYBRID = ("fsdp1", "fsdp2")
 EVERYWHERE = [("full", "untied"), ("critic", "untied")]
 """Tied weights are trained in each layout by the links of the chain."""
-SOMEWHERE = [("recomputed", "llama"), ("plain", "qwen3")]
+SOMEWHERE = [("recomputed", "llama"), ("selective", "qwen3")]
 CASES = [("plain", "tied"), *EVERYWHERE, *SOMEWHERE, ("critic apart", "tied")]
 PAIRED = [
     *((layout, case) for layout in LAYOUTS for case in EVERYWHERE),

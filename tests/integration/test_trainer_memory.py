@@ -47,6 +47,20 @@ CASES = {
     for again in (False, True)
 }
 CASES |= {
+    f"{backend} {dtype} selective{' adapters' * bool(lora)}": {
+        "actor__backend": backend,
+        "model__dtype": dtype,
+        "actor__gradientCheckpointing": True,
+        "actor__gradientCheckpointingMode": "selective",
+    }
+    | lora
+    for backend, dtype, lora in (
+        ("fsdp2", "float32", {}),
+        ("fsdp2", "bfloat16", {"model__lora": {"rank": 8}}),
+        ("megatron", "bfloat16", {}),
+    )
+}
+CASES |= {
     f"fsdp2 {dtype} adapters{' of two layers' * (targets is not None)}": {
         "model__dtype": dtype,
         "model__lora": {"rank": 8} | ({} if targets is None else {"targets": targets}),

@@ -19,6 +19,7 @@ from rl_core.actors.fsdp.optimizer import (
     set_step_counters,
     step_counters,
 )
+from rl_core.actors.fsdp.recompute import selective_contexts
 from rl_core.actors.fsdp.strategy import FSDP1Strategy, FSDP2Strategy, Strategy
 from rl_core.actors.manager import ModelManager, validated
 from rl_core.actors.ranks import ParallelSizes
@@ -144,7 +145,10 @@ class FSDPModelManager(ModelManager):
                 raise ConfigError(
                     f"actor.gradientCheckpointing must be false for {type(model).__name__}, which does not support it, got true; remove it"
                 )
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            options: dict[str, Any] = {"use_reentrant": False}
+            if self.cfg.actor.gradient_checkpointing_mode == "selective":
+                options["context_fn"] = selective_contexts()
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
     def _begin_phase(self) -> None:
         """Build optimizer and schedule for the parameters that are trained from here on.

@@ -24,6 +24,12 @@ from rl_core.api.job import RLJobSpec
 from rl_core.weights.manifest import wire_dtype
 from rl_core.weights.version_source import SourceEntry
 
+_RECOMPUTED: dict[str, dict[str, Any]] = {
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+}
+"""megatron's settings by actor.gradientCheckpointingMode; its flash attention computes again by itself what it does not keep."""
+
 
 class MegatronModelManager(ModelManager):
     """One rank's part of a model in training. Methods are collective unless they say otherwise."""
@@ -123,7 +129,7 @@ class MegatronModelManager(ModelManager):
         if self.compute_device.type == "cpu":
             settings |= cpu.SETTINGS
         if self.cfg.actor.gradient_checkpointing:
-            settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+            settings |= _RECOMPUTED[self.cfg.actor.gradient_checkpointing_mode]
         return settings
 
     def _stage_numbers(self) -> list[int | None]:
