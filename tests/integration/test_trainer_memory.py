@@ -174,6 +174,21 @@ def check_estimate(model, changes):
     assert {name: sum(phases[name].values()) for name in measured} == pytest.approx(measured, rel=0.15)
 
 
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_no_part_of_the_model_is_copied_on_its_device_to_be_saved_or_published(model, tmp_path, backend):
+    """A version that is published needs no more than two buckets, here of one matrix each."""
+    manager = Rank(spec_of(model, actor__backend=backend), [[]], 0, 1).actor.manager
+    matrix = 4 * SHAPE["hidden_size"] * SHAPE["intermediate_size"]
+
+    def publish() -> None:
+        source = manager.version_source("float32", 1)
+        for _ in source.buckets("cpu"):
+            pass
+
+    assert Meter().peak(lambda: manager.save_checkpoint(str(tmp_path))) < matrix / 4
+    assert Meter().peak(publish) < 2 * matrix
+
+
 def test_logits_of_one_chunk_exist_at_a_time_backwards_too():
     def score(chunks: int) -> None:
         hidden = torch.randn(1, chunks * CHUNK + 1, 8, requires_grad=True)
