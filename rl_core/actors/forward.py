@@ -5,6 +5,7 @@ Legend: B rows of the micro-batch, T width of the longest, L packed tokens, P sc
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -81,9 +82,12 @@ class TokenNumbers(NamedTuple):
     """[B, T, K] log-probabilities of the candidates; the others are [B, T]."""
 
 
-def attach_scoring(model: nn.Module) -> None:
-    """Add the method `score_packed` to a causal LM. FSDP wrappers treat it as a second forward method."""
-    setattr(model, SCORE, MethodType(_score_packed, model))
+def attach_scoring(model: nn.Module, *, float32_head: bool = False) -> None:
+    """Add the method `score_packed` to a causal LM. FSDP wrappers treat it as a second forward method.
+
+    With `float32_head` hidden states and the weight of the output layer are converted to float32 before their product.
+    """
+    setattr(model, SCORE, MethodType(partial(_score_packed, float32_head=float32_head), model))
 
 
 def score(
@@ -123,6 +127,7 @@ def _score_packed(
     candidates: Tensor | None,
     temperature: float,
     wanted: tuple[bool, bool, bool],
+    float32_head: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return (log-probabilities, entropies, values), each [1, L] or None where it is not `wanted`, and those of candidates [1, L, K].
 
@@ -132,9 +137,10 @@ def _score_packed(
     wants_log_probs, wants_entropy, wants_values = wanted
     if wants_log_probs:
         hidden = _hidden(model.model, input_ids, position_ids, packed)
+        head = model.lm_head.weight
         scores = hidden_scores(
-            hidden,
-            model.lm_head.weight,
+            hidden.float() if float32_head else hidden,
+            head.float() if float32_head else head,
             input_ids,
             temperature=temperature,
             targets=targets,

@@ -218,14 +218,17 @@ def _layer_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
 
 def _logit_bytes(job: RLJobSpec, facts: ModelFacts, *, gradient: bool) -> int:
     """Return the memory for the logits of a chunk of tokens: logits, float32 blocks and, with `gradient`, the gradient of the output weight."""
-    width, vocabulary = WIDTH[job.model.dtype], -(-facts.vocab // job.actor.parallel.tensor)
+    stored, vocabulary = WIDTH[job.model.dtype], -(-facts.vocab // job.actor.parallel.tensor)
+    width = MASTER_BYTES if job.model.float32_head else stored
     chunk = min(_tokens(job, facts), CHUNK) * vocabulary
     block = 4 * chunk if job.actor.gpus else min(BLOCK_BYTES, 4 * chunk)
     # float32 logits are scored in place.
     blocks = int(width != MASTER_BYTES) + bool(gradient and job.algorithm.loss.entropy_coefficient)
     trained = gradient and job.model.lora is None
-    weight = vocabulary * facts.hidden * (GRADIENT_BYTES + (width if width != MASTER_BYTES else 0)) if trained else 0
-    return chunk * width + blocks * block + weight
+    weight = vocabulary * facts.hidden * (GRADIENT_BYTES + (stored if stored != MASTER_BYTES else 0)) if trained else 0
+    # The head's weight and the hidden states in float32.
+    converted = (vocabulary + _tokens(job, facts)) * facts.hidden * MASTER_BYTES if width != stored else 0
+    return chunk * width + blocks * block + weight + converted
 
 
 def _tokens(job: RLJobSpec, facts: ModelFacts) -> int:

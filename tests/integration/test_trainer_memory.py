@@ -61,6 +61,14 @@ CASES |= {
     )
 }
 CASES |= {
+    f"{backend} bfloat16 float32 head": {
+        "actor__backend": backend,
+        "model__dtype": "bfloat16",
+        "model__float32Head": True,
+    }
+    for backend in ("fsdp2", "megatron")
+}
+CASES |= {
     f"fsdp2 {dtype} adapters{' of two layers' * (targets is not None)}": {
         "model__dtype": dtype,
         "model__lora": {"rank": 8} | ({} if targets is None else {"targets": targets}),

@@ -75,7 +75,7 @@ class FSDPModelManager(ModelManager):
         """
         config = hf.read_config(self.cfg.model.path)
         model = hf.build_model(config, dtype=self.dtype)
-        attach_scoring(model)
+        attach_scoring(model, float32_head=self.cfg.model.float32_head)
         if (critic := self.cfg.algorithm.critic_of_actor) is not None:
             decoder = hf.build_model(config, dtype=self.dtype).model if critic.separate else None
             attach_critic(model, model.config.hidden_size, decoder)

@@ -172,9 +172,12 @@ class MegatronBackend(TrainBackend):
         hidden = hidden.transpose(0, 1)
         packed: list[Tensor | None] = [None, None, None, None]
         if outputs.log_probs:
+            of_policy, head = hidden[:1], model.output_weight
+            if manager.cfg.model.float32_head:
+                of_policy, head = of_policy.float(), head.float()
             scores = hidden_scores(
-                hidden[:1],
-                model.output_weight,
+                of_policy,
+                head,
                 batch.rows.input_ids,
                 temperature=manager.cfg.rollout.sampling.temperature,
                 targets=batch.targets,
