@@ -9,6 +9,7 @@ delegate to them:
           --- TrainBackend     forward and backward passes
           --- ModelManager     model, optimizer, checkpoints, export; its OffloadManager offloads them
           --- WeightPublisher  sends weights to the rollouts; on rank 0 only
+          --- StepProfiler     profiles the steps that the job names
 
 A prompt group is one prompt with its G sampled completions. The runner's ledger lists the groups of a run and which of them are trained in
 which step.
@@ -33,6 +34,7 @@ from rl_core.actors.backend import TrainBackend
 from rl_core.actors.critic_group import CriticGroup
 from rl_core.actors.inference import InferenceGroup
 from rl_core.actors.manager import validated
+from rl_core.actors.profiling import StepProfiler
 from rl_core.actors.publishing import open_publisher
 from rl_core.actors.rows import Columns, StepRows
 from rl_core.actors.step_engine import StepEngine
@@ -75,6 +77,9 @@ class Actor(Worker, ABC):
         self.manager = self.backend.manager
         self.cfg, self.ranks = self.manager.cfg, self.manager.ranks
         self.publisher: WeightPublisher | None = None
+        self._profiler = StepProfiler(
+            self.cfg.actor.profile_steps, rank=self.ranks.rank, device=self.manager.compute_device
+        )
         self.engine = StepEngine(
             self.backend,
             self.ranks,
@@ -189,7 +194,8 @@ class Actor(Worker, ABC):
         """
         if batch is not None:
             return self.engine.score(batch)
-        self.engine.compute_log_probs()
+        with self._profiler.covering(self.global_step + 1):
+            self.engine.compute_log_probs()
         if self.engine.prepared is None:
             self._log_cancelled(self.global_step + 1)
         return None
@@ -215,7 +221,8 @@ class Actor(Worker, ABC):
         Raises as `StepEngine.train`.
         """
         number = self.global_step + 1 if step is None else step
-        metrics = self.engine.train(number)
+        with self._profiler.covering(number, ends_step=True):
+            metrics = self.engine.train(number)
         if metrics is None:
             self._log_cancelled(number)
         else:
