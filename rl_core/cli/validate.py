@@ -13,6 +13,7 @@ from rl_core.api.errors import ConfigError, RLJobError
 from rl_core.api.job import RLJob
 from rl_core.cli.job_file import JobProblems, absolute, load_job, path_fields, read_document
 from rl_core.data.hub import HUB_SCHEME, fetch_config, fetch_references, hub_problem, references
+from rl_core.envs.check import check_simulator
 
 if TYPE_CHECKING:
     from rl_core.api.data import DataSpec
@@ -36,7 +37,7 @@ def validate_file(file: Path, settings: Sequence[str], *, device_memory: float |
     except JobProblems as error:
         raise JobProblems(file, [*error.problems, *find_file_problems(file, settings)]) from None
     mounted = paths_on_volumes(job)
-    check_references(job, file, on_volumes=mounted, device_memory=device_memory)
+    check_references(job, file, on_volumes=mounted, device_memory=device_memory, simulators=True)
     unseen = f"; not looked at, on volumes of the actor: {', '.join(mounted)}" if mounted else ""
     sys.stdout.write(
         f"{file}: valid ({job.metadata.name}: {job.spec.algorithm.name}, {job.spec.algorithm.steps} steps){unseen}\n"
@@ -53,13 +54,22 @@ def paths_on_volumes(job: RLJob) -> list[str]:
 
 
 def check_references(
-    job: RLJob, file: Path, *, on_volumes: Collection[str] = (), device_memory: float | None = None
+    job: RLJob,
+    file: Path,
+    *,
+    on_volumes: Collection[str] = (),
+    device_memory: float | None = None,
+    simulators: bool = False,
 ) -> None:
     """Raise JobProblems with all problems outside the YAML file that would stop the job.
 
-    The fields `on_volumes`, such as `spec.data.train`, are not looked at.
+    The fields `on_volumes`, such as `spec.data.train`, are not looked at. With `simulators` a simulator of the job makes some steps, which a
+    run does at its start by itself.
     """
-    problems = list(find_reference_problems(job, search_path=file.resolve().parent, on_volumes=on_volumes))
+    folder = file.resolve().parent
+    problems = list(find_reference_problems(job, search_path=folder, on_volumes=on_volumes))
+    if simulators and is_embodied(job.spec) and not problems:
+        problems += check_simulator(job.spec, search_path=str(folder), with_policy="spec.model.path" not in on_volumes)
     problems += _with_errors(lambda: _check_memory(job, device_memory))
     if problems:
         raise JobProblems(file, problems)
