@@ -105,7 +105,7 @@ def _actions_of_policy(spec: RLJobSpec, options: EmbodiedOptions, obs: dict[str,
             "model.path: forward_train of the policy must return the log-probabilities of predict for its forward_inputs, got "
             f"{_shown(after)} for {_shown(before)}; correct one of them"
         )
-    return actions[0].numpy()
+    return np.asarray(actions[0])
 
 
 def _check_choice(policy: nn.Module, name: str, space: Any) -> None:
