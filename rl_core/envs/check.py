@@ -12,7 +12,7 @@ from rl_core.envs.source import env_source
 from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvRow, EnvSettings, MemberCall
 from rl_core.plan.groups import ENV, groups_of
 
-SIMULATOR_TRIAL = "rl_core.rollouts.simulator_trial"
+SIMULATOR_TRIAL = "rl_core.cli.simulator_trial"
 SHOWN = 3
 """Most failing example rows that are reported."""
 

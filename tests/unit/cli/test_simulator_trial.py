@@ -9,7 +9,7 @@ from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
 from rl_core.envs.check import check_simulator
 from rl_core.policies.mlp import MLPPolicy
-from rl_core.rollouts.simulator_trial import try_simulator
+from rl_core.cli.simulator_trial import try_simulator
 
 SIMULATOR = "tests.unit.embodied.simulators:Echo"
 

@@ -1,6 +1,6 @@
 """The child process of `check_simulator`: begins an episode in the simulator of a job and makes the actions that its policy chooses.
 
-Started as `python -m rl_core.rollouts.simulator_trial` with the job's spec as JSON on standard input, and with the argument `policy` where
+Started as `python -m rl_core.cli.simulator_trial` with the job's spec as JSON on standard input, and with the argument `policy` where
 the folder of the policy can be read. It prints why the job cannot run as the last line of standard error and exits with 1.
 """
 
