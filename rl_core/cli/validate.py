@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from rl_core.api.backends import EMBODIED_PROGRAMS
 from rl_core.api.embodied import embodied_options, is_embodied
 from rl_core.api.errors import ConfigError, RLJobError
-from rl_core.api.job import RLJob
+from rl_core.api.job import RLJob, RLJobSpec
+from rl_core.api.user_code import IMPORT_SECONDS, check_in_child
 from rl_core.cli.job_file import JobProblems, absolute, load_job, path_fields, read_document
 from rl_core.data.hub import HUB_SCHEME, fetch_config, fetch_references, hub_problem, references
-from rl_core.envs.check import check_simulator
 
 if TYPE_CHECKING:
     from rl_core.api.data import DataSpec
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rl_core.plan.capacity import CapacityReport
 
 GIB = 1024**3
+SIMULATOR_TRIAL = "rl_core.cli.simulator_trial"
 NO_LIMIT = 1 << 30
 """Tokens of a prompt where the model does not tell how many it takes."""
 
@@ -299,6 +300,25 @@ def _check_user_code(job: RLJob, search_path: Path, examples: Mapping[str, "EnvR
     elif job.spec.env.replicas:
         yield from check_env(job.spec, search_path=str(search_path), examples=examples)
     yield from check_functions(job.spec.algorithm, search_path=str(search_path))
+
+
+def check_simulator(spec: RLJobSpec, *, search_path: str, with_policy: bool) -> list[str]:
+    """Return the problem of the simulator of a job, as `path: rule, got value; way out`; empty if there is none.
+
+    A child process builds it, begins an episode and makes the actions that the policy chooses. `with_policy` False: the folder of the policy
+    cannot be read from here, and the actions are zeros. `search_path` is the folder with user code.
+    """
+    deadlines = spec.runtime.deadlines
+    problem = check_in_child(
+        SIMULATOR_TRIAL,
+        *(["policy"] if with_policy else []),
+        name=f"the simulator {embodied_options(spec).id}",
+        given=spec.model_dump_json(by_alias=True),
+        search_path=search_path,
+        seconds=IMPORT_SECONDS + 2 * deadlines.env_reset + deadlines.env_step,
+    )
+    located = problem.startswith(("env.", "model.", "extensions:"))
+    return [f"spec.{'' if located else 'env.options.id: '}{problem}"] if problem else []
 
 
 def _check_placement(job: RLJob) -> Iterator[str]:

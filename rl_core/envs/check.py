@@ -1,18 +1,15 @@
-"""Checks for `rljob validate` whether the environment or the simulator of a job works. User code is run in a child process."""
+"""Checks for `rljob validate` whether the environment of a job can be built and called. User code is run in a child process."""
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 
-from rl_core.api.embodied import embodied_options
 from rl_core.api.errors import ConfigError, DeadlineExceeded, InfrastructureError
 from rl_core.api.job import RLJobSpec
-from rl_core.api.user_code import IMPORT_SECONDS, check_in_child
 from rl_core.envs.process import EnvProcess
 from rl_core.envs.source import env_source
 from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvRow, EnvSettings, MemberCall
 from rl_core.plan.groups import ENV, groups_of
 
-SIMULATOR_TRIAL = "rl_core.cli.simulator_trial"
 SHOWN = 3
 """Most failing example rows that are reported."""
 
@@ -51,25 +48,6 @@ def check_env(
     except (ConfigError, DeadlineExceeded, InfrastructureError) as error:
         problems = str(error).splitlines()
     return [_located(line, spec) for line in problems]
-
-
-def check_simulator(spec: RLJobSpec, *, search_path: str, with_policy: bool) -> list[str]:
-    """Return the problem of the simulator of a job, as `path: rule, got value; way out`; empty if there is none.
-
-    A child process builds it, begins an episode and makes the actions that the policy chooses. `with_policy` False: the folder of the policy
-    cannot be read from here, and the actions are zeros. `search_path` is the folder with user code.
-    """
-    deadlines = spec.runtime.deadlines
-    problem = check_in_child(
-        SIMULATOR_TRIAL,
-        *(["policy"] if with_policy else []),
-        name=f"the simulator {embodied_options(spec).id}",
-        given=spec.model_dump_json(by_alias=True),
-        search_path=search_path,
-        seconds=IMPORT_SECONDS + 2 * deadlines.env_reset + deadlines.env_step,
-    )
-    located = problem.startswith(("env.", "model.", "extensions:"))
-    return [f"spec.{'' if located else 'env.options.id: '}{problem}"] if problem else []
 
 
 class _Calls:

@@ -7,9 +7,9 @@ import pytest
 
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
-from rl_core.envs.check import check_simulator
-from rl_core.policies.mlp import MLPPolicy
 from rl_core.cli.simulator_trial import try_simulator
+from rl_core.cli.validate import check_simulator
+from rl_core.policies.mlp import MLPPolicy
 
 SIMULATOR = "tests.unit.embodied.simulators:Echo"
 
