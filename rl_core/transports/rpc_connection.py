@@ -74,6 +74,8 @@ class Connection:
         self._io = IoThread.shared()
         self._lock = threading.RLock()
         """Guards the socket and all fields below."""
+        self._abandoned: deque[CallFuture] = deque()
+        """Cancelled calls, which take effect before the next call is sent. Appended to without the lock, as finalizers may cancel."""
         self._failed: list[tuple[CallFuture, Exception]] = []
         """Calls that fail as soon as the lock is free."""
         self._state = _State.WAITING
@@ -110,6 +112,7 @@ class Connection:
         """Send `call`, or queue it until the connection and its credit allow."""
         with self._lock:
             self.counters["calls"] += 1
+            self._drop_abandoned()
             closed = self._state is _State.CLOSED
             if not closed:
                 if (
@@ -125,7 +128,8 @@ class Connection:
 
     def abandon(self, call: CallFuture) -> None:
         """Drop `call`. The server is asked to cancel it, or to undo its effect when it has replied to a call that nobody waits for."""
-        self._io.call_soon(self._abandon, call)
+        self._abandoned.append(call)
+        self._io.call_soon(self._drop_abandoned)
 
     def fail(self, reason: str) -> None:
         """Fail all calls under way with WorkerLost."""
@@ -188,15 +192,19 @@ class Connection:
 
     # --- sending ---
 
-    def _abandon(self, call: CallFuture) -> None:
+    def _drop_abandoned(self) -> None:
         with self._lock:
-            if call.sent:  # also when it was answered: nobody received the answer, and the server may undo its effect
-                call.sent = False
-                self._forget(call)
-                self._send("cancel", None, call.id)
-                self._flush()
-            elif call in self._queue:
-                self._queue.remove(call)
+            while self._abandoned:
+                self._abandon(self._abandoned.popleft())
+
+    def _abandon(self, call: CallFuture) -> None:
+        if call.sent:  # also when it was answered: nobody received the answer, and the server may undo its effect
+            call.sent = False
+            self._forget(call)
+            self._send("cancel", None, call.id)
+            self._flush()
+        elif call in self._queue:
+            self._queue.remove(call)
 
     def _forget(self, call: CallFuture) -> None:
         if self._sent.pop(call.id, None) is not None:
