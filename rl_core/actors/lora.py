@@ -8,7 +8,7 @@ as its base. Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Mod
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from rl_core.actors.slices import LocalSlice
+from rl_core.actors.slices import LocalSlice, Slices
 from rl_core.api.errors import ConfigError, DataError
 from rl_core.api.lora import LoraSpec
 from rl_core.weights.manifest import is_adapter_name
@@ -111,25 +111,25 @@ class DisabledAdapters:
             layer.lora_enabled = enabled
 
 
-class MergedSlices(Mapping[str, LocalSlice]):
+class MergedSlices(Mapping[str, Sequence[LocalSlice]]):
     """The parts that a rank stores of the merged weights W + alpha / rank B A, by Hugging Face name.
 
     Each is computed when it is asked for, in the type of W, so that there is never a second copy of the model. The operations are those of
     `peft`'s merge in the same order, so that both merge to the same weights: another order moves logits by more than 1e-5.
     """
 
-    def __init__(self, slices: Mapping[str, LocalSlice], adapters: Mapping[str, Tensor], scale: float) -> None:
+    def __init__(self, slices: Slices, adapters: Mapping[str, Tensor], scale: float) -> None:
         """Merge `slices`, the rank's parts of the model, with `adapters`, whole tensors by name. `scale` is alpha / rank."""
         self._slices, self._adapters, self._scale = slices, adapters, scale
 
-    def __getitem__(self, name: str) -> LocalSlice:
-        """Return the part of the merged tensor `name`; the stored part itself where the layer has no adapter."""
-        part, layer = self._slices[name], name.removesuffix(".weight")
+    def __getitem__(self, name: str) -> Sequence[LocalSlice]:
+        """Return the parts of the merged tensor `name`; the stored parts themselves where the layer has no adapter."""
+        parts, layer = self._slices[name], name.removesuffix(".weight")
         if f"{layer}.{A}.weight" not in self._adapters:
-            return part
+            return parts
         down, up = self._adapters[f"{layer}.{A}.weight"], self._adapters[f"{layer}.{B}.weight"]
-        merged = replace(part, tensor=part.tensor.detach().clone())
-        for box in merged.boxes():
+        merged = [replace(part, tensor=part.tensor.detach().clone()) for part in parts]
+        for box in (box for part in merged for box in part.boxes()):
             rows, columns = box.box
             box.tensor.add_((up[rows] @ down[:, columns]) * self._scale)
         return merged

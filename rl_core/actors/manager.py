@@ -25,7 +25,7 @@ from rl_core.actors.ranks import ParallelSizes, Ranks
 from rl_core.actors.reference import ReferencePolicy
 from rl_core.actors.residency import OffloadManager, ResidentState
 from rl_core.actors.schedule import OptimizerCounts
-from rl_core.actors.slices import LocalSlice, Slices
+from rl_core.actors.slices import Slices
 from rl_core.actors.source import GatheredSource
 from rl_core.api.errors import ConfigError, DataError, InfrastructureError
 from rl_core.api.job import RLJobSpec
@@ -105,7 +105,7 @@ class ModelManager(ResidentState):
         """Discard the gradients. Not collective."""
 
     @abstractmethod
-    def named_slices(self) -> dict[str, LocalSlice]:
+    def named_slices(self) -> Slices:
         """Return the parts of the weights that this rank stores, by Hugging Face name; tied weights once. Not collective."""
 
     @abstractmethod
@@ -383,12 +383,16 @@ class ModelManager(ResidentState):
     def get_model_state_dict(self, cpu_offload: bool, full_state_dict: bool) -> dict[str, Tensor]:
         """Return the policy's weights by Hugging Face name. Adapters are merged into whole tensors.
 
-        With `full_state_dict` rank 0 gets whole tensors and the others {}; otherwise each rank gets the parts that it stores. `cpu_offload`
+        With `full_state_dict` rank 0 gets whole tensors and the others {}; otherwise each rank gets what it stores of each tensor. `cpu_offload`
         returns copies on the CPU. Raises RuntimeError while the weights are offloaded.
         """
         self.residency.require_loaded("get_model_state_dict")
         if not full_state_dict:
-            held = {name: part.tensor for name, part in self.named_slices().items() if not is_critic_name(name)}
+            stored = {name: parts for name, parts in self.named_slices().items() if not is_critic_name(name)}
+            held = {
+                name: parts[0].tensor if len(parts) == 1 else torch.cat([part.tensor for part in parts])
+                for name, parts in stored.items()
+            }
         else:
             with self.ranks.guard("gathering the weights"):
                 held = self._whole_tensors()

@@ -4,13 +4,13 @@ Each rank offers the boxes that it stores, and a plan says which of them are sen
 contributes to it. The next bucket is transferred while the consumer works on one, so two buckets are in memory.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from rl_core.actors.ranks import Ranks
-from rl_core.actors.slices import LocalSlice
+from rl_core.actors.slices import LocalSlice, Slices
 from rl_core.weights.bucket import Bucket, Layout
 from rl_core.weights.reshard import Held, TensorSlice, Transfer, execute, plan_reshard
 from rl_core.weights.storage_alias import storage_alias
@@ -20,12 +20,15 @@ from rl_core.weights.version_source import SourceBucket, SourceEntry
 class GatheringPlan:
     """Says which rank sends which boxes of each tensor to rank 0. It is made once and is equal on all ranks."""
 
-    def __init__(self, slices: Mapping[str, LocalSlice], ranks: Ranks) -> None:
+    def __init__(self, slices: Slices, ranks: Ranks) -> None:
         """Make the plan from `slices`, what this rank stores by name.
 
         Collective. Raises ValueError when no rank stores some part of a tensor.
         """
-        own = {name: [list(part.shape), [box.ranges for box in part.boxes()]] for name, part in slices.items()}
+        own = {
+            name: [list(parts[0].shape), [box.ranges for part in parts for box in part.boxes()]]
+            for name, parts in slices.items()
+        }
         everybody = ranks.gather(own)
         offered = [
             TensorSlice(rank, name, tuple(shape), tuple((start, stop) for start, stop in ranges))
@@ -52,7 +55,7 @@ class GatheredSource:
     def __init__(
         self,
         entries: Sequence[SourceEntry],
-        slices: Mapping[str, LocalSlice],
+        slices: Slices,
         plan: GatheringPlan,
         ranks: Ranks,
         *,
@@ -92,9 +95,7 @@ class GatheredSource:
 class _Gathered:
     """The transfer of one bucket to rank 0. All ranks start the transfers in the same order."""
 
-    def __init__(
-        self, members: Sequence[SourceEntry], slices: Mapping[str, LocalSlice], plan: GatheringPlan, ranks: Ranks
-    ) -> None:
+    def __init__(self, members: Sequence[SourceEntry], slices: Slices, plan: GatheringPlan, ranks: Ranks) -> None:
         self._slices = slices
         self._dtypes = {entry.name: getattr(torch, entry.dtype) for entry in members}
         cut = [entry for entry in members if not plan.is_complete_on_rank0(entry.name)]
@@ -122,10 +123,10 @@ class _Gathered:
         """Yield the whole tensors in their types on the wire; on rank 0, once the bucket arrived."""
         for name, dtype in self._dtypes.items():
             if (whole := self._whole.get(name)) is None:
-                stored = self._slices[name]
+                (stored,) = self._slices[name]
                 whole = storage_alias(stored.tensor.view(stored.shape).to(dtype))
             yield whole
 
 
-def _held(part: LocalSlice) -> list[Held]:
-    return [Held(box.ranges, box.tensor) for box in part.boxes()]
+def _held(parts: Sequence[LocalSlice]) -> list[Held]:
+    return [Held(box.ranges, box.tensor) for part in parts for box in part.boxes()]

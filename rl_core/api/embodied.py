@@ -64,6 +64,10 @@ def embodied_options(spec: "RLJobSpec") -> EmbodiedOptions:
         raise ConfigError(
             f"model.lora must be null with program {spec.program}, got rank {spec.model.lora.rank}; remove it"
         )
+    if spec.model.float32_head:
+        raise ConfigError(
+            f"model.float32Head must be false with program {spec.program}, whose policies compute their own actions, got true; remove it"
+        )
     given = spec.env.options
     try:
         options = EmbodiedOptions.model_validate(

@@ -216,6 +216,9 @@ class ActorSpec(FabricRoleSpec):
     """Reduce gradients only with the last micro-batch of an optimizer step."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward, per decoder layer."""
+    gradient_checkpointing_mode: Literal["full", "selective"] = "full"
+    """What gradientCheckpointing recomputes. full: whole layers. selective: all but attention and every second matrix product (megatron: the
+    feed-forward part)."""
     offload: OffloadSpec = OffloadSpec()
     """What is offloaded to host memory between phases."""
     dropout: bool = False
@@ -273,6 +276,17 @@ class ActorSpec(FabricRoleSpec):
             yield (
                 f"parallel.replicate needs an FSDP backend and processes that it divides, more than it, got {self.backend} with {self.world_size}; change one"
             )
+
+    @rule(
+        Cel(
+            holds="$gradientCheckpointing || $gradientCheckpointingMode == 'full'",
+            refusal="gradientCheckpointingMode selective needs gradientCheckpointing true, got false; set it or remove the mode",
+            field="gradientCheckpointingMode",
+        )
+    )
+    def _checkpointing_mode_is_used(self) -> Iterator[str]:
+        if self.gradient_checkpointing_mode != "full" and not self.gradient_checkpointing:
+            yield "gradientCheckpointingMode selective needs gradientCheckpointing true, got false; set it or remove the mode"
 
     @rule(
         Cel(

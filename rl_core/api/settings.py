@@ -24,6 +24,8 @@ class ModelSpec(Spec):
     """Data type of the weights in training and generation."""
     lora: LoraSpec | None = None
     """Train low-rank adapters and freeze the model; null = train all weights."""
+    float32_head: bool = False
+    """Compute logits in float32, from the output layer's weight in dtype; trainer and rollouts alike."""
 
 
 class ValidationSpec(Spec):

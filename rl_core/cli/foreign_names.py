@@ -44,6 +44,7 @@ FOREIGN_NAMES = (
     ForeignName(
         "model.dtype", trl="torch_dtype dtype", openrlhf="ds.param_dtype bf16", note="Weights that train are float32."
     ),
+    ForeignName("model.float32Head", trl="cast_lm_head_to_fp32", note="Of the rollouts too."),
     ForeignName(
         "model.lora.rank",
         trl="lora_r",

@@ -75,9 +75,9 @@ class Simulator:
         self._env = make_simulator(settings)
         self._step = self._env.step
         self._label, self._auto_reset = settings.label, settings.auto_reset
-        self._space = self._env.action_space
-        self._discrete = type(self._space).__name__ == "Discrete"
-        self._start = int(self._space.start) if self._discrete else 0
+        self.action_space = self._env.action_space
+        self._discrete = type(self.action_space).__name__ == "Discrete"
+        self._start = int(self.action_space.start) if self._discrete else 0
         self._shapes: dict[str, tuple[int, ...]] | None = None
         """Shapes of the first observation."""
         self._vector: tuple[int, ...] | None = None
@@ -97,13 +97,16 @@ class Simulator:
 
     def chunk(self, request: SimulatorChunk) -> SimulatorAnswer:
         """Make the actions [C, ...] of a chunk up to the end of the episode. Under auto-reset an end begins the next episode."""
-        rewards = np.zeros(len(request.actions), np.float32)
+        actions = request.actions
+        rewards = np.zeros(len(actions), np.float32)
         successes: list[bool] = []
         frames: list[Any] = []
         taken: dict[int, Any] = {}
         terminated = truncated = False
         obs: Observation = {}
-        for index, action in enumerate(request.actions):
+        for index, action in enumerate(
+            actions.tolist() if actions.ndim == 1 else actions
+        ):  # numbers of Python are quicker
             answer = self._step(self._action(action))
             if type(answer) is not tuple or len(answer) != 5:
                 raise RolloutDataFailure(
@@ -114,7 +117,7 @@ class Simulator:
             terminated, truncated = bool(ended), bool(cut)
             successes.append(bool(info) and any(bool(info.get(name)) for name in SUCCESS))
             if info and info.get(INTERVENTION) is not None:
-                taken[index] = self._taken(info[INTERVENTION], np.asarray(action))
+                taken[index] = self._taken(info[INTERVENTION], np.asarray(actions[index]))
             if self._camera:
                 frames += self._camera.after_step(last=terminated or truncated)
             if terminated or truncated:
@@ -134,9 +137,7 @@ class Simulator:
             truncated=truncated,
             sub_steps=len(successes),
             successes=tuple(successes),
-            intervene_actions=np.stack(
-                [taken.get(at, np.zeros_like(action)) for at, action in enumerate(request.actions)]
-            )
+            intervene_actions=np.stack([taken.get(at, np.zeros_like(action)) for at, action in enumerate(actions)])
             if taken
             else None,
             intervene_flags=flags,
@@ -158,15 +159,15 @@ class Simulator:
     def _action(self, action: Any) -> Any:
         if self._discrete:
             return int(action) + self._start
-        if hasattr(self._space, "low"):
-            return np.clip(np.asarray(action, self._space.dtype), self._space.low, self._space.high).reshape(
-                self._space.shape
-            )
+        if hasattr(self.action_space, "low"):
+            return np.clip(
+                np.asarray(action, self.action_space.dtype), self.action_space.low, self.action_space.high
+            ).reshape(self.action_space.shape)
         return action
 
     def _taken(self, action: Any, like: np.ndarray) -> np.ndarray:
         """Return the action of a person in the form of the policy's, `like`."""
-        taken = np.asarray(action) - (int(self._space.start) if self._discrete else 0)
+        taken = np.asarray(action) - (int(self.action_space.start) if self._discrete else 0)
         if taken.size != like.size:
             raise RolloutDataFailure(
                 f"{self._label}: info[{INTERVENTION!r}] must have the {like.size} numbers of an action, got {taken.size}"
@@ -186,8 +187,8 @@ class Simulator:
         there, to `row`, and left out.
         """
         if type(raw) is np.ndarray and raw.shape == self._vector and raw.dtype.kind == "f":
-            copied = raw.astype(np.float32 if raw.dtype == np.float64 else raw.dtype)
-            if math.isfinite(np.dot(copied, copied)):  # squares of finite numbers may overflow: then each is looked at
+            copied = raw.astype(np.float32) if raw.dtype == np.float64 else raw.copy()
+            if math.isfinite(sum(copied.tolist())):
                 return {"states": copied}
         if isinstance(raw, dict):
             named = {str(name): np.asarray(value) for name, value in raw.items()}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rl_core.api.errors import DeadlineExceeded, InfrastructureError
-from rl_core.rollouts.hf.generic import empty_transformers_model
+from rl_core.rollouts.hf.generic import compute_head_in_float32, empty_transformers_model
 from rl_core.rollouts.model_files import read_config
 from rl_core.rollouts.pausing_target import pausing
 from rl_core.rollouts.policy_target import PolicyWeightTarget
@@ -51,6 +51,8 @@ class PolicyWorker(WeightMethods):
         self._model = empty_transformers_model(
             read_config(self.files), dtype=getattr(torch, spec.model.dtype), device=self.device
         )
+        if spec.model.float32_head:
+            compute_head_in_float32(self._model)
         self._build_receiver(spec, pausing(PolicyWeightTarget(self._model), self._pause))
 
     async def start_serving(self) -> None:

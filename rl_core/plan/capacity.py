@@ -14,7 +14,7 @@ from rl_core.api.job import RLJob, RLJobSpec
 from rl_core.plan.groups import ACTOR, ROLLOUT, Group, groups_of
 from rl_core.plan.model_facts import ModelFacts
 from rl_core.plan.slots import colocated_rollouts
-from rl_core.plan.trainer_memory import WIDTH, trainer_host, trainer_phases
+from rl_core.plan.trainer_memory import MASTER_BYTES, WIDTH, trainer_host, trainer_phases
 
 __all__ = ["CapacityReport", "CapacityRow", "ModelFacts", "admit", "estimate"]
 
@@ -43,7 +43,7 @@ _WAYS_OUT = {
     "optimizer": "set actor.offload.optimizer true or use more actor processes (megatron: a larger actor.parallel)",
     "master": "set actor.offload.optimizer true or use more actor processes (megatron: a larger actor.parallel)",
     "gather": "use a smaller model",
-    "activations": "lower actor.microBatchTokens or set actor.gradientCheckpointing",
+    "activations": "lower actor.microBatchTokens or set actor.gradientCheckpointing (mode full)",
     "logits": "lower actor.microBatchTokens or rollout.maxBatch",
     "kv_cache": "lower rollout.maxBatch or rollout.maxSequenceLength",
     "neighbour": "use a smaller model, bfloat16, or placement.mode disaggregated",
@@ -194,7 +194,8 @@ def _rollout_rows(name: str, job: RLJobSpec, facts: ModelFacts) -> list[Capacity
     weights = {"weights": -(-facts.parameters // ranks) * width}
     heads = -(-facts.kv_heads // ranks)
     cache = {"kv_cache": 2 * facts.layers * heads * facts.head_dim * width * tokens}
-    logits = {"logits": job.rollout.max_batch * -(-facts.vocab // ranks) * LOGIT_BYTES}
+    head = facts.hidden * MASTER_BYTES if job.model.float32_head and width != MASTER_BYTES else 0
+    logits = {"logits": -(-facts.vocab // ranks) * (job.rollout.max_batch * LOGIT_BYTES + head)}
     buckets = 2 * job.weights.bucket_bytes
     return [
         _row(name, "load", weights),

@@ -31,6 +31,7 @@ RESERVED: Mapping[str, str] = {
     "json_model_override_args": "trainer and engine must run the same model; change config.json of spec.model.path",
     "is_embedding": "rollouts generate; remove it",
     "dtype": "use spec.model.dtype",
+    "enable_fp32_lm_head": "use spec.model.float32Head, which trainer and engine share",
     "quantization": "the engine must serve the weights that are trained, and their checksums are compared; remove it",
     "context_length": "use rollout.maxSequenceLength",
     "max_running_requests": "use rollout.maxBatch",

@@ -166,8 +166,29 @@ def _activation_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
     if not job.actor.gradient_checkpointing:
         return int(layers * layer)
     kept = _tokens(job, facts) * facts.hidden * WIDTH[job.model.dtype] // (parallel.tensor if parallel.sequence else 1)
+    again = layer
+    if job.actor.gradient_checkpointing_mode == "selective":
+        again = _recomputed_bytes(job, facts, layer)
+        kept = layer - again if job.actor.backend == "megatron" else kept + layer - again
     # A layer is computed again when the logits are gone.
-    return int(layers * kept) + max(0, layer - _logit_bytes(job, facts, gradient=True))
+    return int(layers * kept) + max(0, again - _logit_bytes(job, facts, gradient=True))
+
+
+def _recomputed_bytes(job: RLJobSpec, facts: ModelFacts, layer: int) -> int:
+    """Return how many of the `layer` bytes that a decoder layer keeps are computed again with selective checkpointing."""
+    width, parallel = WIDTH[job.model.dtype], job.actor.parallel
+    if job.actor.backend == "megatron":
+        return _tokens(job, facts) * width * 5 * facts.inner // parallel.tensor
+    queries, keys = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+    outputs = {"q": queries, "k": keys, "v": keys, "o": facts.hidden}
+    outputs |= {"gate": facts.inner, "up": facts.inner, "down": facts.hidden}
+    adapters = job.model.lora
+    products: list[int] = []
+    for name, size in outputs.items():
+        adapted = adapters is not None and f"{name}_proj" in adapters.targets
+        products += [size, adapters.rank, size] if adapters is not None and adapted else [size]
+    # Of the products every second one is kept, and attention with its normalisers.
+    return layer - _tokens(job, facts) * (width * (sum(products[::2]) + queries) + 4 * facts.heads)
 
 
 def _layer_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
@@ -197,14 +218,17 @@ def _layer_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
 
 def _logit_bytes(job: RLJobSpec, facts: ModelFacts, *, gradient: bool) -> int:
     """Return the memory for the logits of a chunk of tokens: logits, float32 blocks and, with `gradient`, the gradient of the output weight."""
-    width, vocabulary = WIDTH[job.model.dtype], -(-facts.vocab // job.actor.parallel.tensor)
+    stored, vocabulary = WIDTH[job.model.dtype], -(-facts.vocab // job.actor.parallel.tensor)
+    width = MASTER_BYTES if job.model.float32_head else stored
     chunk = min(_tokens(job, facts), CHUNK) * vocabulary
     block = 4 * chunk if job.actor.gpus else min(BLOCK_BYTES, 4 * chunk)
     # float32 logits are scored in place.
     blocks = int(width != MASTER_BYTES) + bool(gradient and job.algorithm.loss.entropy_coefficient)
     trained = gradient and job.model.lora is None
-    weight = vocabulary * facts.hidden * (GRADIENT_BYTES + (width if width != MASTER_BYTES else 0)) if trained else 0
-    return chunk * width + blocks * block + weight
+    weight = vocabulary * facts.hidden * (GRADIENT_BYTES + (stored if stored != MASTER_BYTES else 0)) if trained else 0
+    # The head's weight and the hidden states in float32.
+    converted = (vocabulary + _tokens(job, facts)) * facts.hidden * MASTER_BYTES if width != stored else 0
+    return chunk * width + blocks * block + weight + converted
 
 
 def _tokens(job: RLJobSpec, facts: ModelFacts) -> int:

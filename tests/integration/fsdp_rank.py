@@ -151,7 +151,11 @@ class Rank:
     def state(self) -> None:
         """Gather the weights on rank 0; say of each tensor its bits and some values spread over it, and the bits of this rank's critic."""
         held = self.actor.manager.named_slices().items()
-        self.seen["critic"] = {name: list(checksum(part.tensor)) for name, part in held if is_critic_name(name)}
+        self.seen["critic"] = {
+            name: list(checksum(torch.cat([part.tensor for part in parts])))
+            for name, parts in held
+            if is_critic_name(name)
+        }
         whole = self.actor.manager.get_model_state_dict(True, True)
         self.seen["bits"] = {name: list(checksum(tensor)) for name, tensor in whole.items()}
         self.seen["state"] = {
@@ -180,12 +184,13 @@ class Rank:
         cut = {name: distribute_tensor(tensor, ranks.mesh, [Shard(0)]) for name, tensor in whole.items()}
         cut["whole.buffer"] = torch.arange(5.0)
         slices = {name: strategy.slice_of(tensor) for name, tensor in cut.items()}
+        parts = {name: [part] for name, part in slices.items()}
         names = [*((name, None) for name in cut), ("tied", "a")]
         entries = [
             SourceEntry(name, slices[tied or name].shape, wire_dtype(slices[tied or name].tensor, dtype), tied)
             for name, tied in names
         ]
-        source = GatheredSource(entries, slices, GatheringPlan(slices, ranks), ranks, bucket_bytes=bucket_bytes)
+        source = GatheredSource(entries, parts, GatheringPlan(parts, ranks), ranks, bucket_bytes=bucket_bytes)
         given = {}
         for bucket in source.buckets("cpu") if self.rank == 0 else ():
             given |= {source.entries[i].name: t for i, t in zip(bucket.place.entries, bucket.tensors, strict=True)}

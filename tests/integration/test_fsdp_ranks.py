@@ -35,7 +35,11 @@ CRITIC = {
     "actor__criticWarmupSteps": 2,
 }
 CRITIC_APART = CRITIC | {"algorithm__critic": {"separate": True}, "algorithm__rewardKlCoefficient": 0.1}
-LORA = FULL | {"model__lora": {"rank": 3, "alpha": 12.0, "targets": ["q_proj", "v_proj", "down_proj"]}}
+LORA = FULL | {
+    "actor__gradientCheckpointing": True,
+    "actor__gradientCheckpointingMode": "selective",
+    "model__lora": {"rank": 3, "alpha": 12.0, "targets": ["q_proj", "v_proj", "down_proj"]},
+}
 CHANGES = {
     "plain": PLAIN,
     "full": FULL,

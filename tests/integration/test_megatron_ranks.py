@@ -14,6 +14,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from rl_core.actors.megatron.backend import Outputs
+from rl_core.actors.rows import Columns, StepRows
 from rl_core.checkpoint.files import file_digest, relative_files
 from rl_core.checkpoint.store import CheckpointStore
 from rl_core.checkpoint.tensors import SHARDING
@@ -45,6 +47,7 @@ CHANGES = {
     "plain": PLAIN,
     "full": FULL,
     "recomputed": {"actor__gradientCheckpointing": True},
+    "selective": {"actor__gradientCheckpointing": True, "actor__gradientCheckpointingMode": "selective"},
     "critic": HEAD,
     "critic apart": APART,
 }
@@ -137,7 +140,7 @@ OF_FOUR = {"tensor 2 pipeline 2": {"tensor": 2, "pipeline": 2}, "tensor 2 data 2
 HYBRID = ("fsdp1", "fsdp2")
 EVERYWHERE = [("full", "untied"), ("critic", "untied")]
 """Tied weights are trained in each layout by the links of the chain."""
-SOMEWHERE = [("recomputed", "llama"), ("plain", "qwen3")]
+SOMEWHERE = [("recomputed", "llama"), ("selective", "qwen3")]
 CASES = [("plain", "tied"), *EVERYWHERE, *SOMEWHERE, ("critic apart", "tied")]
 PAIRED = [
     *((layout, case) for layout in LAYOUTS for case in EVERYWHERE),
@@ -406,3 +409,17 @@ def test_what_megatron_gets_help_with_on_a_cpu_is_known(models, monkeypatch):
     monkeypatch.setattr(cpu, "helped", set())
     run_here("helped", megatron(models["tied"], **CHANGES["recomputed"]), [["train", 1], ["score"]])
     assert cpu.helped == HELPED
+
+
+def test_a_float32_head_gives_the_log_probabilities_of_exact_logits(models):
+    half = {"model__dtype": "bfloat16", "model__float32Head": True}
+    rank = Rank(megatron(models["untied"], **half), [[]], 0, 1)
+    backend, stage = rank.actor.backend, rank.actor.manager.stages[0].module
+    ids = torch.randint(24, (1, 9), generator=torch.Generator().manual_seed(3))
+    columns = Columns(input_ids=ids, loss_mask=torch.ones_like(ids, dtype=torch.bool))
+    batch = backend._pack(StepRows(numbers=[0], lengths=[9], columns=columns))
+    hidden = torch.randn(9, 1, 32, generator=torch.Generator().manual_seed(4)).bfloat16()
+    found = backend._numbers(hidden, batch, stage, Outputs()).log_probs[0, 1:]
+    logits = hidden[:, 0].double() @ stage.output_weight.detach()[:24].double().T
+    exact = logits.log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
+    assert (found - exact).abs().max() < 1e-5

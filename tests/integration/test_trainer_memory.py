@@ -47,6 +47,28 @@ CASES = {
     for again in (False, True)
 }
 CASES |= {
+    f"{backend} {dtype} selective{' adapters' * bool(lora)}": {
+        "actor__backend": backend,
+        "model__dtype": dtype,
+        "actor__gradientCheckpointing": True,
+        "actor__gradientCheckpointingMode": "selective",
+    }
+    | lora
+    for backend, dtype, lora in (
+        ("fsdp2", "float32", {}),
+        ("fsdp2", "bfloat16", {"model__lora": {"rank": 8}}),
+        ("megatron", "bfloat16", {}),
+    )
+}
+CASES |= {
+    f"{backend} bfloat16 float32 head": {
+        "actor__backend": backend,
+        "model__dtype": "bfloat16",
+        "model__float32Head": True,
+    }
+    for backend in ("fsdp2", "megatron")
+}
+CASES |= {
     f"fsdp2 {dtype} adapters{' of two layers' * (targets is not None)}": {
         "model__dtype": dtype,
         "model__lora": {"rank": 8} | ({} if targets is None else {"targets": targets}),
@@ -150,6 +172,21 @@ def check_estimate(model, changes):
     phases = trainer_phases(RLJobSpec.model_validate(spec), ModelFacts.from_config(model))
     print({name: round(measured[name] / sum(phases[name].values()), 3) for name in measured})
     assert {name: sum(phases[name].values()) for name in measured} == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_no_part_of_the_model_is_copied_on_its_device_to_be_saved_or_published(model, tmp_path, backend):
+    """A version that is published needs no more than two buckets, here of one matrix each."""
+    manager = Rank(spec_of(model, actor__backend=backend), [[]], 0, 1).actor.manager
+    matrix = 4 * SHAPE["hidden_size"] * SHAPE["intermediate_size"]
+
+    def publish() -> None:
+        source = manager.version_source("float32", 1)
+        for _ in source.buckets("cpu"):
+            pass
+
+    assert Meter().peak(lambda: manager.save_checkpoint(str(tmp_path))) < matrix / 4
+    assert Meter().peak(publish) < 2 * matrix
 
 
 def test_logits_of_one_chunk_exist_at_a_time_backwards_too():

@@ -19,12 +19,13 @@ from rl_core.actors.fsdp.optimizer import (
     set_step_counters,
     step_counters,
 )
+from rl_core.actors.fsdp.recompute import selective_contexts
 from rl_core.actors.fsdp.strategy import FSDP1Strategy, FSDP2Strategy, Strategy
 from rl_core.actors.manager import ModelManager, validated
 from rl_core.actors.ranks import ParallelSizes
 from rl_core.actors.reference import ReferencePolicy
 from rl_core.actors.schedule import CRITIC, MOMENTS, LRSchedule, OptimizerCounts
-from rl_core.actors.slices import LocalSlice, Slices
+from rl_core.actors.slices import Slices
 from rl_core.actors.source import GatheredSource, GatheringPlan
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
@@ -74,7 +75,7 @@ class FSDPModelManager(ModelManager):
         """
         config = hf.read_config(self.cfg.model.path)
         model = hf.build_model(config, dtype=self.dtype)
-        attach_scoring(model)
+        attach_scoring(model, float32_head=self.cfg.model.float32_head)
         if (critic := self.cfg.algorithm.critic_of_actor) is not None:
             decoder = hf.build_model(config, dtype=self.dtype).model if critic.separate else None
             attach_critic(model, model.config.hidden_size, decoder)
@@ -144,7 +145,10 @@ class FSDPModelManager(ModelManager):
                 raise ConfigError(
                     f"actor.gradientCheckpointing must be false for {type(model).__name__}, which does not support it, got true; remove it"
                 )
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            options: dict[str, Any] = {"use_reentrant": False}
+            if self.cfg.actor.gradient_checkpointing_mode == "selective":
+                options["context_fn"] = selective_contexts()
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
     def _begin_phase(self) -> None:
         """Build optimizer and schedule for the parameters that are trained from here on.
@@ -285,14 +289,14 @@ class FSDPModelManager(ModelManager):
     def _weight_dtype(self) -> str:
         return "float32"  # whatever type they compute in
 
-    def named_slices(self) -> dict[str, LocalSlice]:
+    def named_slices(self) -> Slices:
         """Return the parts of the weights that this rank stores, by Hugging Face name; tied weights once. Not collective."""
-        return self.strategy.named_slices(self.model)
+        return {name: [part] for name, part in self.strategy.named_slices(self.model).items()}
 
     def master_slices(self) -> Slices:
         """Return the parameters that are trained, which are the float32 master weights here, and the buffers. Not collective."""
         frozen = {name for name in hf.named_parameters(self.model) if not self._is_trained(name)}
-        return {name: [part] for name, part in self.named_slices().items() if name not in frozen}
+        return {name: parts for name, parts in self.named_slices().items() if name not in frozen}
 
     def moment_slices(self) -> Slices:
         """Return the parts of the optimizer's moments that this rank stores, sharing memory. Not collective."""
@@ -340,13 +344,14 @@ class FSDPModelManager(ModelManager):
         adapters = [name for name in slices if is_adapter_name(name) and not is_critic_name(name)]
         entries = [
             *self._base_entries(slices, self.cfg.model.dtype),
-            *(SourceEntry(name, slices[name].shape, "float32") for name in adapters),
+            *(SourceEntry(name, slices[name][0].shape, "float32") for name in adapters),
         ]
         return GatheredSource(entries, slices, self._gathering, self.ranks, bucket_bytes=bucket_bytes)
 
-    def _base_entries(self, slices: Mapping[str, LocalSlice], dtype: str) -> list[SourceEntry]:
+    def _base_entries(self, slices: Slices, dtype: str) -> list[SourceEntry]:
+        stored = {name: slices[tied or name][0] for name, tied in self.sync_names}
         return [
-            SourceEntry(name, slices[tied or name].shape, wire_dtype(slices[tied or name].tensor, dtype), tied)
+            SourceEntry(name, stored[name].shape, wire_dtype(stored[name].tensor, dtype), tied)
             for name, tied in self.sync_names
         ]
 
@@ -356,7 +361,7 @@ class FSDPModelManager(ModelManager):
 
     def _whole_adapters(self) -> dict[str, Tensor]:
         """Return the policy's adapters by name; they are small, and each rank gets whole ones. Collective."""
-        slices = self.named_slices()
+        slices = self.strategy.named_slices(self.model)
         names = [name for name in slices if is_adapter_name(name) and not is_critic_name(name)]
         sizes = [math.prod(slices[name].shape) for name in names]
         flat = torch.zeros(sum(sizes), device=self.compute_device)

@@ -2,20 +2,20 @@
 
 A parameter on a tensor-parallel rank consists of one or more boxes (rectangular parts) of Hugging Face tensors: query, key and value rows
 are interleaved by key-value group, gate and up projections are stacked, and the vocabulary is padded to a multiple of the tensor-parallel
-ranks. The same mapping applies to a parameter's moments, gradient and float32 copy, which have the same shape.
+ranks. The boxes are views: reading or filling them copies nothing on the device. The same mapping applies to a parameter's moments,
+gradient and float32 copy, which have the same shape.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rl_core.actors.critic import HEAD, SEPARATE
-from rl_core.actors.slices import LocalSlice
+from rl_core.actors.slices import LocalSlice, Slices
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 EMBEDDING = "model.embed_tokens.weight"
@@ -37,39 +37,6 @@ COLUMNS = {
 
 
 @dataclass(frozen=True, slots=True)
-class MappedBox:
-    """A box of a Hugging Face tensor whose elements are stored in a Megatron parameter of this rank."""
-
-    name: str
-    """Hugging Face name."""
-    views: tuple[Tensor, ...]
-    """Views of the parameter that form the box when they are concatenated along the first dimension."""
-    offset: tuple[int, ...]
-    """Index of the box's first element in the whole tensor."""
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    cut_along: int | None
-    """Dimension along which the tensor-parallel ranks have different boxes; None if each has the whole tensor."""
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        """Shape of the box."""
-        return (sum(map(len, self.views)), *self.views[0].shape[1:])
-
-    def slice(self) -> LocalSlice:
-        """Return the box as one tensor. It is a copy when the box has several views, else it shares the parameter's memory."""
-        tensor = self.views[0] if len(self.views) == 1 else torch.cat(self.views)
-        return LocalSlice(tensor=tensor, shape=self.shape, offset=self.offset, replicated=self.cut_along is None)
-
-    def fill(self, values: Tensor) -> None:
-        """Copy `values`, which has the shape of the box, into the parameter; nothing happens if they share memory."""
-        if values.data_ptr() == self.views[0].data_ptr():
-            return
-        for view, part in zip(self.views, values.split([len(view) for view in self.views]), strict=True):
-            view.copy_(part)
-
-
-@dataclass(frozen=True, slots=True)
 class RowMapping:
     """Maps rows of a Megatron parameter to a box of a Hugging Face tensor."""
 
@@ -82,32 +49,31 @@ class RowMapping:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     cut_along: int | None
-    """As in `MappedBox`."""
+    """Dimension along which the tensor-parallel ranks have different boxes; None if each has the whole tensor."""
 
-    def boxes(self, elements: Tensor, start: int, row_shape: tuple[int, ...]) -> list[MappedBox]:
-        """Return the boxes of the Hugging Face tensor that a range of the parameter's elements covers.
+    def boxes(self, elements: Tensor, start: int, row_shape: tuple[int, ...]) -> list[LocalSlice]:
+        """Return the boxes of the Hugging Face tensor that a range of the parameter's elements covers, as views of `elements`.
 
         `elements` [n] is the range, `start` the row-major index of its first element in the parameter, and `row_shape` the shape of a row.
-        The range may begin and end inside a row: the parts of those two rows are boxes of their own, and all whole rows form one box.
+        The range may begin and end inside a row: the parts of those two rows are boxes of their own, and so are whole rows that follow
+        each other in the parameter.
         """
         width, stop = prod(row_shape), start + len(elements)
         box_shape = (sum(map(len, self.rows)), *row_shape)
-        parts_of_rows: list[LocalSlice] = []
-        whole_rows: list[LocalSlice] = []
+        found: list[LocalSlice] = []
         rows_before = 0
         for rows in self.rows:
             low, high = max(start, rows.start * width), min(stop, rows.stop * width)
             if low < high:
                 index_in_box = (rows_before - rows.start) * width + low
-                for box in LocalSlice.of_range(elements[low - start : high - start], box_shape, index_in_box).boxes():
-                    (whole_rows if box.tensor.shape[1:] == row_shape else parts_of_rows).append(box)
+                found += LocalSlice.of_range(elements[low - start : high - start], box_shape, index_in_box).boxes()
             rows_before += len(rows)
-        return [self._mapped([box]) for box in parts_of_rows] + ([self._mapped(whole_rows)] if whole_rows else [])
+        return [self._in_whole_tensor(box) for box in found]
 
-    def _mapped(self, boxes: Sequence[LocalSlice]) -> MappedBox:
-        """Return consecutive boxes, whose offsets count from the first row of `rows`, as one box of the whole tensor."""
-        offset = tuple(base + index for base, index in zip(self.offset, boxes[0].offset, strict=True))
-        return MappedBox(self.name, tuple(box.tensor for box in boxes), offset, self.shape, self.cut_along)
+    def _in_whole_tensor(self, box: LocalSlice) -> LocalSlice:
+        """Return a box whose offset counts from the first row of `rows` as a box of the whole tensor."""
+        offset = tuple(base + index for base, index in zip(self.offset, box.offset, strict=True))
+        return LocalSlice(tensor=box.tensor, shape=self.shape, offset=offset, replicated=self.cut_along is None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,14 +117,17 @@ class TensorParallelLayout:
         rows = self.padded_vocabulary // self.ranks
         return max(0, min(rows, self.vocabulary - self.rank * rows))
 
-    def boxes(self, name: str, shape: tuple[int, ...], values: Tensor, start: int = 0) -> list[MappedBox]:
-        """Return the boxes of Hugging Face tensors that a parameter of that name and shape contains. `name` has the global layer number.
+    def boxes(self, name: str, shape: tuple[int, ...], values: Tensor, start: int = 0) -> Slices:
+        """Return the boxes of Hugging Face tensors that a parameter of that name and shape contains, as views of `values`.
+
+        `name` has the global layer number.
 
         `values` is the parameter, or a range of its elements in row-major order that begins at element `start`. The padding of the
         vocabulary is in no box.
         """
         flat = values.detach().view(-1)
-        return [box for rows in self.mappings(name, shape) for box in rows.boxes(flat, start, shape[1:])]
+        found = {rows.name: rows.boxes(flat, start, shape[1:]) for rows in self.mappings(name, shape)}
+        return {name: boxes for name, boxes in found.items() if boxes}
 
     def mappings(self, name: str, shape: tuple[int, ...]) -> list[RowMapping]:
         """Return for the rows of a parameter of that name and shape to which Hugging Face tensors they belong."""

@@ -1,8 +1,9 @@
 """A model, its optimizer and its schedule under megatron-core. No reinforcement learning here."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from rl_core.actors import hf
 from rl_core.actors.critic import SEPARATE, is_critic_name
 from rl_core.actors.manager import ModelManager, validated
 from rl_core.actors.megatron import cpu, guards, library
-from rl_core.actors.megatron.convert import EMBEDDING, MappedBox, TensorParallelLayout, global_parameters
+from rl_core.actors.megatron.convert import EMBEDDING, TensorParallelLayout, global_parameters
 from rl_core.actors.megatron.model import build_model, rotary_frequencies, transformer_config
 from rl_core.actors.megatron.optimizer import OptimizerShard, build_optimizer, gradient_norm, open_shards
 from rl_core.actors.ranks import ParallelSizes
@@ -22,6 +23,12 @@ from rl_core.actors.source import GatheredSource, GatheringPlan
 from rl_core.api.job import RLJobSpec
 from rl_core.weights.manifest import wire_dtype
 from rl_core.weights.version_source import SourceEntry
+
+_RECOMPUTED: dict[str, dict[str, Any]] = {
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+}
+"""megatron's settings by actor.gradientCheckpointingMode; its flash attention computes again by itself what it does not keep."""
 
 
 class MegatronModelManager(ModelManager):
@@ -122,7 +129,7 @@ class MegatronModelManager(ModelManager):
         if self.compute_device.type == "cpu":
             settings |= cpu.SETTINGS
         if self.cfg.actor.gradient_checkpointing:
-            settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+            settings |= _RECOMPUTED[self.cfg.actor.gradient_checkpointing_mode]
         return settings
 
     def _stage_numbers(self) -> list[int | None]:
@@ -145,19 +152,16 @@ class MegatronModelManager(ModelManager):
 
     def _fill(self, models: Iterable[Any], aliases: Mapping[str, str]) -> None:
         """Read this rank's boxes of the model folder; a critic's decoder starts as the policy's."""
-        places: dict[str, list[MappedBox]] = {}
+        places: dict[str, list[LocalSlice]] = {}
         for model in models:
             for name, parameter in global_parameters(model).items():
                 # megatron marks them when it draws weights itself; norms and clipping go by the marks.
                 library.mark_as_cut(parameter, self.cut.mappings(name, parameter.shape)[0].cut_along)
-                for box in self.cut.boxes(name, parameter.shape, parameter):
-                    places.setdefault(box.name, []).append(box)
+                for stored_name, boxes in self.cut.boxes(name, parameter.shape, parameter).items():
+                    places.setdefault(stored_name, []).extend(boxes)
         for name, stored, where in hf.stored_readers(self.template, self.cfg.model.path, aliases):
             for box in (*places.get(name, ()), *places.get(f"{SEPARATE}.{name}", ())):
-                values = torch.empty(box.size, dtype=self.dtype, device=self.compute_device)
-                part = LocalSlice(tensor=values, shape=box.shape, offset=box.offset, replicated=box.cut_along is None)
-                hf.fill(part, stored, where)
-                box.fill(values)
+                hf.fill(box, stored, where)
 
     def set_schedule(self, learning_rate: float, steps: int) -> None:
         """Continue with another peak learning rate and another number of steps of the run, from the next optimizer step on.
@@ -262,37 +266,34 @@ class MegatronModelManager(ModelManager):
         """Return the shards that take optimizer steps: those of the critic alone in its warm-up."""
         return {name: shard for name, shard in self._shards.items() if is_critic_name(name) or not self._warming_up}
 
-    def named_slices(self) -> dict[str, LocalSlice]:
+    def named_slices(self) -> Slices:
         """Return the parts of the weights that this rank stores, by Hugging Face name. Not collective."""
-        parameters = self._parameters().items()
-        boxes = [box for name, parameter in parameters for box in self.cut.boxes(name, parameter.shape, parameter)]
-        return {box.name: box.slice() for box in boxes}
+        return {
+            stored_name: boxes
+            for name, parameter in self._parameters().items()
+            for stored_name, boxes in self.cut.boxes(name, parameter.shape, parameter).items()
+        }
 
     def master_slices(self) -> Slices:
         """Return the parts of the weights that this rank updates, by Hugging Face name. Not collective."""
-        return _slices(self._boxes(self._shards, lambda shard: shard.values))
+        return self._boxes(self._shards, lambda shard: shard.values)
 
     def moment_slices(self) -> Slices:
         """Return the parts of the optimizer's moments that this rank stores. Not collective."""
         return {
             f"{name}.{moment}": parts
             for moment in MOMENTS
-            for name, parts in _slices(self._moment_boxes(moment)).items()
+            for name, parts in self._boxes(self._training(), partial(_moment, moment)).items()
         }
 
-    def _moment_boxes(self, moment: str) -> dict[str, list[MappedBox]]:
-        return self._boxes(self._training(), lambda shard: shard.state[moment])
-
-    def _boxes(
-        self, shards: Mapping[str, OptimizerShard], of: Callable[[OptimizerShard], Tensor]
-    ) -> dict[str, list[MappedBox]]:
+    def _boxes(self, shards: Mapping[str, OptimizerShard], of: Callable[[OptimizerShard], Tensor]) -> Slices:
         """Return the boxes of what `of` takes from each of the `shards`, by Hugging Face name."""
         parameters = self._parameters()
-        by_name: dict[str, list[MappedBox]] = {}
-        for name, shard in shards.items():
-            for box in self.cut.boxes(name, parameters[name].shape, of(shard), shard.start):
-                by_name.setdefault(box.name, []).append(box)
-        return by_name
+        return {
+            stored_name: boxes
+            for name, shard in shards.items()
+            for stored_name, boxes in self.cut.boxes(name, parameters[name].shape, of(shard), shard.start).items()
+        }
 
     def _written(self, slices: Slices) -> Slices:
         # Of a run that a data rank updates no other one has the elements.
@@ -323,10 +324,7 @@ class MegatronModelManager(ModelManager):
     def _resume(self, weights: Slices, moments: Slices, steps: Mapping[str, float]) -> None:
         parameters = self._parameters()
         with torch.no_grad(), self.device_context():
-            _fill(self._boxes(self._shards, lambda shard: shard.values), weights)
-            for moment in MOMENTS:
-                named = self._moment_boxes(moment)
-                _fill(named, {name: moments[f"{name}.{moment}"] for name in named})
+            # The slices share memory with what is updated and with the moments; what is computed with follows it.
             for name, shard in self._shards.items():
                 flat = parameters[name].view(-1)
                 flat[shard.start : shard.start + shard.values.numel()].copy_(shard.values.view(-1))
@@ -348,12 +346,5 @@ class MegatronModelManager(ModelManager):
         return GatheredSource(entries, self.named_slices(), self._gathering, self.ranks, bucket_bytes=bucket_bytes)
 
 
-def _slices(boxes: Mapping[str, Sequence[MappedBox]]) -> Slices:
-    return {name: [box.slice() for box in parts] for name, parts in boxes.items()}
-
-
-def _fill(boxes: Mapping[str, Sequence[MappedBox]], slices: Mapping[str, Sequence[LocalSlice]]) -> None:
-    """Copy the elements of each slice into its box."""
-    for name, parts in boxes.items():
-        for box, part in zip(parts, slices[name], strict=True):
-            box.fill(part.tensor)
+def _moment(name: str, shard: OptimizerShard) -> Tensor:
+    return shard.state[name]

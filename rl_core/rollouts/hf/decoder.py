@@ -78,13 +78,20 @@ class Decoder(Protocol):
 class LeanDecoder:
     """`Decoder` over `DecoderWeights`."""
 
-    def __init__(self, weights: DecoderWeights, *, max_seq_len: int, compile: bool = False) -> None:
-        """`compile` applies torch.compile to the parts of a layer before and after the attention, except for the rotary embedding."""
+    def __init__(
+        self, weights: DecoderWeights, *, max_seq_len: int, compile: bool = False, float32_head: bool = False
+    ) -> None:
+        """Run the model of `weights` on sequences of up to `max_seq_len` tokens.
+
+        `compile` applies torch.compile to the parts of a layer before and after the attention, except for the rotary embedding.
+        `float32_head` converts hidden states and the head's weight to float32 before their product.
+        """
         config = weights.config
         self.weights = weights
         self.device = weights.device
         self.vocab_size = config.vocab_size
         self._config = config
+        self._float32_head = float32_head
         self._pads = pads(weights.dtype, weights.device)
         self._query_size = config.num_heads * config.head_dim
         self._rotary_heads = config.num_heads + config.num_kv_heads
@@ -195,6 +202,8 @@ class LeanDecoder:
     def _logits(self, hidden: Tensor) -> Tensor:
         config, weights = self._config, self.weights
         normed = F.rms_norm(hidden, (config.hidden_size,), weights.norm, config.norm_eps)
+        if self._float32_head:
+            return linear(normed.float(), weights.head.float())
         return linear(normed, weights.head).float()
 
     def _step_attention(self) -> Attend:

@@ -46,6 +46,7 @@ class HFEngine:
         max_batch: int,
         max_seq_len: int,
         compile: bool = False,
+        float32_head: bool = False,
         eos_token_ids: Iterable[int] = (),
     ) -> None:
         """Create an engine over `model`.
@@ -56,6 +57,7 @@ class HFEngine:
             max_batch: Most rows that run at once. The KV cache grows as rows need it, up to `max_batch` x `max_seq_len` tokens.
             max_seq_len: Longest sequence of prompt and completion, tokens.
             compile: Whether to use torch.compile.
+            float32_head: Whether to compute logits in float32 from the head's weight as it is stored.
             eos_token_ids: End-of-sequence ids in addition to those of tokenizer and model.
 
         Raises RolloutConfigError for max_batch < 1 or max_seq_len < 2.
@@ -68,7 +70,7 @@ class HFEngine:
         self.version = 0
         self._interrupted = False
         """Whether the running rows were interrupted and keep their keys and values."""
-        self._decoder: Decoder = decoder_for(model, max_seq_len=max_seq_len, compile=compile)
+        self._decoder: Decoder = decoder_for(model, max_seq_len=max_seq_len, compile=compile, float32_head=float32_head)
         self.eos_token_ids = frozenset(_eos_ids(model, tokenizer) | set(eos_token_ids))
         self._stop_ids = StopIds(self._decoder.vocab_size)
         self._stop_strings = StopStrings(tokenizer)

@@ -25,6 +25,12 @@ def empty_transformers_model(raw: Mapping[str, Any], *, dtype: torch.dtype, devi
     return model.to(device).eval()
 
 
+def compute_head_in_float32(model: Any) -> None:
+    """Let the output layer of a transformers model convert its input and its weight to float32 before their product, in place."""
+    head = model.get_output_embeddings()
+    head.forward = lambda hidden: F.linear(hidden.float(), head.weight.float(), head.bias)
+
+
 class ModelWeights:
     """`decoder.WeightStore` over the parameters and persistent buffers of a transformers model."""
 

@@ -16,23 +16,27 @@ from rl_core.rollouts.hf.weights import DecoderWeights
 from rl_core.rollouts.model_files import read_config
 
 
-def decoder_for(model: Any, *, max_seq_len: int, compile: bool = False) -> Decoder:
+def decoder_for(model: Any, *, max_seq_len: int, compile: bool = False, float32_head: bool = False) -> Decoder:
     """Return the lean decoder for `DecoderWeights` or a transformers model of its families, else the generic one.
+
+    `compile` and `float32_head` are those of `LeanDecoder`.
 
     Raises RolloutConfigError for `compile` if the model is of another family, or the machine has no C++ compiler.
     """
     if compile:
         _require_compiler()
-    if isinstance(model, DecoderWeights):
-        return LeanDecoder(model, max_seq_len=max_seq_len, compile=compile)
-    if unsupported(model.config.to_dict()) is None:
-        return LeanDecoder(_fused(model), max_seq_len=max_seq_len, compile=compile)
+    lean = isinstance(model, DecoderWeights)
+    if lean or unsupported(model.config.to_dict()) is None:
+        weights = model if lean else _fused(model)
+        return LeanDecoder(weights, max_seq_len=max_seq_len, compile=compile, float32_head=float32_head)
     if compile:
         raise RolloutConfigError(
             f"compile is honoured for the lean families only, got {type(model).__name__}; set it to false"
         )
-    from rl_core.rollouts.hf.generic import TransformersDecoder
+    from rl_core.rollouts.hf.generic import TransformersDecoder, compute_head_in_float32
 
+    if float32_head:
+        compute_head_in_float32(model)
     return TransformersDecoder(model)
 
 

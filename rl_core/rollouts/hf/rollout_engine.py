@@ -64,6 +64,7 @@ class HFRolloutEngine:
             max_batch=spec.rollout.max_batch,
             max_seq_len=max_seq_len,
             compile=spec.rollout.compile,
+            float32_head=spec.model.float32_head,
             eos_token_ids=generation_eos_ids(files),
         )
         return cls(spec, EngineLoop(engine, on_tokens=on_tokens))

@@ -74,6 +74,7 @@ def options(spec: RLJobSpec, folder: Path, device: str, max_seq_len: int) -> dic
         "random_seed": spec.algorithm.seed,
         "grammar_backend": "none",
         "skip_server_warmup": True,
+        "enable_fp32_lm_head": spec.model.float32_head,
     }
     own: dict[str, Any] = {"log_level": "warning"} | spec.rollout.engine_args
     if sends_adapters(spec) and spec.model.lora is not None:

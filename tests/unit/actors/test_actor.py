@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_core.actors.fsdp.actor import FSDPActor
 from rl_core.api.errors import ConfigError, DataError, DeadlineExceeded
@@ -41,10 +42,39 @@ def test_the_size_of_micro_batches_changes_neither_loss_nor_gradient(
     assert_same_step(whole, cut)
 
 
-def test_gradient_checkpointing_changes_nothing(make_actor, records):
-    assert_same_step(
-        gradients(make_actor(), records), gradients(make_actor(actor__gradientCheckpointing=True), records)
-    )
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["whole", "lora"])
+def test_gradient_checkpointing_changes_nothing(make_actor, records, mode, lora):
+    options = {"actor__gradientCheckpointing": True, "actor__gradientCheckpointingMode": mode}
+    plain, recomputed = make_actor(model__lora=lora), make_actor(model__lora=lora, **options)
+    assert_same_step(gradients(plain, records), gradients(recomputed, records))
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = self.products = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.attention += op is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        self.products += str(op) in ("aten.mm.default", "aten.addmm.default", "mkldnn._linear_pointwise.default")
+        return op(*args, **(kwargs or {}))
+
+
+def test_selective_checkpointing_computes_attention_and_every_second_product_once(make_actor, records):
+    def run(**options):
+        actor = make_actor(actor__microBatchTokens=4096, **options)
+        with Operations() as seen:
+            gradients(actor, records)
+        return seen
+
+    full = {"actor__gradientCheckpointing": True}
+    plain, whole, selective = run(), run(**full), run(**full, actor__gradientCheckpointingMode="selective")
+    assert whole.attention == 2 * plain.attention and selective.attention == plain.attention
+    # Of the seven products of each of the two layers, the three that are not kept are computed a second time.
+    assert (whole.products - plain.products, selective.products - plain.products) == (14, 6)
 
 
 def test_the_order_of_arrival_changes_no_bit(make_actor, records):

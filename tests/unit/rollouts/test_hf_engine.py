@@ -11,7 +11,7 @@ from rl_core.cpu import products
 from rl_core.rollouts.hf import HFEngine
 from rl_core.rollouts.hf.cache import KVCache
 from rl_core.rollouts.hf.config import DecoderConfig
-from rl_core.rollouts.hf.decoder import fused_attention
+from rl_core.rollouts.hf.decoder import LeanDecoder, fused_attention
 from rl_core.rollouts.hf.rope import deinterleave, interleave
 from rl_core.rollouts.hf.weights import DecoderWeights
 from rl_core.rollouts.sampling import SamplingParams
@@ -441,3 +441,17 @@ def test_the_cache_keeps_every_row_through_joins_ends_and_moves(data):
             del model.rows[left:]
         model.check(cache)
     assert cache.data.shape[4] <= limit + 64
+
+
+def test_a_float32_head_gives_the_logits_that_bfloat16_rounds():
+    weights = DecoderWeights(DecoderConfig.from_dict(RAW), dtype=torch.bfloat16)
+    weights.load(named().items())
+    rows = prompts(3)
+    found = [
+        LeanDecoder(weights, max_seq_len=64, float32_head=float32).prefill(rows, np.arange(3))
+        for float32 in (True, False)
+    ]
+    assert all(logits.dtype == torch.float32 for logits in found)
+    assert not torch.equal(found[0], found[1])
+    # Sums of the same products: they round to the same number of 8 bits, or to its neighbour where they lie between two.
+    torch.testing.assert_close(found[1], found[0], rtol=2**-8, atol=1e-6)

@@ -76,7 +76,7 @@ SETTINGS = (
     }
     | {"skip_server_warmup", "log_level", "nccl_port", "device", "base_gpu_id", "attention_backend", "sampling_backend"}
     | {"disable_cuda_graph", "max_total_tokens", "sleep_on_idle", "disable_radix_cache", "disable_overlap_schedule"}
-    | {"tp_size", "enable_memory_saver", "enable_weights_cpu_backup"}
+    | {"tp_size", "enable_memory_saver", "enable_weights_cpu_backup", "enable_fp32_lm_head"}
 )
 
 
