@@ -1,6 +1,6 @@
 """Weight sync beside memcpy and raw pyzmq: a model to receivers in processes of their own. Prints JSON.
 
-    OMP_NUM_THREADS=1 python benchmarks/weight_sync.py [--megabytes 200] [--receivers 2] [--runs 9] [--only full|patch|pause|fanout|small]
+    OMP_NUM_THREADS=1 python benchmarks/weight_sync.py [--megabytes 200] [--receivers 2] [--runs 9] [--only full|patch|pause|fanout|small|proofs]
 
 "publish" is the whole call (copy to host memory, handshake, transfer, verification, last ACK); "sync" is OFFER to last ACK,
 "pause" is how long the slowest receiver served nothing. GB/s count the model's bytes once,
@@ -17,6 +17,7 @@ pause   3.2 MB to 1 and to 8 receivers of this host in turns, and what their cop
 fanout  20 MB by stream to 8 receivers, from the publisher alone and through trees (`weights.fanout`).
 small   77,000 parameters in 21 tensors, one receiver, syncs 30 ms apart as between training steps, beside as many raw pyzmq round trips of
         a manifest's size as the protocol has (OFFER and COMMIT); and 4 MB.
+proofs  `--runs` syncs in bfloat16 to the HF engine and to SGLang: how many their proofs or the content check refuse. Only when named.
 """
 
 import argparse
@@ -30,6 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import zmq
+from _proofs import judge_syncs
 from _weight_world import Case, Other, RawStar, shapes_of, summary, trust_all
 
 TINY_BYTES, PAUSE_BYTES, FANOUT_BYTES = 4_000_000, 3_200_000, 20_000_000
@@ -48,6 +50,7 @@ SMALL_SHAPES = {
     "norm": [64],
     "head": [50, 64],
 }
+PARTS = ("full", "patch", "pause", "fanout", "small")
 PATCH_SHARES = (0.001, 0.01, 0.03)
 ROUND_TRIPS = 2
 MANIFEST_BYTES = 900
@@ -251,7 +254,7 @@ def main():
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--receivers", type=int, default=2)
     parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--only", choices=["full", "patch", "pause", "fanout", "small"], help="print one part alone")
+    parser.add_argument("--only", choices=[*PARTS, "proofs"], help="print one part alone")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     nbytes, runs = arguments.megabytes * 10**6, arguments.runs
@@ -267,13 +270,17 @@ def main():
             "4 MB": lambda: measure_tiny(arguments.receivers, 40),
             "77k parameters, 1 receiver": lambda: measure_small(100),
         },
+        "proofs": {
+            f"{runs} syncs in bfloat16, {engine}": lambda engine=engine: judge_syncs(engine, runs)
+            for engine in ("hf", "sglang")
+        },
     }
     result = {
         "machine": {"cores": os.cpu_count(), "load": os.getloadavg(), "python": platform.python_version()},
         "versions": {"torch": torch.__version__, "pyzmq": zmq.pyzmq_version(), "libzmq": zmq.zmq_version()},
         "runs": runs,
     }
-    for part in [arguments.only] if arguments.only else parts:
+    for part in [arguments.only] if arguments.only else PARTS:
         result |= {name: take() for name, take in parts[part].items()}
     result["machine"]["load_at_end"] = os.getloadavg()
     print(json.dumps(rounded(result), indent=2))
