@@ -8,6 +8,7 @@ import asyncio
 import concurrent.futures
 import logging
 import math
+import os
 from abc import abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -480,8 +481,21 @@ def compute_device(cfg: RLJobSpec, rank: int) -> torch.device:
         )
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
+    if settings := allocator_settings(cfg, os.environ):
+        torch._C._accelerator_setAllocatorSettings(settings)
     check_memory(cfg, int(torch.cuda.get_device_properties(device).total_memory))
     return device
+
+
+def allocator_settings(cfg: RLJobSpec, environ: Mapping[str, str]) -> str | None:
+    """Return the settings of torch's CUDA allocator, which must be set before the first allocation; None = leave those of the environment.
+
+    Expandable segments grow in place, so that micro-batches of changing sizes leave no memory between blocks that none of them fits. Where
+    rollouts share the device they are off: weights are handed over by CUDA IPC, which maps ordinary segments into another process without
+    further rights.
+    """
+    chosen = any(name in environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return None if chosen or cfg.placement.mode != "disaggregated" else "expandable_segments:True"
 
 
 def check_memory(cfg: RLJobSpec, available: int) -> None:

@@ -1,6 +1,7 @@
 """A model, its optimizer and its schedule under megatron-core. No reinforcement learning here."""
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -44,6 +45,10 @@ class MegatronModelManager(ModelManager):
         Raises ValueError for a rank outside [0, world_size), and ConfigError for settings that this backend does not support.
         """
         cfg = validated(cfg)
+        if cfg.actor.gpus and cfg.actor.parallel.tensor > 1:
+            # megatron overlaps the communication of a tensor-parallel layer with its computation only when both go to the device in order.
+            # Read when CUDA is initialised, which the base class does.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         self._hf_config = hf.read_config(cfg.model.path)
         guards.check(cfg, self._hf_config)
         self.parallel = cfg.actor.parallel
