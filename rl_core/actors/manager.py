@@ -8,7 +8,6 @@ import asyncio
 import concurrent.futures
 import logging
 import math
-import os
 from abc import abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from rl_core.actors import checkpoint, export, hf
 from rl_core.actors.critic import is_critic_name
+from rl_core.actors.device import compute_device
 from rl_core.actors.lora import DisabledAdapters, check_same_adapters
 from rl_core.actors.ranks import ParallelSizes, Ranks
 from rl_core.actors.reference import ReferencePolicy
@@ -30,7 +30,6 @@ from rl_core.actors.slices import Slices
 from rl_core.actors.source import GatheredSource
 from rl_core.api.errors import ConfigError, DataError, InfrastructureError
 from rl_core.api.job import RLJobSpec
-from rl_core.plan.capacity import ModelFacts, admit, estimate
 from rl_core.weights.adapters import AdapterSource
 
 logger = logging.getLogger(__name__)
@@ -466,41 +465,3 @@ async def _awaited(future: "concurrent.futures.Future[dict[str, str]]") -> dict[
 def validated(cfg: RLJobSpec | Mapping[str, Any]) -> RLJobSpec:
     """Return `cfg` as a job's spec. A mapping is validated."""
     return cfg if isinstance(cfg, RLJobSpec) else RLJobSpec.model_validate(dict(cfg))
-
-
-def compute_device(cfg: RLJobSpec, rank: int) -> torch.device:
-    """Return the device on which a rank trains.
-
-    Raises ConfigError when accelerators are requested and none is visible, and CapacityError when its memory is too small.
-    """
-    if not cfg.actor.gpus:
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            f"actor.gpus asks for {cfg.actor.gpus} accelerators, got none visible; run on such a machine or set it to 0"
-        )
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    if settings := allocator_settings(cfg, os.environ):
-        torch._C._accelerator_setAllocatorSettings(settings)
-    check_memory(cfg, int(torch.cuda.get_device_properties(device).total_memory))
-    return device
-
-
-def allocator_settings(cfg: RLJobSpec, environ: Mapping[str, str]) -> str | None:
-    """Return the settings of torch's CUDA allocator, which must be set before the first allocation; None = leave those of the environment.
-
-    Expandable segments grow in place, so that micro-batches of changing sizes leave no memory between blocks that none of them fits. Where
-    rollouts share the device they are off: weights are handed over by CUDA IPC, which maps ordinary segments into another process without
-    further rights.
-    """
-    chosen = any(name in environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    return None if chosen or cfg.placement.mode != "disaggregated" else "expandable_segments:True"
-
-
-def check_memory(cfg: RLJobSpec, available: int) -> None:
-    """Raise CapacityError if one trainer process needs more device memory than `available` bytes.
-
-    The need is estimated from the job and the model's configuration, before anything is allocated.
-    """
-    admit(estimate(cfg, ModelFacts.from_config(cfg.model.path), device_memory=available), "actor")

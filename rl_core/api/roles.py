@@ -212,8 +212,8 @@ class ActorSpec(FabricRoleSpec):
     """Largest global gradient norm; 0 or null = not clipped (0 on a cluster: plain `kubectl apply` drops nulls)."""
     balance: bool = True
     """Distribute rows over the data-parallel ranks so that each has about the same computation."""
-    accumulate_without_sync: bool = True
-    """Reduce gradients only with the last micro-batch of an optimizer step."""
+    accumulate_without_sync: bool = False
+    """Reduce gradients only with the last micro-batch of an optimizer step: needs memory for all of them. megatron always does."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward, per decoder layer."""
     gradient_checkpointing_mode: Literal["full", "selective"] = "full"

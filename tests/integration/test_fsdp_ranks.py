@@ -25,7 +25,7 @@ FULL = {
 PER_SEQUENCE = {
     "algorithm__name": "dr_grpo",
     "actor__balance": False,
-    "actor__accumulateWithoutSync": False,
+    "actor__accumulateWithoutSync": True,
     "actor__gradientCheckpointing": True,
 }
 CRITIC = {

@@ -35,11 +35,6 @@ def _of_settings(spec: RLJobSpec) -> Iterator[str]:
         yield "actor.dropout must be false with actor.backend megatron, got true; remove it or choose fsdp2"
     if spec.model.lora is not None:
         yield "model.lora needs actor.backend fsdp2 or fsdp1, got megatron; choose one of them or remove lora"
-    if not spec.actor.accumulate_without_sync:
-        yield (
-            "actor.accumulateWithoutSync must be true with actor.backend megatron, which reduces gradients once per optimizer step, "
-            "got false; remove it"
-        )
 
 
 def _of_layout(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator[str]:

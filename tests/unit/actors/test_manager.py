@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
+from rl_core.actors.device import allocator_settings
 from rl_core.actors.fsdp.manager import FSDPModelManager
 from rl_core.actors.fsdp.strategy import FSDP2Strategy
-from rl_core.actors.manager import allocator_settings
 from rl_core.actors.ranks import Ranks
 from rl_core.api.errors import ConfigError, DataError, InfrastructureError
 from rl_core.checkpoint.state import derive_rng

@@ -37,7 +37,6 @@ def of_two(**parallel):
     ("changes", "model", "words"),
     [
         ({"actor__dropout": True}, {}, ["actor.dropout", "true"]),
-        ({"actor__accumulateWithoutSync": False}, {}, ["actor.accumulateWithoutSync", "false"]),
         ({}, {"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ({}, {"mlp_bias": True}, ["mlp_bias", "True"]),
         ({}, {"use_sliding_window": True}, ["use_sliding_window"]),
