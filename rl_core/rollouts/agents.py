@@ -124,7 +124,8 @@ class AgentRolloutImpl(AsyncRolloutImpl):
             names = [f"{group_name(input_sample)}_g{index}" for index in range(self.num_generations_per_prompt)]
             await locate(names)
         record = await super().run_rollout(input_sample)
-        record.prompt = [{"role": "user", "content": "", "token_ids": common_prefix(record.completions)}]
+        first = record.completions[0].message_log[0]
+        record.prompt = [{**first, "token_ids": common_prefix(record.completions)}]
         return record
 
     async def _run_samples(
@@ -226,7 +227,8 @@ def _check(result: AgentResult, agent: AgentEpisode, where: str) -> None:
 
 def _add_turn(episode: Episode, turn: Turn, assistant: dict[str, Any], input_length: int) -> None:
     """Append a call to the log: the ids that the policy read, then the ids that it sampled."""
-    episode.log.append({"role": "user", "content": "", "token_ids": as_token_tensor(turn.prompt)})
+    role = str(turn.messages[-1]["role"]) if turn.messages else "user"
+    episode.log.append({"role": role, "content": _sent_text(turn), "token_ids": as_token_tensor(turn.prompt)})
     if turn.parent is not None:
         episode.env_tokens += len(turn.prompt)
     output = turn.output
@@ -240,3 +242,10 @@ def _add_turn(episode: Episode, turn: Turn, assistant: dict[str, Any], input_len
             "finish_reason": output.finish_reason,
         },
     )
+
+
+def _sent_text(turn: Turn) -> str:
+    """Return what the program sent in this call, each message under its role where there are several; empty for a call with token ids."""
+    if len(turn.messages) == 1:
+        return str(turn.messages[0]["content"])
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in turn.messages)

@@ -104,3 +104,16 @@ def test_a_job_that_keeps_none_asks_nobody_and_makes_no_folder(tmp_path):
     samples.add_validation(0, 0, [])
     samples.close()
     assert not (tmp_path / "samples").exists()
+
+
+def test_a_message_of_a_program_that_sends_token_ids_has_the_text_of_its_tokens(tmp_path):
+    table = Table()
+    trackers = Trackers([table])
+    samples = make(tmp_path, trackers)
+    messages = (("user", "", 2), ("assistant", "said", 3))
+    samples.add_step(1, 0, lambda: Answer(StepSamples(samples=(kept(messages=messages, row=0),), log_probs=())))
+    samples.close()
+    (sample,) = read(tmp_path)
+    assert [message["content"] for message in sample["messages"]] == [chr(0) + chr(1), "said"]
+    trackers.log(1, {})
+    assert table.tables[0][2][0].prompt == chr(0) + chr(1)
