@@ -189,7 +189,9 @@ def report(job: RLJob, folder: Path, code: int) -> int:
         f"rljob: {job.metadata.name} ended with {kind} (exit code {code}) at step {read_step(folder)}: {message}\n"
     )
     again = "" if code == 4 else f"; continue with --output {folder} --resume auto"  # it would meet the same data
-    sys.stderr.write(f"rljob: look at it with rljob view {shlex.quote(str(folder))}; logs in {folder / 'logs'}{again}\n")
+    sys.stderr.write(
+        f"rljob: look at it with rljob view {shlex.quote(str(folder))}; logs in {folder / 'logs'}{again}\n"
+    )
     return code
 
 

@@ -130,7 +130,15 @@ async def not_applicable(row, base_url, api_key, model):
 @pytest.fixture(autouse=True)
 def programs(monkeypatch):
     module = types.ModuleType("agent_programs")
-    programs = [talk, talk_by_responses, talk_by_messages, talk_on, talk_in_branches, talk_in_thread, talk_with_instructions]
+    programs = [
+        talk,
+        talk_by_responses,
+        talk_by_messages,
+        talk_on,
+        talk_in_branches,
+        talk_in_thread,
+        talk_with_instructions,
+    ]
     for program in (*programs, silent, other_names, raises, hangs, no_number, not_applicable):
         setattr(module, program.__name__, program)
     monkeypatch.setitem(sys.modules, "agent_programs", module)
