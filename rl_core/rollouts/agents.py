@@ -22,6 +22,7 @@ from rl_core.rollouts.endpoint.server import Endpoint
 from rl_core.rollouts.endpoint.session import Branch, Turn
 from rl_core.rollouts.endpoint.template import ChatTemplate
 from rl_core.rollouts.episode import Episode, group_name
+from rl_core.rollouts.failed_sample import attach_sample
 from rl_core.rollouts.message_log import as_token_tensor, common_prefix
 from rl_core.rollouts.multi_turn import AsyncRolloutImpl
 from rl_core.rollouts.sampling import sample_seed
@@ -142,11 +143,16 @@ class AgentRolloutImpl(AsyncRolloutImpl):
         where = f"prompt_idx={episode.prompt_idx} traj_idx={traj_idx}"
         try:
             returned = await self._env_step(episode)
+            result: AgentResult = (returned.metadata[0] or {})[RESULT]
+            _check(result, agent, where)
+        except Exception as error:
+            if branches := agent.session.branch_samples():
+                self._fill(episode, branches[0], None)
+            attach_sample(error, traj_idx, episode.log)
+            raise
         finally:
             self._episodes.close(agent)
             self._release(episode)
-        result: AgentResult = (returned.metadata[0] or {})[RESULT]
-        _check(result, agent, where)
         _, reward = one_reward(returned.rewards, self._env(episode), where)
         branches = agent.session.branch_samples()[: 1 if self._branches == "last" else None]
         share = 1.0 / len(branches) if self._branches == "equal" else 1.0

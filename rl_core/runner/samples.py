@@ -77,6 +77,11 @@ class Samples:
         if samples:
             self._submit(lambda: self._write(VALIDATION, step, version, samples, {}))
 
+    def add_failed(self, step: int, version: int, samples: Sequence[KeptSample]) -> None:
+        """Keep samples that failed their groups in training `step`, at most as many as groups are kept."""
+        if kept := samples[: self._spec.groups]:
+            self._submit(lambda: self._write(TRAIN, step, version, kept, {}))
+
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Write what waits and close the files. After `seconds` the rest is left out."""
         self._pool.shutdown(wait=False)

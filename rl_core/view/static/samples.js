@@ -50,6 +50,7 @@ function facts(sample) {
   const rows = [
     ["reward", number(sample.reward) + shaped + (parts.length ? ` (${parts.join(", ")})` : "")],
     ["ended", visible(sample.reason)],
+    ...(sample.error ? [["error", visible(sample.error)]] : []),
     ["tokens", `${sample.prompt_tokens} + ${sample.response_tokens}`],
     ["version", sample.versions[0] === sample.versions[1] ? `${sample.versions[0]}` : `${sample.versions[0]} to ${sample.versions[1]}`],
     ...Object.entries(sample.info).map(([name, value]) => [visible(name), visible(typeof value === "string" ? value : JSON.stringify(value)).slice(0, 400)]),

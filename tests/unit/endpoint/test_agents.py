@@ -15,6 +15,7 @@ from rl_core.batching.collate import collate_groups
 from rl_core.batching.samples import keep_sample
 from rl_core.envs.agent import AgentEnvironment
 from rl_core.envs.programs import read_reward
+from rl_core.rollouts.failed_sample import ATTRIBUTE
 from rl_core.rollouts.multi_turn import AsyncRolloutImpl
 from tests.unit.endpoint.conftest import AFTER, QUESTION, TURNS, SampledText, rollouts, sample, scripted
 
@@ -199,6 +200,14 @@ async def test_kept_samples_show_what_the_program_sent(chatml):
         ("assistant", "three"),
     ]
     assert kept.prompt_messages == 1 and [message["content"] for message in record.prompt] == ["hi"]
+
+
+async def test_a_failed_run_carries_what_was_said_until_then(chatml):
+    async with rollouts(chatml, agent("no_number"), generations=1) as agents:
+        with pytest.raises(RolloutDataFailure) as caught:
+            await agents.run_rollout(sample(chatml))
+    index, log = getattr(caught.value, ATTRIBUTE)
+    assert index == 0 and [message["content"] for message in log] == ["hi", "one", "go on", "two", "go on", "three"]
 
 
 async def test_several_messages_of_a_call_are_shown_under_their_roles(chatml):
