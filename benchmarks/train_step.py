@@ -35,7 +35,7 @@ SETUPS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 """Name -> lengths of the completions."""
 ACTORS = {
     "fsdp2": ("fsdp2", None),
-    "lora": ("fsdp2", {"rank": int(os.environ.get("R","16"))}),
+    "lora": ("fsdp2", {"rank": 16}),
     "megatron": ("megatron", None),
 }
 """Name -> backend and `model.lora`."""

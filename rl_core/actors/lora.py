@@ -68,15 +68,10 @@ def _attach(layer: nn.Linear, spec: LoraSpec) -> None:
 class AdaptedLinear(nn.Linear):  # type: ignore[misc]
     """`nn.Linear` with an adapter; its weight and bias are frozen.
 
-    In float32 and float64 one product with the merged weight W + alpha / rank B A computes the output, and the gradients of A and B come
-    from products of the adapter's rank: a step takes less time than one that trains W. In half precision the merged weight would lose small
-    adapters, and dropout concerns the adapter's input alone, so both are computed beside the output of W.
+    In float32 and float64 the output is one product with the merged weight W + alpha / rank B A, and there is no product for a gradient of
+    W. In half precision the merged weight would lose small adapters, and dropout concerns the adapter's input alone: there B A x is
+    computed beside W x.
     """
-
-    lora_A: nn.Linear
-    lora_B: nn.Linear
-    lora_scale: float
-    lora_enabled: bool
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the output [..., outputs] for `input` [..., inputs]."""
@@ -99,7 +94,14 @@ class _MergedLinear(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float, onednn: bool
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        down: Tensor,
+        up: Tensor,
+        scale: float,
+        onednn: bool,
     ) -> Tensor:
         wants_inputs, _, _, wants_down, wants_up, *_ = ctx.needs_input_grad
         # The merged weight is made again in the backward pass: kept, it would be a second copy of the model.
