@@ -1,11 +1,11 @@
 """One optimizer step of the actor at a million parameters, beside others' and the time its matrix products alone need. Prints JSON.
 
-Ours are `fsdp2`, `megatron` (TP 1) and `lora` (`fsdp2` with adapters of rank 16 on every linear layer): `load_batch` +
-`compute_advantages_and_returns` + `run_training`, records in, weights changed, rows packed. The peers (`_step_peers`) take the same rows padded: `trl` is what TRL's trainer does with a batch, `padded` the usual loop of
-torch, `megatron_loop` megatron-core's GPTModel, schedule and optimizer as they come. `lognormal` has completions as a reasoning model has
-them; in `even` all are equally long, so that packing gains nothing. `limit_ms` is 6 x parameters x tokens operations at the speed of a
-large product with `torch.matmul` (MKL) and with oneDNN. The sides take turns, one thread; medians of wall and of processor time, which a
-loaded machine changes less.
+Ours are `fsdp2`, `megatron` (TP 1) and `lora` (`fsdp2`, adapters of rank 16 on every linear layer): `load_batch` +
+`compute_advantages_and_returns` + `run_training`, records in, weights changed, rows packed. The peers (`_step_peers`) take the same rows
+padded: `trl` is what TRL's trainer does with a batch, `padded` the usual loop of torch, `megatron_loop` megatron-core's GPTModel, schedule
+and optimizer as they come. `lognormal` has completions as a reasoning model has them; in `even` all are equally long, so that packing gains
+nothing. `limit_ms` is 6 x parameters x tokens operations at the speed of a large product with `torch.matmul` (MKL) and with oneDNN. The
+sides take turns, one thread; medians of wall and of processor time, which a loaded machine changes less.
 
     python benchmarks/train_step.py [lognormal] [even] [--repetitions 9]
 """
@@ -173,7 +173,7 @@ def measure(setup: str, repetitions: int, folder: Path) -> dict[str, object]:
         "fsdp2_over_trl": round(wall["trl"] / wall["fsdp2"], 3),
         "fsdp2_over_padded": round(wall["padded"] / wall["fsdp2"], 3),
         "megatron_over_its_loop": round(wall["megatron_loop"] / wall["megatron"], 3),
-        "lora_over_full": round(wall["lora"] / wall["fsdp2"], 3),
+        "lora_over_full": round(processor["lora"] / processor["fsdp2"], 3),
     }
 
 
