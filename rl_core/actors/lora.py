@@ -21,7 +21,6 @@ from torch.nn.functional import linear
 from rl_core.actors.slices import LocalSlice, Slices
 from rl_core.api.errors import ConfigError, DataError
 from rl_core.api.lora import LoraSpec
-from rl_core.cpu.linear import OneDnnLinear, product, transposed_product
 from rl_core.weights.manifest import is_adapter_name
 
 A, B, DROPOUT = "lora_A", "lora_B", "lora_dropout"
@@ -65,6 +64,11 @@ def _attach(layer: nn.Linear, spec: LoraSpec) -> None:
     layer.lora_scale, layer.lora_enabled = spec.scale, True
 
 
+def _transposed_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return left transposed x right."""
+    return left.t() @ right
+
+
 class AdaptedLinear(nn.Linear):  # type: ignore[misc]
     """`nn.Linear` with an adapter; its weight and bias are frozen.
 
@@ -73,24 +77,31 @@ class AdaptedLinear(nn.Linear):  # type: ignore[misc]
     computed beside W x.
     """
 
+    products: Any = (linear, _transposed_product)
+    """left x right transposed + bias, and left transposed x right, in float32; those of this machine's processor where it has faster ones."""
+
     def forward(self, input: Tensor) -> Tensor:
         """Return the output [..., outputs] for `input` [..., inputs]."""
-        # The CPU's faster products were chosen for the adapter's own layers: the same ones are used here.
-        onednn = isinstance(self.lora_A, OneDnnLinear) and input.dtype == torch.float32 and not input.is_cuda
         has_dropout = DROPOUT in self._modules and self.lora_dropout.training
-        if self.lora_enabled and not has_dropout and input.dtype in MERGED_TYPES and input.numel():
-            weights = (self.weight, self.bias, self.lora_A.weight, self.lora_B.weight)
-            output: Tensor = _MergedLinear.apply(input, *weights, self.lora_scale, onednn)
-            return output
-        output = OneDnnLinear.forward(self, input) if onednn else super().forward(input)
+        if input.dtype not in MERGED_TYPES or not input.numel():
+            output = super().forward(input)
+        elif self.lora_enabled and not has_dropout:
+            return self._product(input, self.lora_A.weight, self.lora_B.weight)
+        else:
+            output = self._product(input, None, None)
         if self.lora_enabled:
             hidden = self.lora_dropout(input) if has_dropout else input
             output = output + self.lora_B(self.lora_A(hidden)) * self.lora_scale
         return output
 
+    def _product(self, input: Tensor, down: Tensor | None, up: Tensor | None) -> Tensor:
+        products = self.products if input.dtype == torch.float32 else AdaptedLinear.products
+        output: Tensor = _MergedLinear.apply(input, self.weight, self.bias, down, up, self.lora_scale, products)
+        return output
+
 
 class _MergedLinear(torch.autograd.Function):  # type: ignore[misc]
-    """x (W + scale B A) transposed + bias. W and bias get no gradient. `onednn` selects the products of `rl_core.cpu.linear`."""
+    """x (W + scale B A) transposed + bias, or without A and B x W transposed + bias. W and bias get no gradient."""
 
     @staticmethod
     def forward(
@@ -98,41 +109,39 @@ class _MergedLinear(torch.autograd.Function):  # type: ignore[misc]
         inputs: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        down: Tensor,
-        up: Tensor,
+        down: Tensor | None,
+        up: Tensor | None,
         scale: float,
-        onednn: bool,
+        products: Any,
     ) -> Tensor:
         wants_inputs, _, _, wants_down, wants_up, *_ = ctx.needs_input_grad
         # The merged weight is made again in the backward pass: kept, it would be a second copy of the model.
         ctx.save_for_backward(inputs if wants_down or wants_up else None, weight if wants_inputs else None, down, up)
-        ctx.inputs_shape, ctx.scale, ctx.onednn = inputs.shape, scale, onednn
-        return (product if onednn else linear)(inputs, _merged(weight, down, up, scale), bias)
+        ctx.inputs_shape, ctx.scale, ctx.products = inputs.shape, scale, products
+        product, _ = products
+        return product(inputs, _merged(weight, down, up, scale), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight, down, up = ctx.saved_tensors
         wants_inputs, _, _, wants_down, wants_up, *_ = ctx.needs_input_grad
-        multiply, multiply_transposed = (product, transposed_product) if ctx.onednn else (linear, _transposed_product)
+        product, transposed_product = ctx.products
         rows = grad.reshape(-1, grad.shape[-1]).contiguous()
         grad_inputs = grad_down = grad_up = None
         if wants_inputs:
-            grad_inputs = multiply(rows, _merged(weight, down, up, ctx.scale).t()).view(ctx.inputs_shape)
+            grad_inputs = product(rows, _merged(weight, down, up, ctx.scale).t()).view(ctx.inputs_shape)
         if wants_down:
-            grad_down = multiply_transposed(multiply(rows, up.t()), inputs.reshape(-1, inputs.shape[-1])) * ctx.scale
+            grad_down = transposed_product(product(rows, up.t()), inputs.reshape(-1, inputs.shape[-1])) * ctx.scale
         if wants_up:
-            grad_up = multiply_transposed(rows, multiply(inputs.reshape(-1, inputs.shape[-1]), down)) * ctx.scale
+            grad_up = transposed_product(rows, product(inputs.reshape(-1, inputs.shape[-1]), down)) * ctx.scale
         return grad_inputs, None, None, grad_down, grad_up, None, None
 
 
-def _merged(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+def _merged(weight: Tensor, down: Tensor | None, up: Tensor | None, scale: float) -> Tensor:
+    if down is None or up is None:
+        return weight
     # A product of batches: selective checkpointing counts the other kinds, and is to count one for each layer.
     return torch.baddbmm(weight[None], up[None], down[None], alpha=scale)[0]
-
-
-def _transposed_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return left transposed x right."""
-    return left.t() @ right
 
 
 def initialize(parameters: Mapping[str, nn.Parameter], seed: int, slice_of: Callable[[Tensor], LocalSlice]) -> None:

@@ -21,16 +21,16 @@ CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 """The variables that torch and oneDNN read at their first product."""
 
 
-def product(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+def _product(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """Return left x right transposed (+ bias), [M, N]."""
     return torch.ops.mkldnn._linear_pointwise(left_MK, right_NK, bias_N, "none", [], "")
 
 
-def transposed_product(left_MN: Tensor, right_MK: Tensor) -> Tensor:
+def _transposed_product(left_MN: Tensor, right_MK: Tensor) -> Tensor:
     """Return left transposed x right, [N, K]. The first operand is copied to be contiguous: the narrower one goes there."""
     if left_MN.shape[1] <= right_MK.shape[1]:
-        return product(left_MN.t(), right_MK.t())
-    return product(right_MK.t(), left_MN.t()).t()
+        return _product(left_MN.t(), right_MK.t())
+    return _product(right_MK.t(), left_MN.t()).t()
 
 
 class _OneDnnLinear(torch.autograd.Function):  # type: ignore[misc]
@@ -40,15 +40,15 @@ class _OneDnnLinear(torch.autograd.Function):  # type: ignore[misc]
         wants_inputs, wants_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(inputs if wants_weight else None, weight if wants_inputs else None)
         ctx.inputs_shape = inputs.shape
-        return product(inputs, weight, bias)
+        return _product(inputs, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         inputs, weight = ctx.saved_tensors
         rows_MN = grad.reshape(-1, grad.shape[-1]).contiguous()
         wants_inputs, wants_weight, wants_bias = ctx.needs_input_grad
-        grad_inputs = product(rows_MN, weight.t()).view(ctx.inputs_shape) if wants_inputs else None
-        grad_weight = transposed_product(rows_MN, inputs.reshape(-1, inputs.shape[-1])) if wants_weight else None
+        grad_inputs = _product(rows_MN, weight.t()).view(ctx.inputs_shape) if wants_inputs else None
+        grad_weight = _transposed_product(rows_MN, inputs.reshape(-1, inputs.shape[-1])) if wants_weight else None
         return grad_inputs, grad_weight, rows_MN.sum(0) if wants_bias else None
 
 
@@ -74,4 +74,7 @@ def use_onednn(model: nn.Module) -> int:
     layers = [module for module in model.modules() if type(module) is nn.Linear]
     for layer in layers:
         layer.__class__ = OneDnnLinear
+    for module in model.modules():
+        if hasattr(module, "products"):  # a layer that computes its own gradients
+            module.products = (_product, _transposed_product)
     return len(layers)
