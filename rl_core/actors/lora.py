@@ -241,6 +241,11 @@ def folder_files(adapters: Mapping[str, Tensor], spec: LoraSpec, *, base: str) -
     }
 
 
+def identity(spec: LoraSpec, *, base: str) -> dict[str, Any]:
+    """Return what adapters mean nothing without: their settings, and `base`, the digest of the weights below them."""
+    return {**spec.model_dump(mode="json", exclude={"dropout"}), "base": base}
+
+
 def check_same_adapters(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None, *, base: str) -> None:
     """Raise DataError unless the adapter settings and the base of a checkpoint, `saved`, equal those of this run, `own`.
 
