@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rl_core.actors.attention import PackedLayout
 from rl_core.actors.critic import decoder_and_head
 from rl_core.algorithms.logprobs import hidden_scores, hidden_values
+from rl_core.api.roles import AttentionKernel
 from rl_core.batching.packing import PackedRows, pack_rows, pack_values, unpack_rows
 
 SCORE = "score_packed"
@@ -44,10 +45,11 @@ class PackedBatch:
         *,
         candidates: Tensor | None = None,
         multiple: int = 1,
+        attention: AttentionKernel = "auto",
     ) -> "PackedBatch":
         """Pack all rows of `input_ids` [B, S] (CPU), each padded to `multiple`; `mask` [B, S] bool marks the tokens to score.
 
-        `candidates` [B, S, K] are further tokens to score.
+        `candidates` [B, S, K] are further tokens to score. `attention` is the kernel that computes attention.
         """
         packed = pack_rows(input_ids, lengths, multiple=multiple)
         scored = pack_values(mask, packed)
@@ -65,7 +67,7 @@ class PackedBatch:
                 shape=packed.shape,
             )
             scored = scored.to(device)
-        layout = PackedLayout(packed.cu_seqlens, segments)
+        layout = PackedLayout(packed.cu_seqlens, segments, kernel=attention)
         return cls(rows=packed, layout=layout, mask=scored, candidates=others, width=input_ids.shape[1])
 
 

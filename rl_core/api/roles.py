@@ -52,6 +52,9 @@ class FabricRoleSpec(RoleSpec):
     link-local addresses and the cloud's metadata; [] = none."""
 
 
+AttentionKernel = Literal["auto", "eager", "sdpa", "flash_attention_2"]
+
+
 class ScheduleSpec(Spec):
     """The learning-rate schedule, over optimizer steps that were not skipped."""
 
@@ -219,6 +222,8 @@ class ActorSpec(FabricRoleSpec):
     gradient_checkpointing_mode: Literal["full", "selective"] = "full"
     """What gradientCheckpointing recomputes. full: whole layers. selective: all but attention and every second matrix product (megatron: the
     feed-forward part)."""
+    attention: AttentionKernel = "auto"
+    """How attention is computed; auto = flash_attention_2 on GPUs in bfloat16, else sdpa."""
     offload: OffloadSpec = OffloadSpec()
     """What is offloaded to host memory between phases."""
     dropout: bool = False

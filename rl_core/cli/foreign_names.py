@@ -225,6 +225,12 @@ FOREIGN_NAMES = (
         prime_rl="model.ac",
         openrlhf="actor.gradient_checkpointing_enable gradient_checkpointing",
     ),
+    ForeignName(
+        "actor.attention",
+        trl="attn_implementation",
+        verl="model.override_config.attn_implementation",
+        prime_rl="model.attn",
+    ),
     ForeignName("actor.profileSteps", verl="global_profiler.steps trainer.profile_steps"),
     ForeignName(
         "actor.offload.optimizer",

@@ -213,6 +213,11 @@ def _layer_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
     if facts.head_norms:  # the input of each in float32, and normalised for the gradient of its weight
         shared += (queries + keys) * (MASTER_BYTES + (width if job.model.lora is None else 0))
     shared += 4 * facts.heads  # normalisers of attention
+    if (
+        job.actor.attention == "eager"
+    ):  # probabilities in float32 and as they are multiplied, keys and values for each head
+        longest = job.rollout.max_sequence_length or facts.max_length
+        shared += facts.heads * longest * (MASTER_BYTES + (width if width != MASTER_BYTES else 0)) + 2 * queries * width
     return _tokens(job, facts) * (norms // (parallel.tensor if parallel.sequence else 1) + shared // parallel.tensor)
 
 

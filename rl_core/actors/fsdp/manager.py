@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_core.actors import hf, lora
+from rl_core.actors import guards, hf, lora
 from rl_core.actors.critic import HEAD, attach_critic, has_own_decoder, is_critic_name
 from rl_core.actors.forward import SCORE, attach_scoring
 from rl_core.actors.fsdp.optimizer import (
@@ -74,6 +74,7 @@ class FSDPModelManager(ModelManager):
         It is on the meta device; weights are loaded after wrapping.
         """
         config = hf.read_config(self.cfg.model.path)
+        guards.check(self.cfg, config)
         model = hf.build_model(config, dtype=self.dtype)
         attach_scoring(model, float32_head=self.cfg.model.float32_head)
         if (critic := self.cfg.algorithm.critic_of_actor) is not None:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_core.actors import hf
+from rl_core.actors import guards, hf
 from rl_core.actors.critic import SEPARATE, is_critic_name
 from rl_core.actors.manager import ModelManager, validated
-from rl_core.actors.megatron import cpu, guards, library
+from rl_core.actors.megatron import cpu, library
 from rl_core.actors.megatron.convert import EMBEDDING, TensorParallelLayout, global_parameters
 from rl_core.actors.megatron.model import build_model, rotary_frequencies, transformer_config
 from rl_core.actors.megatron.optimizer import OptimizerShard, build_optimizer, gradient_norm, open_shards

@@ -262,7 +262,7 @@ def test_dropout_of_adapters_is_applied_in_training_and_needs_the_trainers_switc
 
 
 def test_megatron_refuses_adapters_by_name(make_spec):
-    from rl_core.actors.megatron.guards import unsupported_settings
+    from rl_core.actors.guards import unsupported_settings
 
     spec = make_spec(model__lora=ADAPTERS, actor__backend="megatron")
     assert any("model.lora needs actor.backend fsdp2 or fsdp1" in line for line in unsupported_settings(spec, {}))

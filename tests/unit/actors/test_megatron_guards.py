@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from rl_core.actors.guards import check, unsupported_settings
 from rl_core.actors.manager import validated
-from rl_core.actors.megatron.guards import check, unsupported_settings
 from rl_core.api.errors import ConfigError
 from tests.actor_samples import make_spec as make_mapping
 
