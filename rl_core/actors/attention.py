@@ -222,10 +222,10 @@ def _band(width: int, window: int, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
-def register() -> None:
-    """Register the attention as `PACKED` with transformers, with the masks of SDPA for calls on padded rows."""
+def register(attend: Callable[..., Any] = packed_attention) -> None:
+    """Register `attend` as `PACKED` with transformers, with the masks of SDPA for calls on padded rows."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
+    ALL_ATTENTION_FUNCTIONS.register(PACKED, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, sdpa_mask)

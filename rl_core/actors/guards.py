@@ -14,6 +14,7 @@ from rl_core.api.job import RLJobSpec
 def unsupported_settings(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield one line for each setting of a job, or of its model's config.json, that the trainer does not support."""
     yield from _of_flash_attention(spec, config)
+    yield from _of_compile(spec)
     if spec.actor.backend == "megatron":
         yield from megatron.unsupported_settings(spec, config)
 
@@ -27,6 +28,18 @@ def check(spec: RLJobSpec, config: Mapping[str, Any]) -> None:
 def is_flash_head_size(size: int) -> bool:
     """Return whether flash attention has a kernel for heads of `size`."""
     return size % 8 == 0 and size <= 256
+
+
+def _of_compile(spec: RLJobSpec) -> Iterator[str]:
+    actor = spec.actor
+    reasons = {"megatron": "whose schedules call the layers", "fsdp1": "which holds a layer's parameters as one tensor"}
+    if actor.compile and actor.backend in reasons:
+        yield f"actor.compile needs backend fsdp2, got {actor.backend}, {reasons[actor.backend]}; choose fsdp2 or remove compile"
+    if actor.compile and actor.gradient_checkpointing_mode == "selective":
+        yield (
+            "actor.gradientCheckpointingMode must be full with actor.compile, whose layers do not show their single operations, got selective; "
+            "remove one"
+        )
 
 
 def _of_flash_attention(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator[str]:

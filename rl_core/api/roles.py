@@ -222,6 +222,8 @@ class ActorSpec(FabricRoleSpec):
     gradient_checkpointing_mode: Literal["full", "selective"] = "full"
     """What gradientCheckpointing recomputes. full: whole layers. selective: all but attention and every second matrix product (megatron: the
     feed-forward part)."""
+    compile: bool = False
+    """torch.compile each decoder layer; fsdp2 only. Needs a C++ compiler in the image (the shipped images have none)."""
     attention: AttentionKernel = "auto"
     """How attention is computed; auto = flash_attention_2 on GPUs in bfloat16, else sdpa."""
     offload: OffloadSpec = OffloadSpec()

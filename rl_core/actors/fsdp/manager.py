@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rl_core.actors import guards, hf, lora
 from rl_core.actors.critic import HEAD, attach_critic, has_own_decoder, is_critic_name
 from rl_core.actors.forward import SCORE, attach_scoring
+from rl_core.actors.fsdp.compiling import compile_layers
 from rl_core.actors.fsdp.optimizer import (
     build_adamw,
     build_scheduler,
@@ -114,6 +115,8 @@ class FSDPModelManager(ModelManager):
             from rl_core.cpu.tuning import tune
 
             tune(model)
+        if self.cfg.actor.compile:
+            compile_layers(model)
         methods = [SCORE] if hasattr(model, SCORE) else []
         model = self.strategy.wrap(model, device=self.compute_device, aliases=aliases, methods=methods)
         if on_meta:
