@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from rl_core.actors.rows import Columns, StepRows
+from rl_core.actors.transfer import to_host
 from rl_core.algorithms.aggregation import LossNormalizers
 from rl_core.algorithms.losses import LossResult
 from rl_core.algorithms.stats import Stat
@@ -39,7 +40,7 @@ class Scores(NamedTuple):
 
 
 class DetachedScores(NamedTuple):
-    """The model's outputs for one micro-batch without gradient, [B, T] float32 on the CPU.
+    """The model's outputs for one micro-batch without gradient, [B, T] float32.
 
     Values are 0 where the loss mask is false. A field is None if it was not requested.
     """
@@ -48,9 +49,10 @@ class DetachedScores(NamedTuple):
     values: Tensor | None
 
     @classmethod
-    def on_cpu(cls, log_probs: Tensor | None, values: Tensor | None) -> "DetachedScores":
-        """Return an object with these tensors, copied to the CPU if they are on another device."""
-        return cls(*(None if tensor is None else tensor.cpu() for tensor in (log_probs, values)))
+    def on_cpu(cls, scores: "Sequence[DetachedScores]") -> "list[DetachedScores]":
+        """Return `scores` on the CPU. They are copied together, so that the device is waited for once."""
+        moved = iter(to_host(tensor for one in scores for tensor in one if tensor is not None))
+        return [cls(*(None if tensor is None else next(moved) for tensor in one)) for one in scores]
 
 
 Objective = Callable[[Scores, Columns, LossNormalizers], LossResult]
@@ -92,7 +94,7 @@ class TrainBackend(ABC):
     def score_rows(
         self, micro_batches: Sequence[StepRows], *, proceed: Proceed, log_probs: bool = True, values: bool = False
     ) -> list[DetachedScores]:
-        """Return the requested `log_probs` and `values` of each micro-batch, [B, T] each, from one forward pass without gradient.
+        """Return the requested `log_probs` and `values` of each micro-batch on the CPU, [B, T] each, from one forward pass without gradient.
 
         Ranks that compute no scores return []. `values` needs a job with a critic.
         """

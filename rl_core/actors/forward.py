@@ -1,10 +1,10 @@
 """The packed forward pass: the rows of a micro-batch form one sequence, and only the tokens that are trained are scored.
 
-Legend: B rows of the micro-batch, T width of the longest, L packed tokens, K candidates of a token.
+Legend: B rows of the micro-batch, T width of the longest, L packed tokens, P scored tokens, K candidates of a token.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from rl_core.actors.attention import PackedLayout
 from rl_core.actors.critic import decoder_and_head
-from rl_core.algorithms.logprobs import hidden_scores, hidden_values
+from rl_core.actors.transfer import to_device
+from rl_core.algorithms.logprobs import hidden_scores, hidden_values, scored_tokens
 from rl_core.api.roles import AttentionKernel
 from rl_core.batching.packing import PackedRows, pack_rows, pack_values, unpack_rows
 
@@ -28,8 +29,8 @@ class PackedBatch:
 
     rows: PackedRows
     layout: PackedLayout
-    mask: Tensor
-    """[1, L] bool: tokens to score."""
+    targets: Tensor
+    """[P] int64: places of the tokens to score."""
     candidates: Tensor | None
     """[1, L, K] int64: further tokens to score in the place of each token; None = none."""
     width: int
@@ -52,23 +53,22 @@ class PackedBatch:
         `candidates` [B, S, K] are further tokens to score. `attention` is the kernel that computes attention.
         """
         packed = pack_rows(input_ids, lengths, multiple=multiple)
-        scored = pack_values(mask, packed)
-        others = None if candidates is None else pack_values(candidates, packed).to(device)
-        segments = packed.padded_lengths.tolist()
-        if device.type != "cpu":
-            moved = {
-                name: getattr(packed, name).to(device)
-                for name in ("input_ids", "position_ids", "cu_seqlens", "lengths", "padded_lengths", "source")
-            }
-            packed = PackedRows(
-                **moved,
-                max_seqlen=packed.max_seqlen,
-                rows=packed.rows,
-                shape=packed.shape,
-            )
-            scored = scored.to(device)
-        layout = PackedLayout(packed.cu_seqlens, segments, kernel=attention)
-        return cls(rows=packed, layout=layout, mask=scored, candidates=others, width=input_ids.shape[1])
+        rows = {
+            name: getattr(packed, name) for name in ("input_ids", "position_ids", "cu_seqlens", "lengths", "source")
+        }
+        # The number of tokens to score is known here, on the CPU; a device would have to be asked for it.
+        others = {"targets": scored_tokens(pack_values(mask, packed), packed.cu_seqlens)}
+        if candidates is not None:
+            others["candidates"] = pack_values(candidates, packed)
+        moved = to_device(rows | others, device)
+        packed = replace(packed, **{name: moved[name] for name in rows})
+        return cls(
+            rows=packed,
+            layout=PackedLayout(packed.cu_seqlens, packed.padded_lengths, kernel=attention),
+            targets=moved["targets"],
+            candidates=moved.get("candidates"),
+            width=input_ids.shape[1],
+        )
 
 
 class TokenNumbers(NamedTuple):
@@ -108,8 +108,7 @@ def score(
     packed = getattr(model, SCORE)(
         batch.rows.input_ids,
         batch.rows.position_ids,
-        batch.mask,
-        batch.rows.cu_seqlens,
+        batch.targets,
         packed=batch.layout,
         candidates=batch.candidates,
         temperature=temperature,
@@ -124,8 +123,7 @@ def _score_packed(
     model: Any,
     input_ids: Tensor,
     position_ids: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor,
+    targets: Tensor,
     *,
     packed: PackedLayout,
     candidates: Tensor | None,
@@ -147,8 +145,7 @@ def _score_packed(
             head.float() if float32_head else head,
             input_ids,
             temperature=temperature,
-            mask=mask,
-            cu_seqlens=cu_seqlens,
+            targets=targets,
             entropy=wants_entropy,
             candidates=candidates,
         )
@@ -159,7 +156,7 @@ def _score_packed(
         decoder, head = decoder_and_head(model)
         if hidden is None or decoder is not model.model:
             hidden = _hidden(decoder, input_ids, position_ids, packed)
-        values = hidden_values(hidden, head.weight, mask=mask, cu_seqlens=cu_seqlens).clone()
+        values = hidden_values(hidden, head.weight, targets=targets).clone()
     return log_probs, entropy, values, others
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_core.actors.ranks import Ranks
+from rl_core.actors.transfer import to_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +69,8 @@ class Columns:
         return Columns(**{name: change(column) for name, column in self.present().items()})
 
     def to(self, device: torch.device) -> "Columns":
-        """Return the columns on `device`."""
-        return self if self.input_ids.device == device else self.each(lambda column: column.to(device))
+        """Return the columns, which are on the CPU, on `device`."""
+        return Columns(**to_device(self.present(), device))
 
 
 COLUMN_NAMES = tuple(one.name for one in fields(Columns))

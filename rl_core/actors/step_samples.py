@@ -16,6 +16,7 @@ from torch import Tensor
 from rl_core.actors.backend import Objective, Scores
 from rl_core.actors.preparation import PreparedBatch
 from rl_core.actors.rows import Columns, StepRows
+from rl_core.actors.transfer import to_host
 from rl_core.algorithms.aggregation import LossNormalizers
 from rl_core.algorithms.losses import LossResult
 from rl_core.api.records import PromptGroupRecord
@@ -93,10 +94,9 @@ class StepSampler:
 
     def take(self) -> StepSamples:
         """Return what was kept of the last step, and forget it."""
-        log_probs = []
-        for number, (values, mask) in self._log_probs.items():
-            known = values.float().cpu().numpy()
-            log_probs.append((number, np.where(mask.cpu().numpy(), known, np.float32(np.nan))))
+        # Where the mask is false there is no log-probability.
+        known = to_host(values.float().where(mask, np.nan) for values, mask in self._log_probs.values())
+        log_probs = [(number, values.numpy()) for number, values in zip(self._log_probs, known, strict=True)]
         try:
             samples = self._samples()
         except Exception:

@@ -32,8 +32,7 @@ def hidden_scores(
     input_ids: Tensor,
     *,
     temperature: float = 1.0,
-    mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    targets: Tensor | None = None,
     chunk_size: int = 1024,
     entropy: bool = False,
     candidates: Tensor | None = None,
@@ -42,10 +41,9 @@ def hidden_scores(
     """Return log p(input_ids[t] | tokens before t) under softmax(hidden @ weight.T / temperature), and the entropies if requested.
 
     `hidden` [B, S, H] and `weight` [V, H] (the model's output layer, without bias) must have one dtype; `input_ids` is [B, S] int64.
-    `mask` [B, S] bool selects the tokens to score (None: all); `cu_seqlens` int [segments + 1] marks the segments of a packed row
-    (B = 1), and no score crosses from one to the next. The logits are computed in the dtype of `hidden` for `chunk_size` tokens at a
-    time and computed again in the backward pass, so that they never exist in full. Gradients flow into `hidden` and `weight`; the
-    weight's is summed over chunks in float32.
+    `targets` [P] int64 are the tokens to score, as `scored_tokens` returns them (None: all but the first of each row). The logits are
+    computed in the dtype of `hidden` for `chunk_size` tokens at a time and computed again in the backward pass, so that they never exist
+    in full. Gradients flow into `hidden` and `weight`; the weight's is summed over chunks in float32.
     `candidates` [B, S, K] int64 are further tokens to score in the place of each token.
     With `shard`, `weight` has this rank's rows of the vocabulary, the call is collective over the tensor-parallel ranks, and each gets
     the results of the whole vocabulary.
@@ -55,7 +53,9 @@ def hidden_scores(
     require_same_shape(input_ids=input_ids, **{"hidden without features": hidden[..., 0]})
     if hidden.dtype != weight.dtype:
         raise TypeError(f"hidden and weight must have one dtype, got {hidden.dtype} and {weight.dtype}; convert one")
-    targets = _targets(input_ids, mask, cu_seqlens)
+    if targets is None:
+        places = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape)
+        targets = places[:, 1:].reshape(-1)
     labels = input_ids.reshape(-1, 1)[targets]
     if candidates is not None:
         require_same_shape(input_ids=input_ids, **{"candidates without their last dimension": candidates[..., 0]})
@@ -75,16 +75,34 @@ def hidden_scores(
     )
 
 
-def hidden_values(hidden: Tensor, weight: Tensor, *, mask: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Return the values hidden @ weight.T of the true tokens of `mask` [B, S], float32, 0 elsewhere.
+def hidden_values(hidden: Tensor, weight: Tensor, *, targets: Tensor) -> Tensor:
+    """Return the values hidden @ weight.T of the tokens `targets` of `scored_tokens`, [B, S] float32, 0 elsewhere.
 
     Aligned as `hidden_scores`: a token's value is that of what came before it. `hidden` [B, S, H], `weight` [1, H]; computed in float32.
     """
-    require_same_shape(mask=mask, **{"hidden without features": hidden[..., 0]})
-    targets = _targets(mask, mask, cu_seqlens)
-    rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, targets - 1)
+    shape, rows = hidden.shape[:-1], hidden.reshape(-1, hidden.shape[-1]).index_select(0, targets - 1)
     values = torch.nn.functional.linear(rows.float(), weight.float()).squeeze(1)
-    return values.new_zeros(mask.numel()).index_copy(0, targets, values).view(mask.shape)
+    return values.new_zeros(shape.numel()).index_copy(0, targets, values).view(shape)
+
+
+def scored_tokens(mask: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Return the flat indices [P] int64 of the tokens of `mask` [B, S] bool that have a predecessor in their row or segment.
+
+    `cu_seqlens` int [segments + 1] marks the segments of a packed row (B = 1). Their number P depends on the values of `mask`: on an
+    accelerator the call would wait for the device. Raises TypeError for a mask that is not bool, ValueError for several rows with segments.
+    """
+    require_bool(mask=mask)
+    scored = mask.clone()
+    scored[:, :1] = False
+    if cu_seqlens is not None:
+        if len(mask) != 1 or cu_seqlens.dim() != 1:
+            shapes = f"{tuple(mask.shape)} and {tuple(cu_seqlens.shape)}"
+            raise ValueError(
+                f"cu_seqlens must be [segments + 1] beside one packed row [1, S], got mask and it {shapes}"
+            )
+        starts = cu_seqlens.long()
+        scored[0, starts[starts < mask.shape[1]]] = False
+    return scored.reshape(-1).nonzero().squeeze(1)
 
 
 def _check(temperature: float, chunk_size: int) -> None:
@@ -92,27 +110,3 @@ def _check(temperature: float, chunk_size: int) -> None:
         raise ValueError(f"temperature must be positive, got {temperature}; greedy choice has no distribution to train")
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1 position, got {chunk_size}")
-
-
-def _targets(input_ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """Return [P] flat indices of the tokens to score: those of `mask` that have a predecessor in their segment."""
-    rows, width = input_ids.shape
-    if mask is None and cu_seqlens is None:
-        # Known without asking the device.
-        return torch.arange(rows * width, device=input_ids.device).view(rows, width)[:, 1:].reshape(-1)
-    scored = torch.ones_like(input_ids, dtype=torch.bool)
-    scored[:, :1] = False
-    if cu_seqlens is not None:
-        if rows != 1 or cu_seqlens.dim() != 1:
-            shapes = f"{tuple(input_ids.shape)} and {tuple(cu_seqlens.shape)}"
-            raise ValueError(
-                f"cu_seqlens must be [segments + 1] beside one packed row [1, S], got input_ids and it {shapes}"
-            )
-        starts = torch.zeros(width + 1, dtype=torch.bool, device=input_ids.device)
-        starts[cu_seqlens.long()] = True
-        scored &= ~starts[:width]
-    if mask is not None:
-        require_bool(mask=mask)
-        require_same_shape(mask=mask, input_ids=input_ids)
-        scored &= mask
-    return scored.reshape(-1).nonzero().squeeze(1)

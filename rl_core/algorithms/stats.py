@@ -142,7 +142,8 @@ def extreme_stats(
 def _scalar(value: Tensor | float, device: torch.device | None) -> Tensor:
     """Return `value` as a float64 tensor without dimensions and gradient, on `device`; None keeps the device of `value`."""
     if not isinstance(value, Tensor):
-        return torch.tensor(value, dtype=torch.float64, device=device)
+        # Written by the device: a copy of a number to it would wait for all work before.
+        return torch.full((), value, dtype=torch.float64, device=device)
     if value.dtype is torch.float64 and not value.dim() and not value.requires_grad and device in (None, value.device):
         return value
     return value.detach().to(device, torch.float64).reshape(())

@@ -22,10 +22,10 @@ class PackedRows:
     """[R + 1] int32, cumulative *padded* lengths."""
     lengths: Tensor
     """[R] int64, real tokens."""
-    padded_lengths: Tensor
-    """[R] int64, tokens with each row's own padding."""
-    max_seqlen: int
-    """Longest row, padding included."""
+    padded_lengths: list[int]
+    """[R] tokens with each row's own padding."""
+    max_length: int
+    """Real tokens of the longest row."""
     rows: list[int]
     """[R] the chosen rows of the padded layout, in packed order."""
     source: Tensor
@@ -77,8 +77,8 @@ def pack_rows(
         position_ids=position.to(device)[None],
         cu_seqlens=starts.to(device=device, dtype=torch.int32),
         lengths=torch.tensor(real, dtype=torch.int64, device=device),
-        padded_lengths=torch.tensor(padded, dtype=torch.int64, device=device),
-        max_seqlen=max(padded, default=0),
+        padded_lengths=padded,
+        max_length=max(real, default=0),
         rows=chosen,
         source=source,
         shape=(height, width),
@@ -106,9 +106,8 @@ def unpack_rows(values: Tensor, packed: PackedRows, *, width: int) -> Tensor:
     size = packed.source.shape[0]
     if values.dim() < 2 or tuple(values.shape[:2]) != (1, size):
         raise ValueError(f"values must have shape (1, {size}, ...), got {tuple(values.shape)}")
-    longest = int(packed.lengths.max()) if packed.rows else 0
-    if width < longest:
-        raise ValueError(f"width must hold the longest packed row of {longest} tokens, got {width}")
+    if width < packed.max_length:
+        raise ValueError(f"width must hold the longest packed row of {packed.max_length} tokens, got {width}")
     count = len(packed.rows)
     column = torch.arange(width, device=values.device).expand(count, width)
     starts = packed.cu_seqlens[:count].to(torch.int64)

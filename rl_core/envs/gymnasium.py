@@ -152,19 +152,21 @@ class GymnasiumVectorEnv:
         requests: list[Request | None] = [
             None
             if episode.resting
-            else SimulatorChunk(actions=actions[index], seed=self._peek_seed(index), row=self._row)
-            for index, episode in enumerate(self._episodes)
+            else SimulatorChunk(actions=chosen, seed=self._peek_seed(index) if seed is None else seed, row=self._row)
+            for index, (episode, chosen, seed) in enumerate(zip(self._episodes, actions, self._upcoming, strict=True))
         ]
         outcomes = self._slots.exchange(requests)
-        self._refuse_if_none_works(outcomes)
+        if not self._number_of_steps:
+            self._refuse_if_none_works(outcomes)
         rewards = np.zeros((count, width), np.float32)
         ends = np.zeros((2, count, width), bool)
-        sub_steps, lost = np.zeros(count, np.int64), np.zeros(count, bool)
-        taken, flags = np.zeros_like(actions), np.zeros((count, width), bool)
+        sub_steps = np.zeros(count, np.int64)
+        lost: np.ndarray | None = None
+        taken: np.ndarray | None = None
+        flags: np.ndarray | None = None
         final_info: list[dict[str, Any]] = []
         finals: dict[int, dict[str, np.ndarray]] = {}
-        for index, outcome in enumerate(outcomes):
-            episode = self._episodes[index]
+        for index, (episode, outcome) in enumerate(zip(self._episodes, outcomes, strict=True)):
             if episode.resting is not None:
                 ends[:, index, -1] = episode.resting
                 for array in self._columns[index].values():
@@ -176,16 +178,19 @@ class GymnasiumVectorEnv:
                     column = -1 if self.auto_reset else outcome.sub_steps - 1
                     ends[:, index, column] = outcome.terminated, outcome.truncated
                 if outcome.intervene_flags is not None:
+                    if taken is None or flags is None:
+                        taken, flags = np.zeros_like(actions), np.zeros((count, width), bool)
                     taken[index], flags[index] = outcome.intervene_actions, outcome.intervene_flags
                 if outcome.final_obs is not None:
                     finals[index] = self._moved(index, outcome.final_obs, FINAL_ROW)
                 if info := self._count(index, outcome):
                     final_info.append(info)
             else:
+                lost = np.zeros(count, bool) if lost is None else lost
                 lost[index], ends[1, index, -1] = True, True
                 self._begin(index, self._replaced(index, outcome))
         obs = self._observations()
-        self._number_of_steps += int(sub_steps.sum())
+        self._number_of_steps += sum(sub_steps.tolist())
         return EnvOutput(
             obs=obs,
             final_obs=self._final_observations(obs, finals) if finals else None,
@@ -195,9 +200,9 @@ class GymnasiumVectorEnv:
             dones=ends[0] | ends[1],
             final_info=final_info or None,
             sub_steps=sub_steps,
-            lost=lost if lost.any() else None,
-            intervene_actions=taken if flags.any() else None,
-            intervene_flags=flags if flags.any() else None,
+            lost=lost,
+            intervene_actions=taken,
+            intervene_flags=flags,
         )
 
     @property
@@ -261,7 +266,7 @@ class GymnasiumVectorEnv:
         No other seed will help then, as where the class has the interface of an older gymnasium.
         """
         failures = [outcome for outcome in outcomes if isinstance(outcome, RolloutDataFailure)]
-        if not self._number_of_steps and len(failures) == len(outcomes) > 1:
+        if len(failures) == len(outcomes) > 1:
             raise RolloutDataFailure(
                 f"a simulator must make a chunk of actions, got a failure in the first one of all {len(failures)}: {failures[0]}; correct it"
             )

@@ -97,13 +97,16 @@ class Simulator:
 
     def chunk(self, request: SimulatorChunk) -> SimulatorAnswer:
         """Make the actions [C, ...] of a chunk up to the end of the episode. Under auto-reset an end begins the next episode."""
-        rewards = np.zeros(len(request.actions), np.float32)
+        actions = request.actions
+        rewards = np.zeros(len(actions), np.float32)
         successes: list[bool] = []
         frames: list[Any] = []
         taken: dict[int, Any] = {}
         terminated = truncated = False
         obs: Observation = {}
-        for index, action in enumerate(request.actions):
+        for index, action in enumerate(
+            actions.tolist() if actions.ndim == 1 else actions
+        ):  # numbers of Python are quicker
             answer = self._step(self._action(action))
             if type(answer) is not tuple or len(answer) != 5:
                 raise RolloutDataFailure(
@@ -114,7 +117,7 @@ class Simulator:
             terminated, truncated = bool(ended), bool(cut)
             successes.append(bool(info) and any(bool(info.get(name)) for name in SUCCESS))
             if info and info.get(INTERVENTION) is not None:
-                taken[index] = self._taken(info[INTERVENTION], np.asarray(action))
+                taken[index] = self._taken(info[INTERVENTION], np.asarray(actions[index]))
             if self._camera:
                 frames += self._camera.after_step(last=terminated or truncated)
             if terminated or truncated:
@@ -134,9 +137,7 @@ class Simulator:
             truncated=truncated,
             sub_steps=len(successes),
             successes=tuple(successes),
-            intervene_actions=np.stack(
-                [taken.get(at, np.zeros_like(action)) for at, action in enumerate(request.actions)]
-            )
+            intervene_actions=np.stack([taken.get(at, np.zeros_like(action)) for at, action in enumerate(actions)])
             if taken
             else None,
             intervene_flags=flags,
@@ -186,8 +187,8 @@ class Simulator:
         there, to `row`, and left out.
         """
         if type(raw) is np.ndarray and raw.shape == self._vector and raw.dtype.kind == "f":
-            copied = raw.astype(np.float32 if raw.dtype == np.float64 else raw.dtype)
-            if math.isfinite(np.dot(copied, copied)):  # squares of finite numbers may overflow: then each is looked at
+            copied = raw.astype(np.float32) if raw.dtype == np.float64 else raw.copy()
+            if math.isfinite(sum(copied.tolist())):
                 return {"states": copied}
         if isinstance(raw, dict):
             named = {str(name): np.asarray(value) for name, value in raw.items()}

@@ -6,7 +6,7 @@ env    -> child           SimulatorSettings, SimulatorReset, SimulatorChunk; ans
 env    -> runner          EpisodeStats
 """
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rl_core.messages.registry import record
@@ -93,7 +93,7 @@ class SimulatorSettings:
     """Steps between two frames of an episode that is recorded; 0: none can be recorded."""
 
 
-@record
+@dataclass(kw_only=True, slots=True)
 class SimulatorReset:
     """Begin an episode."""
 
@@ -104,7 +104,7 @@ class SimulatorReset:
     """Where the simulator has a place in shared memory: row of its observation there."""
 
 
-@record
+@dataclass(kw_only=True, slots=True)
 class SimulatorChunk:
     """Make the actions of a chunk, and begin the next episode with `seed` where one ends."""
 
@@ -115,7 +115,7 @@ class SimulatorChunk:
     """See `SimulatorReset`."""
 
 
-@record
+@dataclass(kw_only=True, slots=True)
 class SimulatorAnswer:
     """What one simulator answers: to a reset the observation alone. Observations that are in shared memory are left out."""
 

@@ -118,7 +118,7 @@ def tensor_of(value: Any) -> Tensor:
     """Return an array of numpy or torch as a tensor on the CPU."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value if value.flags.c_contiguous else np.ascontiguousarray(value))
-    return value.detach().cpu()
+    return value if type(value) is Tensor and value.is_cpu and not value.requires_grad else value.detach().cpu()
 
 
 def tensors_of(named: dict[str, Any]) -> dict[str, Tensor]:

@@ -27,7 +27,14 @@ from rl_core.messages.embodied import CollectionRound
 from rl_core.plan.routing import data_rank_of, routes, trajectory_parts
 from rl_core.policies.base import Mode
 from rl_core.policies.folder import build_policy
-from rl_core.rollouts.embodied import bootstrap_rewards, cut_trajectory, lost_output, merge_env_outputs, tensors_of
+from rl_core.rollouts.embodied import (
+    bootstrap_rewards,
+    cut_trajectory,
+    lost_output,
+    merge_env_outputs,
+    tensor_of,
+    tensors_of,
+)
 from rl_core.rollouts.observation_rows import ObservationRows, large_observations
 from rl_core.rollouts.pausing_target import pausing
 from rl_core.rollouts.policy_target import PolicyWeightTarget
@@ -127,21 +134,24 @@ class MultiStepRolloutWorker(WeightMethods):
 
         Rewards are None for the first output of a trajectory.
         """
-        dones = torch.as_tensor(env_output.dones).cpu().contiguous()
+        dones = tensor_of(env_output.dones)
         if env_output.rewards is None:
             return dones, None
-        rewards = torch.as_tensor(env_output.rewards) * self.options.reward_scale
+        rewards = tensor_of(env_output.rewards) * self.options.reward_scale
         wanted = self.options.auto_reset and self._with_values and self.options.bootstrap != "none"
-        ends = dones if self.options.bootstrap == "always" else torch.as_tensor(env_output.truncations)
-        if not wanted or env_output.final_obs is None or not bool(ends[:, -1].any()):
-            return dones, rewards.detach().cpu().contiguous()
+        if not wanted or env_output.final_obs is None:
+            return dones, rewards
+        truncations = tensor_of(env_output.truncations)
+        ends = dones if self.options.bootstrap == "always" else truncations
+        if not bool(ends[:, -1].any()):
+            return dones, rewards
         return dones, bootstrap_rewards(
             rewards,
             self.predict(env_output.final_obs, "eval")[1]["prev_values"],
-            torch.as_tensor(env_output.truncations),
+            truncations,
             dones,
             gamma=self._gamma,
-            terminations=torch.as_tensor(env_output.terminations),
+            terminations=tensor_of(env_output.terminations),
             bootstrap_type=self.options.bootstrap,
         )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from rl_core.actors.fsdp.strategy import FSDP1Strategy, FSDP2Strategy
 from rl_core.algorithms.advantages import AdvantageInputs, compute_advantages, grpo_advantages
 from rl_core.algorithms.aggregation import count_normalizers
-from rl_core.algorithms.logprobs import hidden_scores
+from rl_core.algorithms.logprobs import hidden_scores, scored_tokens
 from rl_core.algorithms.losses import LossInputs, compute_policy_loss
 from rl_core.algorithms.stats import merge_stats
 from rl_core.api.backends import TRAINERS
@@ -168,7 +168,9 @@ def our_gradients(trainer, batch, case: Case, *, rows: list[slice], fused: bool)
         ids, attention, mask = (full[name][part] for name in ("ids", "attention", "mask"))
         if fused:
             hidden = model.model(input_ids=ids, attention_mask=attention).last_hidden_state
-            scores = hidden_scores(hidden, model.lm_head.weight, ids, temperature=0.9, mask=mask, chunk_size=7)
+            scores = hidden_scores(
+                hidden, model.lm_head.weight, ids, temperature=0.9, targets=scored_tokens(mask), chunk_size=7
+            )
         else:
             logits = model(input_ids=ids, attention_mask=attention).logits
             scores = hidden_scores(logits, torch.eye(logits.shape[-1]), ids, temperature=0.9)

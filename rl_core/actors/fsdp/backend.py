@@ -76,8 +76,8 @@ class FSDPBackend(TrainBackend):
                     log_probs=log_probs,
                     values=values,
                 )
-            scored.append(DetachedScores.on_cpu(numbers.log_probs, numbers.values))
-        return scored
+            scored.append(DetachedScores(numbers.log_probs, numbers.values))
+        return DetachedScores.on_cpu(scored)
 
     def _pack(self, rows: StepRows) -> PackedBatch:
         self.manager.residency.require_loaded("a forward pass")

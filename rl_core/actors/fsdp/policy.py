@@ -15,6 +15,7 @@ from rl_core.actors.backend import DetachedScores, Proceed, Scores
 from rl_core.actors.fsdp.backend import FSDPBackend
 from rl_core.actors.fsdp.manager import FSDPModelManager
 from rl_core.actors.rows import StepRows
+from rl_core.actors.transfer import to_device
 from rl_core.policies.folder import load_policy
 
 FORWARD = "forward_train"
@@ -62,8 +63,7 @@ class PolicyBackend(FSDPBackend):
     def _scores(self, rows: StepRows) -> Scores:
         manager = self.manager
         manager.residency.require_loaded("a forward pass")
-        inputs = {name: tensor.to(manager.compute_device) for name, tensor in rows.inputs.items()}
-        outputs = manager.model.forward_train(inputs)
+        outputs = manager.model.forward_train(to_device(rows.inputs, manager.compute_device))
         log_probs, entropy = (by_level(outputs[name].float(), self._level) for name in ("log_probs", "entropy"))
         values = outputs.get("values")
         if values is not None:
@@ -79,10 +79,8 @@ class PolicyBackend(FSDPBackend):
             proceed()
             with torch.no_grad():
                 scores = self._scores(rows)
-            scored.append(
-                DetachedScores.on_cpu(scores.log_probs if log_probs else None, scores.values if values else None)
-            )
-        return scored
+            scored.append(DetachedScores(scores.log_probs if log_probs else None, scores.values if values else None))
+        return DetachedScores.on_cpu(scored)
 
 
 def by_level(values: Tensor, level: str) -> Tensor:

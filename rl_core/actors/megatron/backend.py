@@ -79,12 +79,13 @@ class MegatronBackend(TrainBackend):
         with torch.no_grad():
             scored: list[DetachedScores] = self._run(
                 self._whole_rounds(micro_batches),
-                lambda rows, numbers: DetachedScores.on_cpu(numbers.log_probs, numbers.values),
+                lambda rows, numbers: DetachedScores(numbers.log_probs, numbers.values),
                 outputs,
                 proceed,
                 forward_only=True,
             )
-        return self._from_last_stage(scored[: len(micro_batches)], micro_batches, outputs)
+        scored = DetachedScores.on_cpu(scored[: len(micro_batches)])
+        return self._from_last_stage(scored, micro_batches, outputs)
 
     def _whole_rounds(self, micro_batches: Sequence[StepRows]) -> list[StepRows]:
         """Return the micro_batches, followed by masked ones up to a multiple of the stages where the pipeline schedule is interleaved."""
@@ -179,17 +180,14 @@ class MegatronBackend(TrainBackend):
                 head,
                 batch.rows.input_ids,
                 temperature=manager.cfg.rollout.sampling.temperature,
-                mask=batch.mask,
-                cu_seqlens=batch.layout.cu_seqlens,
+                targets=batch.targets,
                 entropy=outputs.entropy,
                 candidates=batch.candidates,
                 shard=self._shard(),
             )
             packed = [scores.log_probs, scores.entropy, None, scores.candidates]
         if outputs.values:
-            packed[2] = hidden_values(
-                hidden[-1:], model.head_weight, mask=batch.mask, cu_seqlens=batch.layout.cu_seqlens
-            )
+            packed[2] = hidden_values(hidden[-1:], model.head_weight, targets=batch.targets)
         return TokenNumbers(
             *(None if tensor is None else unpack_rows(tensor, batch.rows, width=batch.width) for tensor in packed)
         )

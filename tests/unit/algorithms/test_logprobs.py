@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.algorithms.logprobs import hidden_scores
+from rl_core.algorithms.logprobs import hidden_scores, scored_tokens
 from rl_core.algorithms.score_functions import VocabularyShard
 
 
@@ -76,7 +76,13 @@ def test_hidden_scores_equal_projection_then_scores(seed, temperature, chunk_siz
     used[:, 0] = False
     expected = [used * values for values in reference(doubles[0] @ doubles[1].T, input_ids, temperature)]
     scores = hidden_scores(
-        hidden, weight, input_ids, temperature=temperature, mask=mask, chunk_size=chunk_size, entropy=True
+        hidden,
+        weight,
+        input_ids,
+        temperature=temperature,
+        targets=scored_tokens(mask),
+        chunk_size=chunk_size,
+        entropy=True,
     )
     torch.testing.assert_close(scores.log_probs.double(), expected[0], atol=5e-6, rtol=1e-6)
     torch.testing.assert_close(scores.entropy.double(), expected[1], atol=5e-6, rtol=1e-6)
@@ -87,11 +93,12 @@ def test_no_shift_crosses_a_packed_segment():
     logits = torch.randn(1, 9, 11)
     input_ids = torch.randint(0, 11, (1, 9))
     bounds = torch.tensor([0, 4, 5, 9, 9], dtype=torch.int32)
-    packed = scores_of_logits(logits, input_ids, cu_seqlens=bounds).log_probs
+    targets = scored_tokens(torch.ones(1, 9, dtype=torch.bool), bounds)
+    packed = scores_of_logits(logits, input_ids, targets=targets).log_probs
     apart = [scores_of_logits(logits[:, a:b], input_ids[:, a:b]).log_probs for a, b in ((0, 4), (4, 5), (5, 9))]
     torch.testing.assert_close(packed, torch.cat(apart, 1))
     assert packed[0, [0, 4, 5]].tolist() == [0.0, 0.0, 0.0]
-    entropy = scores_of_logits(logits, input_ids, cu_seqlens=bounds, entropy=True).entropy
+    entropy = scores_of_logits(logits, input_ids, targets=targets, entropy=True).entropy
     assert entropy[0, [0, 4, 5]].tolist() == [0.0, 0.0, 0.0]
     torch.testing.assert_close(
         entropy.double(), reference(logits.double(), input_ids, 1.0, (4, 5))[1], atol=2e-6, rtol=0
@@ -192,7 +199,9 @@ def test_logits_are_not_changed_and_unscored_positions_get_no_gradient():
     logits = torch.randn(2, 4, 7, requires_grad=True)
     before = logits.detach().clone()
     mask = torch.tensor([[True, False, True, False], [False] * 4])
-    scores = scores_of_logits(logits, torch.zeros(2, 4, dtype=torch.int64), temperature=0.5, mask=mask)
+    scores = scores_of_logits(
+        logits, torch.zeros(2, 4, dtype=torch.int64), temperature=0.5, targets=scored_tokens(mask)
+    )
     scores.log_probs.sum().backward()
     assert torch.equal(logits.detach(), before)
     assert scores.log_probs.bool().tolist() == [[False, False, True, False], [False] * 4]
@@ -202,7 +211,7 @@ def test_logits_are_not_changed_and_unscored_positions_get_no_gradient():
 def test_all_masked_batch_backpropagates_zeros():
     hidden, weight = torch.randn(1, 3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     input_ids, mask = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.bool)
-    hidden_scores(hidden, weight, input_ids, mask=mask, entropy=True).log_probs.sum().backward()
+    hidden_scores(hidden, weight, input_ids, targets=scored_tokens(mask), entropy=True).log_probs.sum().backward()
     assert hidden.grad.abs().sum().item() == 0.0 and weight.grad.abs().sum().item() == 0.0
     assert scores_of_logits(torch.zeros(0, 3, 5), torch.zeros(0, 3, dtype=torch.int64)).log_probs.shape == (0, 3)
 
@@ -244,8 +253,8 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match=r"input_ids and hidden.*\(2, 2\) and \(2, 3\)"):
         scores_of_logits(logits, input_ids[:, :2])
     with pytest.raises(ValueError, match="one packed row"):
-        scores_of_logits(logits, input_ids, cu_seqlens=torch.tensor([0, 3]))
+        scored_tokens(input_ids.bool(), torch.tensor([0, 3]))
     with pytest.raises(TypeError, match="hidden and weight"):
         hidden_scores(logits, torch.zeros(7, 5).half(), input_ids)
     with pytest.raises(TypeError, match="mask must be bool"):
-        scores_of_logits(logits, input_ids, mask=input_ids)
+        scored_tokens(input_ids)

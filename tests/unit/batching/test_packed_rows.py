@@ -14,8 +14,8 @@ def test_layout_of_a_small_pack():
     assert packed.input_ids.tolist() == [[5, 6, 7, 8, 1, 2, 3, 0]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
     assert packed.cu_seqlens.tolist() == [0, 4, 8] and packed.cu_seqlens.dtype == torch.int32
-    assert packed.lengths.tolist() == [4, 3] and packed.padded_lengths.tolist() == [4, 4]
-    assert packed.max_seqlen == 4 and packed.rows == [2, 0]
+    assert packed.lengths.tolist() == [4, 3] and packed.padded_lengths == [4, 4]
+    assert packed.max_length == 4 and packed.rows == [2, 0]
 
 
 @settings(max_examples=60, deadline=None)
