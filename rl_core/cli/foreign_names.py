@@ -231,6 +231,12 @@ FOREIGN_NAMES = (
         verl="model.override_config.attn_implementation",
         prime_rl="model.attn",
     ),
+    ForeignName(
+        "actor.compile",
+        trl="torch_compile",
+        verl="actor.use_torch_compile actor.fsdp_config.use_torch_compile",
+        prime_rl="model.compile",
+    ),
     ForeignName("actor.profileSteps", verl="global_profiler.steps trainer.profile_steps"),
     ForeignName(
         "actor.offload.optimizer",

@@ -88,6 +88,8 @@ def pair(folder, model, alone, policy):
     for kind, other in (("fsdp1", "fsdp2"), ("fsdp2", "fsdp1")):
         verbs = [["load", str(folder / f"{other} by-two")], ["state"], ["save", str(folder / f"{kind} again"), 1]]
         scenarios.append(scenario(f"{kind} from the other", make_spec(model, actor__backend=kind), verbs, world_size=2))
+    compiled = make_spec(model, actor__compile=True, runtime__deadlines={"collective": 300})
+    scenarios.append(scenario("compiled", compiled, TRAIN_AND_LOOK, world_size=2))
     spec = make_spec(model)
     last = {
         "refused": [["export", "/dev/null/model"]],
@@ -155,6 +157,10 @@ def test_two_ranks_train_like_one(alone, pair, kind, name):
     first, second = (rank[f"{kind} {name}"] for rank in pair)
     assert_alike(first, alone[name], absolute=2e-5)
     assert first["counts"] == second["counts"]
+
+
+def test_compiled_layers_train_like_others(pair, alone):
+    assert_alike(pair[0]["compiled"], alone["plain"], absolute=2e-5)
 
 
 @pytest.mark.parametrize("name", CHANGES)

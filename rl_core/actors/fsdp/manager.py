@@ -114,7 +114,7 @@ class FSDPModelManager(ModelManager):
         if self.compute_device.type == "cpu":
             from rl_core.cpu.tuning import tune
 
-            tune(model)
+            tune(model, compiled=self.cfg.actor.compile)
         if self.cfg.actor.compile:
             compile_layers(model)
         methods = [SCORE] if hasattr(model, SCORE) else []
