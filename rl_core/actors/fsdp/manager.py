@@ -30,7 +30,7 @@ from rl_core.actors.slices import Slices
 from rl_core.actors.source import GatheredSource, GatheringPlan
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
-from rl_core.api.roles import OptimizerSpec
+from rl_core.api.optimizer import OptimizerSpec
 from rl_core.weights.adapters import AdapterSource, sends_adapters
 from rl_core.weights.manifest import is_adapter_name, wire_dtype
 from rl_core.weights.version_source import SourceEntry
