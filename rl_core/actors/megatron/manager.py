@@ -295,9 +295,9 @@ class MegatronModelManager(ModelManager):
             for stored_name, boxes in self.cut.boxes(name, parameters[name].shape, of(shard), shard.start).items()
         }
 
-    def _written(self, slices: Slices) -> Slices:
-        # Of a run that a data rank updates no other one has the elements.
-        if self.ranks.data_rank and not self._distributed:
+    def _written(self, slices: Slices, *, updated: bool = True) -> Slices:
+        # Of a run that a data rank updates no other one has the elements; the whole model each has.
+        if self.ranks.data_rank and not (self._distributed and updated):
             return {}
         return {name: parts for name, parts in slices.items() if self._gives(name, parts[0])}
 
