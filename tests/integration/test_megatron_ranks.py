@@ -442,3 +442,15 @@ def test_a_reference_that_was_renewed_is_resumed_by_megatron_and_by_fsdp(models,
     assert torch.equal(found[1], found[0])
     # The two backends round hidden states in another order.
     assert torch.allclose(found[2], found[0], atol=1e-5 if dtype == "float32" else 5e-2)
+
+
+@pytest.mark.parametrize("own", [{}, {"attention_factor": 0.7}, {"mscale": 1.0, "mscale_all_dim": 0.4}], ids=str)
+def test_yarn_is_that_of_transformers(tmp_path, own):
+    """Beyond the length that the model was trained with, too."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    model = make_model(tmp_path / "model", family="qwen3", rope_parameters=rope | own)
+    ids = torch.randint(24, (50,), generator=torch.Generator().manual_seed(3)).tolist()
+    ours, theirs = (Rank(make(model), [[]], 0, 1).actor.score(ids, 1) for make in (megatron, fsdp))
+    assert ours == pytest.approx(theirs, abs=1e-5)
+    plain = make_model(tmp_path / "plain", family="qwen3")
+    assert Rank(megatron(plain), [[]], 0, 1).actor.score(ids, 1) != pytest.approx(theirs, abs=1e-3)
