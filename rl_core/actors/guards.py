@@ -15,6 +15,7 @@ def unsupported_settings(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator
     """Yield one line for each setting of a job, or of its model's config.json, that the trainer does not support."""
     yield from _of_flash_attention(spec, config)
     yield from _of_compile(spec)
+    yield from _of_reference(spec)
     if spec.actor.backend == "megatron":
         yield from megatron.unsupported_settings(spec, config)
 
@@ -40,6 +41,14 @@ def _of_compile(spec: RLJobSpec) -> Iterator[str]:
             "actor.gradientCheckpointingMode must be full with actor.compile, whose layers do not show their single operations, got selective; "
             "remove one"
         )
+
+
+def _of_reference(spec: RLJobSpec) -> Iterator[str]:
+    field, every = "algorithm.referenceUpdateSteps", spec.algorithm.reference_update_steps
+    if every is not None and not spec.algorithm.needs_reference:
+        yield f"{field} needs algorithm.loss.klCoefficient or rewardKlCoefficient above 0, got {every} without; set one or remove it"
+    if every is not None and spec.model.lora is not None:
+        yield f"{field} must be null with model.lora, whose reference policy is the model without adapters, got {every}; remove one"
 
 
 def _of_flash_attention(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator[str]:

@@ -65,7 +65,10 @@ def embodied_options(spec: "RLJobSpec") -> EmbodiedOptions:
             f"model.lora must be null with program {spec.program}, got rank {spec.model.lora.rank}; remove it"
         )
     own = {"model.float32Head": spec.model.float32_head, "actor.attention": spec.actor.attention != "auto"}
-    own |= {"actor.compile": spec.actor.compile}
+    own |= {
+        "actor.compile": spec.actor.compile,
+        "algorithm.referenceUpdateSteps": spec.algorithm.reference_update_steps is not None,
+    }
     if idle := [field for field, chosen in own.items() if chosen]:
         raise ConfigError(
             f"{' and '.join(idle)} must be left out with program {spec.program}, whose policies have classes of their own; remove it"

@@ -237,6 +237,11 @@ FOREIGN_NAMES = (
         verl="actor.use_torch_compile actor.fsdp_config.use_torch_compile",
         prime_rl="model.compile",
     ),
+    ForeignName(
+        "algorithm.referenceUpdateSteps",
+        trl="ref_model_sync_steps sync_ref_model",
+        note="The whole policy, as with ref_model_mixup_alpha 1.",
+    ),
     ForeignName("actor.profileSteps", verl="global_profiler.steps trainer.profile_steps"),
     ForeignName(
         "actor.offload.optimizer",

@@ -84,6 +84,13 @@ def trainer_host(job: RLJobSpec, facts: ModelFacts) -> int:
         found += held["weights"] // _models(job)
     if job.checkpoint.asynchronous:
         found += held["optimizer"] * (MASTER_BYTES + MOMENT_BYTES) // MOMENT_BYTES
+        if job.algorithm.reference_update_steps is not None:
+            found += (
+                held["weights"]
+                // _models(job)
+                * MASTER_BYTES
+                // (WIDTH[job.model.dtype] if job.actor.backend == "megatron" else MASTER_BYTES)
+            )
     return found
 
 

@@ -17,7 +17,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_core.actors.manager import check_memory
+from rl_core.actors.device import check_memory
 from rl_core.algorithms.logprobs import hidden_scores
 from rl_core.api.errors import CapacityError
 from rl_core.api.job import RLJobSpec

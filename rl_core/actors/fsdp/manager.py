@@ -311,7 +311,7 @@ class FSDPModelManager(ModelManager):
             for moment in MOMENTS
         }
 
-    def _written(self, slices: Slices) -> Slices:
+    def _written(self, slices: Slices, *, updated: bool = True) -> Slices:
         if self.ranks.rank >= self.strategy.copy_size:
             return {}
         return {name: parts for name, parts in slices.items() if self.ranks.rank == 0 or not parts[0].replicated}

@@ -5,7 +5,7 @@ from typing import Any
 
 from rl_core.api.job import RLJobSpec
 
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Types of rotary embeddings with fixed frequencies."""
 BIASED = ("Qwen2ForCausalLM",)
 """Architectures with a bias on query, key and value regardless of `attention_bias`."""
