@@ -255,12 +255,17 @@ def serve(
 
 @app.command()
 def metrics(
-    name: Annotated[str | None, typer.Argument(help="A metric, or a word of one.", show_default="all")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Output folder of a run, a metric, or a word of one.", show_default="all")
+    ] = None,
+    word: Annotated[
+        str | None, typer.Argument(help="After an output folder: a metric, or a word of one.", show_default="all")
+    ] = None,
 ) -> None:
-    """Say what the metrics of a run mean."""
+    """Say what the metrics of a run mean, and after an output folder their last values."""
     from rl_core.cli.metrics import show_metrics
 
-    run_command(lambda: show_metrics(name))
+    run_command(lambda: show_metrics(name, word))
 
 
 @app.command()
