@@ -93,7 +93,11 @@ def checkpoint_copy(job: RLJobSpec, facts: ModelFacts) -> int:
     if not job.checkpoint.asynchronous:
         return 0
     held = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
-    return held["optimizer"] * (MASTER_BYTES + MOMENT_BYTES) // MOMENT_BYTES
+    copied = held["optimizer"] * (MASTER_BYTES + MOMENT_BYTES) // MOMENT_BYTES
+    if job.algorithm.needs_reference and job.algorithm.reference_update_steps is not None:
+        width = WIDTH[job.model.dtype] if job.actor.backend == "megatron" else MASTER_BYTES
+        copied += held["weights"] // _models(job) * MASTER_BYTES // width
+    return copied
 
 
 def _models(job: RLJobSpec) -> int:
@@ -207,7 +211,10 @@ def _forward_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
     queries, keys = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
     # Gate and up projection and their product, beside the sum with an adapter's output, or in megatron's fused projection, gate itself.
     products = 4 if job.model.lora is not None or job.actor.backend == "megatron" else 3
-    widest = max(products * facts.inner, 3 * queries + 2 * keys) // job.actor.parallel.tensor
+    attention = 3 * queries + 2 * keys
+    if job.actor.attention == "eager":  # scores and probabilities of each head
+        attention += 2 * facts.heads * (job.rollout.max_sequence_length or facts.max_length)
+    widest = max(products * facts.inner, attention) // job.actor.parallel.tensor
     # Embeddings, residuals, the normalised input and rotary angles are held all the time.
     return _tokens(job, facts) * WIDTH[job.model.dtype] * (4 * facts.hidden + 2 * facts.head_dim + widest)
 
@@ -234,6 +241,11 @@ def _layer_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
     if facts.head_norms:  # the input of each in float32, and normalised for the gradient of its weight
         shared += (queries + keys) * (MASTER_BYTES + (width if job.model.lora is None else 0))
     shared += 4 * facts.heads  # normalisers of attention
+    if (
+        job.actor.attention == "eager"
+    ):  # probabilities in float32 and as they are multiplied, keys and values for each head
+        longest = job.rollout.max_sequence_length or facts.max_length
+        shared += facts.heads * longest * (MASTER_BYTES + (width if width != MASTER_BYTES else 0)) + 2 * queries * width
     return _tokens(job, facts) * (norms // (parallel.tensor if parallel.sequence else 1) + shared // parallel.tensor)
 
 

