@@ -324,10 +324,11 @@ FOREIGN_NAMES = (
     ),
     ForeignName(
         "env.reward",
-        trl="reward_funcs",
+        trl="reward_funcs reward_weights",
         verl="custom_reward_function.path",
         openrlhf="reward.remote_url remote_rm_url",
-        note="`module:function`, with `env.type: reward`.",
+        note="One `module:function`, with `env.type: reward`; it adds up several rewards and returns them as `parts`, see "
+        "docs/writing-an-env.md.",
     ),
     ForeignName(
         "env.agent",

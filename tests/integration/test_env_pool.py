@@ -239,6 +239,14 @@ async def test_a_failing_row_is_a_data_failure_and_its_siblings_are_scored(start
     assert running.pool.status()["processes"][0]["starts"] == 1
 
 
+async def test_the_log_has_the_traceback_of_user_code_with_the_caller_and_without_rljob(start, capfd):
+    running = await start()
+    await running.ask("raise")
+    _, text = capfd.readouterr().out.split("Traceback")
+    frames = [line.rpartition(" in ")[2] for line in text.splitlines() if line.startswith("  File")]
+    assert frames[0] == "score" and "rl_core" not in text, text
+
+
 async def test_a_copy_that_user_code_forks_ends_and_answers_nothing(start):
     running = await start()
     for completion, code in (("fork", 0.0), ("fork exits", 3.0), ("fork raises", 1.0)):
