@@ -3,6 +3,7 @@
 Every loss and advantage reports Stats; the actor merges them over micro-batches, then ranks, and forms ratios last.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -39,8 +40,11 @@ class Stat:
     def __post_init__(self) -> None:
         require_choice("Stat.kind", self.kind, _KINDS)
         total = _scalar(self.total, None)
-        object.__setattr__(self, "total", total)
-        object.__setattr__(self, "count", _scalar(self.count, total.device))
+        if total is not self.total:
+            object.__setattr__(self, "total", total)
+        count = _scalar(self.count, total.device)
+        if count is not self.count:
+            object.__setattr__(self, "count", count)
         if self.squares is not None:
             object.__setattr__(self, "squares", _scalar(self.squares, total.device))
 
@@ -67,8 +71,9 @@ def merge_stats(parts: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
         kinds = {stat.kind for stat in stats}
         if len(kinds) > 1:
             raise ValueError(f"metric {name!r} must have one kind in all parts, got {', '.join(sorted(kinds))}")
-        totals, counts, *squares = zip(*([next(numbers) for _ in stat.parts()] for stat in stats), strict=True)
-        kind = stats[0].kind
+        kind, width = stats[0].kind, len(stats[0].parts())
+        own = list(itertools.islice(numbers, width * len(stats)))
+        totals, counts, *squares = (own[part::width] for part in range(width))
         # NumPy's max and min return NaN if there is one, those of Python may not.
         total = float({"max": np.max, "min": np.min}.get(kind, sum)(totals))
         if any(counts) or kind not in EXTREMES:
@@ -119,24 +124,30 @@ def sum_stat(total: Tensor | float) -> Stat:
     return Stat("sum", total, torch.ones_like(total))
 
 
-def extreme_stat(kind: Literal["max", "min"], values: Tensor, mask: Tensor) -> Stat:
-    """Return the largest or smallest of `values` where `mask`; without any, an infinity of count 0."""
+def extreme_stat(kind: Literal["max", "min"], values: Tensor, mask: Tensor, count: Tensor | None = None) -> Stat:
+    """Return the largest or smallest of `values` where `mask`; without any, an infinity of count 0. `count` is as for `mean_stat`."""
     fill = float("-inf") if kind == "max" else float("inf")
-    kept = torch.where(mask, values.detach(), fill).reshape(-1)
-    kept = torch.cat((kept, kept.new_full((1,), fill)))
-    return Stat(kind, kept.max() if kind == "max" else kept.min(), mask.sum())
+    kept = torch.where(mask, values.detach(), fill)
+    if not kept.numel():
+        kept = kept.new_full((1,), fill)
+    return Stat(kind, kept.max() if kind == "max" else kept.min(), mask.sum() if count is None else count)
 
 
 def extreme_stats(
-    values: Tensor, mask: Tensor, *, prefix: str, kinds: tuple[str, ...] = ("max", "min")
+    values: Tensor,
+    mask: Tensor,
+    count: Tensor | None = None,
+    *,
+    prefix: str,
+    kinds: tuple[str, ...] = ("max", "min"),
 ) -> dict[str, Stat]:
-    """Return `{prefix}max` and `{prefix}min`, or nothing where `mask` is all false.
+    """Return `{prefix}max` and `{prefix}min`, or nothing where `mask` is all false. `count` is as for `mean_stat`.
 
     On an accelerator emptiness is not asked, which would wait for the device; merging drops the empty ones there.
     """
     if mask.device.type == "cpu" and not mask.any():
         return {}
-    return {f"{prefix}{kind}": extreme_stat(kind, values, mask) for kind in kinds}  # type: ignore[arg-type]
+    return {f"{prefix}{kind}": extreme_stat(kind, values, mask, count) for kind in kinds}  # type: ignore[arg-type]
 
 
 def _scalar(value: Tensor | float, device: torch.device | None) -> Tensor:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rl_core.api.backends import EMBODIED_PROGRAMS
 from rl_core.api.embodied import embodied_options, is_embodied
 from rl_core.api.errors import ConfigError, RLJobError
-from rl_core.api.job import RLJob
+from rl_core.api.job import RLJob, RLJobSpec
+from rl_core.api.user_code import IMPORT_SECONDS, check_in_child
 from rl_core.cli.job_file import JobProblems, absolute, load_job, path_fields, read_document
 from rl_core.data.hub import HUB_SCHEME, fetch_config, fetch_references, hub_problem, references
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from rl_core.plan.capacity import CapacityReport
 
 GIB = 1024**3
+SIMULATOR_TRIAL = "rl_core.cli.simulator_trial"
 NO_LIMIT = 1 << 30
 """Tokens of a prompt where the model does not tell how many it takes."""
 
@@ -36,7 +38,7 @@ def validate_file(file: Path, settings: Sequence[str], *, device_memory: float |
     except JobProblems as error:
         raise JobProblems(file, [*error.problems, *find_file_problems(file, settings)]) from None
     mounted = paths_on_volumes(job)
-    check_references(job, file, on_volumes=mounted, device_memory=device_memory)
+    check_references(job, file, on_volumes=mounted, device_memory=device_memory, simulators=True)
     unseen = f"; not looked at, on volumes of the actor: {', '.join(mounted)}" if mounted else ""
     sys.stdout.write(
         f"{file}: valid ({job.metadata.name}: {job.spec.algorithm.name}, {job.spec.algorithm.steps} steps){unseen}\n"
@@ -53,13 +55,22 @@ def paths_on_volumes(job: RLJob) -> list[str]:
 
 
 def check_references(
-    job: RLJob, file: Path, *, on_volumes: Collection[str] = (), device_memory: float | None = None
+    job: RLJob,
+    file: Path,
+    *,
+    on_volumes: Collection[str] = (),
+    device_memory: float | None = None,
+    simulators: bool = False,
 ) -> None:
     """Raise JobProblems with all problems outside the YAML file that would stop the job.
 
-    The fields `on_volumes`, such as `spec.data.train`, are not looked at.
+    The fields `on_volumes`, such as `spec.data.train`, are not looked at. With `simulators` a simulator of the job makes some steps, which a
+    run does at its start by itself.
     """
-    problems = list(find_reference_problems(job, search_path=file.resolve().parent, on_volumes=on_volumes))
+    folder = file.resolve().parent
+    problems = list(find_reference_problems(job, search_path=folder, on_volumes=on_volumes))
+    if simulators and is_embodied(job.spec) and not problems:
+        problems += check_simulator(job.spec, search_path=str(folder), with_policy="spec.model.path" not in on_volumes)
     problems += _with_errors(lambda: _check_memory(job, device_memory))
     if problems:
         raise JobProblems(file, problems)
@@ -293,6 +304,25 @@ def _check_user_code(job: RLJob, search_path: Path, examples: Mapping[str, "EnvR
 
 def _warn(text: str) -> None:
     sys.stderr.write(f"warning: {text}\n")
+
+
+def check_simulator(spec: RLJobSpec, *, search_path: str, with_policy: bool) -> list[str]:
+    """Return the problem of the simulator of a job, as `path: rule, got value; way out`; empty if there is none.
+
+    A child process builds it, begins an episode and makes the actions that the policy chooses. `with_policy` False: the folder of the policy
+    cannot be read from here, and the actions are zeros. `search_path` is the folder with user code.
+    """
+    deadlines = spec.runtime.deadlines
+    problem = check_in_child(
+        SIMULATOR_TRIAL,
+        *(["policy"] if with_policy else []),
+        name=f"the simulator {embodied_options(spec).id}",
+        given=spec.model_dump_json(by_alias=True),
+        search_path=search_path,
+        seconds=IMPORT_SECONDS + 2 * deadlines.env_reset + deadlines.env_step,
+    )
+    located = problem.startswith(("env.", "model.", "extensions:"))
+    return [f"spec.{'' if located else 'env.options.id: '}{problem}"] if problem else []
 
 
 def _check_placement(job: RLJob) -> Iterator[str]:

@@ -75,9 +75,9 @@ class Simulator:
         self._env = make_simulator(settings)
         self._step = self._env.step
         self._label, self._auto_reset = settings.label, settings.auto_reset
-        self._space = self._env.action_space
-        self._discrete = type(self._space).__name__ == "Discrete"
-        self._start = int(self._space.start) if self._discrete else 0
+        self.action_space = self._env.action_space
+        self._discrete = type(self.action_space).__name__ == "Discrete"
+        self._start = int(self.action_space.start) if self._discrete else 0
         self._shapes: dict[str, tuple[int, ...]] | None = None
         """Shapes of the first observation."""
         self._vector: tuple[int, ...] | None = None
@@ -159,15 +159,15 @@ class Simulator:
     def _action(self, action: Any) -> Any:
         if self._discrete:
             return int(action) + self._start
-        if hasattr(self._space, "low"):
-            return np.clip(np.asarray(action, self._space.dtype), self._space.low, self._space.high).reshape(
-                self._space.shape
-            )
+        if hasattr(self.action_space, "low"):
+            return np.clip(
+                np.asarray(action, self.action_space.dtype), self.action_space.low, self.action_space.high
+            ).reshape(self.action_space.shape)
         return action
 
     def _taken(self, action: Any, like: np.ndarray) -> np.ndarray:
         """Return the action of a person in the form of the policy's, `like`."""
-        taken = np.asarray(action) - (int(self._space.start) if self._discrete else 0)
+        taken = np.asarray(action) - (int(self.action_space.start) if self._discrete else 0)
         if taken.size != like.size:
             raise RolloutDataFailure(
                 f"{self._label}: info[{INTERVENTION!r}] must have the {like.size} numbers of an action, got {taken.size}"

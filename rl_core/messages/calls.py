@@ -1,6 +1,6 @@
 """The messages with which the runner constructs workers and calls their methods.
 
-runner -> worker   construct(WorkerSpec)      execute(method, args, kwargs) -> MethodResult      retire()
+runner -> worker   construct(WorkerSpec)      execute(*args, **kwargs) of the target method -> MethodResult      retire()
 
 Arguments and values are the user's own: plain values, arrays, tensors, records, and parts of the job as `PackedSpec`.
 """

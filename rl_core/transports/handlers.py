@@ -1,20 +1,24 @@
-"""Runs the handlers of an RPC server: functions in a thread pool, coroutine functions on an event loop that the process shares.
+"""Runs the handlers of an RPC server: functions on threads, coroutine functions on an event loop that the process shares.
 
-Handlers never run on the I/O thread. `HandlerRunner` runs at most `max_concurrency` of them at a time and queues the others in order.
+Handlers never run on the I/O thread. A function takes one change of threads: from the I/O thread to the thread that runs it and replies.
 """
 
 import asyncio
 import concurrent.futures
 import contextvars
 import inspect
+import logging
 import os
+import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
 from rl_core.transports.rpc_incoming import IncomingCall
 from rl_core.transports.rpc_wire import CALLER, CALLER_HOST
+
+logger = logging.getLogger(__name__)
 
 
 class HandlerLoop:
@@ -38,84 +42,181 @@ class HandlerLoop:
             return cls._shared
 
 
-class HandlerRunner:
-    """Runs the handlers of calls, at most `max_concurrency` at a time, in the order the calls came."""
+class HandlerThreads:
+    """At most `most` daemon threads, started when they are needed, that run functions in the order of `submit`."""
 
-    def __init__(self, *, max_concurrency: int) -> None:
-        self._limit = max_concurrency
-        self._threads = concurrent.futures.ThreadPoolExecutor(max_concurrency, thread_name_prefix="rljob-rpc")
-        self._active = 0
-        self._queue: deque[_Running] = deque()
+    def __init__(self, most: int, name: str) -> None:
+        self._most, self._name = most, name
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        """Guards `_active` and `_queue`: handlers end on their own threads while the I/O thread submits."""
+        """Guards the two below: functions are submitted and end on several threads."""
+        self._unfinished = 0
+        self._threads = 0
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run `work()` as soon as a thread is free."""
+        with self._lock:
+            self._unfinished += 1
+            new = self._threads < min(self._unfinished, self._most)
+            self._threads += new
+        self._queue.put(work)
+        if new:
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+
+    def run(self, work: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
+        """Run `work()` as `submit` does and return the future of its result."""
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - the future carries it
+                future.set_exception(error)
+
+        self.submit(run)
+        return future
+
+    def close(self) -> None:
+        """End the threads once everything that was submitted has run."""
+        with self._lock:
+            self._most = 0
+            threads = self._threads
+        for _ in range(threads):
+            self._queue.put(None)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                work()
+            except Exception:
+                logger.exception("the reply of a handler could not be sent")
+            del work  # an idle thread keeps no arguments alive
+            with self._lock:
+                self._unfinished -= 1
+
+
+class HandlerRunner:
+    """Runs the handlers of calls in the order the calls came: at most `threads` functions and `coroutines` coroutines at a time."""
+
+    def __init__(self, *, threads: int, coroutines: int) -> None:
+        self.threads = HandlerThreads(threads, "rljob-rpc")
+        self._most_coroutines = coroutines
+        self._coroutines = 0
+        """Coroutines that are running."""
+        self._queue: deque[_Running] = deque()
+        """Coroutines that wait for others to end."""
+        self._unfinished = 0
+        self._on_idle: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
+        """Guards all of the above: handlers end on their own threads while the I/O thread submits."""
 
     def submit(self, call: IncomingCall, handler: Callable[..., Any]) -> None:
-        """Run `handler` for `call` as soon as there is room."""
-        running = _Running(call, handler)
-        call.begun = True
-        if running.on_loop:
-            call.on_cancel = running.cancel
+        """Run `handler` for `call` as soon as there is room. An awaitable that a function returns is awaited on the loop of handlers."""
+        running = _Running(call, handler, self._finished)
+        if not inspect.iscoroutinefunction(handler):
+            with self._lock:  # `limit` closes the threads under it
+                self._unfinished += 1
+                self.threads.submit(running.run)
+            return
+        call.on_cancel = running.cancel
         with self._lock:
-            if self._active >= self._limit:
+            self._unfinished += 1
+            if self._coroutines >= self._most_coroutines:
                 self._queue.append(running)
                 return
-            self._active += 1
+            self._coroutines += 1
         self._start(running)
+
+    def limit(self, most: int) -> None:
+        """Run at most `most` functions and as many coroutines from now on. Functions that run or wait end in their old threads."""
+        with self._lock:
+            self.threads.close()
+            self.threads = HandlerThreads(most, "rljob-rpc")
+            self._most_coroutines = most
+
+    async def wait_idle(self) -> None:
+        """Wait until no handler runs or waits to run."""
+        loop = asyncio.get_running_loop()
+        idle = asyncio.Event()
+        with self._lock:
+            if not self._unfinished:
+                return
+            self._on_idle.append(lambda: loop.call_soon_threadsafe(idle.set))
+        await idle.wait()
 
     def close(self) -> None:
         """Accept no more calls. Handlers that run are not interrupted."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.close()
 
     def _start(self, running: "_Running") -> None:
-        if running.on_loop:
-            HandlerLoop.shared().loop.call_soon_threadsafe(running.start, self._finished)
-            return
-        try:
-            self._threads.submit(contextvars.Context().run, running.run, self._finished)
-        except RuntimeError:  # the server was closed while this call waited
-            self._finished()
+        HandlerLoop.shared().loop.call_soon_threadsafe(running.start)
 
-    def _finished(self) -> None:
+    def _finished(self, is_coroutine: bool) -> None:
         with self._lock:
-            if not self._queue:
-                self._active -= 1
-                return
-            running = self._queue.popleft()
-        self._start(running)
+            self._unfinished -= 1
+            on_idle: list[Callable[[], object]] = []
+            if not self._unfinished:
+                on_idle, self._on_idle = self._on_idle, on_idle
+            following = None
+            if is_coroutine:
+                following = self._queue.popleft() if self._queue else None
+                self._coroutines -= following is None
+        for wake in on_idle:
+            wake()
+        if following is not None:
+            self._start(following)
 
 
 class _Running:
-    """A call with its handler."""
+    """A call with its handler. `finished(is_coroutine)` is called once when it has ended."""
 
-    def __init__(self, call: IncomingCall, handler: Callable[..., Any]) -> None:
+    __slots__ = ("_finished", "_task", "call", "handler")
+
+    def __init__(self, call: IncomingCall, handler: Callable[..., Any], finished: Callable[[bool], None]) -> None:
         self.call = call
         self.handler = handler
-        self.on_loop = inspect.iscoroutinefunction(handler)
+        self._finished = finished
         self._task: asyncio.Task[None] | None = None
 
-    def run(self, finished: Callable[[], None]) -> None:
-        """Run a plain function in this thread and answer. Once begun it cannot be cancelled; its answer is dropped then."""
+    def run(self) -> None:
+        """Run a plain function in this thread and reply. Once begun it cannot be cancelled; its reply is dropped then."""
+        contextvars.Context().run(self._run)
+
+    def _run(self) -> None:
+        finished = True
         try:
             args, kwargs = self._begin()
-            self.call.reply(self.handler(*args, **kwargs))
+            value = self.handler(*args, **kwargs)
+            if inspect.isawaitable(value):
+                asyncio.run_coroutine_threadsafe(
+                    self._reply_later(value, is_coroutine=False), HandlerLoop.shared().loop
+                )
+                finished = False
+            else:
+                self.call.reply(value)
         except BaseException as error:  # noqa: BLE001 - whatever user code raises belongs to the caller, SystemExit too
             self.call.fail(error)
         finally:
-            finished()
+            if finished:
+                self._finished(False)
 
-    def start(self, finished: Callable[[], None]) -> None:
+    def start(self) -> None:
         """Start a coroutine function. On the handler loop."""
         loop = asyncio.get_running_loop()
-        self._task = loop.create_task(self._await(finished), context=contextvars.Context())
+        self._task = loop.create_task(self._reply_later(None, is_coroutine=True), context=contextvars.Context())
 
-    async def _await(self, finished: Callable[[], None]) -> None:
+    async def _reply_later(self, value: Awaitable[Any] | None, *, is_coroutine: bool) -> None:
         try:
-            args, kwargs = self._begin()
-            self.call.reply(await self.handler(*args, **kwargs))
+            if value is None:
+                args, kwargs = self._begin()
+                value = self.handler(*args, **kwargs)
+            self.call.reply(await value)
         except BaseException as error:  # noqa: BLE001 - as above; on the loop SystemExit would end the loop
             self.call.fail(error)
         finally:
-            finished()
+            self._finished(is_coroutine)
 
     def _begin(self) -> tuple[list[Any], dict[str, Any]]:
         if self.call.cancelled:

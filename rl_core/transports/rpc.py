@@ -11,7 +11,16 @@ gives shared memory back to the server. Every message carries the sender's epoch
 
 from rl_core.transports.rpc_client import RpcClient
 from rl_core.transports.rpc_incoming import IncomingCall, Peer
-from rl_core.transports.rpc_server import RpcServer, inline
+from rl_core.transports.rpc_server import RpcServer, inline, scheduling
 from rl_core.transports.rpc_wire import current_caller, current_caller_host
 
-__all__ = ["IncomingCall", "Peer", "RpcClient", "RpcServer", "current_caller", "current_caller_host", "inline"]
+__all__ = [
+    "IncomingCall",
+    "Peer",
+    "RpcClient",
+    "RpcServer",
+    "current_caller",
+    "current_caller_host",
+    "inline",
+    "scheduling",
+]

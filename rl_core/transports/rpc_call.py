@@ -6,7 +6,7 @@ from typing import Any
 
 
 class CallFuture(concurrent.futures.Future[Any]):
-    """A request and the future of its reply. Only the I/O thread may use the fields of the connection.
+    """A request and the future of its reply. Only its connection may use the fields below, under the lock of the connection.
 
     `result()` may be called on any thread but the I/O thread, on which callbacks run. `cancel()` also cancels the handler on the server.
     """

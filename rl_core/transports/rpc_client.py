@@ -129,16 +129,21 @@ class RpcClient:
         idempotent: bool = False,
         waits: bool = False,
         convert: Callable[[Any], Any] | None = None,
-        label: str | None = None,
+        target: str | None = None,
     ) -> CallFuture:
         """Return `call_future(method, *args, **kwargs)`, its value passed through `convert` on the I/O thread.
 
-        Set `waits` for a long poll, which does not count against flow control. `label` is the name of the call in errors, by default
-        `method`.
+        Set `waits` for a long poll, which does not count against flow control. `target` is what `method` acts on where that decides how the
+        server runs it; errors name it in place of `method`.
         """
         connection = self._connection
         seconds = DEFAULT_TIMEOUT if timeout is None else rpc_wire.finite_seconds(timeout)
         number = next(self._ids)
+        options: dict[str, Any] = {"timeout": seconds}
+        if idempotent:
+            options["idempotent"] = True
+        if target is not None:
+            options["target"] = target
         parts = frames.encode_message(
             "call",
             [list(args), kwargs],
@@ -146,11 +151,11 @@ class RpcClient:
             request_id=number,
             sender=None,
             method=method,
-            options={"timeout": seconds} | ({"idempotent": True} if idempotent else {}),
+            options=options,
         )
         call = CallFuture(
             number,
-            label or method,
+            target or method,
             parts,
             timeout=seconds,
             deadline=self._clock() + seconds,

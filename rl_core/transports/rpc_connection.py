@@ -4,14 +4,17 @@ A connection is WAITING (no handshake yet, or lost), GREETING (hello sent) or RE
 within the credit; others wait in a queue, and their timeout runs. After a reconnection the server reports which of the pending calls it has
 received, and the others are sent again. So a call runs at most once unless it is idempotent.
 
-Only the I/O thread uses the socket and the state; other threads pass it their calls.
+The thread that makes a call sends it. The I/O thread receives the replies, watches the connection and the deadlines, and completes the
+calls. One lock guards the socket and the state; calls are completed outside it, because that runs callbacks of others.
 """
 
+import contextlib
 import enum
 import logging
 import os
+import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import zmq
@@ -69,6 +72,12 @@ class Connection:
         """Whether server and client proved that they see the same /dev/shm."""
         self._identity, self._share_memory = identity, share_memory
         self._io = IoThread.shared()
+        self._lock = threading.RLock()
+        """Guards the socket and all fields below."""
+        self._abandoned: deque[CallFuture] = deque()
+        """Cancelled calls, which take effect before the next call is sent. Appended to without the lock, as finalizers may cancel."""
+        self._failed: list[tuple[CallFuture, Exception]] = []
+        """Calls that fail as soon as the lock is free."""
         self._state = _State.WAITING
         self._server: Caller | None = None
         self._instance: bytes | None = None
@@ -79,7 +88,7 @@ class Connection:
         self._sent: dict[int, CallFuture] = {}
         self._queue: deque[CallFuture] = deque()
         """Calls that wait for the connection or for credit."""
-        self._bytes = 0
+        self._credit_calls = self._credit_bytes = 0
         """Credit that the calls in flight take."""
         self._expiry: sockets.Timer | None = None
         self._expiry_at = float("inf")
@@ -94,25 +103,60 @@ class Connection:
     @property
     def idle(self) -> bool:
         """Return whether no call is queued or waits for its answer."""
-        return bool(self._io.run(lambda: not self._queue and not self._sent))
+        with self._lock:
+            return not self._queue and not self._sent
 
-    # --- faces for rpc_client; any thread. The I/O thread takes them up in the order of the calls ---
+    # --- faces for rpc_client; any thread ---
 
     def submit(self, call: CallFuture) -> None:
         """Send `call`, or queue it until the connection and its credit allow."""
-        self._io.call_soon(self._submit, call)
+        with self._lock:
+            self.counters["calls"] += 1
+            self._drop_abandoned()
+            closed = self._state is _State.CLOSED
+            if not closed:
+                if (
+                    call.waits and self._state is _State.READY
+                ):  # goes at once: it may do what calls short of credit wait for
+                    self._queue.appendleft(call)
+                else:
+                    self._queue.append(call)
+                self._expect(call.deadline)
+                self._flush()
+        if closed:
+            call.fail(self._closed(call))
 
     def abandon(self, call: CallFuture) -> None:
         """Drop `call`. The server is asked to cancel it, or to undo its effect when it has replied to a call that nobody waits for."""
-        self._io.call_soon(self._abandon, call)
+        self._abandoned.append(call)
+        self._io.call_soon(self._drop_abandoned)
 
     def fail(self, reason: str) -> None:
         """Fail all calls under way with WorkerLost."""
-        self._io.call_soon(self._fail_all, lambda call: WorkerLost(f"{call.method} at {self.peer}: {reason}"))
+
+        def lost() -> None:
+            with self._exclusive():
+                self._fail_all(lambda call: WorkerLost(f"{call.method} at {self.peer}: {reason}"))
+
+        self._io.call_soon(lost)
 
     def close(self) -> None:
         """Close the socket; calls under way fail."""
         self._io.run(self._shut)
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Hold the lock, then complete the calls that failed meanwhile."""
+        failed: list[tuple[CallFuture, Exception]] = []
+        try:
+            with self._lock:
+                try:
+                    yield
+                finally:
+                    failed, self._failed = self._failed, failed
+        finally:
+            for call, error in failed:
+                call.fail(error)
 
     # --- below: on the I/O thread ---
 
@@ -129,35 +173,29 @@ class Connection:
         self._socket.connect(self.address)
 
     def _shut(self) -> None:
-        if self._state is _State.CLOSED:
-            return
-        self._send("bye", None)
-        self._state = _State.CLOSED
-        self._fail_all(self._closed)
-        if self._expiry is not None:
-            self._expiry.cancel()
-        self._io.unregister(self._monitor)
-        self._io.unregister(self._socket)
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close()
+        with self._exclusive():
+            if self._state is _State.CLOSED:
+                return
+            self._send("bye", None)
+            self._state = _State.CLOSED
+            self._fail_all(self._closed)
+            if self._expiry is not None:
+                self._expiry.cancel()
+            self._io.unregister(self._monitor)
+            self._io.unregister(self._socket)
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close()
 
     def _closed(self, call: CallFuture) -> InfrastructureError:
         return InfrastructureError(f"{call.method} at {self.peer}: the client was closed")
 
     # --- sending ---
 
-    def _submit(self, call: CallFuture) -> None:
-        self.counters["calls"] += 1
-        if self._state is _State.CLOSED:
-            call.fail(self._closed(call))
-            return
-        if call.waits and self._state is _State.READY:  # goes at once: it may do what calls short of credit wait for
-            self._queue.appendleft(call)
-        else:
-            self._queue.append(call)
-        self._expect(call.deadline)
-        self._flush()
+    def _drop_abandoned(self) -> None:
+        with self._lock:
+            while self._abandoned:
+                self._abandon(self._abandoned.popleft())
 
     def _abandon(self, call: CallFuture) -> None:
         if call.sent:  # also when it was answered: nobody received the answer, and the server may undo its effect
@@ -170,7 +208,8 @@ class Connection:
 
     def _forget(self, call: CallFuture) -> None:
         if self._sent.pop(call.id, None) is not None:
-            self._bytes -= call.nbytes
+            self._credit_calls -= not call.waits
+            self._credit_bytes -= call.nbytes
 
     def _send(self, kind: str, value: Any, request_id: int | None = None) -> None:
         """Send a message that has no answer; dropped while there is no connection."""
@@ -186,23 +225,25 @@ class Connection:
         while self._state is _State.READY and self._queue and self._has_credit(self._queue[0]):
             call = self._queue.popleft()
             self._sent[call.id] = call
-            self._bytes += call.nbytes
+            self._credit_calls += not call.waits
+            self._credit_bytes += call.nbytes
             call.sent = True
             self._send_parts(call.parts)
 
     def _has_credit(self, call: CallFuture) -> bool:
-        if call.waits or self._bytes == 0:  # nothing that takes credit is in flight
+        if call.waits or self._credit_bytes == 0:  # nothing that takes credit is in flight
             return True
-        full = len(self._sent) >= rpc_wire.MAX_CALLS
-        if full and sum(not other.waits for other in self._sent.values()) >= rpc_wire.MAX_CALLS:
-            return False
-        return self._bytes + call.nbytes <= rpc_wire.MAX_BYTES
+        return self._credit_calls < rpc_wire.MAX_CALLS and self._credit_bytes + call.nbytes <= rpc_wire.MAX_BYTES
 
     # --- reading ---
 
     def _read_all(self) -> None:
-        while self._state is not _State.CLOSED and sockets.has_message(self._socket):
-            self._read(sockets.receive(self._socket))
+        while True:
+            with self._lock:
+                if self._state is _State.CLOSED or not sockets.has_message(self._socket):
+                    return
+                parts = sockets.receive(self._socket)
+            self._read(parts)
 
     def _read(self, parts: list[Any]) -> None:
         try:
@@ -217,27 +258,30 @@ class Connection:
         if kind in ("reply", "error"):
             self._answered(header, parts)
         elif kind == "received":
-            call = self._sent.get(frames.read_body(header, parts))
-            if call is not None:
-                call.received = True
+            number = frames.read_body(header, parts)
+            with self._lock:
+                if (call := self._sent.get(number)) is not None:
+                    call.received = True
         elif kind == "welcome":
             self._welcome(frames.read_body(header, parts))
         elif kind == "who":
-            self._greet()
+            with self._lock:
+                self._greet()
         elif kind == "refused":
             self._refuse(str(frames.read_body(header, parts)))
 
     def _answered(self, header: FrameHeader, parts: list[Any]) -> None:
-        call = self._sent.get(header.request_id)
-        if call is None:
-            self.counters["late"] += 1
-            self._send(
-                "cancel", None, header.request_id
-            )  # the server undoes the effect of an answer that nobody received
-            return
-        self._forget(call)
+        with self._lock:
+            call = self._sent.get(header.request_id)
+            if call is None:
+                self.counters["late"] += 1
+                self._send(
+                    "cancel", None, header.request_id
+                )  # the server undoes the effect of an answer that nobody received
+                return
+            self._forget(call)
+            self._flush()
         call.settle(lambda: self._value(header, parts, call.method))
-        self._flush()
 
     def _value(self, header: FrameHeader, parts: list[Any], method: str) -> Any:
         if header.epoch is not None and self.epoch is not None and header.epoch < self.epoch:
@@ -255,15 +299,19 @@ class Connection:
     def _watch(self) -> None:
         while self._state is not _State.CLOSED and sockets.has_message(self._monitor):
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._services = deque([self._services[0]])
-                self._greet()
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # not its key, or the server went away
-                self._try_another_key()
-            elif event == zmq.EVENT_DISCONNECTED:
-                self._disconnected()
-            else:
-                self._refuse("the server refused this process's key")
+            with self._lock:
+                self._follow(event)
+
+    def _follow(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._services = deque([self._services[0]])
+            self._greet()
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # not its key, or the server went away
+            self._try_another_key()
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._disconnected()
+        else:
+            self._refuse("the server refused this process's key")
 
     def _try_another_key(self) -> None:
         """Connect anew with the key of the next service that the server may be; slower after each round."""
@@ -278,9 +326,10 @@ class Connection:
         self._io.call_at(self._io.clock() + pause, self._connect)
 
     def _connect(self) -> None:
-        if self._state is not _State.CLOSED and self._keys is not None:
-            self._keys.connect(self._socket, self._services[0] or "")
-            self._socket.connect(self.address)
+        with self._lock:
+            if self._state is not _State.CLOSED and self._keys is not None:
+                self._keys.connect(self._socket, self._services[0] or "")
+                self._socket.connect(self.address)
 
     def _refuse(self, why: str) -> None:
         self.counters["refused"] += 1
@@ -301,15 +350,16 @@ class Connection:
         self._send("hello", hello)
 
     def _welcome(self, welcome: Welcome) -> None:
-        self._server, self._refusal = welcome.caller, ""
-        replaced = self._instance is not None and self._instance != welcome.instance
-        self._instance = welcome.instance
         can_read = self._share_memory and tokens.shares_memory(welcome.memory)
-        self.shares_memory = can_read and welcome.readable is True
-        self._state = _State.READY
-        self._send("attach", can_read)
-        self._resume(set(welcome.running), set(welcome.finished), replaced)
-        self._flush()
+        with self._exclusive():
+            self._server, self._refusal = welcome.caller, ""
+            replaced = self._instance is not None and self._instance != welcome.instance
+            self._instance = welcome.instance
+            self.shares_memory = can_read and welcome.readable is True
+            self._state = _State.READY
+            self._send("attach", can_read)
+            self._resume(set(welcome.running), set(welcome.finished), replaced)
+            self._flush()
 
     def _resume(self, running: set[int], finished: set[int], replaced: bool) -> None:
         """Send again what the server never had; what may have run is lost unless it is idempotent."""
@@ -321,10 +371,10 @@ class Connection:
             if call.idempotent or not (replaced or call.id in finished):
                 again.append(call)
             elif replaced:
-                call.fail(self._lost(call, "the server was replaced by another"))
+                self._failed.append((call, self._lost(call, "the server was replaced by another")))
             else:
                 self._send("cancel", None, call.id)
-                call.fail(self._lost(call, "the answer was lost with the connection"))
+                self._failed.append((call, self._lost(call, "the answer was lost with the connection")))
         for call in again:
             call.sent = call.received = False
         self.counters["resent"] += len(again)
@@ -339,11 +389,12 @@ class Connection:
             self._io.call_at(self._lost_at + RECONNECT_SECONDS, self._give_up)
 
     def _give_up(self) -> None:
-        if self._lost_at is None or self._io.clock() - self._lost_at < RECONNECT_SECONDS:
-            return
-        for call in [call for call in self._sent.values() if not call.idempotent]:
-            self._forget(call)
-            call.fail(self._lost(call, f"the connection was lost {RECONNECT_SECONDS:g} s ago"))
+        with self._exclusive():
+            if self._lost_at is None or self._io.clock() - self._lost_at < RECONNECT_SECONDS:
+                return
+            for call in [call for call in self._sent.values() if not call.idempotent]:
+                self._forget(call)
+                self._failed.append((call, self._lost(call, f"the connection was lost {RECONNECT_SECONDS:g} s ago")))
 
     def _lost(self, call: CallFuture, why: str) -> WorkerLost:
         return WorkerLost(f"{call.method} at {self.peer}: {why}; whether it ran is unknown")
@@ -352,9 +403,8 @@ class Connection:
         calls = [*self._sent.values(), *self._queue]
         self._sent.clear()
         self._queue.clear()
-        self._bytes = 0
-        for call in calls:
-            call.fail(error(call))
+        self._credit_calls = self._credit_bytes = 0
+        self._failed += [(call, error(call)) for call in calls]
 
     # --- deadlines ---
 
@@ -366,14 +416,15 @@ class Connection:
             self._expiry = self._io.call_at(deadline, self._expire)
 
     def _expire(self) -> None:
-        self._expiry, self._expiry_at = None, float("inf")
-        now = self._io.clock()
-        for call in [call for call in [*self._sent.values(), *self._queue] if call.deadline <= now]:
-            late = f"{call.method} at {self.peer} was not answered within {call.timeout:g} s; {self._whereabouts(call)}"
-            self._abandon(call)
-            call.fail(DeadlineExceeded(late))
-        for call in [*self._sent.values(), *self._queue]:
-            self._expect(call.deadline)
+        with self._exclusive():
+            self._expiry, self._expiry_at = None, float("inf")
+            now = self._io.clock()
+            for call in [call for call in [*self._sent.values(), *self._queue] if call.deadline <= now]:
+                late = f"{call.method} at {self.peer} was not answered within {call.timeout:g} s; {self._whereabouts(call)}"
+                self._abandon(call)
+                self._failed.append((call, DeadlineExceeded(late)))
+            for call in [*self._sent.values(), *self._queue]:
+                self._expect(call.deadline)
 
     def _whereabouts(self, call: CallFuture) -> str:
         if call.received:

@@ -1,11 +1,12 @@
-"""The server of RPC: a ROUTER socket on the I/O thread, and handlers on other threads. See `rpc` for the protocol.
+"""The server of RPC: a ROUTER socket that the I/O thread reads, and handlers on other threads. See `rpc` for the protocol.
 
-The state of a client (request ids, segments that it holds, its role) is dropped when ZeroMQ cannot route to it for LOST_SECONDS. Only the
-I/O thread uses the socket and the state; handlers pass it their replies.
+The state of a client (request ids, segments that it holds, its role) is dropped when ZeroMQ cannot route to it for LOST_SECONDS. A handler
+sends its reply on its own thread. One lock guards the socket and the tables of requests; no handler and no callback runs under it.
 """
 
 import logging
 import os
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Set
 from typing import Any
@@ -44,15 +45,24 @@ def inline(handler: Handler) -> Handler:
     return handler
 
 
+def scheduling(handler: Handler) -> Handler:
+    """Mark a handler that runs as `handler(call)` on the I/O thread and only chooses where the call runs.
+
+    Whoever runs it there decodes the arguments, by `call.arguments()`.
+    """
+    handler.rpc_scheduling = True  # type: ignore[attr-defined]
+    return handler
+
+
 class RpcServer:
     """Serves `handlers`, a mapping or the public methods of an object, at `bind`: `tcp://host:port`, where port 0 means any free port.
 
-    Without `keys` it serves the loopback interface only. `allowed` maps the role of a caller to the methods that it may call; a role that
-    is not in it may call none, and None allows all. `service` is the entry of `curve.callers_of_services`, by default that of the
-    identity's role. Methods in `unfenced`, such as the hub's hello, also serve callers of older epochs. With `share_memory` the server
-    finds out which clients see the same /dev/shm, and frees the segments that they release. `on_peer`, `on_peer_lost` and `on_late_cancel`
-    run on the I/O thread; the last one is called when a caller cancels a call after the reply. `start` raises ConfigError when the address
-    cannot be bound.
+    At most `max_concurrency` functions and as many coroutines run at a time. Without `keys` it serves the loopback interface only.
+    `allowed` maps the role of a caller to the methods that it may call; a role that is not in it may call none, and None allows all.
+    `service` is the entry of `curve.callers_of_services`, by default that of the identity's role. Methods in `unfenced`, such as the hub's
+    hello, also serve callers of older epochs. With `share_memory` the server finds out which clients see the same /dev/shm, and frees the
+    segments that they release. `on_peer`, `on_peer_lost` and `on_late_cancel` run on the I/O thread; the last one is called when a caller
+    cancels a call after the reply. `start` raises ConfigError when the address cannot be bound.
     """
 
     def __init__(
@@ -84,8 +94,10 @@ class RpcServer:
         self.service = service or {"runner": "hub"}.get(role, role)
         self._share_memory = share_memory
         self._on_peer, self._on_peer_lost, self._on_late_cancel = on_peer, on_peer_lost, on_late_cancel
-        self._runner = HandlerRunner(max_concurrency=max_concurrency)
+        self._runner = HandlerRunner(threads=max_concurrency, coroutines=max_concurrency)
         self._io = IoThread.shared()
+        self._lock = threading.RLock()
+        """Guards the socket, `_peers`, `_forgotten`, and the request tables of peers: handlers reply on their own threads."""
         self._socket: zmq.Socket[Any] | None = None
         self._peers: dict[bytes, Peer] = {}
         self._forgotten: OrderedDict[bytes, OrderedDict[int, bool]] = OrderedDict()
@@ -144,14 +156,17 @@ class RpcServer:
             self._forget(peer)
         if self._probe is not None:
             self._probe.cancel()
-        self._socket.close()
-        self._socket = None
+        with self._lock:
+            self._socket.close()
+            self._socket = None
 
     def _receive_all(self) -> None:
         for _ in range(_BATCH):
-            if self._socket is None or not sockets.has_message(self._socket):
-                return
-            self._receive(sockets.receive(self._socket))
+            with self._lock:
+                if self._socket is None or not sockets.has_message(self._socket):
+                    return
+                parts = sockets.receive(self._socket)
+            self._receive(parts)
         self._io.call_soon(self._receive_all)  # the other sockets have their turn first
 
     def _receive(self, parts: list[Any]) -> None:
@@ -197,22 +212,25 @@ class RpcServer:
         shared = (
             ProcessSharedMemory.shared(self._identity.uid if self._identity else "") if self._share_memory else None
         )
-        if peer.welcome:
-            for number in peer.calls.keys() - set(hello.pending):  # given up while the connection was lost
-                self._cancel(peer, number)
-        else:
-            peer.finished = self._forgotten.pop(peer.routing_id, peer.finished)
-        answer = Welcome(
-            caller=Caller.of(self._identity),
-            instance=self._instance,
-            memory=shared.token.proof if shared is not None else None,
-            readable=shared is not None and tokens.shares_memory(hello.memory),
-            running=tuple(number for number in hello.pending if number in peer.calls),
-            finished=tuple(number for number in hello.pending if number in peer.finished),
-        )
-        self._peers[peer.routing_id] = peer
-        peer.caller, peer.welcome = hello.caller, True
-        self._send(peer, "welcome", answer)
+        readable = shared is not None and tokens.shares_memory(hello.memory)
+        with self._lock:
+            given_up = peer.calls.keys() - set(hello.pending) if peer.welcome else set()
+        for number in given_up:  # while the connection was lost
+            self._cancel(peer, number)
+        with self._lock:  # a request that ends meanwhile would be in neither table
+            if not peer.welcome:
+                peer.finished = self._forgotten.pop(peer.routing_id, peer.finished)
+            answer = Welcome(
+                caller=Caller.of(self._identity),
+                instance=self._instance,
+                memory=shared.token.proof if shared is not None else None,
+                readable=readable,
+                running=tuple(number for number in hello.pending if number in peer.calls),
+                finished=tuple(number for number in hello.pending if number in peer.finished),
+            )
+            self._peers[peer.routing_id] = peer
+            peer.caller, peer.welcome = hello.caller, True
+            self._send(peer, "welcome", answer)
         if self._on_peer is not None:
             self._on_peer(peer)
         self._start_probe()
@@ -232,11 +250,13 @@ class RpcServer:
         number = header.request_id
         if type(number) is not int:
             raise FrameError("request id must be an integer")
-        if number in peer.calls or (number in peer.finished and not header.options.get("idempotent")):
-            self.counters["duplicates"] += 1
-            return
+        call = IncomingCall(peer, header, parts, answer=self._answer)
+        with self._lock:
+            if number in peer.calls or (number in peer.finished and not header.options.get("idempotent")):
+                self.counters["duplicates"] += 1
+                return
+            peer.calls[number] = call
         self.counters["calls"] += 1
-        call = peer.calls[number] = IncomingCall(peer, header, parts, answer=self._answer)
         handler = self._handlers.get(call.method)
         problem = self._problem(call, handler)
         if problem is not None or handler is None:
@@ -244,8 +264,7 @@ class RpcServer:
         elif getattr(handler, "rpc_inline", False):
             self._run_inline(call, handler)
         else:
-            self._confirm_later(call)
-            self._runner.submit(call, handler)
+            self._begin(call, handler)
 
     def _problem(self, call: IncomingCall, handler: Handler | None) -> Exception | None:
         epoch = call.header.epoch
@@ -275,6 +294,17 @@ class RpcServer:
         except Exception as error:  # noqa: BLE001 - the caller hears it; the loop goes on
             call.fail(error)
 
+    def _begin(self, call: IncomingCall, handler: Handler) -> None:
+        call.begun = True
+        self._confirm_later(call)
+        if not getattr(handler, "rpc_scheduling", False):
+            self._runner.submit(call, handler)
+            return
+        try:
+            handler(call)
+        except Exception as error:  # noqa: BLE001 - as above
+            call.fail(error)
+
     def _confirm_later(self, call: IncomingCall) -> None:
         timeout = call.header.options.get("timeout")
         if isinstance(timeout, (int, float)) and timeout <= 2 * rpc_wire.RECEIPT_SECONDS:
@@ -301,46 +331,44 @@ class RpcServer:
             call.on_cancel()
 
     def _answer(self, call: IncomingCall, kind: str, value: Any) -> bool:
-        """Encode an answer on the thread of the handler and queue it; return whether `value` could be encoded."""
+        """Encode and send an answer on the thread of the handler; return whether `value` could be encoded."""
         travels = True
         try:
             parts = self._encode(kind, value, call.id)
         except (TypeError, ValueError) as error:
             travels, parts = False, self._encode("error", rpc_wire.pack_error(error), call.id)
-        if self._io.is_current():  # an inline handler: its next look at the peer finds the call ended
-            self._deliver(call, parts)
-        else:
-            self._io.call_soon(self._deliver, call, parts)
+        peer = call.peer
+        with self._lock:
+            if peer.calls.get(call.id) is call:  # else it was answered before, or its caller is gone
+                del peer.calls[call.id]
+                peer.finished[call.id] = self._send_parts(peer, parts)
+                if len(peer.finished) > rpc_wire.REMEMBERED_IDS:
+                    peer.finished.popitem(last=False)
         return travels
 
     def _encode(self, kind: str, value: Any, request_id: int | None = None) -> list[Any]:
         return frames.encode_message(kind, value, epoch=self.epoch, request_id=request_id, sender=None)
 
-    def _deliver(self, call: IncomingCall, parts: list[Any]) -> None:
-        peer = call.peer
-        if peer.calls.get(call.id) is not call:  # answered before, or its caller is gone
-            return
-        del peer.calls[call.id]
-        peer.finished[call.id] = self._send_parts(peer, parts)
-        if len(peer.finished) > rpc_wire.REMEMBERED_IDS:
-            peer.finished.popitem(last=False)
-
     def _send(self, peer: Peer, kind: str, value: Any) -> bool:
         return self._send_parts(peer, self._encode(kind, value))
 
     def _send_parts(self, peer: Peer, parts: list[Any]) -> bool:
-        if self._socket is None:
-            return False
-        try:
-            sockets.send(self._socket, [peer.routing_id, *parts])
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
-            self.counters["unreachable"] += 1
-            return False
-        if sockets.has_message(self._socket):  # sending may consume the notification of a message that has arrived
-            self._io.call_soon(self._receive_all)
-        return True
+        with self._lock:
+            if self._socket is None:
+                return False
+            try:
+                sockets.send(self._socket, [peer.routing_id, *parts])
+            except zmq.ZMQError as error:
+                if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                    raise
+                self.counters["unreachable"] += 1
+                return False
+            finally:
+                if sockets.has_message(
+                    self._socket
+                ):  # sending may consume the notification of a message that has arrived
+                    self._io.call_soon(self._receive_all)
+            return True
 
     def _start_probe(self) -> None:
         if self._probe is None:
@@ -362,15 +390,18 @@ class RpcServer:
             self._start_probe()
 
     def _forget(self, peer: Peer) -> None:
-        self._peers.pop(peer.routing_id, None)
-        begun = {call.id: False for call in peer.calls.values() if call.begun}
-        answered = dict(list(peer.finished.items())[-_KEPT_IDS:])
-        self._forgotten[peer.routing_id] = OrderedDict({**answered, **begun})
-        if len(self._forgotten) > _MAX_LOST_CLIENTS:
-            self._forgotten.popitem(last=False)
-        for call in list(peer.calls.values()):
+        with self._lock:
+            self._peers.pop(peer.routing_id, None)
+            begun = {call.id: False for call in peer.calls.values() if call.begun}
+            answered = dict(list(peer.finished.items())[-_KEPT_IDS:])
+            self._forgotten[peer.routing_id] = OrderedDict({**answered, **begun})
+            if len(self._forgotten) > _MAX_LOST_CLIENTS:
+                self._forgotten.popitem(last=False)
+            calls = list(peer.calls.values())
+        for call in calls:
             self._cancel(peer, call.id)
-        peer.calls.clear()
+        with self._lock:
+            peer.calls.clear()
         if self._share_memory:
             peer.loans.lost()
         if self._on_peer_lost is not None:

@@ -29,8 +29,8 @@ THRESHOLD = 256 * 1024
 """Arrays of this many bytes and more are worth a segment; below, the socket is as fast."""
 RESERVE = 64 * 2**20
 """Bytes of /dev/shm left to others (NCCL, data loaders)."""
-IDLE_BYTES = 256 * 2**20
-"""Most bytes kept in segments that nobody holds."""
+IDLE_BYTES = (256 * 2**20, 2 * 2**30)
+"""Bytes kept in segments that nobody holds: a quarter of the store's capacity within these bounds. `trim` deletes what is not used again."""
 _MAPPED = 256
 
 
@@ -45,22 +45,38 @@ class SegmentLoan:
 class Segment:
     """One file of the store. `generation` rises each time it is lent, so that a late release cannot end the loan of the next holder."""
 
-    __slots__ = ("generation", "inode", "memory", "name", "path", "size", "tainted")
+    __slots__ = ("_descriptor", "_memory", "generation", "inode", "name", "path", "size", "tainted", "used")
 
     def __init__(self, path: Path, size: int) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, size)  # a sparse file would end in SIGBUS when the file system is full
-            self.memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             self.inode = os.fstat(descriptor).st_ino
         except BaseException:
             path.unlink()
-            raise
-        finally:
             os.close(descriptor)
+            raise
         self.path, self.name, self.size, self.generation = path, path.name, size, 0
+        self._descriptor: int | None = descriptor
+        self._memory: mmap.mmap | None = None
+        self.used = True
+        """Whether it was lent since the last `trim`."""
         self.tainted = False
         """A holder was lost; if it lives after all (stopped, cut off), it may still read or write here: never used again."""
+
+    @property
+    def memory(self) -> mmap.mmap:
+        """The memory as this process sees it. Mapped at first use: the channel server lends what it never reads."""
+        if self._memory is None:
+            assert self._descriptor is not None, "a removed segment is not mapped"
+            self._memory = mmap.mmap(self._descriptor, self.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self._close()
+        return self._memory
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def is_there(self) -> bool:
         """Return whether the file still exists under its name. Other programs may have removed it from /dev/shm."""
@@ -73,8 +89,10 @@ class Segment:
         """Delete the file. Its memory is freed with the last mapping."""
         if self.is_there():
             self.path.unlink(missing_ok=True)
+        self._close()
         try:
-            self.memory.close()
+            if self._memory is not None:
+                self._memory.close()
         except BufferError:
             logger.debug("segment %s is still viewed; its mapping goes with the last view", self.name)
 
@@ -87,11 +105,15 @@ class SegmentStore:
         """`full` (placements refused), `created`, `reused`."""
         self._directory = directory
         self._capacity = capacity
+        if capacity is None:
+            space = os.statvfs(directory)
+            capacity = space.f_blocks * space.f_frsize
+        self._most_idle = min(max(capacity // 4, IDLE_BYTES[0]), IDLE_BYTES[1])
         self._owner = tokens.owner_name(uid, os.getpid())
         self._number = 0
         self._idle: OrderedDict[str, Segment] = OrderedDict()
         self._lent: dict[tuple[str, int], tuple[Segment, Counter[Hashable]]] = {}
-        self._total = self._idle_bytes = self._kept_since_trim = 0
+        self._total = self._idle_bytes = 0
         self._lock = threading.Lock()
         """Guards all of the above: the I/O thread frees what other threads lend."""
 
@@ -106,6 +128,7 @@ class SegmentStore:
                 self.counters["full"] += 1
                 return None
             segment.generation += 1
+            segment.used = True
             self._lent[segment.name, segment.generation] = (segment, Counter({holder: 1}))
             return segment
 
@@ -159,11 +182,12 @@ class SegmentStore:
     def trim(self) -> int:
         """Delete the segments that were not used since the last call and return their number."""
         with self._lock:
-            unused = max(0, len(self._idle) - self._kept_since_trim)
-            for _ in range(unused):
-                self._evict()
-            self._kept_since_trim = 0
-            return unused
+            unused = [segment for segment in self._idle.values() if not segment.used]
+            for segment in unused:
+                self._evict(segment)
+            for segment in self._idle.values():
+                segment.used = False
+            return len(unused)
 
     def stats(self) -> dict[str, int]:
         """Return the bytes and the number of segments in the store, and its counters."""
@@ -217,16 +241,16 @@ class SegmentStore:
             return segment
 
     def _keep(self, segment: Segment) -> None:
-        self._kept_since_trim += 1
         self._idle[segment.name] = segment
         self._idle_bytes += segment.size
-        while self._idle_bytes > IDLE_BYTES and len(self._idle) > 1:
+        while self._idle_bytes > self._most_idle and len(self._idle) > 1:
             self._evict()
 
-    def _evict(self) -> bool:
+    def _evict(self, segment: Segment | None = None) -> bool:
+        """Delete an idle segment, by default the one that was used least recently; return whether there was one."""
         if not self._idle:
             return False
-        _, segment = self._idle.popitem(last=False)
+        segment = self._idle.pop(next(iter(self._idle)) if segment is None else segment.name)
         self._idle_bytes -= segment.size
         self._total -= segment.size
         segment.remove()

@@ -7,6 +7,7 @@ import concurrent.futures
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from rl_core.api.errors import ConfigError, DeadlineExceeded, RLJobError, WorkerLost
@@ -172,7 +173,7 @@ class Cluster:
         `timeout` is in seconds. Raises TypeError or ValueError when an argument cannot be serialized. A member that is gone gives a call
         that has failed with WorkerLost.
         """
-        return self._submit(member_name, "execute", method, list(args), dict(kwargs), timeout=timeout, label=method)
+        return self._submit(member_name, "execute", tuple(args), kwargs, timeout=timeout, target=method)
 
     def construct(self, member_name: str, spec: WorkerSpec, *, timeout: float) -> PendingCall:
         """Start the construction of a member's worker object from `spec` and return the call without waiting.
@@ -181,7 +182,7 @@ class Cluster:
         """
         with self._lock:
             self._failures.pop(member_name, None)
-        pending = self._submit(member_name, "construct", spec, timeout=timeout)
+        pending = self._submit(member_name, "construct", (spec,), timeout=timeout)
         pending.future.add_done_callback(lambda future: self._constructed(member_name, future))
         return pending
 
@@ -204,11 +205,18 @@ class Cluster:
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _submit(
-        self, member_name: str, method: str, *args: Any, timeout: float, label: str | None = None
+        self,
+        member_name: str,
+        method: str,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        timeout: float,
+        target: str | None = None,
     ) -> PendingCall:
         future: concurrent.futures.Future[Any]
         try:
-            future = self._client(member_name).start_call(method, args, {}, timeout=timeout, label=label)
+            future = self._client(member_name).start_call(method, args, dict(kwargs), timeout=timeout, target=target)
         except WorkerLost as error:
             future = concurrent.futures.Future()
             future.set_exception(error)

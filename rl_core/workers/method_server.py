@@ -1,19 +1,19 @@
 """Holds the worker object of a process and runs its methods for RPC callers.
 
-`construct(spec)` builds the object. `execute(method, args, kwargs)` runs a method for the runner and also returns how long it took. Every
-public method is also served under its own name, for other workers (`weights_offer`, `step_rows`). Sync methods run in one thread, unless
-the group was launched with `max_concurrency`. Async methods run on the loop of RPC handlers, at most 64 at a time.
+`construct(spec)` builds the object. `execute` runs a method for the runner and also returns how long it took. Every public method is also
+served under its own name, for other workers (`weights_offer`, `step_rows`). Sync methods run in one thread, unless the group was launched
+with `max_concurrency`; the I/O thread hands them to it and it replies by itself. Async methods run on the loop of RPC handlers, at most 64
+at a time.
 """
 
 import asyncio
-import concurrent.futures
+import functools
 import importlib
 import inspect
 import logging
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rl_core.api.errors import ConfigError, InfrastructureError, RemoteError, RLJobError, text_of
@@ -21,6 +21,8 @@ from rl_core.api.imports import collection_paused
 from rl_core.messages.calls import MethodResult, WorkerSpec
 from rl_core.messages.members import MemberState
 from rl_core.transports import frames
+from rl_core.transports.handlers import HandlerRunner
+from rl_core.transports.rpc import IncomingCall, scheduling
 from rl_core.workers import arguments
 from rl_core.workers.context import WorkerContext
 from rl_core.workers.group import check_class
@@ -55,14 +57,9 @@ class MethodServer:
         self._on_ready = on_ready
         self._served: set[str] = set()
         self._built_from: bytes | None = None
-        self._threads = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="worker")
-        self._slots = asyncio.Semaphore(ASYNC_CONCURRENCY)
+        self._runner = HandlerRunner(threads=1, coroutines=ASYNC_CONCURRENCY)
         self._building = asyncio.Lock()
         """Guards the construction: a second `construct` must see the object of the first, to keep it or to close it."""
-        self._running = 0
-        """Methods that are running."""
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     async def construct(self, spec: WorkerSpec) -> MethodResult:
         """Build the worker object that `spec` describes.
@@ -75,15 +72,17 @@ class MethodServer:
             await self._on_ready()
         return MethodResult(value=None, durations={})
 
-    async def execute(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> MethodResult:
-        """Run a public method; return its value and the seconds that it and the worker's timers took.
+    @scheduling
+    def execute(self, call: IncomingCall) -> None:
+        """Run the public method that the option `target` of the call names; reply with its value and the seconds that it and timers took.
 
-        Raises InfrastructureError before an object is constructed, ConfigError for an unknown method, and RemoteError, with the traceback,
-        when the method raises an exception that is no RLJobError.
+        The caller gets InfrastructureError before an object is constructed, ConfigError for an unknown method, and RemoteError, with the
+        traceback, when the method raises an exception that is no RLJobError.
         """
-        began = time.perf_counter()
-        value = await self._run(method, *args, **kwargs)
-        return MethodResult(value=value, durations={method: time.perf_counter() - began, **PROCESS.pop()})
+        method = call.header.options.get("target")
+        if type(method) is not str:
+            raise ConfigError(f"execute needs the name of a method as its target, got {method!r}")
+        self._start(call, method, timed=True)
 
     async def new_epoch(self, epoch: int) -> None:
         """Call the `on_new_epoch` hook, in which the object drops the work of older epochs."""
@@ -92,7 +91,7 @@ class MethodServer:
     async def drain(self) -> None:
         """Call the `drain` hook, then wait until no method is running. The wait has no timeout; the caller sets one."""
         await self._hook("drain")
-        await self._idle.wait()
+        await self._runner.wait_idle()
 
     async def close(self) -> None:
         """Call the `close` hook of the object, if there is one."""
@@ -110,7 +109,8 @@ class MethodServer:
         self._context.set_state(MemberState.CONSTRUCTING)
         await self._hook("close")
         self.worker = None
-        self._limit(spec.max_concurrency)
+        if spec.max_concurrency is not None:
+            self._runner.limit(spec.max_concurrency)
         try:
             self.worker = await self._in_thread(lambda: self._build(spec), "__init__")
         except BaseException:
@@ -132,12 +132,6 @@ class MethodServer:
         except (Exception, SystemExit) as error:
             raise self._remote("__init__", error) from error
 
-    def _limit(self, max_concurrency: int | None) -> None:
-        if max_concurrency is not None:
-            self._threads.shutdown(wait=False)  # methods under way end in it
-            self._threads = concurrent.futures.ThreadPoolExecutor(max_concurrency, thread_name_prefix="worker")
-            self._slots = asyncio.Semaphore(max_concurrency)
-
     def _serve_methods(self) -> None:
         assert self.worker is not None
         names = self.worker.remote_methods() - self._served - {"construct", "execute"}
@@ -145,46 +139,62 @@ class MethodServer:
         self._on_methods({name: self._handler(name) for name in names})
 
     def _handler(self, name: str) -> Callable[..., Any]:
-        async def handle(*args: Any, **kwargs: Any) -> Any:
-            return await self._run(name, *args, **kwargs)
+        return scheduling(functools.partial(self._start, method=name, timed=False))
 
-        return handle
-
-    async def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    def _start(self, call: IncomingCall, method: str, *, timed: bool) -> None:
+        """Run `method` for `call`: an async one on the loop of handlers, any other one in the worker's thread."""
         worker = self.worker
         if worker is None:
             raise InfrastructureError(
                 f"{self._context.identity.name} holds no worker yet ({self._context.state}); construct it first"
             )
-        if method.startswith("_") or not callable(function := getattr(worker, method, None)):
+        is_property = isinstance(
+            getattr(type(worker), method, None), property
+        )  # whose code may not run on the I/O thread
+        if method.startswith("_") or is_property or not callable(function := getattr(worker, method, None)):
             raise ConfigError(
                 f"{type(worker).__qualname__} has no public method {method!r}; it has {', '.join(sorted(worker.remote_methods()))}"
             )
-        try:
-            with self._under_way():
-                async with self._slots if inspect.iscoroutinefunction(function) else nullcontext():
-                    return await self._call(function, method, *args, **kwargs)
-        except RLJobError:
-            raise
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            raise self._remote(method, error) from error
+        self._runner.submit(call, self._guarded(function, method, timed))
 
-    @contextmanager
-    def _under_way(self) -> Iterator[None]:
-        self._running += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._running -= 1
-            if not self._running:
-                self._idle.set()
+    def _guarded(self, function: Callable[..., Any], name: str, timed: bool) -> Callable[..., Any]:
+        """Return a function that raises RemoteError for what is no RLJobError, and with `timed` returns a MethodResult."""
 
-    async def _call(self, function: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
+        async def awaited(start: Callable[[], Awaitable[Any]], began: float) -> Any:
+            try:
+                value = await start()
+            except RLJobError:
+                raise
+            except (Exception, SystemExit, KeyboardInterrupt) as error:
+                raise self._remote(name, error) from error
+            return _timed(name, value, began) if timed else value
+
+        if inspect.iscoroutinefunction(function):
+
+            async def coroutine(*args: Any, **kwargs: Any) -> Any:
+                return await awaited(lambda: function(*args, **kwargs), time.perf_counter())
+
+            return coroutine
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                value = function(*args, **kwargs)
+            except RLJobError:
+                raise
+            except (Exception, SystemExit, KeyboardInterrupt) as error:
+                raise self._remote(name, error) from error
+            if inspect.isawaitable(value):
+                return awaited(lambda: value, began)
+            return _timed(name, value, began) if timed else value
+
+        return run
+
+    async def _call(self, function: Callable[..., Any], name: str) -> Any:
         """Run an async function on this loop, any other one in the worker's thread. An awaitable that it returns is awaited on this loop."""
         if inspect.iscoroutinefunction(function):
-            return await function(*args, **kwargs)
-        value = await self._in_thread(lambda: function(*args, **kwargs), name)
+            return await function()
+        value = await self._in_thread(function, name)
         return await value if inspect.isawaitable(value) else value
 
     async def _in_thread(self, work: Callable[[], Any], method: str) -> Any:
@@ -195,14 +205,14 @@ class MethodServer:
                 # A future refuses the first, and the second would end the loop that awaits it.
                 raise self._remote(method, error) from error
 
-        return await asyncio.get_running_loop().run_in_executor(self._threads, guarded)
+        return await asyncio.wrap_future(self._runner.threads.run(guarded))
 
     async def _hook(self, name: str, *args: Any) -> None:
         hook = getattr(self.worker, name, None)
         if hook is None:
             return
         try:
-            await self._call(hook, name, *args)
+            await self._call(functools.partial(hook, *args), name)
         except Exception:  # a failing hook of user code must not stop registration or the end of the process
             logger.exception("%s of %s failed", name, type(self.worker).__qualname__)
 
@@ -212,6 +222,10 @@ class MethodServer:
         return RemoteError(
             f"{identity.group} rank {identity.rank}: {method} raised {type(error).__name__}: {text_of(error)}\n{trace}"
         )
+
+
+def _timed(method: str, value: Any, began: float) -> MethodResult:
+    return MethodResult(value=value, durations={method: time.perf_counter() - began, **PROCESS.pop()})
 
 
 def load_class(path: str) -> type[Worker]:

@@ -1,11 +1,12 @@
 """The result of one method call on several ranks. It waits for all of them, raises failures early, and names the ranks that are missing.
 
-It depends only on the `RankCall` protocol; the group creates such calls from RPC futures. Waits do not poll: every change completes a
-future, which wakes threads and coroutines alike.
+It depends only on the `RankCall` protocol; the group creates such calls from RPC futures. Waits do not poll: the first failure and the end
+of the last rank wake threads and coroutines alike.
 """
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -80,9 +81,14 @@ class WorkerGroupFuncResult:
         self._cancelled = False
         self._failed_at: float | None = None
         self._consumed = False
-        self._lock = threading.Lock()
-        """Guards `_next_change`: ranks end on several threads."""
-        self._next_change: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._changed = threading.Condition(threading.Lock())
+        """Wakes threads that wait. Its lock guards the three below: ranks end on several threads."""
+        self._wakes: list[Callable[[], object]] = []
+        """Wake coroutines that wait."""
+        self._version = 0
+        """Rises with each change that ends a wait or makes it shorter."""
+        self._running = len(self._calls)
+        """Ranks that have not ended."""
         for call in self._calls.values():
             call.future.add_done_callback(self._on_done)
 
@@ -96,7 +102,7 @@ class WorkerGroupFuncResult:
 
     def done(self) -> bool:
         """Return whether every rank has ended or the call was cancelled."""
-        return self._cancelled or not self._missing()
+        return self._cancelled or not self._running
 
     def cancel(self) -> None:
         """Cancel the call on all ranks that have not ended. Waiters get CallCancelled."""
@@ -118,8 +124,7 @@ class WorkerGroupFuncResult:
         """
         refuse_on_event_loop(f"wait() of {self.group}.{self.method}")
         wait = self._deadline_wait(timeout)
-        for change, pause in self._changes(wait):
-            concurrent.futures.wait([change], pause)
+        self._wait(wait)
         return self._outcome(wait)
 
     def wait_done(self, seconds: float) -> bool:
@@ -129,15 +134,21 @@ class WorkerGroupFuncResult:
         RuntimeError on the thread of an event loop.
         """
         refuse_on_event_loop(f"wait_done() of {self.group}.{self.method}")
-        for change, pause in self._changes(self._deadline_wait(seconds)):
-            concurrent.futures.wait([change], pause)
+        self._wait(self._deadline_wait(seconds))
         return self.done() or (self._failed_at is not None and self._clock() >= self._failed_at + self._settle)
 
     async def async_wait(self, timeout: float | None = None) -> list[Any]:
         """Return the values as `wait` does. Cancelling the waiting task does not cancel the call."""
         wait = self._deadline_wait(timeout)
-        for change, pause in self._changes(wait):
-            await asyncio.wait([asyncio.wrap_future(change)], timeout=pause)
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        for version, pause in self._changes(wait):
+            changed.clear()
+            with self._changed:
+                if self._version != version:
+                    continue
+                self._wakes.append(lambda: loop.call_soon_threadsafe(changed.set))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), pause)
         return self._outcome(wait)
 
     def consume_duration(self, reduction: Reduction = "max") -> float:
@@ -174,29 +185,43 @@ class WorkerGroupFuncResult:
             return DeadlineWait(what, self._default_timeout, began=self._began, clock=self._clock)
         return DeadlineWait(what, timeout, clock=self._clock)
 
-    def _changes(self, wait: DeadlineWait) -> Iterator[tuple["concurrent.futures.Future[None]", float]]:
-        """Yield what to wait for next and how long, until the wait is over."""
+    def _wait(self, wait: DeadlineWait) -> None:
+        for version, pause in self._changes(wait):
+            with self._changed:
+                if self._version == version:
+                    self._changed.wait(pause)
+
+    def _changes(self, wait: DeadlineWait) -> Iterator[tuple[int, float]]:
+        """Yield the version of which to wait for a change, and how long, until the wait is over."""
         while True:
-            change = (
-                self._next_change
-            )  # taken before the state is read, else a change between the two would wake nobody
+            version = self._version  # taken before the state is read, else a change between the two would wake nobody
             if self.done():
                 return
             end = None if self._failed_at is None else self._failed_at + self._settle
             pause = wait.pause(self._names, end=end)
             if pause is None:
                 return
-            yield change, pause
+            yield version, pause
 
     def _on_done(self, future: "concurrent.futures.Future[MethodResult]") -> None:
-        if _error_of(future) is not None and self._failed_at is None:
-            self._failed_at = self._clock()
-        self._announce_change()
+        failed = _error_of(future) is not None
+        with self._changed:
+            self._running -= 1
+            first_failure = failed and self._failed_at is None
+            if first_failure:
+                self._failed_at = self._clock()
+            ended = not self._running
+        if ended or first_failure:
+            self._announce_change()
 
     def _announce_change(self) -> None:
-        with self._lock:
-            change, self._next_change = self._next_change, concurrent.futures.Future()
-        change.set_result(None)
+        with self._changed:
+            self._version += 1
+            self._changed.notify_all()
+            wakes, self._wakes = self._wakes, []
+        for wake in wakes:
+            with contextlib.suppress(RuntimeError):  # the event loop of a coroutine that waited was closed
+                wake()
 
     def _missing(self) -> list[RankCall]:
         return [call for call in self._calls.values() if not call.future.done()]

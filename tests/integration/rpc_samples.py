@@ -46,6 +46,9 @@ class Service:
         await asyncio.sleep(0)
         return a + b
 
+    def add_later(self, a, b):
+        return self.add_async(a, b)
+
     def echo(self, value):
         return value
 

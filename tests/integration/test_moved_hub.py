@@ -122,6 +122,6 @@ def test_a_worker_in_a_pod_is_reached_at_the_pods_address_and_its_fixed_port(pla
     client = RpcClient(member.address, KeyRing(place.keys, "runner"), place.identity("runner"), service="env")
     try:
         with pytest.raises(InfrastructureError, match="env:0 holds no worker yet"):
-            client.call_sync("execute", "ping", [], {}, timeout=60)
+            client.start_call("execute", (), {}, timeout=60, target="ping").result()
     finally:
         client.close()

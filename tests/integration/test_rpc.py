@@ -1,8 +1,12 @@
 """RPC over real sockets: results, typed errors, deadlines, cancellation, at most once, epochs, roles."""
 
 import asyncio
+import sys
 import threading
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from rl_core.api.errors import (
@@ -15,7 +19,7 @@ from rl_core.api.errors import (
 from rl_core.launch.ports import free_ports
 from rl_core.messages.rpc import Caller, Hello
 from rl_core.transports import rpc_wire
-from rl_core.transports.rpc import RpcClient, RpcServer
+from rl_core.transports.rpc import RpcClient, RpcServer, inline
 from tests.integration.rpc_samples import RawPeer, identity
 
 
@@ -42,6 +46,37 @@ class TestCalls:
         for thread in threads:
             thread.join(20)
         assert results == {number: number + 1 for number in range(20)}
+
+    def test_messages_of_several_frames_from_many_threads_stay_whole_and_in_the_order_of_their_thread(
+        self, client, server
+    ):
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        arrived = defaultdict(list)
+
+        def note(thread, number, arrays):
+            arrived[thread].append(number)
+            return arrays
+
+        server.add_handlers({"note": inline(lambda call, *args: call.reply(note(*args)))})
+
+        def work(thread):
+            for number in range(100):
+                arrays = client.call_sync("echo", [np.full(9, number)] * 6, timeout=60)
+                assert [set(array.tolist()) for array in arrays] == [{number}] * 6
+            calls = [client.call_future("note", thread, number, [number], timeout=60) for number in range(100)]
+            assert [call.result(60) for call in calls] == [[number] for number in range(100)]
+
+        try:
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(work, range(8)))
+        finally:
+            sys.setswitchinterval(interval)
+        assert arrived == {thread: list(range(100)) for thread in range(8)}
+        assert client.counters["malformed"] == server.counters["malformed"] == 0
+
+    def test_a_function_may_return_an_awaitable_which_is_awaited(self, client, service):
+        assert client.call_sync("add_later", 1, 2) == 3
 
     async def test_call_sync_refuses_an_event_loop_thread(self, client):
         with pytest.raises(RuntimeError, match="event-loop thread"):
@@ -168,15 +203,17 @@ class TestDeadlines:
         server.close()
 
     async def test_a_cancelled_call_leaves_its_place_to_the_next(self, service):
-        """One place, held by `block`: the others are cancelled before they begin, in a thread and on the loop."""
+        """One place for functions, held by `block`, and one for coroutines, held by `hang`: the others are cancelled before they begin."""
         server = RpcServer("tcp://127.0.0.1:0", service, max_concurrency=1).start()
         client = RpcClient(server.address)
-        blocked = client.call_future("block")
+        hanging = client.call_future("hang")
         assert await asyncio.to_thread(service.started.wait, 60)
+        blocked = client.call_future("block")
         queued = [client.call_future(method, 1) for method in ("add", "add_async", "echo")]
         assert all(future.cancel() for future in queued)
         await self.settled(client)
         service.release.set()
+        assert hanging.cancel()
         assert await asyncio.wrap_future(blocked) == 1
         assert await client.call("add_async", 1) == 1 and await client.call("add", 1) == 1
         client.close()

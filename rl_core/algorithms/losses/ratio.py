@@ -83,7 +83,7 @@ def ratio_metrics(
     count = mask.sum(dtype=torch.float64)
     return {
         "ratio_mean": mean_stat(ratio, mask, count),
-        **extreme_stats(ratio, mask, prefix="ratio_"),
+        **extreme_stats(ratio, mask, count, prefix="ratio_"),
         "clipped_ratio": mean_stat(clipped.clipped_ratio, mask, count),
         "clip_fraction": mean_stat(clipped.clipped, mask, count),
         "dual_clip_fraction": mean_stat(clipped.dual_clipped, mask, count),

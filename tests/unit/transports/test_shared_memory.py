@@ -138,6 +138,34 @@ def test_trimming_deletes_what_was_not_used_since_the_last_time(store, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [again.segment]
 
 
+def test_one_busy_segment_keeps_no_others(store, tmp_path):
+    spots = [put(store, data().data, "peer") for _ in range(3)]
+    for spot in spots:
+        store.release(spot.segment, spot.generation, "peer")
+    store.trim()
+    for _ in range(5):
+        busy = put(store, data().data, "peer")
+        store.release(busy.segment, busy.generation, "peer")
+    assert store.trim() == 2
+    assert [path.name for path in tmp_path.iterdir()] == [busy.segment]
+
+
+def test_a_segment_that_its_owner_does_not_read_is_not_mapped_there_and_leaves_no_descriptor(store, reader):
+    def mapped(name):
+        with open("/proc/self/maps") as maps:
+            return name in maps.read()
+
+    with_reader = len(os.listdir("/proc/self/fd")) + 1
+    segment = store.lend(MIB, "peer")
+    assert not mapped(segment.name)
+    copy_into(reader.view(segment.name, 0, MIB), data(value=5).data)
+    assert segment.memory[0] == 5 and mapped(segment.name)
+    other = store.lend(MIB, "lost")
+    store.release_holder("lost")
+    store.close()
+    assert len(os.listdir("/proc/self/fd")) == with_reader and not mapped(other.name)
+
+
 @pytest.mark.parametrize("size", [1, 2**18, 2**18 + 1, 2**20, 3 * 2**20 + 5, 2**26 + 1])
 def test_size_classes_waste_at_most_a_quarter(size):
     given = shared_memory._size_class(size)
