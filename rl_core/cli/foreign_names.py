@@ -327,8 +327,7 @@ FOREIGN_NAMES = (
         trl="reward_funcs reward_weights",
         verl="custom_reward_function.path",
         openrlhf="reward.remote_url remote_rm_url",
-        note="One `module:function`, with `env.type: reward`; it adds up several rewards and returns them as `parts`, see "
-        "docs/writing-an-env.md.",
+        note="One `module:function`, `env.type: reward`; several rewards: `parts` of its result.",
     ),
     ForeignName(
         "env.agent",
