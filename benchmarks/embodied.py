@@ -1,12 +1,15 @@
 """Environment steps per second of `rljob run` on CartPole beside a plain PPO loop, in turns, and the recovery of a simulator. Prints JSON.
 
 Each turn trains as many updates with the same hyper-parameters in both. `slow` is a simulator that costs 1 ms of processor time a step.
+`processor_us_per_step` is the time of all processes, user and system, between the first updates and the last: it hardly depends on what else
+the machine does.
 Targets: 0.8 of the plain loop for CartPole, 1.2 for `slow`, 2 s from the death of one of 8 simulators to its next step.
 
     python benchmarks/embodied.py [--turns N] [--updates N] [--slow-updates N]
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -17,9 +20,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from _processes import RLJOB, Watched, read_lines
+import psutil
+from _processes import RLJOB, Watched, read_lines, wait_for
 
 from rl_core.envs.gymnasium import GymnasiumVectorEnv
 
@@ -30,21 +35,54 @@ STEPS, WARM = 8 * 128, 3
 """Environment steps of an update; updates at the start of a run that are not counted."""
 
 
-def ours(folder: Path, updates: int, seed: int, slow: bool) -> tuple[list[float], list[float]]:
-    """Return the seconds and the mean return of each update of `rljob run`."""
+class Training(NamedTuple):
+    """What one training told."""
+
+    seconds: list[float]
+    """Of each update."""
+    returns: list[float]
+    """Mean of the episodes that ended in an update, of the updates in which one did."""
+    processor: float
+    """Seconds of processor time per environment step."""
+
+
+def processor_seconds(run: Watched) -> float:
+    """Return the processor time that the live processes of a run have taken."""
+    total = 0.0
+    for process in run.tree():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def ours(folder: Path, updates: int, seed: int, slow: bool) -> Training:
+    """Train by `rljob run`."""
     shutil.copytree(EXAMPLE, folder)
     shutil.copy(HERE / "_slow_cartpole.py", folder)
     settings = [f"algorithm.steps={updates}", f"algorithm.seed={seed}", "validation.everySteps=100000"]
     settings += [*SLOW] if slow else []
     options = [part for one in settings for part in ("--set", one)]
     command = [RLJOB, "run", str(folder / "cartpole.yaml"), "--output", str(folder / "out"), "--no-progress", *options]
-    Watched(command, cwd=folder, env=os.environ, log=folder / "run.txt", sampled=False).wait(1200)
-    lines = [line for line in read_lines(folder / "out" / "metrics.jsonl") if line["step"] > 0]
-    return [line["time/step"] for line in lines], [line["env/return"] for line in lines if "env/return" in line]
+    run = Watched(command, cwd=folder, env=os.environ, log=folder / "run.txt", sampled=False)
+
+    def trained() -> list[dict]:
+        return [line for line in read_lines(folder / "out" / "metrics.jsonl") if line["step"] > 0]
+
+    looks = []
+    for wanted in (WARM, updates - 1):
+        ready = lambda wanted=wanted: len(trained()) >= wanted or run.process.poll() is not None  # noqa: E731
+        wait_for(ready, timeout=1200, what=f"update {wanted}", poll=0.1)
+        looks.append((processor_seconds(run), len(trained())))
+    run.wait(1200)
+    (begun, first), (ended, last) = looks
+    lines = trained()
+    returns = [line["env/return"] for line in lines if "env/return" in line]
+    return Training([line["time/step"] for line in lines], returns, (ended - begun) / ((last - first) * STEPS))
 
 
-def plain(updates: int, seed: int, slow: bool) -> tuple[list[float], list[float]]:
-    """Return the same of the plain loop."""
+def plain(updates: int, seed: int, slow: bool) -> Training:
+    """Train by the plain loop."""
     options = {"id": "slow" if slow else "CartPole-v1", "updates": updates, "annealed": updates, "seed": seed}
     arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     command = [sys.executable, str(HERE / "_plain_ppo.py"), *arguments]
@@ -52,24 +90,28 @@ def plain(updates: int, seed: int, slow: bool) -> tuple[list[float], list[float]
         command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True
     )
     found = json.loads(done.stdout)
-    return found["seconds"], [statistics.mean(ended) for ended in found["returns"] if ended]
+    returns = [statistics.mean(ended) for ended in found["returns"] if ended]
+    return Training(found["seconds"], returns, found["cpu_seconds"] / (updates * STEPS))
 
 
 def compare(folder: Path, turns: int, updates: int, *, slow: bool) -> dict:
-    """Return steps per second and last returns of both, and their ratio by turn."""
+    """Return steps per second, processor time per step and last returns of both, and the ratio of their speeds by turn."""
     rates: dict[str, list[float]] = {"rljob": [], "plain": []}
     returns: dict[str, list[float]] = {"rljob": [], "plain": []}
+    processor: dict[str, list[float]] = {"rljob": [], "plain": []}
     for turn in range(turns):
         for name in ("plain", "rljob"):
             parts = folder / f"{slow}-{turn}"
-            seconds, found = plain(updates, turn, slow) if name == "plain" else ours(parts, updates, turn, slow)
-            rates[name].append(STEPS / statistics.mean(seconds[WARM:]))
-            returns[name].append(statistics.mean(found[-5:]))
+            done = plain(updates, turn, slow) if name == "plain" else ours(parts, updates, turn, slow)
+            rates[name].append(STEPS / statistics.mean(done.seconds[WARM:]))
+            returns[name].append(statistics.mean(done.returns[-5:]))
+            processor[name].append(1e6 * done.processor)
     ratios = [mine / theirs for mine, theirs in zip(rates["rljob"], rates["plain"], strict=True)]
     return {
         "environment_steps": updates * STEPS,
         "steps_per_second": {name: [round(rate) for rate in each] for name, each in rates.items()},
         "ratio": [round(ratio, 3) for ratio in ratios],
+        "processor_us_per_step": {name: [round(one, 1) for one in each] for name, each in processor.items()},
         "return_of_last_5_updates": {name: [round(one, 1) for one in each] for name, each in returns.items()},
     }
 

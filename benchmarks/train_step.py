@@ -1,11 +1,11 @@
 """One optimizer step of the actor at a million parameters, beside others' and the time its matrix products alone need. Prints JSON.
 
-Ours are `fsdp2` and `megatron` (TP 1): `load_batch` + `compute_advantages_and_returns` + `run_training`, records in, weights changed, rows
-packed. The peers (`_step_peers`) take the same rows padded: `trl` is what TRL's trainer does with a batch, `padded` the usual loop of
-torch, `megatron_loop` megatron-core's GPTModel, schedule and optimizer as they come. `lognormal` has completions as a reasoning model has
-them; in `even` all are equally long, so that packing gains nothing. `limit_ms` is 6 x parameters x tokens operations at the speed of a
-large product with `torch.matmul` (MKL) and with oneDNN. The sides take turns, one thread; medians of wall and of processor time, which a
-loaded machine changes less.
+Ours are `fsdp2`, `megatron` (TP 1) and `lora` (`fsdp2`, adapters of rank 16 on every linear layer): `load_batch` +
+`compute_advantages_and_returns` + `run_training`, records in, weights changed, rows packed. The peers (`_step_peers`) take the same rows
+padded: `trl` is what TRL's trainer does with a batch, `padded` the usual loop of torch, `megatron_loop` megatron-core's GPTModel, schedule
+and optimizer as they come. `lognormal` has completions as a reasoning model has them; in `even` all are equally long, so that packing gains
+nothing. `limit_ms` is 6 x parameters x tokens operations at the speed of a large product with `torch.matmul` (MKL) and with oneDNN. The
+sides take turns, one thread; medians of wall and of processor time, which a loaded machine changes less.
 
     python benchmarks/train_step.py [lognormal] [even] [--repetitions 9]
 """
@@ -33,7 +33,13 @@ SETUPS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
     "even": lambda rng, count: np.full(count, 88),
 }
 """Name -> lengths of the completions."""
-ACTORS = {"fsdp2": "rl_core.actors.fsdp.actor:FSDPActor", "megatron": "rl_core.actors.megatron.actor:MegatronActor"}
+ACTORS = {
+    "fsdp2": ("fsdp2", None),
+    "lora": ("fsdp2", {"rank": 16}),
+    "megatron": ("megatron", None),
+}
+"""Name -> backend and `model.lora`."""
+CLASSES = {"fsdp2": "rl_core.actors.fsdp.actor:FSDPActor", "megatron": "rl_core.actors.megatron.actor:MegatronActor"}
 
 
 def make_folder(hidden: int, layers: int, vocabulary: int, intermediate: int, folder: Path) -> Path:
@@ -96,13 +102,14 @@ def make_records(rows: list[Row]) -> list:
     ]
 
 
-def our_step(backend: str, folder: Path, records: list) -> Step:
+def our_step(actor_name: str, folder: Path, records: list) -> Step:
     from importlib import import_module
 
-    module, _, name = ACTORS[backend].partition(":")
+    backend, lora = ACTORS[actor_name]
+    module, _, name = CLASSES[backend].partition(":")
     actor = getattr(import_module(module), name)(
         {
-            "model": {"path": str(folder)},
+            "model": {"path": str(folder), "lora": lora},
             "data": {"train": "unused.jsonl"},
             "algorithm": {"promptsPerStep": GROUPS, "groupSize": GROUP_SIZE},
             "actor": {"backend": backend, "optimizer": {"learningRate": 1e-6}},
@@ -166,6 +173,7 @@ def measure(setup: str, repetitions: int, folder: Path) -> dict[str, object]:
         "fsdp2_over_trl": round(wall["trl"] / wall["fsdp2"], 3),
         "fsdp2_over_padded": round(wall["padded"] / wall["fsdp2"], 3),
         "megatron_over_its_loop": round(wall["megatron_loop"] / wall["megatron"], 3),
+        "lora_over_full": round(processor["lora"] / processor["fsdp2"], 3),
     }
 
 
@@ -190,7 +198,7 @@ def main() -> None:
         "repetitions": options.repetitions,
         "load": os.getloadavg()[0],
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        "targets": {"fsdp2_over_trl": 1.5, "megatron_over_its_loop": 0.95},
+        "targets": {"fsdp2_over_trl": 1.5, "megatron_over_its_loop": 0.95, "lora_over_full": 0.8},
     }
     print(json.dumps(about | found, indent=1))
 

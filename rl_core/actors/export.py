@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -55,22 +56,33 @@ def export_folder(
     `tensors` yields (name, CPU tensor) in the order of `plans`. `files` are further files by relative path. Raises InfrastructureError when
     the storage fails; the previous folder is then still there.
     """
-    target = Path(target)
-    staging = target.with_name(f".{target.name}.staging")
-    try:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
+    with staged(Path(target), "the exported model") as staging:
         _copy_settings(Path(source), staging, plans[0].dtype)
         _write_weights(staging, plans, iter(tensors))
         for name, data in files.items():
             (staging / name).parent.mkdir(exist_ok=True)
             write_file(staging / name, data)
             sync_folder((staging / name).parent)
+
+
+@contextmanager
+def staged(target: Path, what: str) -> Iterator[Path]:
+    """Yield a folder that takes the place of `target` at the end of the block; after an error there it is deleted.
+
+    Raises InfrastructureError, which names `what`, when the storage fails; the previous folder is then still there.
+    """
+    staging = target.with_name(f".{target.name}.staging")
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        yield staging
         sync_folder(staging)
         _replace(staging, target)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
-        raise write_failure("the exported model", target, error) from error
+        if isinstance(error, OSError):
+            raise write_failure(what, target, error) from error
+        raise
 
 
 def _copy_settings(source: Path, staging: Path, dtype: torch.dtype) -> None:

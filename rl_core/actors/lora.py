@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from rl_core.actors.slices import LocalSlice, Slices
 from rl_core.api.errors import ConfigError, DataError
@@ -28,6 +29,8 @@ FOLDER = "adapter"
 """Folder of the adapters in an exported model."""
 _LAYER = re.compile(r"\blayers\.(\d+)\.(?:\w+\.)*(\w+)$")
 """Number of the decoder layer and own name of a module inside it."""
+MERGED_TYPES = (torch.float32, torch.float64)
+"""Types in which a layer computes with its merged weight."""
 
 
 def attach_adapters(model: nn.Module, spec: LoraSpec, *, layers: int) -> None:
@@ -57,19 +60,88 @@ def _attach(layer: nn.Linear, spec: LoraSpec) -> None:
     layer.add_module(B, nn.Linear(spec.rank, layer.out_features, **options))
     if spec.dropout:
         layer.add_module(DROPOUT, nn.Dropout(spec.dropout))
+    layer.__class__ = AdaptedLinear
     layer.lora_scale, layer.lora_enabled = spec.scale, True
-    # A hook instead of a class of its own: the layer keeps its name and its class, which may be one for this machine's processor.
-    layer.register_forward_hook(_add_adapter)
 
 
-def _add_adapter(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Return the output of `layer` plus that of its adapter."""
-    if not layer.lora_enabled:
+def _transposed_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return left transposed x right."""
+    return left.t() @ right
+
+
+class AdaptedLinear(nn.Linear):  # type: ignore[misc]
+    """`nn.Linear` with an adapter; its weight and bias are frozen.
+
+    In float32 and float64 the output is one product with the merged weight W + alpha / rank B A, and there is no product for a gradient of
+    W. In half precision the merged weight would lose small adapters, and dropout concerns the adapter's input alone: there B A x is
+    computed beside W x.
+    """
+
+    products: Any = (linear, _transposed_product)
+    """left x right transposed + bias, and left transposed x right, in float32; those of this machine's processor where it has faster ones."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the output [..., outputs] for `input` [..., inputs]."""
+        has_dropout = DROPOUT in self._modules and self.lora_dropout.training
+        if input.dtype not in MERGED_TYPES or not input.numel():
+            output = super().forward(input)
+        elif self.lora_enabled and not has_dropout:
+            return self._product(input, self.lora_A.weight, self.lora_B.weight)
+        else:
+            output = self._product(input, None, None)
+        if self.lora_enabled:
+            hidden = self.lora_dropout(input) if has_dropout else input
+            output = output + self.lora_B(self.lora_A(hidden)) * self.lora_scale
         return output
-    (hidden,) = inputs
-    if DROPOUT in layer._modules:
-        hidden = layer.lora_dropout(hidden)
-    return output + layer.lora_B(layer.lora_A(hidden)) * layer.lora_scale
+
+    def _product(self, input: Tensor, down: Tensor | None, up: Tensor | None) -> Tensor:
+        products = self.products if input.dtype == torch.float32 else AdaptedLinear.products
+        output: Tensor = _MergedLinear.apply(input, self.weight, self.bias, down, up, self.lora_scale, products)
+        return output
+
+
+class _MergedLinear(torch.autograd.Function):  # type: ignore[misc]
+    """x (W + scale B A) transposed + bias, or without A and B x W transposed + bias. W and bias get no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        down: Tensor | None,
+        up: Tensor | None,
+        scale: float,
+        products: Any,
+    ) -> Tensor:
+        wants_inputs, _, _, wants_down, wants_up, *_ = ctx.needs_input_grad
+        # The merged weight is made again in the backward pass: kept, it would be a second copy of the model.
+        ctx.save_for_backward(inputs if wants_down or wants_up else None, weight if wants_inputs else None, down, up)
+        ctx.inputs_shape, ctx.scale, ctx.products = inputs.shape, scale, products
+        product, _ = products
+        return product(inputs, _merged(weight, down, up, scale), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight, down, up = ctx.saved_tensors
+        wants_inputs, _, _, wants_down, wants_up, *_ = ctx.needs_input_grad
+        product, transposed_product = ctx.products
+        rows = grad.reshape(-1, grad.shape[-1]).contiguous()
+        grad_inputs = grad_down = grad_up = None
+        if wants_inputs:
+            grad_inputs = product(rows, _merged(weight, down, up, ctx.scale).t()).view(ctx.inputs_shape)
+        if wants_down:
+            grad_down = transposed_product(product(rows, up.t()), inputs.reshape(-1, inputs.shape[-1])) * ctx.scale
+        if wants_up:
+            grad_up = transposed_product(rows, product(inputs.reshape(-1, inputs.shape[-1]), down)) * ctx.scale
+        return grad_inputs, None, None, grad_down, grad_up, None, None
+
+
+def _merged(weight: Tensor, down: Tensor | None, up: Tensor | None, scale: float) -> Tensor:
+    if down is None or up is None:
+        return weight
+    # A product of batches: selective checkpointing counts the other kinds, and is to count one for each layer.
+    return torch.baddbmm(weight[None], up[None], down[None], alpha=scale)[0]
 
 
 def initialize(parameters: Mapping[str, nn.Parameter], seed: int, slice_of: Callable[[Tensor], LocalSlice]) -> None:
@@ -167,6 +239,11 @@ def folder_files(adapters: Mapping[str, Tensor], spec: LoraSpec, *, base: str) -
         f"{FOLDER}/adapter_config.json": json.dumps(config, indent=2).encode(),
         f"{FOLDER}/adapter_model.safetensors": save(tensors, {"format": "pt"}),
     }
+
+
+def identity(spec: LoraSpec, *, base: str) -> dict[str, Any]:
+    """Return what adapters mean nothing without: their settings, and `base`, the digest of the weights below them."""
+    return {**spec.model_dump(mode="json", exclude={"dropout"}), "base": base}
 
 
 def check_same_adapters(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None, *, base: str) -> None:

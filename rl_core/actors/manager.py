@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rl_core.actors import checkpoint, export, hf
 from rl_core.actors.critic import is_critic_name
-from rl_core.actors.lora import DisabledAdapters, check_same_adapters
+from rl_core.actors.lora import DisabledAdapters, check_same_adapters, identity
 from rl_core.actors.ranks import ParallelSizes, Ranks
 from rl_core.actors.reference import ReferencePolicy
 from rl_core.actors.residency import OffloadManager, ResidentState
@@ -352,15 +352,12 @@ class ModelManager(ResidentState):
 
     @cached_property
     def _lora_identity(self) -> dict[str, Any] | None:
-        """Settings of the adapters and digest of the weights below them, without which they mean nothing; None without adapters.
-
-        Collective: rank 0 reads the weights.
-        """
+        """What the adapters mean nothing without; None without adapters. Collective: rank 0 reads the weights."""
         lora = self.cfg.model.lora
         if lora is None:
             return None
         base = hf.weights_digest(self.cfg.model.path) if self.ranks.rank == 0 else ""
-        return {**lora.model_dump(mode="json", exclude={"dropout"}), "base": self.ranks.gather(base)[0]}
+        return identity(lora, base=self.ranks.gather(base)[0])
 
     def load_checkpoint(self, load_path: str) -> None:
         """Load what `save_checkpoint` wrote on any number of ranks.

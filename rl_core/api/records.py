@@ -66,6 +66,8 @@ class DatumSpec(TypedDict):
     task_name: NotRequired[str]
     stop_strings: NotRequired[list[str] | None]
     group_id: NotRequired[str]
+    source: NotRequired[str]
+    """File and row that it was read from, such as `train.jsonl row 256`."""
     data_set: NotRequired[str]
     """Name of the data set, where the job has several."""
 

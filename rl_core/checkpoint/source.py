@@ -30,7 +30,9 @@ def find_source(wanted: ResumeFromSpec, *, output: Path, bounds: Sequence[Path])
     damaged one.
     """
     folders = [_by_path(wanted.path)] if wanted.path is not None else _by_name(wanted.job or "", output)
-    checkpoints = [_choose(_bounded(folder, bounds), str(wanted.step)) for folder in folders]
+    checkpoints = [
+        choose_checkpoint(_bounded(folder, bounds), str(wanted.step), field=f"{FIELD}.step") for folder in folders
+    ]
     newest = max(checkpoints, key=lambda checkpoint: (checkpoint.path / MANIFEST).stat().st_mtime)
     _bounded(newest.path, bounds)
     logger.info("%s: %s", FIELD, newest.path)
@@ -74,10 +76,13 @@ def _bounded(folder: Path, bounds: Iterable[Path]) -> Path:
     return folder
 
 
-def _choose(folder: Path, step: str) -> Checkpoint:
-    """Return the checkpoint of `folder`: itself, or one of those in it."""
+def choose_checkpoint(folder: Path, step: str, *, field: str) -> Checkpoint:
+    """Return the undamaged checkpoint of `folder`: itself, or one of those in it or in its folder `checkpoints`.
+
+    `step` is latest, best or a number, the value of `field`. Raises ConfigError where there is none, and DataError when it is damaged.
+    """
     if (folder / MANIFEST).is_file():
-        return _of_step(CheckpointStore(folder.parent, keep=1), folder, step)
+        return _of_step(CheckpointStore(folder.parent, keep=1), folder, step, field)
     inner = folder / CHECKPOINTS
     root = inner if inner.is_dir() else folder
     store = CheckpointStore(root, keep=1)
@@ -92,16 +97,16 @@ def _choose(folder: Path, step: str) -> Checkpoint:
         way_out = "name one of them" if steps != "none" else "name another run"
         reward = " with a reward" if step == "best" else ""
         raise ConfigError(
-            f"{FIELD}.step must be that of a complete checkpoint{reward} in {root}, got {step}; there are: {steps}; {way_out}"
+            f"{field} must be that of a complete checkpoint{reward} in {root}, got {step}; there are: {steps}; {way_out}"
         )
     return chosen
 
 
-def _of_step(store: CheckpointStore, folder: Path, step: str) -> Checkpoint:
+def _of_step(store: CheckpointStore, folder: Path, step: str, field: str) -> Checkpoint:
     checkpoint = store.at(folder)
     if step not in ("latest", "best", str(checkpoint.step)):
         raise ConfigError(
-            f"{FIELD}.step must be {checkpoint.step}, that of the checkpoint that path names, got {step}; leave it out, or name the folder "
+            f"{field} must be {checkpoint.step}, that of the checkpoint that path names, got {step}; leave it out, or name the folder "
             f"{folder.parent}"
         )
     checkpoint.manifest.verify(folder)

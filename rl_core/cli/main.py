@@ -209,6 +209,28 @@ def view(
 
 
 @app.command()
+def export(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", help="Output folder of a run, or a checkpoint.", show_default=False),
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder that is written.", show_default=False)],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="The model with its adapters merged, not the adapters.")
+    ] = False,
+    step: Annotated[str, typer.Option(help="Step of the checkpoint, latest or best.")] = "latest",
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder of the weights that the run began with.", show_default="model.path of the job"),
+    ] = None,
+) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder, of a run with model.lora its adapters as peft loads them."""
+    from rl_core.cli.export import export as write
+
+    run_command(lambda: write(source, folder, step=step, merge=merge, model=model))
+
+
+@app.command()
 def serve(
     target: Annotated[
         str,
@@ -233,12 +255,17 @@ def serve(
 
 @app.command()
 def metrics(
-    name: Annotated[str | None, typer.Argument(help="A metric, or a word of one.", show_default="all")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Output folder of a run, a metric, or a word of one.", show_default="all")
+    ] = None,
+    word: Annotated[
+        str | None, typer.Argument(help="After an output folder: a metric, or a word of one.", show_default="all")
+    ] = None,
 ) -> None:
-    """Say what the metrics of a run mean."""
+    """Say what the metrics of a run mean, and after an output folder their last values."""
     from rl_core.cli.metrics import show_metrics
 
-    run_command(lambda: show_metrics(name))
+    run_command(lambda: show_metrics(name, word))
 
 
 @app.command()

@@ -1,23 +1,57 @@
-"""`rljob metrics`: prints what the metrics of a run mean."""
+"""`rljob metrics`: prints what the metrics of a run mean, and the last values of a run."""
 
 import shutil
 import sys
 import textwrap
+from pathlib import Path
 
 from rl_core.api.errors import ConfigError
-from rl_core.observability.metric_list import METRICS, search
+from rl_core.observability.metric_list import METRICS, Metric, find, search
+from rl_core.view.metrics import MetricColumns
 
 INDENT = "    "
+FILE = "metrics.jsonl"
 
 
-def show_metrics(name: str | None) -> int:
-    """Print the metric `name`, those that contain the word, or all of them; return 0. Raises ConfigError when there is none."""
+def show_metrics(name: str | None, word: str | None = None) -> int:
+    """Print the metric `name`, those that contain the word, or all of them; return 0.
+
+    Where `name` is the output folder of a run, its last values are printed: those of the metric `word`, of the metrics whose names contain
+    it, or of all. Raises ConfigError when there is none.
+    """
+    if name is not None and (Path(name) / FILE).is_file():
+        return _show_values(Path(name), word)
+    if word is not None:
+        raise ConfigError(f"the first of two words must be the output folder of a run, got {name}: it has no {FILE}")
     found = METRICS if name is None else search(name)
     if not found:
         raise ConfigError(f"a metric must be one of the list, got {name}; `rljob metrics` prints the list")
-    width = min(shutil.get_terminal_size().columns, 100)
     for metric in found:
         unit = f" ({metric.unit})" if metric.unit else ""
-        meaning = textwrap.fill(metric.meaning, width, initial_indent=INDENT, subsequent_indent=INDENT)
-        sys.stdout.write(f"{metric.name}{unit}\n{meaning}\n")
+        sys.stdout.write(f"{metric.name}{unit}\n{_meaning(metric)}")
     return 0
+
+
+def _show_values(folder: Path, word: str | None) -> int:
+    columns = MetricColumns(folder / FILE)
+    series = {name: values for name in columns.names() if (values := columns.series(name))}
+    wanted = [name for name in series if word is None or word.lower() in name.lower()]
+    if word in series:
+        wanted = [word]
+    if not wanted:
+        raise ConfigError(
+            f"{folder} must hold a metric {word or ''}, got none; `rljob metrics {folder}` prints all".replace(
+                "  ", " "
+            )
+        )
+    for name in wanted:
+        step, value = series[name][-1]
+        metric = find(name)
+        unit = f" {metric.unit}" if metric is not None and metric.unit else ""
+        sys.stdout.write(f"{name}: {value:.6g}{unit} (step {step})\n{'' if metric is None else _meaning(metric)}")
+    return 0
+
+
+def _meaning(metric: Metric) -> str:
+    width = min(shutil.get_terminal_size().columns, 100)
+    return textwrap.fill(metric.meaning, width, initial_indent=INDENT, subsequent_indent=INDENT) + "\n"

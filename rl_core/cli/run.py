@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
@@ -188,7 +189,9 @@ def report(job: RLJob, folder: Path, code: int) -> int:
         f"rljob: {job.metadata.name} ended with {kind} (exit code {code}) at step {read_step(folder)}: {message}\n"
     )
     again = "" if code == 4 else f"; continue with --output {folder} --resume auto"  # it would meet the same data
-    sys.stderr.write(f"rljob: logs in {folder / 'logs'}{again}\n")
+    sys.stderr.write(
+        f"rljob: look at it with rljob view {shlex.quote(str(folder))}; logs in {folder / 'logs'}{again}\n"
+    )
     return code
 
 
@@ -201,10 +204,9 @@ def success_text(folder: Path, status: dict[str, Any], measured: ValidationMetri
     if values:
         lines.append(f"validation {measured.name}: {values[0]:.3f} before, {values[-1]:.3f} after")
     lines += [
+        f"look at it: rljob view {shlex.quote(str(folder))}",
         f"model: {folder / 'model'}",
         f"metrics: {folder / 'metrics.jsonl'}",
-        f"curves: tensorboard --logdir {folder / 'tensorboard'}",
-        f"traces: {folder / 'traces'} (open a file in https://ui.perfetto.dev)",
     ]
     return "\n".join(lines) + "\n"
 

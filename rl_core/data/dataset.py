@@ -12,7 +12,7 @@ from rl_core.api.data import DataSpec
 from rl_core.api.env import PROGRAMS
 from rl_core.api.errors import ConfigError, DataError, shown
 from rl_core.api.records import DatumSpec
-from rl_core.data.source import Row, collect, read_rows
+from rl_core.data.source import ROW, Row, collect, read_rows, source_name
 from rl_core.data.tokenizer import Tokenizer, head_of
 from rl_core.transports import frames
 
@@ -102,7 +102,8 @@ def load_prompts(
     def outcomes() -> Iterator[DatumSpec | DataError]:
         for index, row in enumerate(rows):
             try:
-                yield _sample(row, index, data, tokenizer, field=field, task_name=task_name, max_seq_len=max_seq_len)
+                sample = _sample(row, index, data, tokenizer, field=field, task_name=task_name, max_seq_len=max_seq_len)
+                yield {**sample, "source": f"{source_name(reference)}{ROW}{index + 1}"}
             except DataError as error:
                 yield error
 

@@ -66,6 +66,11 @@ def _grouped(problems: list[str]) -> list[str]:
     return lines
 
 
+def source_name(reference: str) -> str:
+    """Return the name of a data set in messages: that of its file, or the whole reference where it has a scheme."""
+    return reference if "://" in reference else Path(reference).name
+
+
 def read_rows(reference: str, *, field: str, name: str = "", max_bad_rows: int = 0) -> list[Row]:
     """Return the rows of the data set `reference`; `field` (such as `data.train`) names it in errors.
 

@@ -3,7 +3,7 @@
 rollout -> runner    lease_groups(max_groups, timeout, version) -> [PromptLease]     renew(tokens) -> [tokens that are no current leases]
 rollout -> channel   PromptGroupRecord on the channel `trajectories`, under its lease token as key
 rollout -> runner    finish(GroupEntry): the record is stored; the runner decides at once what becomes of the group
-rollout -> runner    return_group(token, reason, message): the group is returned unfinished
+rollout -> runner    return_group(token, reason, message, failed): the group is returned unfinished, with the sample that failed
 runner  -> channel   moves the record of an admitted group to the key of a data rank, discards that of a refused one
 channel -> data rank the records under `rank_key(step, rank)`; the runner closes the key of a step that became smaller than planned
 rollout -> runner    ValidationScores on the channel `validation`

@@ -1,7 +1,7 @@
 """Completions that are kept for people to look at: from data ranks (training) and rollouts (validation) to the runner, which writes them.
 
 data rank -> runner    StepSamples, the answer of `take_samples`
-rollout   -> runner    the `samples` of ValidationScores
+rollout   -> runner    the `samples` of ValidationScores; the `failed` sample of `return_group`
 """
 
 from typing import TYPE_CHECKING, Any
@@ -47,6 +47,8 @@ class KeptSample:
     """[T] log-probabilities of the engine that generated; NaN where the mask is GIVEN."""
     token_versions: "NDArray[np.int32]"
     """[T] policy version of each token; -1 where the mask is GIVEN."""
+    error: str = ""
+    """Why the sample failed; empty for one that did not."""
     row: int = -1
     """Number of the row in its training step; -1 in validation."""
     shaped_reward: float | None = None

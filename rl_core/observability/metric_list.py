@@ -15,8 +15,9 @@ MAX_LINE = 140
 INTRODUCTION = (
     "Generated from rl_core.observability.metric_list by `make docs`. Each step is one line of `metrics.jsonl`, and the same names are "
     "curves in TensorBoard, W&B, MLflow and `rljob view`. `rljob metrics` prints this list, `rljob metrics NAME` one entry or those that "
-    "contain a word. `<a,b>` stands for any of its parts, `<spread>` for mean, min, max, median or stddev, and another word in `<>` for a "
-    "name from the run. What losses and estimators of your own report is under `train/` too."
+    "contain a word, `rljob metrics OUT [NAME]` the last values of a run with their meanings. `<a,b>` stands for any of its parts, "
+    "`<spread>` for mean, min, max, median or stddev, and another word in `<>` for a name from the run. What losses and estimators of your "
+    "own report is under `train/` too."
 )
 SPREAD = "spread over the samples of a prompt group, averaged over groups"
 

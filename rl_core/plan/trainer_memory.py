@@ -186,7 +186,7 @@ def _recomputed_bytes(job: RLJobSpec, facts: ModelFacts, layer: int) -> int:
     products: list[int] = []
     for name, size in outputs.items():
         adapted = adapters is not None and f"{name}_proj" in adapters.targets
-        products += [size, adapters.rank, size] if adapters is not None and adapted else [size]
+        products += [size, adapters.rank, size] if adapters is not None and adapted and not _merges(job) else [size]
     # Of the products every second one is kept, and attention with its normalisers.
     return layer - _tokens(job, facts) * (width * (sum(products[::2]) + queries) + 4 * facts.heads)
 
@@ -209,11 +209,16 @@ def _layer_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
         scaled = bool(targets & {"q_proj", "k_proj", "v_proj"}) + bool(targets & {"gate_proj", "up_proj"})
         norms = facts.hidden * (2 * MASTER_BYTES + scaled * width)
         shared = width * (2 * queries + 2 * keys + (3 + ("down_proj" in targets)) * facts.inner)
-        shared += width * job.model.lora.rank * len(targets)
+        shared += 0 if _merges(job) else width * job.model.lora.rank * len(targets)
     if facts.head_norms:  # the input of each in float32, and normalised for the gradient of its weight
         shared += (queries + keys) * (MASTER_BYTES + (width if job.model.lora is None else 0))
     shared += 4 * facts.heads  # normalisers of attention
     return _tokens(job, facts) * (norms // (parallel.tensor if parallel.sequence else 1) + shared // parallel.tensor)
+
+
+def _merges(job: RLJobSpec) -> bool:
+    """Return whether layers compute with merged weights, so that nothing of the adapters is kept for the backward pass."""
+    return job.model.lora is not None and job.model.dtype == "float32" and not job.model.lora.dropout
 
 
 def _logit_bytes(job: RLJobSpec, facts: ModelFacts, *, gradient: bool) -> int:

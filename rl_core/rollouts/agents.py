@@ -22,6 +22,7 @@ from rl_core.rollouts.endpoint.server import Endpoint
 from rl_core.rollouts.endpoint.session import Branch, Turn
 from rl_core.rollouts.endpoint.template import ChatTemplate
 from rl_core.rollouts.episode import Episode, group_name
+from rl_core.rollouts.failed_sample import attach_sample
 from rl_core.rollouts.message_log import as_token_tensor, common_prefix
 from rl_core.rollouts.multi_turn import AsyncRolloutImpl
 from rl_core.rollouts.sampling import sample_seed
@@ -124,7 +125,8 @@ class AgentRolloutImpl(AsyncRolloutImpl):
             names = [f"{group_name(input_sample)}_g{index}" for index in range(self.num_generations_per_prompt)]
             await locate(names)
         record = await super().run_rollout(input_sample)
-        record.prompt = [{"role": "user", "content": "", "token_ids": common_prefix(record.completions)}]
+        first = record.completions[0].message_log[0]
+        record.prompt = [{**first, "token_ids": common_prefix(record.completions)}]
         return record
 
     async def _run_samples(
@@ -141,11 +143,16 @@ class AgentRolloutImpl(AsyncRolloutImpl):
         where = f"prompt_idx={episode.prompt_idx} traj_idx={traj_idx}"
         try:
             returned = await self._env_step(episode)
+            result: AgentResult = (returned.metadata[0] or {})[RESULT]
+            _check(result, agent, where)
+        except Exception as error:
+            if branches := agent.session.branch_samples():
+                self._fill(episode, branches[0], None)
+            attach_sample(error, traj_idx, episode.log)
+            raise
         finally:
             self._episodes.close(agent)
             self._release(episode)
-        result: AgentResult = (returned.metadata[0] or {})[RESULT]
-        _check(result, agent, where)
         _, reward = one_reward(returned.rewards, self._env(episode), where)
         branches = agent.session.branch_samples()[: 1 if self._branches == "last" else None]
         share = 1.0 / len(branches) if self._branches == "equal" else 1.0
@@ -226,7 +233,8 @@ def _check(result: AgentResult, agent: AgentEpisode, where: str) -> None:
 
 def _add_turn(episode: Episode, turn: Turn, assistant: dict[str, Any], input_length: int) -> None:
     """Append a call to the log: the ids that the policy read, then the ids that it sampled."""
-    episode.log.append({"role": "user", "content": "", "token_ids": as_token_tensor(turn.prompt)})
+    role = str(turn.messages[-1]["role"]) if turn.messages else "user"
+    episode.log.append({"role": role, "content": _sent_text(turn), "token_ids": as_token_tensor(turn.prompt)})
     if turn.parent is not None:
         episode.env_tokens += len(turn.prompt)
     output = turn.output
@@ -240,3 +248,10 @@ def _add_turn(episode: Episode, turn: Turn, assistant: dict[str, Any], input_len
             "finish_reason": output.finish_reason,
         },
     )
+
+
+def _sent_text(turn: Turn) -> str:
+    """Return what the program sent in this call, each message under its role where there are several; empty for a call with token ids."""
+    if len(turn.messages) == 1:
+        return str(turn.messages[0]["content"])
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in turn.messages)

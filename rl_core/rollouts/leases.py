@@ -13,6 +13,7 @@ from typing import Any
 
 from rl_core.api.errors import RLJobError
 from rl_core.messages.groups import GroupEntry, PromptLease, RequeueReason
+from rl_core.messages.samples import KeptSample
 
 logger = logging.getLogger(__name__)
 ANSWER_MARGIN_S = 10.0
@@ -48,9 +49,11 @@ class HubLeases:
         """Report a group whose record is stored, which ends its lease. May be repeated."""
         await self._call("finish", entry)
 
-    async def return_group(self, token: str, reason: RequeueReason, message: str) -> None:
-        """Return the unfinished group of the lease `token` to the runner. A lease that has ended is ignored."""
-        await self._call("return_group", token, reason, message)
+    async def return_group(
+        self, token: str, reason: RequeueReason, message: str, failed: KeptSample | None = None
+    ) -> None:
+        """Return the unfinished group of the lease `token` to the runner, with the sample that failed. A lease that has ended is ignored."""
+        await self._call("return_group", token, reason, message, failed)
 
 
 class Renewal:

@@ -30,6 +30,7 @@ from rl_core.api.records import Completion, EnvironmentReturn, FinishReason, Gro
 from rl_core.data.tokenizer import head_of
 from rl_core.observability.statistics import add_counts, percentile, prefixed, summarize
 from rl_core.rollouts.episode import Episode, group_name
+from rl_core.rollouts.failed_sample import attach_sample
 from rl_core.rollouts.generation import RowGenerator
 from rl_core.rollouts.message_log import as_token_tensor
 from rl_core.rollouts.padded import GenerationInterface, row_generator
@@ -165,6 +166,9 @@ class AsyncRolloutImpl:
                 group = None
             else:
                 episode.max_turns_reached = True
+        except Exception as error:
+            attach_sample(error, traj_idx, episode.log)
+            raise
         finally:
             self._release(episode)
         return episode.completion(default_version=self.policy_version), episode.metrics()

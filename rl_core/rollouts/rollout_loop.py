@@ -30,6 +30,8 @@ from rl_core.batching.collate import has_failed
 from rl_core.batching.samples import keep_sample
 from rl_core.messages.groups import GroupEntry, PromptLease, RequeueReason, ValidationScores
 from rl_core.messages.members import WaitCause
+from rl_core.messages.samples import KeptSample
+from rl_core.rollouts.failed_sample import failed_sample
 from rl_core.rollouts.leases import HubLeases, Renewal
 from rl_core.rollouts.retry import classify_failure
 
@@ -279,7 +281,9 @@ class RolloutLoop:
                 self._return_group(lease, "config", text_of(error))
                 return
             reason: RequeueReason = classify_failure(error).value
-            self._return_group(lease, reason, f"{type(error).__name__}: {text_of(error)}")
+            message = f"{type(error).__name__}: {text_of(error)}"
+            failed = None if reason == "infrastructure" else failed_sample(error, lease, message)
+            self._return_group(lease, reason, message, failed)
             return
         times, record.times = record.times, None
         if times is not None:
@@ -333,16 +337,20 @@ class RolloutLoop:
 
     # --- giving back -------------------------------------------------------------------------------------------------
 
-    def _return_group(self, lease: PromptLease, reason: RequeueReason, message: str) -> None:
+    def _return_group(
+        self, lease: PromptLease, reason: RequeueReason, message: str, failed: KeptSample | None = None
+    ) -> None:
         """Return an unfinished group to the runner in the background, so that its rows are free at once."""
         self._renewal.drop(lease.token)
-        task = asyncio.ensure_future(self._send_return(lease, reason, message))
+        task = asyncio.ensure_future(self._send_return(lease, reason, message, failed))
         self._returns.add(task)
         task.add_done_callback(self._returns.discard)
 
-    async def _send_return(self, lease: PromptLease, reason: RequeueReason, message: str) -> None:
+    async def _send_return(
+        self, lease: PromptLease, reason: RequeueReason, message: str, failed: KeptSample | None
+    ) -> None:
         try:
-            await self._leases.return_group(lease.token, reason, message)
+            await self._leases.return_group(lease.token, reason, message, failed)
         except RLJobError as error:
             logger.warning("group %s cannot be given back, its lease ends by itself: %s", lease.group_id, error)
 

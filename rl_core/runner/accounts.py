@@ -7,6 +7,7 @@ only caller and serialises the calls.
 from collections.abc import Sequence
 
 from rl_core.messages.groups import PromptLease, RequeueReason, ValidationScores
+from rl_core.messages.samples import KeptSample
 from rl_core.runner.ledger import HeldGroup
 from rl_core.runner.training_account import TrainingAccount
 from rl_core.runner.validation_round import ValidationRound
@@ -53,16 +54,23 @@ class Accounts:
             self.validation.take(scores)
 
     def return_group(
-        self, token: str, owner: str, reason: RequeueReason, message: str, *, counted: bool = True
+        self,
+        token: str,
+        owner: str,
+        reason: RequeueReason,
+        message: str,
+        *,
+        counted: bool = True,
+        failed: KeptSample | None = None,
     ) -> None:
         """Accept a prompt group that `owner` returns unfinished: it is leased again, or dropped once its attempts for `reason` are used up.
 
-        `counted` False uses up no attempt. A token that `owner` does not hold is ignored.
+        `counted` False uses up no attempt. `failed` is the sample that failed a training group. A token that `owner` does not hold is ignored.
         """
         if self.validation is not None and self.validation.ledger.issued(token):
             self.validation.return_group(token, owner, reason, message, counted=counted)
         else:
-            self.training.return_group(token, owner, reason, message, counted=counted)
+            self.training.return_group(token, owner, reason, message, counted=counted, failed=failed)
 
     def owner_lost(self, owner: str, message: str) -> list[str]:
         """Requeue the prompt groups that a lost process held; return the tokens of its leases."""

@@ -31,6 +31,7 @@ from rl_core.api.errors import ConfigError, DataError, RLJobError
 from rl_core.messages.groups import GroupEntry, PromptLease, RequeueReason, ValidationScores
 from rl_core.messages.members import Incarnation
 from rl_core.messages.rpc import Caller
+from rl_core.messages.samples import KeptSample
 from rl_core.plan.groups import ROLLOUT
 from rl_core.runner.accounts import Accounts
 from rl_core.runner.ledger import group_of
@@ -183,15 +184,23 @@ class Dispatcher:
             self._workload.finished(entry.token)
 
     def return_group(
-        self, name: str, incarnation: Incarnation, token: str, reason: RequeueReason, message: str
+        self,
+        name: str,
+        incarnation: Incarnation,
+        token: str,
+        reason: RequeueReason,
+        message: str,
+        failed: KeptSample | None = None,
     ) -> None:
         """Accept a prompt group that a rollout returns unfinished: it is leased again, or dropped once its attempts are used up.
 
+        The `failed` sample of a dropped group is kept for people to look at.
         While too few members are present, the reasons `infrastructure` and `deadline` use up no attempt.
         """
         excused = reason in ("infrastructure", "deadline") and self._is_short()
         with self.update_accounts() as accounts:
-            accounts.return_group(token, owner_name(name, incarnation), reason, message, counted=not excused)
+            owner = owner_name(name, incarnation)
+            accounts.return_group(token, owner, reason, message, counted=not excused, failed=failed)
             self._workload.ended(token)
 
     # --- members and time ------------------------------------------------------------------------------------------
@@ -359,8 +368,8 @@ def serve_leases(hub: Hub, dispatcher: Dispatcher) -> None:
     async def renew(tokens: list[str]) -> list[str]:
         return dispatcher.renew(*_process(current_caller()), tokens)
 
-    def return_group(token: str, reason: RequeueReason, message: str) -> None:
-        dispatcher.return_group(*_process(current_caller()), token, reason, message)
+    def return_group(token: str, reason: RequeueReason, message: str, failed: KeptSample | None = None) -> None:
+        dispatcher.return_group(*_process(current_caller()), token, reason, message, failed)
 
     calls: dict[str, Callable[..., Any]] = {
         "lease_groups": inline(lease_groups),

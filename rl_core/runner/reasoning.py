@@ -121,10 +121,14 @@ class ReasoningRunner(TrainingProgram):
         self._ask_for_samples()
 
     def _ask_for_samples(self) -> None:
+        self._keep_failed(self.progress.step)
         if (trained := self._trained) is not None:
             self._trained = None
             actor = self.actor.within(self.applied.spec.runtime.deadlines.rpc)
             self.prompts.samples.add_step(*trained, actor.take_samples)
+
+    def _keep_failed(self, step: int) -> None:
+        self.prompts.samples.add_failed(step, self.progress.version, self.steps.take_failed())
 
     def _while_short(self) -> None:
         """Write the last step and handle requests while too few rollouts serve the weights."""
@@ -261,6 +265,7 @@ class ReasoningRunner(TrainingProgram):
     def close(self) -> None:
         """Stop the joins and the content check, and close the files of ledger and samples."""
         super().close()
+        self._keep_failed(self.progress.step + 1)
         self.prompts.samples.close()
         if self.sync.check is not None:
             self.sync.check.close()

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,6 +77,11 @@ class Samples:
         if samples:
             self._submit(lambda: self._write(VALIDATION, step, version, samples, {}))
 
+    def add_failed(self, step: int, version: int, samples: Sequence[KeptSample]) -> None:
+        """Keep samples that failed their groups in training `step`, at most as many as groups are kept."""
+        if kept := samples[: self._spec.groups]:
+            self._submit(lambda: self._write(TRAIN, step, version, kept, {}))
+
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Write what waits and close the files. After `seconds` the rest is left out."""
         self._pool.shutdown(wait=False)
@@ -122,6 +128,8 @@ class Samples:
         if not samples:
             return
         now = self._wall()
+        pieces = [[self._piece(number) for number in sample.token_ids.tolist()] for sample in samples]
+        samples = [_with_texts(sample, texts) for sample, texts in zip(samples, pieces, strict=True)]
         lines = [
             sample_line(
                 sample,
@@ -130,10 +138,10 @@ class Samples:
                 epoch=self._epoch,
                 version=version,
                 trainer=log_probs.get(sample.row),
-                pieces=[self._piece(number) for number in sample.token_ids.tolist()],
+                pieces=texts,
                 wall=now,
             )
-            for sample in samples
+            for sample, texts in zip(samples, pieces, strict=True)
         ]
         self._writer.write(lines, name=f"e{self._epoch:04d}-s{step:07d}")
         self._trackers.add_samples(split, step, [_row(sample) for sample in samples[:TABLE_ROWS]])
@@ -150,3 +158,15 @@ def _row(sample: KeptSample) -> SampleRow:
     given = sample.prompt_messages
     texts = ["\n".join(text for _, text, _ in part) for part in (sample.messages[:given], sample.messages[given:])]
     return SampleRow(sample.group_id, sample.index, sample.reward, sample.reason, *texts)
+
+
+def _with_texts(sample: KeptSample, pieces: Sequence[str]) -> KeptSample:
+    """Return `sample` with the text of its tokens, `pieces` [T], in messages that have tokens and no text.
+
+    Such messages come from programs that send token ids.
+    """
+    messages, begin = [], 0
+    for role, content, count in sample.messages:
+        messages.append((role, content or "".join(pieces[begin : begin + count]), count))
+        begin += count
+    return replace(sample, messages=tuple(messages))

@@ -3,6 +3,7 @@
 from typing import Any
 
 from rl_core.api.algorithm import AlgorithmSpec
+from rl_core.messages.samples import KeptSample
 from rl_core.runner.dispatcher import Dispatcher
 from rl_core.runner.ledger import HeldGroup
 from rl_core.runner.step_state import StepState, TrainedGroup
@@ -46,6 +47,11 @@ class StepGroups:
         """Mark the groups of `step` as trained; return them in the ledger's order."""
         with self._dispatcher.lock_accounts() as accounts:
             return accounts.training.acknowledge(step)
+
+    def take_failed(self) -> list[KeptSample]:
+        """Return the samples that failed the groups dropped since the last call."""
+        with self._dispatcher.lock_accounts() as accounts:
+            return accounts.training.take_failed()
 
     def prompt(self, index: int) -> Any:
         """Return a training prompt by its index in the data set."""

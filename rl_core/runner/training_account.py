@@ -15,12 +15,16 @@ from dataclasses import dataclass, field
 from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.errors import ConfigError, DataError, InfrastructureError, RLJobError, SamplingExhausted
 from rl_core.messages.groups import GroupEntry, PromptLease, RequeueReason, rank_key
+from rl_core.messages.samples import KeptSample
 from rl_core.runner.admission import Admission, GroupVerdict, StepCapacity
 from rl_core.runner.group_table import Group, GroupState
 from rl_core.runner.ledger import Drop, PromptLedger, group_of
+from rl_core.runner.prompt_order import index_of
 from rl_core.runner.step_state import GroupSpan, StepState, TrainedGroup
 
 logger = logging.getLogger(__name__)
+MAX_FAILED_SAMPLES = 16
+"""Failed samples that are stored until the loop takes them."""
 
 
 @dataclass(slots=True)
@@ -55,6 +59,8 @@ class TrainingAccount:
         """
         self._numbers = itertools.count()
         self._moves = RecordMoves()
+        self._failed: list[KeptSample] = []
+        """The sample that failed each dropped group, until `take_failed`; at most MAX_FAILED_SAMPLES."""
         self.failure: RLJobError | None = None
         """The error that ends the run; no group is leased once it is set. None while the run is healthy."""
 
@@ -223,11 +229,19 @@ class TrainingAccount:
     # --- groups that are generated again ---------------------------------------------------------------------------
 
     def return_group(
-        self, token: str, owner: str, reason: RequeueReason, message: str, *, counted: bool = True
+        self,
+        token: str,
+        owner: str,
+        reason: RequeueReason,
+        message: str,
+        *,
+        counted: bool = True,
+        failed: KeptSample | None = None,
     ) -> None:
         """Accept a group that `owner` returns unfinished: it becomes pending, or is dropped once its attempts for `reason` are used up.
 
-        `counted` False uses up no attempt. Does nothing for a group that is finished or that another process holds.
+        `counted` False uses up no attempt. `failed` is the sample that failed, which is kept if the group is dropped. Does nothing for a
+        group that is finished or that another process holds.
         """
         group = self.ledger.group_by_token(token)
         if group is None or group.owner != owner or group.state is not GroupState.LEASED:
@@ -236,11 +250,19 @@ class TrainingAccount:
             )
             return
         logger.warning("group %s given back (%s): %s", group.group_id, reason, message)
-        self._requeue(group, reason, message, counted=counted)
+        again = self._requeue(group, reason, message, counted=counted)
+        if not again and failed is not None and len(self._failed) < MAX_FAILED_SAMPLES:
+            self._failed.append(failed)
 
-    def _requeue(self, group: Group, reason: RequeueReason, message: str, *, counted: bool = True) -> None:
+    def _requeue(self, group: Group, reason: RequeueReason, message: str, *, counted: bool = True) -> bool:
+        """Requeue a leased group and delete its record; return False if the group is dropped instead."""
         self._moves.moves.append((group.token, None))
-        self.ledger.requeue(group.token, reason, message, counted=counted)
+        return self.ledger.requeue(group.token, reason, message, counted=counted)
+
+    def take_failed(self) -> list[KeptSample]:
+        """Return the samples that failed the groups dropped since the last call."""
+        failed, self._failed = self._failed, []
+        return failed
 
     def owner_lost(self, owner: str, message: str) -> list[str]:
         """Requeue the groups that a lost process held; return the tokens of its leases."""
@@ -308,7 +330,9 @@ class TrainingAccount:
             self._fail(ConfigError(drop.message))
             return
         kind = DataError if drop.reason in ("data", "deadline") else InfrastructureError
-        last = f"the last: group {drop.group_id}, {drop.reason}: {drop.message or 'no further message'}"
+        source = self.ledger.dataset[index_of(drop.group_id)].get("source")
+        name = f"{drop.group_id} ({source})" if source else drop.group_id
+        last = f"the last: group {name}, {drop.reason}: {drop.message or 'no further message'}"
         logger.warning("group %s is dropped (%s): %s", drop.group_id, drop.reason, drop.message)
         if dropped > algorithm.max_dropped_groups:
             self._fail(

@@ -70,6 +70,7 @@ def sample_line(
         "shaped_reward": finite(sample.shaped_reward),
         "parts": {name: finite(part) for name, part in sample.parts.items()},
         "reason": sample.reason,
+        "error": sample.error,
         "versions": list(sample.versions),
         "prompt_tokens": given,
         "response_tokens": len(ids) - given,

@@ -45,6 +45,8 @@ def render_sample(sample: Mapping[str, Any]) -> str:
     lines = ["== " + " | ".join(facts)]
     if sample.get("info"):
         lines.append("   " + printable("; ".join(f"{key}: {value}" for key, value in sample["info"].items())))
+    if sample.get("error"):
+        lines.append("   error: " + printable(str(sample["error"])))
     for message in sample["messages"]:
         if not message["content"] and message["role"] != "assistant":  # an environment that only scores
             continue

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-from rl_core.launch.workspace import is_abandoned
+from rl_core.launch.workspace import PRIVATE, is_abandoned
 from rl_core.samples.lines import TRAIN, VALIDATION, Entry
 from rl_core.samples.reader import Found, SampleReader
 from rl_core.view.metrics import MetricColumns
@@ -33,8 +33,9 @@ class NotFound(ValueError):
 class RunView:
     """One run as the page shows it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, name: str) -> None:
+        """`name` is what the page calls the run in `folder`."""
+        self.folder, self.name = folder, name
         self.metrics = MetricColumns(folder / "metrics.jsonl")
         self.samples = SampleReader(folder)
 
@@ -46,7 +47,7 @@ class RunView:
             phase = "Killed"
         failure = status.get("failure")
         return {
-            "name": self.folder.name,
+            "name": self.name,
             "folder": str(self.folder),
             "phase": phase,
             "step": status.get("step"),
@@ -54,14 +55,22 @@ class RunView:
             "reward": status.get("reward"),
             "epoch": status.get("epoch"),
             "failure": failure.get("message") if isinstance(failure, dict) else None,
+            "groups": self._groups_of_step(),
         }
+
+    def _groups_of_step(self) -> int | None:
+        """Return the number of prompt groups of a training step; None where the job does not say, as in a copy of a cluster job's files."""
+        found: Any = _read_json(self.folder / PRIVATE / "job.json")
+        for name in ("spec", "algorithm", "promptsPerStep"):
+            found = found.get(name) if isinstance(found, dict) else None
+        return found if isinstance(found, int) else None
 
 
 class Pages:
     """The runs of one `rljob view`."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        self._runs = [RunView(folder) for folder in folders]
+        self._runs = [RunView(folder, name) for folder, name in zip(folders, run_names(folders), strict=True)]
         self._static = {
             path: (files("rl_core.view").joinpath("static", name).read_bytes(), kind)
             for path, (name, kind) in STATIC.items()
@@ -168,6 +177,18 @@ class Query:
         if not (text.isascii() and text.isdigit()) or len(text) > 12:
             raise ValueError(f"{name} must be a number, got {text[:40]!r}")
         return int(text)
+
+
+def run_names(folders: Sequence[Path]) -> list[str]:
+    """Return for each folder the shortest end of its path that no other folder has."""
+    names = []
+    for folder in folders:
+        others = [other.parts for other in folders if other != folder]
+        count = 1
+        while count < len(folder.parts) and any(parts[-count:] == folder.parts[-count:] for parts in others):
+            count += 1
+        names.append(str(Path(*folder.parts[-count:])))
+    return names
 
 
 def _rank(entry: Entry, *, best: bool) -> tuple[bool, float]:

@@ -6,6 +6,8 @@ from collections import Counter
 import pytest
 
 from rl_core.launch.workspace import Workspace
+from rl_core.samples.lines import TRAIN
+from rl_core.samples.reader import SampleReader
 from tests.e2e.harness import Run, job_document
 
 
@@ -71,6 +73,12 @@ def test_a_reward_function_that_misbehaves_ends_the_run_naming_it_and_yields_no_
     assert code in (3, 4), run.text + run.logs()
     assert words.lower() in run.text.lower() and "maxDroppedGroups" in run.text, run.text
     assert run.lines("ledger.jsonl") == [] and run.status()["phase"] == "Failed"
+    assert "(train.jsonl row " in run.text
+    if kind == "raises":
+        reader = SampleReader(run.output)
+        reader.refresh()
+        errors = [reader.read(found)["error"] for found in reader.every(TRAIN)]
+        assert errors and all("no such column" in error for error in errors)
 
 
 def test_a_reward_function_that_misbehaves_at_once_is_refused_before_anything_starts(tmp_path, tiny):
@@ -114,6 +122,13 @@ def test_bad_samples_within_the_budget_are_dropped_counted_and_replaced(tmp_path
     assert run.run() == 0, run.text + run.logs()
     assert 3 not in {line["prompt_index"] for line in run.lines("ledger.jsonl")}
     assert run.lines("metrics.jsonl")[-1]["ledger/dropped"] == 1
+    reader = SampleReader(run.output)
+    reader.refresh()
+    (failed,) = [found for found in reader.every(TRAIN) if found.entry.reason == "error"]
+    sample = reader.read(failed)
+    assert (
+        sample["group"] == "0-3" and "AssertionError" in sample["error"] and "003" in sample["messages"][0]["content"]
+    )
 
 
 def test_a_dropped_group_may_shrink_its_step_to_a_multiple_of_the_data_ranks(tmp_path, tiny):

@@ -186,7 +186,7 @@ class Ledger:
         self.finished.append(entry)
         self.trajectories.move([(entry.token, ADMITTED)]).result()
 
-    def return_group(self, token, reason, message):
+    def return_group(self, token, reason, message, failed=None):
         self.given_back.append((token, reason, message))
 
     def close(self):

@@ -1,6 +1,7 @@
 """The page in a real browser: it shows what the files hold, and runs nothing that a sample contains."""
 
 import html
+import json
 import re
 import shutil
 import subprocess
@@ -42,6 +43,11 @@ def page(tmp_path_factory):
     )
     never = folder / "never"
     never.mkdir()
+    (never / "status.json").write_text(
+        json.dumps({"phase": "Failed", "failure": {"message": "<b>bad row</b> train.jsonl"}})
+    )
+    (run / ".rljob").mkdir()
+    (run / ".rljob/job.json").write_text(json.dumps({"spec": {"algorithm": {"promptsPerStep": 16}}}))
     server = ViewServer([run, make_run(folder / "second", text="other"), never])
 
     def open_page(**state):
@@ -63,9 +69,20 @@ def texts(dom, pattern):
 
 def test_curves_of_all_runs_and_the_groups_of_the_newest_step_are_shown(page):
     dom = page()
-    assert texts(dom, r'class="phase [a-z]*">([^<]*)<') == ["Finished", "Finished", "never started"]
+    assert texts(dom, r'class="phase [a-z]*">([^<]*)<') == ["Finished", "Finished", "Failed"]
     assert 'class="line run0"' in dom and 'class="line run1"' in dom and 'class="event failure"' in dom
     assert texts(dom, r'class="name">([^<]*)<') == ["group 0-9", "group 0-8"]
+    assert "2 of 16 groups are kept (samples.groups)" in dom
+    assert texts(dom, r'<i class="run1"></i>([^<]*)</button>') == [
+        "second, step 2: rollout/worker_lost: 1 more",
+        "second, step 3: restarted, epoch 1",
+    ]
+    assert '<b class="run0">' in dom and '<b class="run1">' in dom
+
+
+def test_the_reason_of_a_failed_run_is_on_the_page_as_text(page):
+    dom = page(run=2)
+    assert "never failed: &lt;b&gt;bad row&lt;/b&gt; train.jsonl</p>" in dom
 
 
 def test_nothing_in_a_sample_is_run_or_rendered(page):

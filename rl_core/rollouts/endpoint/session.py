@@ -33,6 +33,8 @@ class Turn:
     output: GenerationOutput
     text: str
     """The sampled text."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """Messages between the parent's reply and the sampled text, as the program sent them; none where the call has token ids."""
     times: tuple[float, float] = (0.0, 0.0)
     """Start and end of the generation, monotonic seconds."""
     children: int = 0
@@ -66,6 +68,8 @@ class Prompt:
     """Of the messages."""
     sibling: int
     """Number of calls that continue the same parent and were begun before."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """Messages that `added` was made of; none where the call has token ids."""
 
     @property
     def ids(self) -> list[int]:
@@ -110,10 +114,10 @@ class Session:
             ids = parent.ids
             added = self.template.after(messages, count, ids[-1], settings)
             if added is not None:
-                return self._prompt(parent, ids, added, digests[-1])
+                return self._prompt(parent, ids, added, digests[-1], messages[count:])
             self.unspliced += 1
             break
-        return self._prompt(None, [], self.template.whole(messages, settings), digests[-1])
+        return self._prompt(None, [], self.template.whole(messages, settings), digests[-1], messages)
 
     def begin_tokens(self, ids: Sequence[int]) -> Prompt:
         """Return the input of a call with token ids. It continues the longest earlier call whose ids begin `ids`."""
@@ -125,12 +129,19 @@ class Session:
         digest = history.of_tokens(given)
         return self._prompt(parent, before, given[len(before) :], digest)
 
-    def _prompt(self, parent: Turn | None, before: list[int], added: list[int], digest: history.Digest) -> Prompt:
+    def _prompt(
+        self,
+        parent: Turn | None,
+        before: list[int],
+        added: list[int],
+        digest: history.Digest,
+        messages: Sequence[Mapping[str, Any]] = (),
+    ) -> Prompt:
         key = id(parent) if parent is not None else 0
         sibling = self._begun.get(key, 0)
         self._begun[key] = sibling + 1
         self.branches += sibling > 0
-        return Prompt(parent=parent, before=before, added=added, digest=digest, sibling=sibling)
+        return Prompt(parent=parent, before=before, added=added, digest=digest, sibling=sibling, messages=messages)
 
     def abandon(self, prompt: Prompt) -> None:
         """Forget a call that was begun and got no tokens."""
@@ -147,7 +158,14 @@ class Session:
         times: tuple[float, float] = (0.0, 0.0),
     ) -> Turn:
         """Record a call that got tokens. `reply` is its message as the client received it (None for a call with token ids)."""
-        turn = Turn(parent=prompt.parent, prompt=prompt.added, output=output, text=text, times=times)
+        turn = Turn(
+            parent=prompt.parent,
+            prompt=prompt.added,
+            output=output,
+            text=text,
+            messages=prompt.messages,
+            times=times,
+        )
         if prompt.parent is not None:
             prompt.parent.children += 1
         self.turns.append(turn)

@@ -50,8 +50,11 @@ async function loadCurves(now) {
 }
 
 function drawRuns(now) {
+  const failure = data.runs[now.run]?.failure;
+  $("failure").hidden = !failure;
+  $("failure").textContent = failure ? `${visible(data.runs[now.run].name)} failed: ${visible(failure)}` : "";
   $("runs").replaceChildren(...data.runs.map((run, at) => el("button", {
-    type: "button", class: "run", "aria-pressed": String(at === now.run), title: run.failure ? visible(run.failure) : run.folder,
+    type: "button", class: "run", "aria-pressed": String(at === now.run), title: visible(run.folder),
     onclick: () => go({ run: at, group: null, sample: null }),
   }, el("i", { class: `run${at % RUN_COLOURS}` }), visible(run.name), el("span", { class: `phase ${run.phase.toLowerCase().replace(/[^a-z]/g, "")}` }, run.phase === "Unknown" ? "never started" : visible(run.phase)),
   el("span", { class: "dim" }, run.step === null ? "" : `${run.step}/${run.total ?? "?"}`))));
@@ -64,10 +67,12 @@ function drawCurves(now) {
   const lines = data.curves.map((run, index) => {
     const hours = new Map(run.hours);
     const x = (step) => (now.axis === "hours" ? hours.get(step) ?? 0 : step);
-    return { index, x, series: run.series, events: run.events.map((event) => ({ ...event, x: x(event.step) })) };
+    const name = data.runs.length > 1 ? `${visible(data.runs[index].name)}, ` : "";
+    return { index, x, series: run.series, events: run.events.map((event) => ({ ...event, run: index, x: x(event.step), text: `${name}step ${event.step}: ${visible(event.text)}` })) };
   });
-  const events = data.curves.flatMap((run) => run.events);
-  $("events").replaceChildren(...events.slice(-6).map((event) => el("button", { type: "button", class: `mark ${event.kind}`, onclick: () => go({ step: event.step }) }, `step ${event.step}: ${visible(event.text)}`)));
+  const events = lines.flatMap((run) => run.events).sort((one, other) => one.step - other.step);
+  $("events").replaceChildren(...events.slice(-6).map((event) => el("button", { type: "button", class: `mark ${event.kind}`, onclick: () => go({ run: event.run, step: event.step, group: null, sample: null }) },
+    data.runs.length > 1 ? el("i", { class: `run${event.run % RUN_COLOURS}` }) : null, event.text)));
   if (!metrics.length) return $("charts").replaceChildren(el("p", { class: "empty" }, "This run has no metrics yet."));
   $("charts").replaceChildren(...metrics.map((name) => chart(name,
     lines.map((run) => ({ index: run.index, events: run.events, points: (run.series[name] ?? []).map(([step, value]) => [run.x(step), value, step]) })),
@@ -109,6 +114,14 @@ function filters(now) {
     choice("order", "order ", [["", "groups"], ["worst", "worst first"], ["best", "best first"], ["longest", "longest first"], ["shortest", "shortest first"]]));
 }
 
+// A run keeps some groups of each training step: the line says how many of how many.
+function keptGroups(now) {
+  const trained = data.runs[now.run]?.groups;
+  const kept = new Set(data.list.samples.filter((one) => one.reason !== "error").map((one) => one.group)).size;
+  if (now.split !== "train" || !trained || kept >= trained || data.list.more || FILTERS.some((name) => name !== "order" && now[name] !== "")) return null;
+  return el("p", { class: "dim" }, `${kept} of ${trained} groups are kept (samples.groups)`);
+}
+
 async function drawDetail(now) {
   const step = currentStep(now), place = $("detail"), run = now.run;
   const other = now.split === "train" ? "validation" : "train";
@@ -133,11 +146,12 @@ async function drawDetail(now) {
   const missing = el("p", { class: "empty" }, "No sample matches. Steps without samples were deleted to make room, or the filters leave none.");
   if (now.sample === null) parts.push(filters(now));
   if (now.group === null) {
+    parts.push(keptGroups(now));
     parts.push(data.list.samples.length ? groupList(data.list.samples, open) : missing);
     if (data.list.more) parts.push(el("p", { class: "dim" }, data.list.more > 0 ? `${data.list.more} more; filter to see them` : "more match; filter to see them"));
   } else if (now.sample === null) parts.push(members.length ? await groupView(members, { run, split: now.split, open }) : missing);
   else parts.push(await sampleView({ step, group: now.group, sample: now.sample }, { run, split: now.split, tab: now.tab, colour: now.colour, choose: (change) => go(change) }));
-  place.replaceChildren(...parts);
+  place.replaceChildren(...parts.filter((part) => part !== null));
 }
 
 async function show() {

@@ -53,8 +53,9 @@ export function chart(name, runs, { axis, chosen, onpick, onclose }) {
   const dot = svg("circle", { class: "dot", r: 3.5, visibility: "hidden" });
   plot.append(cross, dot);
   const output = caption.querySelector("output");
-  const last = runs.filter((run) => run.points.length).map((run) => number(run.points.at(-1)[1]));
-  output.textContent = last.join("  ");
+  const value = (run, text) => (runs.length > 1 ? el("b", { class: `run${run.index % RUN_COLOURS}` }, text) : text);
+  const showLast = () => output.replaceChildren(...runs.filter((run) => run.points.length).flatMap((run) => [value(run, number(run.points.at(-1)[1])), "  "]));
+  showLast();
   const nearest = (event) => {
     const box = plot.getBoundingClientRect();
     const x = ((event.clientX - box.left) / box.width) * WIDTH, y = ((event.clientY - box.top) / box.height) * HEIGHT;
@@ -72,12 +73,12 @@ export function chart(name, runs, { axis, chosen, onpick, onclose }) {
       node.setAttribute("visibility", "visible");
     }
     dot.setAttribute("class", `dot run${run.index % RUN_COLOURS}`);
-    output.textContent = `${axis === "step" ? "step " : ""}${number(point[0])}${axis === "hours" ? " h" : ""}: ${number(point[1])}`;
+    output.replaceChildren(`${axis === "step" ? "step " : ""}${number(point[0])}${axis === "hours" ? " h" : ""}: `, value(run, number(point[1])));
   });
   plot.addEventListener("pointerleave", () => {
     cross.setAttribute("visibility", "hidden");
     dot.setAttribute("visibility", "hidden");
-    output.textContent = last.join("  ");
+    showLast();
   });
   plot.addEventListener("click", (event) => {
     const { run, point } = nearest(event);

@@ -50,6 +50,7 @@ function facts(sample) {
   const rows = [
     ["reward", number(sample.reward) + shaped + (parts.length ? ` (${parts.join(", ")})` : "")],
     ["ended", visible(sample.reason)],
+    ...(sample.error ? [["error", visible(sample.error)]] : []),
     ["tokens", `${sample.prompt_tokens} + ${sample.response_tokens}`],
     ["version", sample.versions[0] === sample.versions[1] ? `${sample.versions[0]}` : `${sample.versions[0]} to ${sample.versions[1]}`],
     ...Object.entries(sample.info).map(([name, value]) => [visible(name), visible(typeof value === "string" ? value : JSON.stringify(value)).slice(0, 400)]),
@@ -65,11 +66,13 @@ function conversation(sample, from = 0) {
 export async function groupView(members, { run, split, open }) {
   const samples = await Promise.all(members.slice(0, 16).map((one) => ask("sample", { run, split, step: one.step, group: one.group, sample: one.sample })));
   const [low, high] = range(members);
-  return el("div", {}, el("div", { class: "prompt" }, conversation({ messages: samples[0].messages.slice(0, samples[0].prompt_messages) })),
+  const prompts = samples.map((sample) => sample.messages.slice(0, sample.prompt_messages));
+  const shared = prompts.every((prompt) => JSON.stringify(prompt) === JSON.stringify(prompts[0]));  // programs may begin each sample differently
+  return el("div", {}, shared ? el("div", { class: "prompt" }, conversation({ messages: prompts[0] })) : null,
     el("div", { class: "side" }, samples.map((sample, at) => el("article", { class: "column" },
       el("header", {}, el("button", { type: "button", class: rewardClass(sample.reward, low, high), onclick: () => open(members[at], members[at].sample) }, number(sample.reward, 3)),
         el("span", { class: "dim" }, `${visible(sample.reason)} · ${sample.response_tokens} tokens`)),
-      conversation(sample, sample.prompt_messages)))));
+      conversation(sample, shared ? sample.prompt_messages : 0)))));
 }
 
 export async function sampleView(one, { run, split, tab, colour, choose }) {

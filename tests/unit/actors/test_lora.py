@@ -261,6 +261,27 @@ def test_dropout_of_adapters_is_applied_in_training_and_needs_the_trainers_switc
         make_spec(model__lora=spec)
 
 
+@pytest.mark.parametrize("trains_a", [True, False])
+def test_a_float32_layer_keeps_its_input_and_its_weights_alone_for_the_backward_pass(trains_a):
+    layer = torch.nn.Sequential()
+    layer.add_module("layers", torch.nn.ModuleList([torch.nn.ModuleDict({"q_proj": torch.nn.Linear(6, 8)})]))
+    lora.attach_adapters(layer, LoraSpec(rank=2, targets=["q_proj"]), layers=1)
+    adapted_layer = layer.layers[0]["q_proj"]
+    for parameter in (adapted_layer.weight, adapted_layer.bias):
+        parameter.requires_grad_(False)
+    adapted_layer.lora_A.requires_grad_(trains_a)
+    inputs, kept = torch.randn(5, 6, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.data_ptr()), lambda nothing: nothing
+    ):
+        adapted_layer(inputs)
+    given = [inputs, adapted_layer.weight, adapted_layer.lora_A.weight, adapted_layer.lora_B.weight]
+    assert set(kept) == {tensor.data_ptr() for tensor in given}
+    adapted_layer(inputs).sum().backward()
+    assert (adapted_layer.lora_A.weight.grad is None) is not trains_a
+    assert adapted_layer.lora_B.weight.grad is not None and adapted_layer.weight.grad is None
+
+
 def test_megatron_refuses_adapters_by_name(make_spec):
     from rl_core.actors.megatron.guards import unsupported_settings
 

@@ -158,7 +158,9 @@ def test_validation_is_called_accuracy_only_where_the_environment_judges(tmp_pat
     lines = [{"step": n, "val/accuracy": 0.0, "val/reward_mean": n - 0.05} for n in range(2)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     shown = {"accuracy": "0.000 before, 0.000 after", "reward": "-0.050 before, 0.950 after"}[told]
-    assert f"validation {told}: {shown}" in success_text(tmp_path, {}, measured)
+    text = success_text(tmp_path, {}, measured)
+    assert f"validation {told}: {shown}" in text
+    assert text.splitlines()[2] == f"look at it: rljob view {tmp_path}"
     assert f"val {told}" in step_line(lines[1], 2, measured)
 
 

@@ -12,7 +12,9 @@ import torch
 from rl_core.api.errors import ConfigError, RolloutDataFailure, RolloutTimeout
 from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
 from rl_core.batching.collate import collate_groups
+from rl_core.batching.samples import keep_sample
 from rl_core.envs.agent import AgentEnvironment
+from rl_core.rollouts.failed_sample import ATTRIBUTE
 from rl_core.rollouts.multi_turn import AsyncRolloutImpl
 from tests.unit.endpoint.conftest import AFTER, QUESTION, TURNS, SampledText, rollouts, sample, scripted
 
@@ -82,6 +84,13 @@ async def talk_in_branches(row, base_url, api_key, model):
     return {"reward": 3.0, "parts": {"turns": 6}}
 
 
+async def talk_with_instructions(row, base_url, api_key, model):
+    messages = [{"role": "system", "content": "be short"}, {"role": "user", "content": row["prompt"]}]
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        await client.chat.completions.create(model=model, messages=messages)
+    return 1.0
+
+
 def talk_in_thread(row, base_url, api_key, model):
     messages = [{"role": "user", "content": row["prompt"]}]
     with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
@@ -121,7 +130,15 @@ async def not_applicable(row, base_url, api_key, model):
 @pytest.fixture(autouse=True)
 def programs(monkeypatch):
     module = types.ModuleType("agent_programs")
-    programs = [talk, talk_by_responses, talk_by_messages, talk_on, talk_in_branches, talk_in_thread]
+    programs = [
+        talk,
+        talk_by_responses,
+        talk_by_messages,
+        talk_on,
+        talk_in_branches,
+        talk_in_thread,
+        talk_with_instructions,
+    ]
     for program in (*programs, silent, other_names, raises, hangs, no_number, not_applicable):
         setattr(module, program.__name__, program)
     monkeypatch.setitem(sys.modules, "agent_programs", module)
@@ -167,6 +184,35 @@ async def test_log_probabilities_and_versions_are_those_of_the_calls(chatml):
             assert torch.equal(message["generation_logprobs"], torch.tensor(logprobs, dtype=torch.float32))
             assert message["policy_versions"] == versions
         assert completion.metrics["reward/turns"] == 3
+
+
+async def test_kept_samples_show_what_the_program_sent(chatml):
+    async with rollouts(chatml, agent("talk"), generations=1) as agents:
+        record = await agents.run_rollout(sample(chatml))
+    kept = keep_sample(record, 0, group_id="0-7")
+    assert [(role, content) for role, content, _ in kept.messages] == [
+        ("user", "hi"),
+        ("assistant", "one"),
+        ("user", "go on"),
+        ("assistant", "two"),
+        ("user", "go on"),
+        ("assistant", "three"),
+    ]
+    assert kept.prompt_messages == 1 and [message["content"] for message in record.prompt] == ["hi"]
+
+
+async def test_a_failed_run_carries_what_was_said_until_then(chatml):
+    async with rollouts(chatml, agent("no_number"), generations=1) as agents:
+        with pytest.raises(RolloutDataFailure) as caught:
+            await agents.run_rollout(sample(chatml))
+    index, log = getattr(caught.value, ATTRIBUTE)
+    assert index == 0 and [message["content"] for message in log] == ["hi", "one", "go on", "two", "go on", "three"]
+
+
+async def test_several_messages_of_a_call_are_shown_under_their_roles(chatml):
+    async with rollouts(chatml, agent("talk_with_instructions"), generations=1) as agents:
+        record = await agents.run_rollout(sample(chatml))
+    assert keep_sample(record, 0, group_id="0-7").messages[0][1] == "system: be short\n\nuser: hi"
 
 
 @pytest.mark.parametrize(("branches", "rewards"), [("whole", [3.0] * 3), ("equal", [1.0] * 3), ("last", [3.0])])

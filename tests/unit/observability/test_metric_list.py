@@ -1,11 +1,13 @@
 """The list of metrics knows each name that the code writes. tests/e2e looks at the names in the files of its runs."""
 
 import ast
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from rl_core.api.errors import ConfigError
 from rl_core.cli.metrics import show_metrics
 from rl_core.observability.metric_list import METRICS, find, search
 
@@ -61,3 +63,17 @@ def test_a_word_finds_the_metrics_that_it_is_about():
 def test_the_command_prints_what_a_metric_means(capsys):
     assert show_metrics("val/accuracy") == 0
     assert "reward of at least 1" in capsys.readouterr().out
+
+
+def test_of_an_output_folder_the_last_values_are_printed_with_their_meanings(tmp_path, capsys):
+    lines = [{"step": 1, "val/accuracy": 0.25, "time/step": 2.5}, {"step": 2, "val/accuracy": None, "time/step": 3.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert show_metrics(str(tmp_path)) == 0
+    shown = capsys.readouterr().out
+    assert "val/accuracy: 0.25" in shown and "(step 1)" in shown and "reward of at least 1" in shown
+    assert show_metrics(str(tmp_path), "time/step") == 0
+    assert capsys.readouterr().out == "time/step: 3 s (step 2)\n    the whole step\n"
+    with pytest.raises(ConfigError, match="must hold a metric loss"):
+        show_metrics(str(tmp_path), "loss")
+    with pytest.raises(ConfigError, match="must be the output folder of a run, got reward"):
+        show_metrics("reward", "mean")

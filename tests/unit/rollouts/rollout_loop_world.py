@@ -31,6 +31,7 @@ class FakeRunner:
 
     def __init__(self):
         self.pending, self.polls, self.renewed, self.given_back, self.stale = [], [], [], [], set()
+        self.failed_samples = []
         self.failure, self.finished, self.unheard = None, [], 0
         self.refuses = False
         self.changed = asyncio.Condition()
@@ -63,7 +64,8 @@ class FakeRunner:
             raise self.failure
         return [token for token in tokens if token in self.stale]
 
-    async def return_group(self, token, reason, message):
+    async def return_group(self, token, reason, message, failed=None):
+        self.failed_samples.append(failed)
         self.given_back.append((token, reason, message))
         if self.failure is not None:
             raise self.failure

@@ -17,6 +17,7 @@ from rl_core.api.errors import (
     WorkerLost,
 )
 from rl_core.rollouts.base import sample_seed, token_loss_mask
+from rl_core.rollouts.failed_sample import ATTRIBUTE
 from rl_core.rollouts.multi_turn import AsyncRolloutImpl
 
 
@@ -214,6 +215,14 @@ async def test_a_reward_that_is_not_a_number_is_a_failure(fakes):
     impl, _ = make(fakes, env=fakes.Env({"reward": math.nan, "terminated": True}))
     with pytest.raises(RolloutDataFailure, match=r"reward must be finite, got nan for prompt_idx=7"):
         await impl.run_rollout(fakes.sample())
+
+
+async def test_a_failure_carries_the_message_log_of_its_sample(fakes):
+    impl, _ = make(fakes, n=1, env=fakes.Env({"reward": math.nan, "terminated": True}))
+    with pytest.raises(RolloutDataFailure) as caught:
+        await impl.run_rollout(fakes.sample())
+    index, log = getattr(caught.value, ATTRIBUTE)
+    assert index == 0 and [text(message) for message in log] == ["ask", "hi"]
 
 
 async def test_a_reward_that_does_not_apply_masks_the_sample(fakes):

@@ -52,7 +52,7 @@ class Account:
         self.moves, self.closed, self.data_ranks = [], [], data_ranks
         spec = AlgorithmSpec.model_validate({"promptsPerStep": 4, "groupSize": 2, **algorithm})
         budgets = attempts if isinstance(attempts, dict) else dict.fromkeys(BUDGETS, attempts)
-        prompts = [{"idx": number} for number in range(size)]
+        prompts = [{"idx": number, "source": f"train.jsonl row {number + 1}"} for number in range(size)]
         self.ledger = PromptLedger(
             prompts, seed=0, shuffle=False, lease_seconds=lease_seconds, max_attempts=budgets, clock=self.clock
         )
@@ -134,5 +134,5 @@ class Account:
                 found.setdefault(int(target.rpartition(" ")[2]), []).append(token)
         return found
 
-    def return_group(self, lease, reason, message="no reason"):
-        self.dispatcher.return_group(*self.owner(lease), lease.token, reason, message)
+    def return_group(self, lease, reason, message="no reason", failed=None):
+        self.dispatcher.return_group(*self.owner(lease), lease.token, reason, message, failed)

@@ -10,6 +10,7 @@ from rl_core.api.errors import ConfigError, DataError, InfrastructureError, Samp
 from rl_core.messages.groups import GroupEntry, rank_key
 from rl_core.runner.step_state import reward_metrics
 from tests.unit.runner.account import ADMIT, DEFER, REFUSE, Account
+from tests.unit.samples.kept import kept
 
 
 def test_a_step_gives_out_its_prompts_with_the_version_and_admits_each_once():
@@ -269,6 +270,22 @@ def test_a_wrong_job_that_shows_in_a_group_ends_the_run_as_such_whatever_the_bud
     h.steps.open(1, 0)
     h.return_group(h.lease()[0], "config", "rewards by name need reward_weights")
     assert isinstance(h.failures[0], ConfigError) and str(h.failures[0]) == "rewards by name need reward_weights"
+
+
+def test_the_message_names_the_row_and_the_failed_sample_of_a_dropped_group_is_kept():
+    h = Account(attempts=2, maxDroppedGroups=30)
+    h.steps.open(1, 0)
+    first = h.lease()[0]
+    h.return_group(first, "data", "reward f raised ValueError", kept("0-0", 1, error="attempt 1"))
+    assert h.steps.take_failed() == [] and not h.failures, "it is tried again"
+    last = h.lease()[0]
+    h.return_group(last, "data", "reward f raised ValueError", kept("0-0", 1, error="attempt 2"))
+    assert (first.group_id, last.group_id) == ("0-0", "0-0")
+    assert [sample.error for sample in h.steps.take_failed()] == ["attempt 2"] and h.steps.take_failed() == []
+    h = Account(attempts=1)
+    h.steps.open(1, 0)
+    h.return_group(h.lease()[0], "data", "reward f returned NaN")
+    assert "group 0-0 (train.jsonl row 1), data: reward f returned NaN" in str(h.failures[0])
 
 
 def test_an_infrastructure_drop_is_not_a_data_error():

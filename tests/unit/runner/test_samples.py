@@ -10,6 +10,7 @@ from rl_core.messages.samples import StepSamples
 from rl_core.observability.trackers import Trackers
 from rl_core.runner.samples import MOST_WAITING, Samples
 from rl_core.samples.lines import TRAIN, VALIDATION, array_of
+from rl_core.samples.printing import render_sample
 from rl_core.samples.reader import SampleReader
 from tests.unit.samples.kept import kept
 
@@ -81,6 +82,18 @@ def test_log_probs_of_the_rank_that_trained_a_row_meet_the_sample_of_the_rank_th
     assert table.tables[0][2][0].response == "answer"
 
 
+def test_failed_samples_are_kept_with_their_error_and_as_many_as_groups(tmp_path):
+    samples = make(tmp_path, groups=2)
+    failed = [kept(f"0-{n}", reward=float("nan"), reason="error", error=f"ValueError {n}") for n in range(3)]
+    samples.add_failed(1, 0, failed)
+    samples.close()
+    assert [(sample["error"], sample["reward"]) for sample in read(tmp_path)] == [
+        ("ValueError 0", None),
+        ("ValueError 1", None),
+    ]
+    assert "error: ValueError 0" in render_sample(read(tmp_path)[0])
+
+
 def test_a_rank_that_is_lost_costs_the_samples_of_its_step_only(tmp_path):
     samples = make(tmp_path)
     samples.add_step(1, 0, lambda: Answer(error=WorkerLost("actor:0 is lost")))
@@ -104,3 +117,16 @@ def test_a_job_that_keeps_none_asks_nobody_and_makes_no_folder(tmp_path):
     samples.add_validation(0, 0, [])
     samples.close()
     assert not (tmp_path / "samples").exists()
+
+
+def test_a_message_of_a_program_that_sends_token_ids_has_the_text_of_its_tokens(tmp_path):
+    table = Table()
+    trackers = Trackers([table])
+    samples = make(tmp_path, trackers)
+    messages = (("user", "", 2), ("assistant", "said", 3))
+    samples.add_step(1, 0, lambda: Answer(StepSamples(samples=(kept(messages=messages, row=0),), log_probs=())))
+    samples.close()
+    (sample,) = read(tmp_path)
+    assert [message["content"] for message in sample["messages"]] == [chr(0) + chr(1), "said"]
+    trackers.log(1, {})
+    assert table.tables[0][2][0].prompt == chr(0) + chr(1)

@@ -149,6 +149,27 @@ def test_every_answer_forbids_foreign_code(browser):
     assert "http:" not in page and "https:" not in page and "//" not in page
 
 
+def test_runs_of_equal_folder_names_are_told_apart_by_the_shortest_path(browse, tmp_path):
+    folders = [make_run(tmp_path / name) for name in ("a", "b", "c")]
+    nested = []
+    for folder in folders[:2]:
+        (folder / "x").mkdir()
+        nested.append(make_run(folder / "x/out"))
+    browser = browse(*nested, folders[2])
+    assert [run["name"] for run in browser.json("runs")] == ["a/x/out", "b/x/out", "c"]
+
+
+def test_the_reason_of_a_failure_and_the_size_of_a_step_are_told(browse, tmp_path):
+    folder = make_run(tmp_path / "run")
+    browser = browse(folder)
+    assert browser.json("runs")[0]["groups"] is None
+    (folder / "status.json").write_text(json.dumps({"phase": "Failed", "failure": {"message": "bad row"}}))
+    (folder / ".rljob").mkdir()
+    (folder / ".rljob/job.json").write_text(json.dumps({"spec": {"algorithm": {"promptsPerStep": 16}}}))
+    (run,) = browser.json("runs")
+    assert (run["failure"], run["groups"]) == ("bad row", 16)
+
+
 def test_a_run_that_never_started_is_shown(browse, tmp_path):
     browser = browse(tmp_path)
     assert browser.json("runs")[0]["phase"] == "Unknown"
