@@ -3,13 +3,14 @@ and each case to standard error as it ends.
 
     OMP_NUM_THREADS=1 python benchmarks/pipeline.py [--runs 3] [--only calls] [--no-ray] [--no-gloo]
 
-Every figure is the median over runs in which ours, Ray and the limits take turns, so that a busy machine slows them alike. Of Ray's two
-ways to put an item on a queue, by value and as an object reference, the faster one counts. The limits are raw pyzmq between two processes
-and memcpy in one.
+Every figure is the median over runs in which ours, Ray and the limits take turns, so that a busy machine slows them alike. Beside it stands
+the processor time per item or call, of all processes together. Items are made before the first run. Of Ray's two ways to put an item on a
+queue, by value and as an object reference, the faster one counts. The limits are raw pyzmq between two processes and memcpy in one.
 """
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -55,21 +56,27 @@ if __name__ == "__main__":
 """The shortest script of two groups and a channel. It is run."""
 
 
+@functools.cache
+def ones(size):
+    """Return an item of `size` bytes, made once per process: memory that the kernel clears anew costs more than a copy."""
+    return np.ones(size, np.uint8)
+
+
 class Source(Worker):
     """Makes items, and calls others."""
 
     def produce(self, channel: Channel, size: int, count: int) -> None:
-        item = np.ones(size, np.uint8)
+        item = ones(size)
         for _ in range(count):
             channel.put(item, timeout=60)
 
     def send_to(self, group: str, size: int, count: int) -> None:
-        item = np.ones(size, np.uint8)
+        item = ones(size)
         for _ in range(count):
             self.send(item, group, 0, timeout=60)
 
     def spread(self, group: str, size: int, count: int) -> None:
-        item = np.ones(size, np.uint8)
+        item = ones(size)
         for _ in range(count):
             self.broadcast(item, groups=[group], src=("source", 0), timeout=60)
 
@@ -137,9 +144,29 @@ class Member(Worker):
 
 
 def seconds(operation):
-    began = time.perf_counter()
+    """Return the seconds that `operation` takes, and the processor time meanwhile of this process and all that it started."""
+    before, began = processor_times(), time.perf_counter()
     operation()
-    return time.perf_counter() - began
+    took = time.perf_counter() - began
+    return took, sum(after - before.get(thread, 0) for thread, after in processor_times().items())
+
+
+def processor_times():
+    """Return the seconds of processor time by thread, of this process and its descendants."""
+    children = defaultdict(list)
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                children[parent].append(entry.name)
+    todo, times = [str(os.getpid())], {}
+    while todo:
+        process = todo.pop()
+        todo += children[process]
+        with contextlib.suppress(OSError):
+            for thread in Path(f"/proc/{process}/task").iterdir():
+                times[thread.name] = int((thread / "schedstat").read_text().split()[0]) / 1e9
+    return times
 
 
 # --- ours -------------------------------------------------------------------------------------------------------------
@@ -210,19 +237,19 @@ def ray_cases():
     )
 
     class RaySource:
+        def __init__(self):
+            self.ones = functools.cache(lambda size: np.ones(size, np.uint8))
+
         def produce(self, queue, size, count, by_reference):
-            item = np.ones(size, np.uint8)
+            item = self.ones(size)
             for _ in range(count):
                 queue.put([ray.put(item)] if by_reference else item)
-
-        def make(self, size):
-            return np.ones(size, np.uint8)
 
         def call_all(self, actors, count):
             ray.get([actor.ping.remote() for _ in range(count) for actor in actors])
 
         def send_to(self, actors, size, count):
-            item = np.ones(size, np.uint8)
+            item = self.ones(size)
             for _ in range(count):
                 reference = ray.put(item)
                 ray.get([actor.take.remote(reference) for actor in actors])
@@ -295,6 +322,14 @@ def push(address):
             socket.send(item, copy=False)
 
 
+def echo(address):
+    """Send each request back, by raw pyzmq."""
+    socket = zmq.Context().socket(zmq.REP)
+    socket.connect(address)
+    while True:
+        socket.send(socket.recv())
+
+
 def limit_cases():
     pull = zmq.Context().socket(zmq.PULL)
     pull.set_hwm(8)
@@ -309,22 +344,33 @@ def limit_cases():
                 pull.recv(copy=False)
 
         cases[f"pipeline {name}, items/s", "raw pyzmq"] = raw, count
-    item, target = np.ones(64 * MIB, np.uint8), np.zeros(64 * MIB, np.uint8)
+    requests = zmq.Context().socket(zmq.REQ)
+    echo = f"tcp://127.0.0.1:{requests.bind_to_random_port('tcp://127.0.0.1')}"
+    echoes = subprocess.Popen([sys.executable, __file__, "--echo", echo])
+
+    def request():
+        for _ in range(CALLS):
+            requests.send(bytes(100))
+            requests.recv()
+
+    cases["calls synchronous, calls/s", "raw pyzmq"] = request, CALLS
+    item, target = ones(64 * MIB), np.zeros(64 * MIB, np.uint8)
 
     def memcpy():
         for _ in range(SENDS):
             np.copyto(target, item)
 
     cases["send 64 MB, GB/s", "memcpy"] = memcpy, SENDS * 64 * MIB / 1e9
-    return cases, pusher
+    return cases, [pusher, echoes]
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
 def measure(runs, only, with_ray):
-    samples = defaultdict(list)
-    limits, pusher = limit_cases()
+    """Return the median speed, and microseconds of processor time per unit, by figure and who."""
+    speeds, costs = defaultdict(list), defaultdict(list)
+    limits, helpers = limit_cases()
     try:
         with Cluster.local(processes=4) as cluster:
             cases = {(figure, "ours"): case for figure, case in our_cases(cluster).items()}
@@ -333,20 +379,24 @@ def measure(runs, only, with_ray):
             for run in range(runs + 1):
                 for key, (operation, amount) in cases.items():
                     print(f"run {run}, {', '.join(key)}:", end=" ", file=sys.stderr, flush=True)
-                    speed = amount / seconds(operation)
-                    print(round(speed, 2), file=sys.stderr, flush=True)
+                    took, processor = seconds(operation)
+                    print(round(amount / took, 2), file=sys.stderr, flush=True)
                     if run:  # the first one warms up
-                        samples[key].append(speed)
+                        speeds[key].append(amount / took)
+                        costs[key].append(processor / amount * 1e6)
     finally:
-        pusher.kill()
-        pusher.wait()
-    return {key: statistics.median(values) for key, values in samples.items()}
+        for helper in helpers:
+            helper.kill()
+            helper.wait()
+    return {key: (statistics.median(speeds[key]), statistics.median(costs[key])) for key in speeds}
 
 
 def report(figures):
     table = {}
-    for (figure, who), value in sorted(figures.items()):
-        table.setdefault(figure, {})[who] = round(value, 2)
+    for (figure, who), (speed, cost) in sorted(figures.items()):
+        table.setdefault(figure, {})[who] = round(speed, 2)
+        unit = figure.rpartition(", ")[2].partition("/")[0].removesuffix("s")
+        table[figure].setdefault(f"us of processor per {unit}", {})[who] = round(cost, 1)
     for entry in table.values():
         if rays := [value for who, value in entry.items() if who.startswith("ray")]:
             entry["ours / ray"] = round(entry["ours"] / max(rays), 2)
@@ -389,9 +439,10 @@ def main():
     parser.add_argument("--no-ray", action="store_true")
     parser.add_argument("--no-gloo", action="store_true")
     parser.add_argument("--push", help=argparse.SUPPRESS)
+    parser.add_argument("--echo", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.push:
-        push(options.push)
+    if options.push or options.echo:
+        push(options.push) if options.push else echo(options.echo)
         return
     result = {"cores": os.cpu_count(), "load_before": round(os.getloadavg()[0], 1), "runs": options.runs}
     result["figures"] = report(measure(options.runs, options.only, not options.no_ray))

@@ -18,10 +18,11 @@ from rl_core.api.errors import ConfigError
 from rl_core.channel import local as local_channels
 from rl_core.channel.backend import DEFAULT_KEY, DEFAULT_TIMEOUT, Backend, PutRequest, TakeRequest
 from rl_core.channel.client import ChannelClient, current
-from rl_core.channel.handle import AsyncHandle, detach, wait_async, wait_sync
+from rl_core.channel.handle import AsyncHandle, detach, wait_sync
 from rl_core.channel.model import Delivery
 from rl_core.messages.channel import ChannelOptions, ChannelStats, Key
 from rl_core.messages.registry import register_record
+from rl_core.transports.loop_futures import wait_future
 from rl_core.transports.rpc_wire import refuse_on_event_loop
 
 Future = concurrent.futures.Future
@@ -108,7 +109,7 @@ class Channel:
         self, item: Any, weight: float = 0, key: Key = DEFAULT_KEY, timeout: float | None = None
     ) -> None:
         """Store `item`. If the call is cancelled before the item was accepted, nothing is stored."""
-        await wait_async(self._put(item, weight, key, timeout))
+        await wait_future(self._put(item, weight, key, timeout))
 
     def put_nowait(self, item: Any, weight: float = 0, key: Key = DEFAULT_KEY) -> None:
         """Store `item` if there is room; otherwise raise ChannelFull."""
@@ -193,7 +194,7 @@ class Channel:
     async def _take_async(self, request: TakeRequest, receive: Callable[[list[Delivery]], Any]) -> Any:
         future = self._backend.take(request)
         try:
-            deliveries = await wait_async(future)
+            deliveries = await wait_future(future)
         except asyncio.CancelledError:
             self._give_up(future)
             raise

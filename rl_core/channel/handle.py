@@ -21,11 +21,6 @@ def wait_sync(start: Callable[[], "Future[Value]"], what: str) -> Value:
     return start().result()
 
 
-async def wait_async(future: "Future[Value]") -> Value:
-    """Wait for the future's result. Cancelling the waiting task cancels the operation."""
-    return await asyncio.wrap_future(future)
-
-
 def detach(future: "Future[Any]") -> None:
     """Do nothing. Passed to an AsyncHandle as `abandon` for operations that continue when nobody waits for them."""
 

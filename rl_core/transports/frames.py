@@ -9,6 +9,7 @@ The skeleton is packed into bytes before it enters the header, so a router reads
 views of the received memory and must not be written to. Arrays that arrive in several frames are copied into one buffer.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -152,15 +153,27 @@ def _pieces(buffer: memoryview) -> list[memoryview]:
     return [buffer[start : start + FRAME_BYTES] for start in range(0, buffer.nbytes, FRAME_BYTES)]
 
 
+_local = threading.local()
+"""The packer of each thread: a new one allocates a large buffer."""
+
+
 def _pack_header(value: Any) -> bytes:
-    packed: bytes = msgpack.packb(value, strict_types=True, default=_plain)
+    packer = getattr(_local, "packer", None)
+    if packer is None:
+        packer = _local.packer = msgpack.Packer(strict_types=True, default=_plain)
+    try:
+        packed: bytes = packer.pack(value)
+    except BaseException:
+        del _local.packer  # it holds half a value
+        raise
     return packed
 
 
 def _plain(value: Any) -> Any:
     """Return what msgpack takes for a value of the header: a tuple stays one, subclasses of plain types are those."""
     if type(value) is tuple:
-        return msgpack.ExtType(TUPLE, _pack_header(list(value)))
+        # with a packer of its own: that of the thread is at work
+        return msgpack.ExtType(TUPLE, msgpack.packb(list(value), strict_types=True, default=_plain))
     if isinstance(value, str):
         return str.__str__(value)
     kinds: tuple[Any, ...] = (int, float, bytes, list, dict)

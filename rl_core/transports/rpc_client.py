@@ -1,6 +1,5 @@
 """The client of RPC, for any thread and any event loop. See `rpc_connection` for the connection and `rpc` for the protocol."""
 
-import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from rl_core.api.errors import ConfigError
 from rl_core.api.identity import Identity
 from rl_core.transports import frames, rpc_wire, sockets
 from rl_core.transports.curve import KeyRing
+from rl_core.transports.loop_futures import wait_future
 from rl_core.transports.rpc_call import CallFuture
 from rl_core.transports.rpc_connection import Connection
 from rl_core.transports.shared_memory import SegmentLoan
@@ -81,7 +81,7 @@ class RpcClient:
         Raises the error of the handler, as its own type if that is public and as RemoteError otherwise; DeadlineExceeded, WorkerLost or
         EpochFenced; TypeError or ValueError when an argument cannot be encoded.
         """
-        return await asyncio.wrap_future(self.start_call(method, args, kwargs, timeout=timeout, idempotent=idempotent))
+        return await wait_future(self.start_call(method, args, kwargs, timeout=timeout, idempotent=idempotent))
 
     def call_sync(
         self,

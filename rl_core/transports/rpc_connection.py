@@ -78,6 +78,8 @@ class Connection:
         """Cancelled calls, which take effect before the next call is sent. Appended to without the lock, as finalizers may cancel."""
         self._failed: list[tuple[CallFuture, Exception]] = []
         """Calls that fail as soon as the lock is free."""
+        self._reading = False
+        """Whether the I/O thread is yet to find the socket empty."""
         self._state = _State.WAITING
         self._server: Caller | None = None
         self._instance: bytes | None = None
@@ -218,7 +220,9 @@ class Connection:
 
     def _send_parts(self, parts: list[Any]) -> None:
         sockets.send(self._socket, parts)
-        if sockets.has_message(self._socket):  # sending may consume the notification of a message that has arrived
+        # sending may consume the notification of a message that has arrived
+        if not self._reading and sockets.has_message(self._socket):
+            self._reading = True
             self._io.call_soon(self._read_all)
 
     def _flush(self) -> None:
@@ -240,9 +244,10 @@ class Connection:
     def _read_all(self) -> None:
         while True:
             with self._lock:
-                if self._state is _State.CLOSED or not sockets.has_message(self._socket):
-                    return
-                parts = sockets.receive(self._socket)
+                parts = None if self._state is _State.CLOSED else sockets.receive(self._socket)
+                self._reading = parts is not None
+            if parts is None:
+                return
             self._read(parts)
 
     def _read(self, parts: list[Any]) -> None:

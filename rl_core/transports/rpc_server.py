@@ -99,6 +99,8 @@ class RpcServer:
         self._lock = threading.RLock()
         """Guards the socket, `_peers`, `_forgotten`, and the request tables of peers: handlers reply on their own threads."""
         self._socket: zmq.Socket[Any] | None = None
+        self._reading = False
+        """Whether the I/O thread is yet to find the socket empty."""
         self._peers: dict[bytes, Peer] = {}
         self._forgotten: OrderedDict[bytes, OrderedDict[int, bool]] = OrderedDict()
         """Request ids of lost clients by routing id: a request that a client sends again when it comes back is not run twice."""
@@ -163,9 +165,10 @@ class RpcServer:
     def _receive_all(self) -> None:
         for _ in range(_BATCH):
             with self._lock:
-                if self._socket is None or not sockets.has_message(self._socket):
-                    return
-                parts = sockets.receive(self._socket)
+                parts = None if self._socket is None else sockets.receive(self._socket)
+                self._reading = parts is not None
+            if parts is None:
+                return
             self._receive(parts)
         self._io.call_soon(self._receive_all)  # the other sockets have their turn first
 
@@ -364,9 +367,9 @@ class RpcServer:
                 self.counters["unreachable"] += 1
                 return False
             finally:
-                if sockets.has_message(
-                    self._socket
-                ):  # sending may consume the notification of a message that has arrived
+                # sending may consume the notification of a message that has arrived
+                if not self._reading and sockets.has_message(self._socket):
+                    self._reading = True
                     self._io.call_soon(self._receive_all)
             return True
 

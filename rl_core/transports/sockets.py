@@ -124,8 +124,8 @@ class IoThread:
     def register(self, socket: zmq.Socket[Any], on_ready: Callable[[], None]) -> None:
         """Call `on_ready()` when `socket` may be readable. Call it on the I/O thread.
 
-        ZeroMQ signals a change once. `on_ready` must read until `has_message(socket)` is False. After sending on the socket the caller must
-        check `has_message` too, because sending may consume the signal.
+        ZeroMQ signals a change once. `on_ready` must read until `receive` returns None or `has_message` is False. After sending on the
+        socket the caller must check `has_message` too, unless `on_ready` has still to read: sending may consume the signal.
         """
         number = descriptor(socket)
         self._ready[number] = on_ready
@@ -227,9 +227,12 @@ def send(socket: zmq.Socket[Any], parts: list[Any]) -> None:
     socket.send(parts[-1], _NOBLOCK, copy=False)
 
 
-def receive(socket: zmq.Socket[Any]) -> list[zmq.Frame]:
-    """Return the frames of a message that waits on `socket`."""
-    frame = socket.recv(_NOBLOCK, copy=False)
+def receive(socket: zmq.Socket[Any]) -> list[zmq.Frame] | None:
+    """Return the frames of the next message on `socket`; None if none waits."""
+    try:
+        frame = socket.recv(_NOBLOCK, copy=False)
+    except zmq.Again:
+        return None
     parts = [frame]
     while frame.get(_MORE):
         frame = socket.recv(_NOBLOCK, copy=False)

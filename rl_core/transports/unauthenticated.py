@@ -16,7 +16,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from rl_core.transports.sockets import IoThread, has_message, receive
+from rl_core.transports.sockets import IoThread, receive
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ class UnauthenticatedConnections:
         io.register(self._events, self._take_events)
 
     def _take_events(self) -> None:
-        while not self._events.closed and has_message(self._events):
-            event = parse_monitor_message([frame.bytes for frame in receive(self._events)])
+        while not self._events.closed and (parts := receive(self._events)) is not None:
+            event = parse_monitor_message([frame.bytes for frame in parts])
             if event["event"] == zmq.EVENT_MONITOR_STOPPED:
                 self._io.unregister(self._events)
                 self._events.close()

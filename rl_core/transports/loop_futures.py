@@ -1,0 +1,67 @@
+"""How a coroutine waits for a future that another thread completes, such as the reply of a call."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import weakref
+from collections import deque
+from typing import ClassVar, TypeVar
+
+Value = TypeVar("Value")
+
+
+class _Completions:
+    """Completes futures of one event loop from other threads.
+
+    What is completed before the loop comes to it takes one wake-up of the loop together: each wake-up is a system call.
+    """
+
+    _by_loop: ClassVar["weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Completions]"] = (
+        weakref.WeakKeyDictionary()
+    )
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)
+        self._completed: deque[asyncio.Future[None]] = deque()
+        self._scheduled = False
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> "_Completions":
+        """Return the instance of the running `loop`."""
+        completions = cls._by_loop.get(loop)
+        if completions is None:
+            completions = cls._by_loop[loop] = cls(loop)
+        return completions
+
+    def complete(self, future: "asyncio.Future[None]") -> None:
+        """Complete `future` on the loop. Does nothing when the loop is closed. Thread-safe."""
+        self._completed.append(future)
+        if self._scheduled:
+            return
+        self._scheduled = True
+        loop = self._loop()
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # closed
+                loop.call_soon_threadsafe(self._run)
+
+    def _run(self) -> None:
+        self._scheduled = False  # before the look at the queue: whoever appends later schedules the next run
+        while self._completed:
+            future = self._completed.popleft()
+            if not future.done():
+                future.set_result(None)
+
+
+async def wait_future(future: "concurrent.futures.Future[Value]") -> Value:
+    """Wait for `future` and return its result. Cancelling the waiting task cancels the future, as with `asyncio.wrap_future`."""
+    loop = asyncio.get_running_loop()
+    completions, ended = _Completions.of(loop), loop.create_future()
+    future.add_done_callback(lambda _: completions.complete(ended))
+    try:
+        await ended
+    except asyncio.CancelledError:
+        future.cancel()
+        raise
+    if future.cancelled():
+        raise asyncio.CancelledError
+    return future.result()
