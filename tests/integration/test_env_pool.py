@@ -238,8 +238,7 @@ async def test_a_failing_row_is_a_data_failure_and_its_siblings_are_scored(start
     message = answers[1].message
     assert "user_code:score" in message and cause in message
     assert running.pool.status()["processes"][0]["starts"] == 1
-    if trouble == "raise":  # the log has the callers too, from the first line of the user's code
-        assert re.search(r'last\):\n.*user_code.py", line 13, in score\n', capfd.readouterr().out)
+    assert trouble != "raise" or re.search(r'last\):\n.*user_code.py", line 13, in score\n', capfd.readouterr().out)
 
 
 async def test_a_copy_that_user_code_forks_ends_and_answers_nothing(start):
