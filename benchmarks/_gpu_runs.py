@@ -112,7 +112,7 @@ def _in_process(name: str, world: World) -> dict:
     return json.loads(lines[-1])
 
 
-def _job(world: World):
+def job(world: World):
     from rl_core.api.job import RLJobSpec
 
     rollout = {"maxBatch": 8 if world.small else 256, "gpus": int(world.cuda), "engine": "sglang"}
@@ -122,7 +122,7 @@ def _job(world: World):
     )
 
 
-def _files(world: World) -> dict[str, bytes]:
+def files(world: World) -> dict[str, bytes]:
     sys.path.insert(0, str(ROOT))
     from tests.integration.rollout_world import tokenizer_files
 
@@ -165,9 +165,9 @@ def alone(world: World) -> dict:
 
     from rl_core.rollouts.sglang import setup
 
-    new, job, prompts = 16 if world.small else 128, _job(world), _prompts(world)
-    folder = setup.ModelFolder(_files(world))
-    options = setup.options(job, folder.path, world.device, len(prompts[0]) + new)
+    new, spec, prompts = 16 if world.small else 128, job(world), _prompts(world)
+    folder = setup.ModelFolder(files(world))
+    options = setup.options(spec, folder.path, world.device, len(prompts[0]) + new)
     if world.cuda:
         options |= {"enable_memory_saver": True}
     if os.environ.get("RLJOB_SGLANG_OPTIONS"):
@@ -191,12 +191,12 @@ def through(world: World) -> dict:
     from rl_core.rollouts.hf.weights import DecoderWeights
     from rl_core.rollouts.sglang.rollout_engine import SGLangRolloutEngine
 
-    new, job, prompts = 16 if world.small else 128, _job(world), _prompts(world)
-    engine = SGLangRolloutEngine.build(job, _files(world), world.device, len(prompts[0]) + new, lambda tokens: None)
+    new, spec, prompts = 16 if world.small else 128, job(world), _prompts(world)
+    engine = SGLangRolloutEngine.build(spec, files(world), world.device, len(prompts[0]) + new, lambda tokens: None)
     try:
         import torch
 
-        weights = DecoderWeights(DecoderConfig.from_dict(sizes(world)), dtype=getattr(torch, job.model.dtype))
+        weights = DecoderWeights(DecoderConfig.from_dict(sizes(world)), dtype=getattr(torch, spec.model.dtype))
         fill(weights, "cpu")
         began = time.perf_counter()
         engine.weight_target.load(weights.named_tensors(), 1)

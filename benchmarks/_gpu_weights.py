@@ -1,6 +1,7 @@
-"""Part of gpu.py: a model's hand-over from a process to another that shares its device, by each way, beside a copy on the device.
+"""Parts of gpu.py: a model's hand-over from a process to another, by each way, beside a copy on the device.
 
-python benchmarks/_gpu_weights.py '{"device": "cuda:0", "shapes": {...}}'     the receiver's process
+python benchmarks/_gpu_weights.py '{"device": "cuda:0", "shapes": {...}}'                the receiver's process
+python benchmarks/_gpu_weights.py '{"device": "cuda:0", "small": false, "folder": ...}'  the same, with an SGLang engine
 """
 
 import asyncio
@@ -8,12 +9,14 @@ import json
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
+import _gpu_runs as runs
 import torch
-from _gpu_world import World, rate
+from _gpu_world import World, rate, sizes
 
 TENSORS = 49
-EPOCHS = {"zmq": 1, "ipc": 2}
+EPOCHS = {"zmq": 1, "ipc": 2, "gloo": 3, "nccl": 4}
 """WeightTransport -> epoch of its publisher."""
 
 
@@ -21,26 +24,50 @@ def hand_over(world: World) -> dict:
     """Return GB/s and pause of each way, from OFFER to ACK and with the copy before it."""
     words = (1 << 18 if world.small else 1 << 29) // TENSORS // 256 * 256
     shapes = {f"layer{index}": [words] for index in range(TENSORS)}
-    command = [sys.executable, __file__, json.dumps({"device": world.device, "shapes": shapes})]
+    weights = {name: torch.randn(shape, dtype=torch.bfloat16, device=world.device) for name, shape in shapes.items()}
+    found = _ways(world, {"device": world.device, "shapes": shapes}, weights, ("zmq", "ipc"))
+    return found | _copy(world, weights)
+
+
+def engine_loads(world: World) -> dict:
+    """Return the same of the ways into an SGLang engine, whose own processes read the version; by NCCL where there are two GPUs."""
+    from rl_core.rollouts.hf.config import DecoderConfig
+    from rl_core.rollouts.hf.weights import DecoderWeights
+
+    shapes = DecoderWeights(DecoderConfig.from_dict(sizes(world)), device="meta").names_and_shapes()
+    dtype = getattr(torch, runs.job(world).model.dtype)
+    weights = {name: torch.randn(shape, dtype=dtype, device=world.device) for name, (shape, _) in shapes.items()}
+    options = {"device": world.device, "small": world.small, "folder": str(world.folder)}
+    found = _ways(world, options, weights, ("zmq", "ipc") if world.cuda else ("zmq", "ipc", "gloo"))
+    if world.cuda and torch.cuda.device_count() > 1:
+        found |= _ways(world, options | {"device": "cuda:1"}, weights, ("nccl",))
+    return found | _copy(world, weights)
+
+
+def _ways(world: World, options: dict, weights: dict, transports: tuple[str, ...]) -> dict:
+    """Return the figures of each way to one receiver."""
+    command = [sys.executable, __file__, json.dumps(options)]
     receiver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    found: dict = {"bytes": 2 * words * TENSORS}
+    found: dict = {}
     try:
-        about = json.loads(receiver.stdout.readline())
-        weights = {
-            name: torch.randn(shape, dtype=torch.bfloat16, device=world.device) for name, shape in shapes.items()
-        }
-        for transport in EPOCHS:
+        about = json.loads(next(line for line in receiver.stdout if line.startswith('{"address"')))
+        for transport in transports:
             try:
                 found[transport] = _way(world, transport, weights, about)
             except Exception as error:
                 found[transport] = {"error": f"{type(error).__name__}: {error}"[:400]}
-        also = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
-        copied = world.median(lambda: [also[name].copy_(tensor) for name, tensor in weights.items()])
-        found["copy_on_device_gb_per_second"] = rate(found["bytes"], copied)
     finally:
         receiver.stdin.close()
         receiver.wait(30)
     return found
+
+
+def _copy(world: World, weights: dict) -> dict:
+    """Return how fast the device copies the model."""
+    also = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+    copied = world.median(lambda: [also[name].copy_(tensor) for name, tensor in weights.items()])
+    nbytes = sum(tensor.nbytes for tensor in weights.values())
+    return {"bytes": nbytes, "copy_on_device_gb_per_second": rate(nbytes, copied)}
 
 
 def _way(world: World, transport: str, weights: dict, about: dict) -> dict:
@@ -63,8 +90,8 @@ def _way(world: World, transport: str, weights: dict, about: dict) -> dict:
             world.synchronize()
             reports.append(publisher.publish(version, StateSource(weights), [receiver], 1))
         client = publisher._client(receiver)
-        theirs = client.call_sync("sums", timeout=60)
-        ours = {name: [hex(part) for part in checksum(tensor)] for name, tensor in weights.items()}
+        theirs = client.call_sync("held", timeout=60)
+        ours = about["proof"] or {name: [hex(part) for part in checksum(tensor)] for name, tensor in weights.items()}
     finally:
         publisher.close()
     medians = {
@@ -83,14 +110,17 @@ def _way(world: World, transport: str, weights: dict, about: dict) -> dict:
 def _uuid(device: str) -> str | None:
     from rl_core.workers.devices import device_uuids
 
-    return None if device == "cpu" else device_uuids(("0",))[0]
+    return None if device == "cpu" else device_uuids((device.partition(":")[2] or "0",))[0]
 
 
 class Engine:
     """Takes weights as tensors on its device."""
 
+    proof = ""
+
     def __init__(self, shapes: dict[str, list[int]], device: str) -> None:
         self.weights = {n: torch.zeros(shape, dtype=torch.bfloat16, device=device) for n, shape in shapes.items()}
+        self.weight_target = self
 
     async def prepare(self, deadline: float) -> None:
         pass
@@ -107,26 +137,51 @@ class Engine:
     async def resume(self, version: int, digest: str) -> None:
         pass
 
+    def held(self):
+        """Return the checksums of its tensors."""
+        from rl_core.weights.manifest import checksum
+
+        return {name: [hex(part) for part in checksum(tensor)] for name, tensor in self.weights.items()}
+
+    def close(self) -> None:
+        pass
+
+
+class SGLang:
+    """The SGLang engine of the model of all parts. It says itself whether its parameters are those of the manifest."""
+
+    def __init__(self, device: str, small: bool, folder: str) -> None:
+        from rl_core.rollouts.engine import PROVEN
+        from rl_core.rollouts.sglang.rollout_engine import SGLangRolloutEngine
+
+        world = World(device, small, Path(folder))
+        self.engine = SGLangRolloutEngine.build(runs.job(world), runs.files(world), device, 256, lambda tokens: None)
+        self.weight_target, self.proof, self.close = self.engine.weight_target, PROVEN, self.engine.close
+
+    def held(self) -> str:
+        return self.engine.weights_proof
+
 
 def serve() -> None:
     from rl_core.transports import tokens
     from rl_core.transports.rpc import RpcServer
-    from rl_core.weights.manifest import checksum
     from rl_core.weights.receiver import WeightReceiver
 
     options = json.loads(sys.argv[1])
-    engine = Engine(options["shapes"], options["device"])
-    receiver = WeightReceiver(None, None, 0, engine, device=options["device"], device_uuid=_uuid(options["device"]))
+    engine, device = Engine(**options) if "shapes" in options else SGLang(**options), options["device"]
+    receiver = WeightReceiver(None, None, 0, engine.weight_target, device=device, device_uuid=_uuid(device))
     receiver.warm_up()
 
-    async def sums() -> dict[str, list[str]]:
-        return {name: [hex(part) for part in checksum(tensor)] for name, tensor in engine.weights.items()}
+    async def held():
+        return engine.held()
 
-    server = RpcServer("tcp://127.0.0.1:0", {"sums": sums, **receiver.handlers()}).start()
-    print(json.dumps({"address": server.address, "host_token": tokens.host_token()}), flush=True)
+    server = RpcServer("tcp://127.0.0.1:0", {"held": held, **receiver.handlers()}).start()
+    about = {"address": server.address, "host_token": tokens.host_token(), "proof": engine.proof}
+    print(json.dumps(about), flush=True)
     sys.stdin.read()
     server.close()
     asyncio.run(receiver.close())
+    engine.close()
 
 
 if __name__ == "__main__":

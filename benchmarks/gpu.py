@@ -28,6 +28,7 @@ folder, their site first in PYTHONPATH, `--only sglang`. `RLJOB_SGLANG_OPTIONS` 
 | fsdp2, megatron, fsdp1 | 0.5B Qwen2-shaped random weights, bf16: tokens/s, MFU, peak memory beside its estimate, offload and onload |
 | prepared, colocated, beside | `rljob run` of examples/arithmetic: actor and rollout on the device in turns; the rollout on the CPU |
 | sglang | SGLang alone and through the worker: tokens/s, seconds of sleep and wake, bytes freed |
+| engine_loads | the versions that the processes of an SGLang engine read themselves: shared memory, CUDA IPC, and NCCL between two GPUs |
 """
 
 import argparse
@@ -46,7 +47,7 @@ import _gpu_kernels as kernels
 import _gpu_runs as runs
 import torch
 from _gpu_trainer import trainer
-from _gpu_weights import hand_over
+from _gpu_weights import engine_loads, hand_over
 from _gpu_world import World, make_model
 
 PARTS = {
@@ -63,6 +64,7 @@ PARTS = {
     "colocated": (partial(runs.run, colocated=True), 120),
     "beside": (partial(runs.run, colocated=False), 120),
     "sglang": (runs.sglang, 240),
+    "engine_loads": (engine_loads, 240),
 }
 """Name -> (what it does, its budget of seconds), in order: a later part may need what `model` and `prepared` made."""
 LAST_LINES = 12
@@ -102,7 +104,7 @@ def chosen(options: argparse.Namespace, small: bool) -> list[str]:
     if unknown := {*only, *without} - PARTS.keys():
         sys.exit(f"parts must be of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     if options.device == "cpu" and not only:
-        without.append("sglang")  # its start on a CPU takes a minute: sglang_engine.py
+        without += ["sglang", "engine_loads"]  # a start on a CPU takes a minute: sglang_engine.py
     names = only or list(PARTS)
     names += ["model"] * any(name in ("fsdp2", "megatron", "fsdp1") for name in only)
     names += ["prepared"] * any(name in ("colocated", "beside") for name in only)

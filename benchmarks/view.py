@@ -1,9 +1,9 @@
-"""The page over a run of 1,000 steps and 100,000 samples: first view, a click to a step, a click to a sample; and what keeping samples costs.
+"""The page over a run of 1,000 steps and 100,000 samples: first view, clicks to a step and to a sample, a search; and what keeping samples costs.
 
     python benchmarks/view.py [--steps N] [--samples N]
 
 First view: from the start of the server to the last answer that the page needs before it has drawn all.
-With Chromium on the PATH the page is loaded too, browser start included. Prints JSON. Targets: first view < 1 s, a click < 0.3 s.
+With Chromium on the PATH the page is loaded too, browser start included. Prints JSON. Targets: first view < 1 s, a click < 0.3 s, a search < 1 s.
 """
 
 import argparse
@@ -156,6 +156,7 @@ def main() -> None:
         to_sample = min(
             ask(server.port, f"/api/sample?run=0&step={middle}&group=0-{middle}-1&sample=3")[0] for _ in range(5)
         )
+        to_text = min(ask(server.port, "/api/samples?run=0&text=nowhere")[0] for _ in range(3))
         chromium_s = load(server.url, folder) if shutil.which("chromium") else None
         server.close()
     result = {
@@ -167,6 +168,7 @@ def main() -> None:
         "first_view_parts_s": parts,
         "click_to_step_s": round(to_step, 4),
         "click_to_sample_s": round(to_sample, 4),
+        "search_text_s": round(to_text, 3),
         "chromium_start_and_load_s": chromium_s,
         "cost_of_a_step_ms": {f"{sum(size)} tokens": cost_ms(*size) for size in ((6, 3), (40, 160), (200, 1000))},
     }

@@ -1,6 +1,6 @@
 """Weight sync beside memcpy and raw pyzmq: a model to receivers in processes of their own. Prints JSON.
 
-    OMP_NUM_THREADS=1 python benchmarks/weight_sync.py [--megabytes 200] [--receivers 2] [--runs 9] [--only full|patch|pause|fanout|small]
+    OMP_NUM_THREADS=1 python benchmarks/weight_sync.py [--megabytes 200] [--receivers 2] [--runs 9] [--only full|patch|pause|fanout|small|sglang]
 
 "publish" is the whole call (copy to host memory, handshake, transfer, verification, last ACK); "sync" is OFFER to last ACK,
 "pause" is how long the slowest receiver served nothing. GB/s count the model's bytes once,
@@ -17,6 +17,7 @@ pause   3.2 MB to 1 and to 8 receivers of this host in turns, and what their cop
 fanout  20 MB by stream to 8 receivers, from the publisher alone and through trees (`weights.fanout`).
 small   77,000 parameters in 21 tensors, one receiver, syncs 30 ms apart as between training steps, beside as many raw pyzmq round trips of
         a manifest's size as the protocol has (OFFER and COMMIT); and 4 MB.
+sglang  the real SGLang engine (on a CPU) loads a model of about the size, by each way: the pause over one memcpy of it (only if asked for).
 """
 
 import argparse
@@ -50,6 +51,8 @@ SMALL_SHAPES = {
 }
 PATCH_SHARES = (0.001, 0.01, 0.03)
 ROUND_TRIPS = 2
+ENGINE_LAYER = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 16}
+ENGINE_LAYER_BYTES = 51_400_000
 MANIFEST_BYTES = 900
 
 
@@ -200,6 +203,40 @@ def measure_small(runs):
     return parameters | summary(case.reports, warm) | trips
 
 
+def measure_sglang(nbytes, runs):
+    """How long generation stands still while the processes of an SGLang engine load the model, beside one copy of it."""
+    from rl_core.messages.weights import ReceiverAddress
+    from rl_core.rollouts.sglang import SGLangWorker
+    from rl_core.transports import tokens
+    from tests.integration import rollout_world
+    from tests.integration.weight_world import publisher
+    from tests.weight_samples import StateSource
+
+    rollout_world.CONFIG |= {**ENGINE_LAYER, "num_hidden_layers": max(1, round(nbytes / ENGINE_LAYER_BYTES))}
+    world, warm = rollout_world.World(SGLangWorker, engine="sglang"), 2
+    state = rollout_world.random_state(1)
+    source = np.concatenate([tensor.view(-1).numpy() for tensor in state.values()])
+    target, result = np.zeros_like(source), {"bytes": source.nbytes}
+    try:
+        world.start()
+        receiver = ReceiverAddress(name="rollout:0", address=world.server.address, host_token=tokens.host_token())
+        for way in ("shared", "ipc", "gloo", "stream"):
+            reports, copies = [], []
+            with publisher(way, bucketBytes=128 << 20) as sending:
+                for version in range(1, runs + warm + 1):
+                    state["model.norm.weight"][0] = version
+                    reports.append(sending.publish(version, StateSource(state), [receiver], 1))
+                    began = time.perf_counter()
+                    np.copyto(target, source)
+                    copies.append(time.perf_counter() - began)
+            copy = statistics.median(copies[warm:])
+            found = summary(reports, warm)
+            result[way] = found | {"memcpy_ms": 1e3 * copy, "pause / memcpy": found["pause_ms"] / 1e3 / copy}
+    finally:
+        world.close()
+    return result
+
+
 def measure_patch(nbytes, runs):
     """What a patch costs over full weights, by the share of the elements that changed; one receiver, each way in turns."""
     shapes = {name: [2 * size for size in shape] for name, shape in shapes_of(nbytes).items()}
@@ -251,7 +288,9 @@ def main():
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--receivers", type=int, default=2)
     parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--only", choices=["full", "patch", "pause", "fanout", "small"], help="print one part alone")
+    parser.add_argument(
+        "--only", choices=["full", "patch", "pause", "fanout", "small", "sglang"], help="print one part alone"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     nbytes, runs = arguments.megabytes * 10**6, arguments.runs
@@ -267,13 +306,14 @@ def main():
             "4 MB": lambda: measure_tiny(arguments.receivers, 40),
             "77k parameters, 1 receiver": lambda: measure_small(100),
         },
+        "sglang": {f"SGLang, {arguments.megabytes} MB": lambda: measure_sglang(nbytes, runs)},
     }
     result = {
         "machine": {"cores": os.cpu_count(), "load": os.getloadavg(), "python": platform.python_version()},
         "versions": {"torch": torch.__version__, "pyzmq": zmq.pyzmq_version(), "libzmq": zmq.zmq_version()},
         "runs": runs,
     }
-    for part in [arguments.only] if arguments.only else parts:
+    for part in [arguments.only] if arguments.only else [part for part in parts if part != "sglang"]:
         result |= {name: take() for name, take in parts[part].items()}
     result["machine"]["load_at_end"] = os.getloadavg()
     print(json.dumps(rounded(result), indent=2))

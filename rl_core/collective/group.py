@@ -25,6 +25,8 @@ ABORTED = b"aborted"
 JOINED = b"joined"
 POLL_SECONDS = 0.0005
 """Seconds between two polls of a broadcast between devices."""
+RELEASE_SECONDS = 0.2
+"""Seconds between two looks at the store during a broadcast: whether the group was released, or its store is gone."""
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Variable that NCCL's watchdog reads when a group is made: 0 = it leaves errors to the caller."""
 
@@ -39,18 +41,18 @@ class GroupStore:
         self.port: int = self._store.port
 
     def release(self, plan: GroupPlan) -> None:
-        """Make all members that still wait for `plan` to be complete fail at once."""
+        """End the group of `plan` at all members: those that wait for it to be complete, and those that wait in a broadcast."""
         for rank in range(len(plan.members)):
-            self._store.set(f"{plan.key}/member/{rank}", ABORTED)
+            self._store.set(_member_key(plan, rank), ABORTED)
 
 
 class TensorGroup:
     """A formed group. `broadcast` may be called by one thread at a time, `abort` by any."""
 
-    def __init__(self, plan: GroupPlan, rank: int, *, process_group: Any, timeout: float) -> None:
+    def __init__(self, plan: GroupPlan, rank: int, *, process_group: Any, store: Any, timeout: float) -> None:
         """Use `form`."""
         self.plan, self.rank = plan, rank
-        self._group = process_group
+        self._group, self._store = process_group, store
         self._timeout = timeout
         self._poison = ""
         self._in_use = False
@@ -75,7 +77,7 @@ class TensorGroup:
             raise InfrastructureError(
                 f"group {plan.key} could not be formed by {plan.members[rank]}: {error}"
             ) from error
-        return cls(plan, rank, process_group=group, timeout=timeout)
+        return cls(plan, rank, process_group=group, store=store, timeout=timeout)
 
     @property
     def poisoned(self) -> str:
@@ -85,8 +87,8 @@ class TensorGroup:
     def broadcast(self, tensor: torch.Tensor, *, root: int = 0, timeout: float | None = None) -> None:
         """Send `tensor` of `root` to everybody, into theirs. After an error leave the tensors alone: a zombie may write them.
 
-        Raises InfrastructureError when the group is or gets aborted or a member is lost, DeadlineExceeded after `timeout`
-        seconds (None = that of the formation). Either poisons the group.
+        Raises InfrastructureError when the group is or gets aborted or released or a member is lost, DeadlineExceeded after
+        `timeout` seconds (None = that of the formation). Either poisons the group.
         """
         options = dist.BroadcastOptions()
         limit = timeout if timeout is not None else self._timeout
@@ -100,6 +102,9 @@ class TensorGroup:
             self._wait(work, tensor.device, limit)
         except RuntimeError as error:  # torch raises nothing narrower
             self.abort(str(error).partition("\n")[0].partition(". This is typically")[0])
+        except DeadlineExceeded as error:
+            self.abort(str(error))
+            raise
         finally:
             del group
             with self._changed:
@@ -120,20 +125,40 @@ class TensorGroup:
                 self._changed.notify_all()
 
         work.get_future().add_done_callback(finish)
-        with self._changed:
-            # not work.wait(): an abort does not end it
-            if not self._changed.wait_for(lambda: finished or self._poison, timeout):
+        deadline = time.monotonic() + timeout
+        while not (finished or self._poison):
+            left = deadline - time.monotonic()
+            if left <= 0:
                 raise self._late(timeout)
+            with self._changed:
+                # not work.wait(): an abort does not end it
+                ended = self._changed.wait_for(lambda: finished or self._poison, min(left, RELEASE_SECONDS))
+            if not ended:
+                self._abort_if_released()
         if finished:
             work.wait()  # at once; raises its error
 
     def _poll(self, done: Callable[[], bool], timeout: float) -> None:
         """Return once a device is `done`, which tells nobody, or the group is poisoned: abort ends its kernels."""
-        deadline = time.monotonic() + timeout
+        started = looked = time.monotonic()
         while not done() and not self._poison:
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now - started > timeout:
                 raise self._late(timeout)
+            if now - looked > RELEASE_SECONDS:
+                looked = now
+                self._abort_if_released()
             time.sleep(POLL_SECONDS)
+
+    def _abort_if_released(self) -> None:
+        """Abort the group if rank 0 has released it, or has ended and the store with it. Takes as long as the store's answer."""
+        try:
+            released = self._store.get(_member_key(self.plan, self.rank)) == ABORTED
+        except RuntimeError as error:  # torch raises nothing narrower
+            self.abort(f"{self.plan.members[0]}, who holds its store, is lost: {str(error).partition(chr(10))[0]}")
+            return
+        if released:
+            self.abort(f"{self.plan.members[0]} ended it: a member was lost")
 
     def _late(self, timeout: float) -> DeadlineExceeded:
         done = "by nobody" if self.rank == 0 else f"by {self.plan.members[0]}"
@@ -175,8 +200,13 @@ class TensorGroup:
             raise InfrastructureError(f"group {self.plan.key} is over: {self._poison}; form a new generation")
 
 
+def _member_key(plan: GroupPlan, rank: int) -> str:
+    """Return the store's key that says whether a member has joined, or the group was released."""
+    return f"{plan.key}/member/{rank}"
+
+
 def _meet(store: Any, plan: GroupPlan, rank: int, deadline: float) -> None:
-    keys = [f"{plan.key}/member/{other}" for other in range(len(plan.members))]
+    keys = [_member_key(plan, other) for other in range(len(plan.members))]
     if store.compare_set(keys[rank], "", JOINED.decode()) == ABORTED:
         raise InfrastructureError(f"group {plan.key} was given up before {plan.members[rank]} joined")
     try:

@@ -7,6 +7,7 @@ child -> worker   EngineTokens for rows that are streamed; EngineOutputs for row
 from typing import Any
 
 from rl_core.messages.registry import record
+from rl_core.messages.weights import DeviceSource, GroupSource, SharedSource
 
 
 @record
@@ -127,3 +128,20 @@ class TensorPlace:
     dtype: str
     offset: int
     """First byte."""
+
+
+@record
+class SourceLoad:
+    """A version that each process of the engine reads from its source and loads."""
+
+    source: SharedSource | DeviceSource | GroupSource
+    manifest: bytes
+    """`WeightManifest.packed`."""
+    bucket_bytes: int
+    """Size by which the tensors are cut into buckets."""
+    wanted: list[str]
+    """Names of the tensors that the engine must be given."""
+    whole: bool
+    """Whether all that the engine holds is read back and compared afterwards."""
+    collective_seconds: float
+    """Deadline of one operation of the process group."""

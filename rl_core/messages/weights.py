@@ -4,7 +4,6 @@ runner    -> actor      sync_model_to_rollout(version, [ReceiverAddress], min_ac
 publisher -> receiver   weights_offer(WeightOffer) -> ReceiverReady | ReceiverApplied | ReceiverAck | ReceiverRefusal | ReceiverFailure
 publisher -> receiver   weights_transfer(WeightTransfer) -> ReceiverApplied | ReceiverReady | ReceiverFailure
 publisher -> receiver   weights_commit(version, digest) -> ReceiverAck | ReceiverRefusal
-publisher -> receiver   weights_abort(generation): leave a process group that lost a member
 publisher -> receiver   weights_relay(digest, encrypted) -> StreamSource | ReceiverRefusal: a stream of what it has proven, for another receiver
 receiver  -> publisher  weights_pull(PullRequest) -> PullOffer | PullRefusal, then weights_pulled(ticket)
 """
@@ -159,7 +158,7 @@ class GroupSource:
 
     plan: GroupPlan
     rank: int
-    """The receiver's place in it."""
+    """Rank of the receiver; the first one if it is several members (`ReceiverReady.ranks`)."""
 
     @property
     def kind(self) -> str:
@@ -172,8 +171,8 @@ class DeviceSource:
     """Memory with all buckets on the device that publisher and receiver share. Valid for one receiver."""
 
     kind: ClassVar[str] = "ipc"
-    handle: tuple[int | bytes | bool, ...]
-    """What torch maps it by."""
+    handles: tuple[tuple[int | bytes | bool, ...], ...]
+    """What torch maps it by, once for each process of the receiver that does (`ReceiverReady.ranks`)."""
 
 
 @record
@@ -236,6 +235,8 @@ class ReceiverReady:
     """UUID of the device of its weights, or "cpu"."""
     group: str = ""
     """Key of the plan whose process group it is in; "" for none. A process that took a lost member's name and address is in none."""
+    ranks: int = 1
+    """Number of processes of the receiver that read a source: one, or each process of an engine that reads it itself."""
 
 
 @record

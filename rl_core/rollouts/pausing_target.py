@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from rl_core.weights.target import InPlaceTarget, WeightTarget
+from rl_core.weights.target import InPlaceTarget, RankTarget, WeightTarget
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rl_core.messages.weights import DeviceSource, GroupSource, SharedSource
+    from rl_core.weights.assembly import Assembly
 
 Pause = Callable[[float], Awaitable[None]]
 """`pause(deadline)` stops the admission of rows and returns once nothing generates, within `deadline` seconds from the call."""
@@ -49,8 +52,38 @@ class PausingInPlaceTarget(PausingTarget):
         self.destinations = destinations
 
 
+class PausingRankTarget(PausingTarget):
+    """A `PausingTarget` around an engine whose processes read a version themselves."""
+
+    def __init__(self, target: WeightTarget, pause: Pause, engine: RankTarget) -> None:
+        """Call `pause` before `target`, which is also `engine`, is prepared."""
+        super().__init__(target, pause)
+        self._engine = engine
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of the engine's processes."""
+        return self._engine.ranks
+
+    @property
+    def group(self) -> str:
+        """Return the key of their process group."""
+        return self._engine.group
+
+    @property
+    def group_ended(self) -> bool:
+        """Return whether the last load failed because of the process group or the mapping."""
+        return self._engine.group_ended
+
+    def load_source(self, source: SharedSource | DeviceSource | GroupSource, assembly: Assembly) -> None:
+        """Let each process of the engine read the version from `source`."""
+        self._engine.load_source(source, assembly)
+
+
 def pausing(target: WeightTarget, pause: Pause) -> WeightTarget:
     """Return `target`, with `pause` called before it is prepared."""
     if isinstance(target, InPlaceTarget):
         return PausingInPlaceTarget(target, pause, target.destinations)
+    if isinstance(target, RankTarget):
+        return PausingRankTarget(target, pause, target)
     return PausingTarget(target, pause)

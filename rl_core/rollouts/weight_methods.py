@@ -25,7 +25,7 @@ class WeightMethods(Worker):
     """A worker that receives weights. The actor calls the public methods."""
 
     peer_methods: ClassVar[Mapping[str, frozenset[str]]] = {
-        ACTOR: frozenset({"weights_offer", "weights_transfer", "weights_commit", "weights_abort", "weights_relay"})
+        ACTOR: frozenset({"weights_offer", "weights_transfer", "weights_commit", "weights_relay"})
     }
 
     _weights: WeightReceiver | None = None
@@ -50,13 +50,6 @@ class WeightMethods(Worker):
     async def weights_commit(self, version: int, digest: str) -> ReceiverAnswer:
         """Start serving the version that was transferred."""
         return await self._receiver().commit(version, digest)
-
-    async def weights_abort(self, generation: int) -> None:
-        """Abort a transfer that waits for a lost member of its process group.
-
-        `generation` is the number of that process group; a group that replaces a failed one has a higher number.
-        """
-        await self._receiver().abort(generation)
 
     async def weights_relay(self, digest: str, encrypted: bool) -> StreamSource | ReceiverRefusal:
         """Send the verified version `digest` to another rollout, as a stream that is encrypted if `encrypted`.

@@ -6,11 +6,13 @@ parsed when it is asked for. Lines that are damaged or not whole are passed over
 
 import json
 import logging
+import os
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +24,10 @@ FIELDS = len(Entry._fields)
 STRING = rb'"(?:[^"\\\n]|\\.)*"'
 REST = rb"," + STRING + rb",\d+,(?:null|[-+.eE\d]+)," + STRING + rb",\d+,"
 """A line of an index from its group to its number of tokens."""
+MESSAGES, PIECES = b'"messages":[', b'],"pieces":['
+"""Between them a line has its messages."""
+PLAIN = re.compile(r"[ !#-\[\]-~]+")
+"""Text that JSON writes as it is."""
 BLOCK = re.compile(
     rb'^\[(?P<begin>\d+),(?P<length>\d+),(?P<step>\d+),"(?P<split>\w+)"' + REST + rb"(?P<epoch>\d+),-?\d+\]\n"
     rb'(?:\[(?P<last_begin>\d+),(?P<last_length>\d+),(?P=step),"(?P=split)"' + REST + rb"(?P=epoch),-?\d+\]\n)*",
@@ -197,6 +203,27 @@ class SampleReader:
         return sample if isinstance(sample, dict) else None
 
     @staticmethod
+    def containing(samples: Iterable[Found], text: str) -> Iterator[tuple[Found, dict[str, Any]]]:
+        """Yield the samples in whose messages `text` occurs, upper and lower case alike, with their lines parsed.
+
+        Only lines whose bytes may contain the text are parsed. An empty text occurs in every sample.
+        """
+        folded = text.casefold()
+        key = max(PLAIN.findall(folded), key=len, default="").encode()
+        for path, part in groupby(samples, key=lambda one: one.path):
+            try:
+                file = path.open("rb")
+            except OSError:  # deleted to make room
+                continue
+            with file:
+                for found in part:
+                    line = os.pread(file.fileno(), found.entry.length, found.entry.offset)
+                    if _may_contain(line, key):
+                        sample = _parsed(line)
+                        if isinstance(sample, dict) and folded in _texts(sample).casefold():
+                            yield found, sample
+
+    @staticmethod
     def read_bytes(found: Found) -> bytes | None:
         """Return the line of a sample as it lies on the disk; None when its file was deleted."""
         try:
@@ -221,6 +248,17 @@ def _entries(lines: bytes) -> Iterator[Entry]:
     for row in rows:
         if isinstance(row, list) and len(row) == FIELDS:
             yield Entry._make(row)
+
+
+def _may_contain(line: bytes, key: bytes) -> bool:
+    """Return whether the messages of a line may contain `key`, plain lower-case text. Escaped characters are not looked at."""
+    begin = line.find(MESSAGES)
+    messages = line[begin : line.rfind(PIECES)] if begin >= 0 else line
+    return key in messages.lower() or b"\\u" in messages
+
+
+def _texts(sample: Mapping[str, Any]) -> str:
+    return "\n".join(str(message["content"]) for message in sample["messages"])
 
 
 def _parsed(data: bytes) -> Any:

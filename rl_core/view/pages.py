@@ -3,13 +3,14 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
 from rl_core.launch.workspace import PRIVATE, is_abandoned
 from rl_core.samples.lines import TRAIN, VALIDATION, Entry
-from rl_core.samples.reader import Found, SampleReader
+from rl_core.samples.reader import SampleReader
 from rl_core.view.metrics import MetricColumns
 from rl_core.view.timeline import timeline
 
@@ -119,22 +120,19 @@ class Pages:
         run.samples.refresh()
         found = run.samples.every(split) if step is None else run.samples.of_step(split, int(step))
         reasons = sorted({one.entry.reason for one in found})
-        found = [one for one in found if _matches(one.entry, query)]
+        matches = _filter(query)
+        found = [one for one in found if matches(one.entry)]
         order = query.text("order", "group")
         if order in ("worst", "best"):
             found = sorted(found, key=lambda one: _rank(one.entry, best=order == "best"))
         elif order in ("longest", "shortest"):
             found = sorted(found, key=lambda one: one.entry.tokens, reverse=order == "longest")
         text = query.text("text", "")
-        rows: list[dict[str, Any]] = []
+        shown = run.samples.containing(found, text)
+        rows = [_row(one.entry, sample) for one, sample in islice(shown, MOST_SAMPLES)]
         more = 0
-        for one in found:
-            if len(rows) >= MOST_SAMPLES:
-                more = len(found) - len(rows) if not text else -1
-                break
-            row = _row(one, text)
-            if row is not None:
-                rows.append(row)
+        if len(rows) == MOST_SAMPLES:
+            more = (-1 if next(shown, None) else 0) if text else len(found) - MOST_SAMPLES
         return {"samples": rows, "more": more, "reasons": reasons}
 
     def _sample(self, query: "Query") -> bytes:
@@ -196,34 +194,35 @@ def _rank(entry: Entry, *, best: bool) -> tuple[bool, float]:
     return entry.reward is None, (-1 if best else 1) * (entry.reward or 0.0)
 
 
-def _matches(entry: Entry, query: Query) -> bool:
+def _filter(query: Query) -> Callable[[Entry], bool]:
+    """Return whether a sample has the reward, length, reason and group that `query` asks for."""
     low, high = query.optional("min_reward"), query.optional("max_reward")
     short, long = query.optional("min_tokens"), query.optional("max_tokens")
-    if (low is not None or high is not None) and entry.reward is None:
-        return False
-    reward = entry.reward or 0.0
-    return (
-        (low is None or reward >= low)
-        and (high is None or reward <= high)
-        and (short is None or entry.tokens >= short)
-        and (long is None or entry.tokens <= long)
-        and query.text("reason", entry.reason) == entry.reason
-        and query.text("group", entry.group) == entry.group
-    )
+    reason, group = query.text("reason", ""), query.text("group", "")
+
+    def matches(entry: Entry) -> bool:
+        if (low is not None or high is not None) and entry.reward is None:
+            return False
+        reward = entry.reward or 0.0
+        return (
+            (low is None or reward >= low)
+            and (high is None or reward <= high)
+            and (short is None or entry.tokens >= short)
+            and (long is None or entry.tokens <= long)
+            and reason in ("", entry.reason)
+            and group in ("", entry.group)
+        )
+
+    return matches
 
 
-def _row(found: Found, text: str) -> dict[str, Any] | None:
-    """Return a sample of a list; None for one that lacks `text` or cannot be read."""
-    entry, sample = found.entry, SampleReader.read(found)
-    if sample is None:
-        return None
+def _row(entry: Entry, sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sample of a list."""
     given = sample["prompt_messages"]
     prompt, response = (
         "\n".join(str(message["content"]) for message in part)
         for part in (sample["messages"][:given], sample["messages"][given:])
     )
-    if text and text.casefold() not in f"{prompt}\n{response}".casefold():
-        return None
     return {
         "step": entry.step,
         "group": entry.group,

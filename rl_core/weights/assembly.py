@@ -49,6 +49,7 @@ class Assembly:
         check: Callable[[], None] = lambda: None,
         retained: dict[str, np.ndarray] | None = None,
         base: WeightManifest | None = None,
+        proven_later: Container[str] = (),
     ) -> None:
         """Prepare for the version of `manifest`, whose bytes are arranged by `layout`.
 
@@ -58,10 +59,12 @@ class Assembly:
         - `retained`: bytes of the previous version of tensors without a destination, by name; it is updated to this version. None: none are
           kept.
         - `base`: manifest of the verified version in memory, to which a patch can apply. None: there is none.
+        - `proven_later`: tensors without a destination whose bytes the caller verifies after they were loaded.
         """
         self.bad: list[str] = []
         self.touched = False
         """Whether anything of the target may have changed."""
+        self._proven_later = proven_later
         self._partial: tuple[np.ndarray, int, checksums.Checksum] | None = None
         """Of the tensor under way: its memory, bytes so far, sums so far."""
         self.manifest, self.layout = manifest, layout
@@ -75,6 +78,11 @@ class Assembly:
         self._retained, self._base = retained, base
         self._memory = {**(retained or {}), **self._destinations}
         """Where the bytes of a tensor are written, by the name that travels."""
+
+    @property
+    def is_needed_here(self) -> bool:
+        """Return whether this process must have the bytes: it keeps them for later patches, or loads adapters itself."""
+        return self._retained is not None or bool(self.manifest.base_digest)
 
     def _without_place(self) -> dict[str, int]:
         """Return name -> size of the tensors that travel and have no destination."""
@@ -131,7 +139,7 @@ class Assembly:
                 self._check()
                 entry = self._entries[member]
                 flat = buffer[offset : offset + entry.nbytes]
-                if checksum(flat) != entry.checksum:
+                if entry.name not in self._proven_later and checksum(flat) != entry.checksum:
                     self.bad.append(entry.name)
                     continue
                 self.touched = True
@@ -230,6 +238,8 @@ class Assembly:
         elif place is not None:
             self.touched = True
             memory, sums = place, checksums.copy_bytes(place, data)
+        elif entry.name in self._proven_later:
+            memory, sums = data, entry.checksum
         else:
             memory, sums = data, checksums.sum_bytes(data)
         yield from self._proven(entry, memory, sums)

@@ -1,11 +1,11 @@
 """Weights over a process group (gloo on CPUs, NCCL between GPUs): the publisher broadcasts bucket by bucket.
 
-The group exists as long as its members do. If a member is lost, no broadcast can finish; the publisher then aborts the group at every
-member (RPC `weights_abort`), offers the version to the remaining members again, and forms a new group (the next generation) with them.
+Its members are the publisher and the processes that hold the weights: the receiver's own process, or each process of its engine. The group
+exists as long as its members do. If a member is lost, no broadcast can finish; the publisher then releases the group in its store, where
+every member looks while it waits, offers the version to the remaining receivers again, and forms a new group (the next generation).
 """
 
 import asyncio
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,43 +16,46 @@ from rl_core.api.errors import InfrastructureError
 from rl_core.collective.group import GroupStore, TensorGroup
 from rl_core.messages.weights import GroupPlan, GroupSource, WeightTransfer
 from rl_core.weights.bucket import Bucket, Layout
+from rl_core.weights.device_buffer import DeviceBuffer
 from rl_core.weights.handshake import Handshake
 from rl_core.weights.host_copy import HostCopy
 
 NAME = "weights"
-ABORT_SECONDS = 5.0
-"""Seconds to wait for a member's answer to an abort. The answer is not used."""
 
 
 class GroupSender:
     """The publisher's end, rank 0 of every generation. Methods run on the publisher's event loop, except `_cast`, which runs in a thread."""
 
-    def __init__(self, *, host: str, epoch: int, backend: str, device: str, timeout: float) -> None:
-        """`timeout`: seconds for forming the group and for each bucket. `device`: device from which NCCL sends."""
+    def __init__(
+        self, *, host: str, epoch: int, backend: str, device: str, timeout: float, device_buffer: DeviceBuffer | None
+    ) -> None:
+        """`timeout`: seconds for forming the group and for each bucket. `device`: device from which NCCL sends.
+
+        `device_buffer`: where the version is on that device; without it, or where it is empty, the host copy is sent.
+        """
+        self._device_buffer = device_buffer
         self._host, self._epoch, self._backend, self._device, self._timeout = host, epoch, backend, device, timeout
         self._store: GroupStore | None = None
         self._plan: GroupPlan | None = None
         self._group: TensorGroup | None = None
         self._generation = 0
-        self._aborting: asyncio.Future[None] | None = None
-        """Task of the last abort. A reference is kept because the event loop keeps none."""
 
     async def send(self, copy: HostCopy, handshakes: Sequence[Handshake], timeout: float) -> None:
         """Broadcast to the READY `handshakes`, which become APPLIED. Those that are still READY afterwards must be offered the version again."""
         plan = self._plan_for(handshakes)
         casting = asyncio.ensure_future(asyncio.to_thread(self._cast, plan, copy))
         transfers: dict[asyncio.Future[Any], Handshake] = {}
-        for rank, handshake in enumerate(handshakes, start=1):
+        rank = 1
+        for handshake in handshakes:
             message = WeightTransfer(digest=copy.manifest.digest, source=GroupSource(plan=plan, rank=rank))
             transfers[asyncio.ensure_future(handshake.transfer(message, timeout))] = handshake
+            rank += _ranks(handshake)
         pending: set[asyncio.Future[Any]] = {casting, *transfers}
         while pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             reason = next((text for one in done if (text := self._broken(one, transfers))), "")
             if reason and self._plan is plan:
                 self._abort(plan, reason)
-                left = [handshake for task, handshake in transfers.items() if task in pending]
-                self._aborting = asyncio.ensure_future(self._send_aborts(plan, left))
 
     def _broken(self, done: "asyncio.Future[Any]", transfers: Mapping["asyncio.Future[Any]", Handshake]) -> str:
         """Return why the group cannot be used after `done`, or ""."""
@@ -66,7 +69,7 @@ class GroupSender:
         return f"{handshake.name}: {handshake.reason}"
 
     def _plan_for(self, handshakes: Sequence[Handshake]) -> GroupPlan:
-        members = ("publisher", *(handshake.name for handshake in handshakes))
+        members = ("publisher", *(name for handshake in handshakes for name in [handshake.name] * _ranks(handshake)))
         held = {handshake.ready.group for handshake in handshakes if handshake.ready is not None}
         whole = self._group is not None and not self._group.poisoned
         if self._plan is None or self._plan.members != members or held != {self._plan.key} or not whole:
@@ -94,12 +97,6 @@ class GroupSender:
             self._group.abort(reason)
         self._plan = self._group = None
 
-    async def _send_aborts(self, plan: GroupPlan, handshakes: Sequence[Handshake]) -> None:
-        calls = [
-            handshake.client.call("weights_abort", plan.generation, timeout=ABORT_SECONDS) for handshake in handshakes
-        ]
-        await asyncio.gather(*calls, return_exceptions=True)
-
     def _cast(self, plan: GroupPlan, copy: HostCopy) -> None:
         group = self._group
         if group is None:
@@ -108,7 +105,9 @@ class GroupSender:
                 group.abort("a member was lost while it formed")
                 raise InfrastructureError(f"group {plan.key} is over before its first broadcast")
             self._group = group
-        for _, tensor in copy.buckets(self._device):
+        buffer = self._device_buffer
+        buckets = copy.buckets(self._device) if buffer is None or not buffer.is_filled else buffer.buckets(copy.layout)
+        for _, tensor in buckets:
             group.broadcast(tensor, timeout=self._timeout)
 
     def close(self) -> None:
@@ -117,16 +116,18 @@ class GroupSender:
             self._group.close()
 
 
+def _ranks(handshake: Handshake) -> int:
+    """Return how many members of the group a READY receiver is."""
+    return handshake.ready.ranks if handshake.ready is not None else 1
+
+
 class GroupReceiver:
-    """A receiver's end. `buckets` runs in the receiver's thread; `abort` may be called from any thread."""
+    """The end of one member that receives. It is used by one thread."""
 
     def __init__(self, *, timeout: float) -> None:
         """`timeout`: seconds for forming the group and for each bucket."""
         self._timeout = timeout
         self._group: TensorGroup | None = None
-        self._aborted: set[tuple[int, int]] = set()
-        self._lock = threading.Lock()
-        """Guards `_group` and `_aborted`: an abort that arrives while the group forms must end the group once it is formed."""
 
     @property
     def key(self) -> str:
@@ -165,19 +166,13 @@ class GroupReceiver:
         if group is not None:
             group.close()
         self._group = None
-        group = TensorGroup.form(plan, rank, timeout=self._timeout)
-        with self._lock:
-            self._group = group
-            if (plan.epoch, plan.generation) in self._aborted:
-                group.abort("a member was lost while it formed")
-        return group
+        self._group = TensorGroup.form(plan, rank, timeout=self._timeout)
+        return self._group
 
-    def abort(self, epoch: int, generation: int, reason: str) -> None:
-        """Abort the group of that generation, even if it is still being formed."""
-        with self._lock:
-            self._aborted.add((epoch, generation))
-            if self._group is not None and (self._group.plan.epoch, self._group.plan.generation) == (epoch, generation):
-                self._group.abort(reason)
+    def abort(self, reason: str) -> None:
+        """End the group for all its members, because this one goes no further."""
+        if self._group is not None:
+            self._group.abort(reason)
 
     def close(self) -> None:
         """Leave the group."""

@@ -1,18 +1,22 @@
-"""A copy of a version in memory of the trainer's device, which receivers on the same device map (CUDA IPC).
+"""A copy of a version in memory of the trainer's device, for receivers on the same device (CUDA IPC) or in a process group (NCCL).
 
-The weights are then copied once and never leave the device. The publisher fills the buffer while it writes the host copy, gives a
-handle to each receiver, and frees the buffer after the last ACK. On a CPU the same steps use shared memory by name; no job can ask
-for that, but tests run it.
+The publisher fills the buffer while it writes the host copy. It gives a handle to each process that maps the buffer, or broadcasts from it,
+so the bytes do not go through the host; and it frees the buffer after the last ACK. On a CPU the same steps use shared memory by name; no
+job can ask for that, but tests run it.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from rl_core.weights.bucket import Bucket, Layout
 from rl_core.weights.offload import bytes_of
 from rl_core.weights.version_source import SourceBucket, VersionSource
+
+logger = logging.getLogger(__name__)
 
 Handle = tuple[int | bytes | bool, ...]
 """Arguments by which torch maps a storage in another process; usable once."""
@@ -21,18 +25,37 @@ Handle = tuple[int | bytes | bool, ...]
 class DeviceBuffer:
     """Holds one version at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, optional: bool) -> None:
+        """`optional`: whether a version is sent from its host copy when the device has no memory for the buffer. If not, that is an error."""
+        self._optional = optional
         self._buffer: Tensor | None = None
         """uint8 [layout.nbytes]."""
+
+    @property
+    def is_filled(self) -> bool:
+        """Return whether the buffer holds a version."""
+        return self._buffer is not None
 
     def copying(self, source: VersionSource) -> VersionSource:
         """Return a source that yields the buckets of `source` and copies them into this buffer."""
         return _CopyingSource(source, self)
 
-    def allocate(self, nbytes: int, device: str) -> Tensor:
-        """Allocate and return the buffer, uint8 [nbytes] on `device`."""
-        self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    def allocate(self, nbytes: int, device: str) -> Tensor | None:
+        """Allocate and return the buffer, uint8 [nbytes] on `device`. Returns None if it is optional and there is no memory for it."""
+        self._buffer = None
+        try:
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            if not self._optional:
+                raise
+            logger.warning("%s has no memory for %d bytes of weights; they are sent from host memory", device, nbytes)
         return self._buffer
+
+    def buckets(self, layout: Layout) -> Iterator[tuple[Bucket, Tensor]]:
+        """Yield (bucket, its bytes as uint8) of the version in the buffer, which has `layout`."""
+        assert self._buffer is not None
+        for bucket in layout.buckets:
+            yield bucket, self._buffer[bucket.start : bucket.start + bucket.nbytes]
 
     def handle(self) -> Handle:
         """Return a handle for one receiver. Copies that were queued before are complete when the receiver maps the buffer."""
@@ -59,6 +82,9 @@ class _CopyingSource:
     def buckets(self, device: str) -> Iterator[SourceBucket]:
         """Yield the buckets of the source on `device`."""
         buffer = self._memory.allocate(self.layout.nbytes, device)
+        if buffer is None:
+            yield from self._source.buckets(device)
+            return
         for bucket in self._source.buckets(device):
             for index, tensor in zip(bucket.place.entries, bucket.tensors, strict=True):
                 start = self.layout.starts[index]

@@ -6,12 +6,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from rl_core.api.errors import RLJobError
-from rl_core.messages.weights import MessageSource, PatchSource, SharedSource, WeightSource
+from rl_core.messages.weights import DeviceSource, GroupSource, MessageSource, PatchSource, SharedSource, WeightSource
 from rl_core.weights import checksums
 from rl_core.weights.assembly import Assembly
 from rl_core.weights.compatibility import shape_and_dtype
 from rl_core.weights.source_reader import SourceReader
-from rl_core.weights.target import InPlaceTarget, WeightTarget
+from rl_core.weights.target import InPlaceTarget, RankTarget, WeightTarget
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,25 @@ class WeightLoader:
         """Wait until the compiled kernels are loaded, if the model is large enough to need them."""
         if self._kernels is not None:
             self._kernels.result()
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of processes that read a source: those of an engine that does so itself, else this one."""
+        return self._target.ranks if isinstance(self._target, RankTarget) else 1
+
+    @property
+    def group(self) -> str:
+        """Return the key of the usable process group; "" if there is none."""
+        return self._target.group if isinstance(self._target, RankTarget) else self._reader.group
+
+    def group_ended(self, source: WeightSource) -> bool:
+        """Return whether the last transfer, from `source`, failed because of its process group or mapping.
+
+        The version can then be offered in another way.
+        """
+        if isinstance(self._target, RankTarget) and isinstance(source, DeviceSource | GroupSource):
+            return self._target.group_ended
+        return self._reader.group_ended(source)
 
     @property
     def is_cancelled(self) -> bool:
@@ -80,6 +99,13 @@ class WeightLoader:
 
     def _load(self, assembly: Assembly, source: WeightSource) -> str:
         try:
+            if (
+                isinstance(self._target, RankTarget)
+                and isinstance(source, SharedSource | DeviceSource | GroupSource)
+                and not assembly.is_needed_here
+            ):
+                self._target.load_source(source, assembly)
+                return ""
             with self._reader.open(source, assembly) as tensors:
                 self._target.load(tensors, assembly.manifest.version)
                 left = next(tensors, None)

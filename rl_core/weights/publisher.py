@@ -89,7 +89,7 @@ class WeightPublisher:
         self._relays = RelayPool(own.fanout, encrypted=own.encrypt) if own.fanout else None
         self._pull_server = PullServer(self._copies, self._source_factory, self._deadlines, self._relays)
         self._device_buffer: DeviceBuffer | None = None
-        """Copy of the version in device memory, if receivers map it there."""
+        """Copy of the version in device memory, if receivers map it there or a group of devices gets it from there."""
         self._transport = self._make_transport(host, device_uuid)
         handlers = {"weights_pull": self._pull_server.pull, "weights_pulled": self._pull_server.pulled}
         pulling = [group.name for group in groups_of(self.cfg).values() if group.pulls_weights]
@@ -105,10 +105,11 @@ class WeightPublisher:
         sends_patches = self._patch_encoder is not None or self._adapter_encoder is not None
         if transport == "zmq" or (transport == "auto" and (self._device == "cpu" or sends_patches)):
             return point_to_point
-        if self._shares_devices:
+        if self._device != "cpu" or self._shares_devices:
             from rl_core.weights.device_buffer import DeviceBuffer  # needs torch
 
-            self._device_buffer = DeviceBuffer()
+            self._device_buffer = DeviceBuffer(optional=transport != "ipc") if transport != "gloo" else None
+        if self._shares_devices and self._device_buffer is not None:
             own = self._source_factory.host_token
             return DeviceIpc(
                 point_to_point,
@@ -125,6 +126,7 @@ class WeightPublisher:
             device=self._device,
             device_uuid=device_uuid,
             timeout=self._deadlines.collective_seconds,
+            device_buffer=self._device_buffer,
         )
 
     @property

@@ -106,7 +106,6 @@ class WeightReceiver:
             "weights_offer": self.offer,
             "weights_transfer": self.transfer,
             "weights_commit": self.commit,
-            "weights_abort": self.abort,
             "weights_relay": self.relay,
         }
 
@@ -178,7 +177,9 @@ class WeightReceiver:
         return self._ready()
 
     def _ready(self) -> ReceiverReady:
-        return ReceiverReady(have=self.current(), device=self._device, group=self._reader.group)
+        return ReceiverReady(
+            have=self.current(), device=self._device, group=self._loader.group, ranks=self._loader.ranks
+        )
 
     def _problem(self, manifest: WeightManifest) -> str:
         """Return why the offered version must be refused, or ""."""
@@ -235,7 +236,7 @@ class WeightReceiver:
             return self._ready()
         if reason or self._loader.is_cancelled:
             self._abandon(reason or CANCELLED, touched=assembly.touched)
-            aborted = not assembly.bad and self._reader.group_ended(source)
+            aborted = not assembly.bad and self._loader.group_ended(source)
             return ReceiverFailure(names=tuple(assembly.bad), reason=reason or CANCELLED, aborted=aborted)
         self._load_seconds = time.monotonic() - started
         states.apply(manifest)
@@ -274,10 +275,6 @@ class WeightReceiver:
         pause = time.monotonic() - paused_at if paused_at is not None else 0.0
         version, digest = self.current()
         return ReceiverAck(version=version, digest=digest, pause_seconds=pause, apply_seconds=self._load_seconds)
-
-    async def abort(self, generation: int) -> None:
-        """Leave the process group `generation`, so that a blocked broadcast ends. The publisher will offer the version again."""
-        self._reader.abort_group(self.epoch, generation, "the publisher ended it: a member was lost")
 
     async def relay(self, digest: str, encrypted: bool) -> StreamSource | ReceiverRefusal:
         """Return a stream of the version `digest` for another receiver; REFUSE if it is not loaded or cannot be read back."""

@@ -101,7 +101,7 @@ class SourceReader:
         from rl_core.weights.device_buffer import mapped  # needs torch
 
         self._mapping_works = False
-        with mapped(source.handle, self._device) as whole:
+        with mapped(source.handles[0], self._device) as whole:
             self._mapping_works = True
             buckets = assembly.layout.buckets
             yield assembly.device_tensors((one, whole[one.start : one.start + one.nbytes]) for one in buckets)
@@ -112,10 +112,6 @@ class SourceReader:
 
             self._group = GroupReceiver(timeout=self._deadlines.collective_seconds)
         return self._group
-
-    def abort_group(self, epoch: int, generation: int, reason: str) -> None:
-        """Abort the process group of that generation, so that a blocked broadcast fails at once."""
-        self._group_receiver().abort(epoch, generation, reason)
 
     @property
     def group(self) -> str:
@@ -130,6 +126,11 @@ class SourceReader:
         if isinstance(source, DeviceSource):
             return not self._mapping_works
         return isinstance(source, GroupSource) and self._group_receiver().broken
+
+    def leave_group(self, reason: str) -> None:
+        """End the process group, if there is one, because this member goes no further."""
+        if self._group is not None:
+            self._group.abort(reason)
 
     def interrupt(self) -> None:
         """End the wait for data, if there is one."""

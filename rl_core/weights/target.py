@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import torch
 
+    from rl_core.messages.weights import DeviceSource, GroupSource, SharedSource
+    from rl_core.weights.assembly import Assembly
+
 
 class WeightTarget(Protocol):
     """An engine whose weights can be replaced. Implemented by rollout workers."""
@@ -49,5 +52,35 @@ class InPlaceTarget(Protocol):
 
         The tensors must keep their memory from one sync to the next, or be returned anew each time. A patch is applied to what the previous sync
         left in them: an engine that frees the memory in between must call `forget` of the receiver.
+        """
+        ...
+
+
+@runtime_checkable
+class RankTarget(Protocol):
+    """A target whose engine runs in processes of its own, its ranks, which read a version where the publisher has it.
+
+    The bytes of such a version do not pass through the process of the receiver.
+    """
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of processes."""
+        ...
+
+    @property
+    def group(self) -> str:
+        """Return the key of the process group that all ranks are in and that is usable; "" if there is none."""
+        ...
+
+    @property
+    def group_ended(self) -> bool:
+        """Return whether the last `load_source` failed because of the process group or the mapping, and not because of the engine."""
+        ...
+
+    def load_source(self, source: "SharedSource | DeviceSource | GroupSource", assembly: "Assembly") -> None:
+        """Let each rank read the version of `assembly` from `source`, verify and load it. `assembly.bad` gets the tensors that do not hold.
+
+        It takes the place of `load`. After an error the weights are of no version until the next call of either.
         """
         ...

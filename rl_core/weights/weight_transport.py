@@ -161,7 +161,7 @@ class DeviceIpc:
         await handshake.offered()
         if handshake.live and handshake.ready is not None:
             here = (handshake.host_token, handshake.ready.device) == (self._host_token, self._device)
-            if here and handshake.name not in self._cannot_map:
+            if here and self._device_buffer.is_filled and handshake.name not in self._cannot_map:
                 await self._map(handshake, copy, deadlines)
             elif self._wanted == "ipc":
                 raise ConfigError(
@@ -175,7 +175,8 @@ class DeviceIpc:
 
         A receiver that cannot map it, for example because of container isolation, is served by `point_to_point` from then on.
         """
-        source = DeviceSource(handle=self._device_buffer.handle())
+        ranks = handshake.ready.ranks if handshake.ready is not None else 1
+        source = DeviceSource(handles=tuple(self._device_buffer.handle() for _ in range(ranks)))
         transfer = WeightTransfer(digest=copy.manifest.digest, source=source)
         await handshake.transfer(transfer, deadlines.transfer(copy.manifest.total_bytes))
         if not handshake.live:
@@ -210,11 +211,15 @@ class Broadcast:
         device: str,
         device_uuid: str | None,
         timeout: float,
+        device_buffer: "DeviceBuffer | None",
     ) -> None:
-        """`wanted` is the setting weights.transport; `timeout` is in seconds, for forming the group and for each broadcast."""
+        """`wanted` is the setting weights.transport; `timeout` is in seconds, for forming the group and for each broadcast.
+
+        `device_buffer`: holds the version on the publisher's device if that is a GPU; a group of devices is sent from it.
+        """
         self._point_to_point = point_to_point
         self._wanted, self._host, self._epoch, self._timeout = wanted, host, epoch, timeout
-        self._device, self._device_uuid = device, device_uuid
+        self._device, self._device_uuid, self._device_buffer = device, device_uuid, device_buffer
         self._group: GroupSender | None = None
 
     def start(self, handshake: Handshake, copy: HostCopy, deadlines: Deadlines) -> None:
@@ -225,10 +230,14 @@ class Broadcast:
         self, handshakes: Sequence[Handshake], copy: HostCopy, gate: CommitGate, deadlines: Deadlines
     ) -> None:
         """Wait for all answers, broadcast, then commit."""
-        await asyncio.gather(*(handshake.offered() for handshake in handshakes))
-        backend = self._backend([h.ready.device for h in handshakes if h.live and h.ready is not None])
-        if backend is not None:
-            await self._broadcast(backend, handshakes, copy, deadlines)
+        try:
+            await asyncio.gather(*(handshake.offered() for handshake in handshakes))
+            backend = self._backend([h.ready.device for h in handshakes if h.live and h.ready is not None])
+            if backend is not None:
+                await self._broadcast(backend, handshakes, copy, deadlines)
+        finally:
+            if self._device_buffer is not None:
+                self._device_buffer.free()
         await asyncio.gather(
             *(self._point_to_point.finish(handshake, copy, gate, deadlines) for handshake in handshakes)
         )
@@ -255,9 +264,14 @@ class Broadcast:
         if self._group is None:
             from rl_core.weights.collective import GroupSender  # needs torch, PointToPoint does not
 
-            device = self._device if backend == "nccl" else "cpu"
+            on_device = backend == "nccl"
             self._group = GroupSender(
-                host=self._host, epoch=self._epoch, backend=backend, device=device, timeout=self._timeout
+                host=self._host,
+                epoch=self._epoch,
+                backend=backend,
+                device=self._device if on_device else "cpu",
+                timeout=self._timeout,
+                device_buffer=self._device_buffer if on_device else None,
             )
         return self._group
 

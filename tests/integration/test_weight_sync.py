@@ -162,6 +162,38 @@ def test_a_receiver_that_cannot_map_the_device_gets_the_version_through_the_host
             assert report.transport == "shared" and all(serves(one, version, tensors(version)) for one in receivers)
 
 
+def test_a_version_that_finds_no_room_on_the_device_is_sent_from_the_host(receivers, monkeypatch, caplog):
+    def full(*size, **options):
+        raise torch.OutOfMemoryError("as CUDA says it")
+
+    monkeypatch.setattr("rl_core.weights.device_buffer.torch.empty", full)
+    with publisher("ipc") as source:
+        with pytest.raises(torch.OutOfMemoryError):
+            source.publish(1, model(1), about(receivers), 2)
+        source._device_buffer._optional, source._transport._wanted = True, "auto"
+        report = source.publish(2, model(2), about(receivers), 2)
+        assert report.transport == "shared" and all(serves(one, 2, tensors(2)) for one in receivers)
+    assert "cpu has no memory for" in caplog.text
+
+
+def test_a_group_of_devices_gets_the_version_from_the_publishers_device(receivers, monkeypatch):
+    buffer = DeviceBuffer(optional=True)
+    with publisher("gloo") as source:
+        source._device_buffer = source._transport._device_buffer = buffer
+        monkeypatch.setattr(source._transport._sender("gloo"), "_device_buffer", buffer)
+        write = source._copies.write
+
+        def write_and_spoil(*args, **kwargs):
+            copy = write(*args, **kwargs)
+            copy.memory.data[: copy.nbytes] ^= 1
+            return copy
+
+        monkeypatch.setattr(source._copies, "write", write_and_spoil)
+        report = source.publish(1, model(1), about(receivers), 2)
+        assert report.transport == "gloo" and all(serves(one, 1, tensors(1)) for one in receivers)
+        assert not buffer.is_filled
+
+
 def test_a_model_of_another_shape_is_refused_before_any_data_moves(receivers):
     with publisher() as source:
         source.publish(1, model(1), about(receivers), 2)

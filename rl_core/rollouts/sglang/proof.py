@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from math import prod
 
 from torch import Tensor
 
 from rl_core.api.errors import InfrastructureError
 from rl_core.weights import checksums
 from rl_core.weights.checksums import Checksum
-from rl_core.weights.manifest import checksum
+from rl_core.weights.manifest import WeightManifest, checksum
 
 PROOF_VARIABLE, CONTENT = "WEIGHTS_PROOF", "content"
 """Environment variable of a rollout, and its value with which the engine's parameters are not compared."""
@@ -25,6 +26,11 @@ class GivenTensors:
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor by its Hugging Face name."""
         self._sums[name] = (tensor.numel(), checksum(tensor))
+
+    def add_manifest(self, manifest: WeightManifest, wanted: Container[str]) -> None:
+        """Add the tensors of `manifest` that are in `wanted`."""
+        entries = (entry for entry in manifest.entries if entry.name in wanted)
+        self._sums.update((entry.name, (prod(entry.shape), entry.checksum)) for entry in entries)
 
     def prove(self, ranks: Sequence[Mapping[str, str]], *, whole: bool) -> list[str]:
         """Compare what the ranks hold with the tensors that were added. Raises InfrastructureError when a value differs.

@@ -41,9 +41,10 @@ class SGLangRolloutEngine:
         buffer: WeightBuffer,
         shapes: Mapping[str, tuple[tuple[int, ...], str]],
         device: str,
+        ranks: int,
         adapters: AdapterTensors | None,
     ) -> None:
-        """Run `engine` on `device` with the settings of the job `spec`.
+        """Run `engine`, of `ranks` tensor-parallel processes, on `device` with the settings of the job `spec`.
 
         `folder` and `buffer` are closed with it; `shapes` is name -> (shape, dtype) of the model's tensors. `adapters`: None in a job that
         sends none.
@@ -52,7 +53,16 @@ class SGLangRolloutEngine:
         self._seconds = spec.runtime.deadlines.weight_sync
         # On a CPU, where the model is small and reading it back costs as little as loading it, all tensors each time.
         turns = 1 if device == "cpu" else spec.weights.verify_every
-        self.weight_target = SGLangWeightTarget(engine, buffer, shapes, self._seconds, turns=turns, adapters=adapters)
+        self.weight_target = SGLangWeightTarget(
+            engine,
+            buffer,
+            shapes,
+            self._seconds,
+            turns=turns,
+            ranks=ranks,
+            collective_seconds=spec.runtime.deadlines.collective,
+            adapters=adapters,
+        )
         self._has_adapters = adapters is not None
         self.residency = SGLangResidency(engine, self._seconds)
         self.row_capacity = spec.rollout.max_batch + int(spec.rollout.max_batch * QUEUE_SHARE)
@@ -98,7 +108,7 @@ class SGLangRolloutEngine:
             # replacement starts an engine when it has the devices.
             restarts=spec.placement.mode == "disaggregated",
         )
-        built = cls(spec, engine, folder, buffer, shapes, device, adapters)
+        built = cls(spec, engine, folder, buffer, shapes, device, options.get("tp_size", 1), adapters)
         try:
             engine.start()
         except BaseException:

@@ -1,6 +1,8 @@
-"""`SGLangWeightTarget`: passes verified weights to the engine's child process through shared memory.
+"""`SGLangWeightTarget`: gives weights to the engine's child process.
 
-The receiver's thread fills the shared memory with tensors and waits until the engine has loaded them, as many times as the model needs.
+What the engine's own processes can read they read themselves, from shared memory, from memory of the device or in a process group. Other
+tensors, of streams, patches and adapters, are passed through memory that this process shares with the child: the receiver's thread fills
+it and waits until the engine has loaded them, as many times as the model needs.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_core.messages.engine import TensorPlace
+from rl_core.api.errors import InfrastructureError
+from rl_core.messages.engine import SourceLoad, TensorPlace
+from rl_core.messages.weights import DeviceSource, GroupSource, SharedSource
 from rl_core.rollouts.engine import PROVEN, UNPROVEN
 from rl_core.rollouts.sglang.adapters import ALIGNMENT, AdapterTensors, digest
 from rl_core.rollouts.sglang.engine import SGLangEngine
 from rl_core.rollouts.sglang.proof import CONTENT, PROOF_VARIABLE, GivenTensors
+from rl_core.weights.assembly import Assembly
 from rl_core.weights.manifest import is_adapter_name
 
 logger = logging.getLogger(__name__)
@@ -43,7 +48,7 @@ class WeightBuffer:
 
 
 class SGLangWeightTarget:
-    """Implements `WeightTarget`."""
+    """Implements `WeightTarget` and `RankTarget`."""
 
     def __init__(
         self,
@@ -53,6 +58,8 @@ class SGLangWeightTarget:
         seconds: float,
         *,
         turns: int,
+        ranks: int,
+        collective_seconds: float,
         adapters: AdapterTensors | None = None,
     ) -> None:
         """Write into `engine` through `buffer`.
@@ -63,10 +70,17 @@ class SGLangWeightTarget:
             shapes: Name -> (shape, dtype) of the model's tensors.
             seconds: Deadline of one call of the engine.
             turns: After the first version every `turns`-th tensor is read back from the engine at each update, in turn.
+            ranks: Number of tensor-parallel processes of the engine.
+            collective_seconds: Deadline of one operation of a process group.
             adapters: Those of a job with LoRA that sends them.
         """
         self._engine, self._buffer, self._shapes, self._seconds = engine, buffer, shapes, seconds
         self._turns, self._adapters = turns, adapters
+        self.ranks, self._collective_seconds = ranks, collective_seconds
+        self._group: tuple[str, list[int]] = ("", [])
+        """Key of the process group of the engine's processes, and their ids: those of another engine are in no group."""
+        self.group_ended = False
+        """See `RankTarget`."""
         self._whole = True
         """Whether the next update is proven by all tensors: the last one was not proven."""
         self.proof = ""
@@ -79,6 +93,40 @@ class SGLangWeightTarget:
     def names_and_shapes(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
         """Return name -> (shape, dtype) of every tensor of the model and of its adapters."""
         return {**self._shapes, **(self._adapters.shapes if self._adapters is not None else {})}
+
+    @property
+    def group(self) -> str:
+        """Return the key of the process group that the engine's processes are in; see `RankTarget`."""
+        key, pids = self._group
+        return key if pids == self._engine.pids else ""
+
+    def load_source(self, source: SharedSource | DeviceSource | GroupSource, assembly: Assembly) -> None:
+        """Let each process of the engine read the version from `source`; see `RankTarget`."""
+        manifest, wanted = assembly.manifest, self._shapes
+        assembly.touched, self.group_ended = True, False
+        whole, self._whole = self._whole, True
+        load = SourceLoad(
+            source=source,
+            manifest=manifest.packed,
+            bucket_bytes=assembly.layout.bucket_bytes,
+            wanted=list(wanted),
+            whole=whole or self._turns == 1,
+            collective_seconds=self._collective_seconds,
+        )
+        keep_cache = self._engine.paused == "in_place"
+        held = self._call("load_source", load=load, version=manifest.version, keep_cache=keep_cache, turns=self._turns)
+        reports = held["reports"]
+        keys = {report["group"] for report in reports}
+        self._group = (keys.pop() if len(keys) == 1 else "", self._engine.pids)
+        assembly.bad += sorted({name for report in reports for name in report["bad"]})
+        failed = {rank: report for rank, report in enumerate(reports) if report["error"]}
+        if failed:
+            self.group_ended = all(report["ended"] for report in failed.values())
+            raise InfrastructureError("; ".join(f"rank {rank}: {report['error']}" for rank, report in failed.items()))
+        if not assembly.bad:
+            given = GivenTensors()
+            given.add_manifest(manifest, wanted)
+            self._prove(given, held)
 
     def load(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Load every tensor into the engine. Raises InfrastructureError if the engine's tensors then differ from the given ones.
@@ -122,6 +170,7 @@ class SGLangWeightTarget:
         return TensorPlace(name=name, shape=list(tensor.shape), dtype=dtype, offset=start), end
 
     def _load_base(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
+        whole, self._whole = self._whole, True
         self._call("begin_weights")
         given = GivenTensors()
         places: list[TensorPlace] = []
@@ -134,8 +183,13 @@ class SGLangWeightTarget:
             place, end = self._write(name, tensor, end)
             places.append(place)
         self._call("load_weights", places=places, version=version, keep_cache=self._engine.paused == "in_place")
-        held = self._call("end_weights", turns=self._turns, whole=self._whole or self._turns == 1)
-        self._whole = True
+        self._prove(given, self._call("end_weights", turns=self._turns, whole=whole or self._turns == 1))
+
+    def _prove(self, given: GivenTensors, held: Mapping[str, Any]) -> None:
+        """Compare what the engine holds, as `ChildWeightLoader.end` returns it, with the `given` tensors.
+
+        Raises InfrastructureError where they differ.
+        """
         if os.environ.get(PROOF_VARIABLE) == CONTENT:
             self.proof = UNPROVEN
             return

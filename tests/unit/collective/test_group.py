@@ -83,7 +83,7 @@ class SlowToEnd:
 
 def lone_group(process_group):
     plan = GroupPlan(name="w", epoch=1, generation=1, members=("p",), backend="gloo", host="h", port=1)
-    return TensorGroup(plan, 0, process_group=process_group, timeout=5)
+    return TensorGroup(plan, 0, process_group=process_group, store=None, timeout=5)
 
 
 def test_who_aborts_never_waits_for_the_end_of_the_groups_threads(monkeypatch):
@@ -148,6 +148,36 @@ def test_a_released_formation_ends_at_once_for_who_waits_and_who_comes_late(stor
     early.join(60)
     join(2)
     assert len(errors) == 2 and all("was given up" in error for error in errors)
+
+
+def test_a_broadcast_that_is_late_ends_the_group(store):
+    _, member = form_in_threads(plan_of(store, 7, "p", "a"))
+    with pytest.raises((DeadlineExceeded, InfrastructureError)):  # gloo or this class, whichever looks first
+        member.broadcast(torch.zeros(5), timeout=0.1)
+    assert member.poisoned
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["released", "its store is gone"])
+def test_who_waits_in_a_broadcast_sees_that_the_group_is_over(lost):
+    own = GroupStore("127.0.0.1")
+    plan = plan_of(own, 1, "p", "a")
+    _, member = form_in_threads(plan)
+    errors = []
+
+    def receive():
+        try:
+            member.broadcast(torch.zeros(5))
+        except InfrastructureError as error:
+            errors.append(str(error))
+
+    blocked = threading.Thread(target=receive)
+    blocked.start()
+    if lost:
+        del own._store  # ends the server, as the end of its process does
+    else:
+        own.release(plan)
+    blocked.join(60)
+    assert len(errors) == 1 and ("p, who holds its store, is lost" if lost else "p ended it") in errors[0]
 
 
 def test_nccl_without_an_accelerator_and_unknown_backends_are_refused(store):

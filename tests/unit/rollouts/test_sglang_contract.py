@@ -42,7 +42,7 @@ FIELDS = [
     (
         "managers/io_struct.py",
         "UpdateWeightsFromTensorReqInput",
-        {"serialized_named_tensors", "load_format", "flush_cache", "weight_version"},
+        {"serialized_named_tensors", "load_format", "flush_cache", "weight_version", "selector"},
     ),
     (
         "weight_sync/tensor_bucket.py",

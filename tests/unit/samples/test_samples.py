@@ -158,3 +158,27 @@ def test_a_sample_of_a_megabyte_is_kept_and_printed(tmp_path):
     write(tmp_path, [kept(text="x" * 10**6)])
     _, (sample,) = read(tmp_path)
     assert "x" * 10**6 in render_sample(sample)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("ANSWER", [0, 1]),
+        ("straße", [2]),
+        ("STRASSE", [2]),
+        ("k", [3]),
+        ('say "hi"', [4]),
+        ("c:\\new", [4]),
+        ("2+2=\nsay", [4]),
+        ("pieces", []),
+        ("ground_truth", []),
+        ("", [0, 1, 2, 3, 4]),
+    ],
+)
+def test_a_text_is_found_in_messages_only_whatever_its_case_and_however_it_is_escaped(tmp_path, text, found):
+    contents = ["answer", "the Answer is", "Stra\u00dfe", "300 \u212a", 'say "hi" at c:\\new']
+    write(tmp_path, [kept(index=index, text=content) for index, content in enumerate(contents)]).close()
+    reader = SampleReader(tmp_path)
+    reader.refresh()
+    matches = reader.containing(reader.every(TRAIN), text)
+    assert [sample["index"] for _, sample in matches] == found

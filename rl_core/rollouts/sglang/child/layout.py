@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rl_core.weights.manifest import checksum
+
 CHUNK = 1 << 22
 """Elements whose checksum is computed at once; it limits the temporary tensors to 32 MiB each."""
 _MASK = (1 << 64) - 1
@@ -53,6 +55,10 @@ class LoadedLayout:
         with _Copies(new, dict(model.named_parameters())) as copies:
             model.load_weights(given)
         self._pieces.update(copies.pieces)
+
+    def names(self) -> frozenset[str]:
+        """Return the names of the tensors whose values are in parameters; the model converts or skips all others."""
+        return frozenset(name for name, pieces in self._pieces.items() if pieces)
 
     def checksums(self, model: torch.nn.Module, *, turn: int, turns: int) -> dict[str, str]:
         """Return a dict from piece to checksum for the tensors `turn`, `turn + turns`, ..., counted from 0 in the order of their names.
@@ -103,6 +109,9 @@ def piece_checksum(values: Tensor, source: Region) -> tuple[int, int]:
     `values` are the elements, of 1, 2 or 4 bytes each; `source` says where in the whole tensor they belong.
     """
     size = values.element_size()
+    start = source.offset * size
+    if values.device.type == "cpu" and values.is_contiguous() and _is_one_run(source) and start % 4 == 0:
+        return checksum(values, offset=start // 4)
     integers = values.detach().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[size])
     per_word = 4 // size
     rows = max(1, CHUNK // max(1, integers[:1].numel())) if integers.dim() else 1
@@ -115,6 +124,16 @@ def piece_checksum(values: Tensor, source: Region) -> tuple[int, int]:
         total[0] += int(bits.sum())
         total[1] += int((bits * words).sum())
     return total[0] & _MASK, total[1] & _MASK
+
+
+def _is_one_run(source: Region) -> bool:
+    """Return whether the elements of `source` follow each other in the whole tensor."""
+    run = 1
+    for length, stride in zip(reversed(source.shape), reversed(source.strides), strict=True):
+        if length != 1 and stride != run:
+            return False
+        run *= length
+    return True
 
 
 def _positions(source: Region, start: int, block: Tensor) -> Tensor:

@@ -1,13 +1,22 @@
 """What runs in SGLang's scheduler processes, one per tensor-parallel rank, before SGLang's own code.
 
-Records where weights are loaded, and answers the action of `pieces_action` of SGLang's weight checker with the checksums of these places.
+SGLang's requests reach every process of the engine; two of them are served here:
+
+- `update_weights_from_tensor` loads the tensors in the request, and records where they are loaded. If the request has a `SourceLoad`
+  instead, each process reads the tensors from that source.
+- `check_weights` with the action of `pieces_action` returns the checksums of these places, and the report of the last load from a source.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 PIECES = "pieces"
+REPORT = "report"
+"""Key of the report, in JSON, among the checksums."""
+SOURCE = "source"
+"""Key of a request with a `SourceLoad`; its value is the encoded message."""
 
 
 def pieces_action(turn: int, turns: int) -> str:
@@ -33,12 +42,29 @@ def _record_loads() -> None:
     from sglang.srt.utils.weight_checker import WeightChecker
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
+    from rl_core.messages.engine import SourceLoad
     from rl_core.rollouts.sglang.child.layout import LoadedLayout
+    from rl_core.rollouts.sglang.child.source_loader import LoadReport, SourceLoader
+    from rl_core.transports import frames
 
     layout = LoadedLayout()
     handle = WeightChecker.handle
+    loaders: list[SourceLoader] = []
+    reports: list[LoadReport] = []
+    """That of the last load from a source, until it is asked for."""
+
+    def load_source(updater: Any, request: SourceLoad) -> tuple[bool, str]:
+        device = updater.device if updater.device == "cpu" else f"{updater.device}:{updater.gpu_id}"
+        if not loaders:
+            loaders.append(
+                SourceLoader(layout, rank=updater.tp_rank, device=device, seconds=request.collective_seconds)
+            )
+        reports[:] = [loaders[0].load(updater.get_model(), request)]
+        return not reports[0]["error"], reports[0]["error"]
 
     def load(updater: Any, flattened_tensor_bucket_dict: dict[str, Any]) -> tuple[bool, str]:
+        if SOURCE in flattened_tensor_bucket_dict:
+            return load_source(updater, frames.decode(flattened_tensor_bucket_dict[SOURCE]))
         tensors = FlattenedTensorBucket(**flattened_tensor_bucket_dict).reconstruct_tensors()
         layout.record(updater.get_model(), tensors)
         return True, "Success"
@@ -47,8 +73,11 @@ def _record_loads() -> None:
         if not action.startswith(PIECES):
             return handle(checker, action, *args, role=role, **kwargs)
         turn, turns = map(int, action.split(":")[1:])
+        found = layout.checksums(checker._get_model(), turn=turn, turns=turns)
+        if reports:
+            found[REPORT] = json.dumps(reports.pop())
         return {
-            "checksums": layout.checksums(checker._get_model(), turn=turn, turns=turns),
+            "checksums": found,
             "per_gpu_checksum": "",
             "parallelism_info": checker._parallelism_info(role=role).model_dump(),
         }

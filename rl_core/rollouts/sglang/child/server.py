@@ -153,6 +153,7 @@ class EngineServer:
             "serve_adapter": self._adapters.serve,
             "begin_weights": self._loader.begin,
             "load_weights": self._loader.load,
+            "load_source": self._loader.load_source,
             "end_weights": self._loader.end,
             "release_memory": self._memory.release,
             "restore_memory": self._memory.restore,
@@ -160,8 +161,12 @@ class EngineServer:
         return await methods[name](**arguments)
 
     async def _alive(self) -> dict[str, float]:
-        """Return the tokens generated so far, the waiting rows and the use of KV memory, once the scheduler itself has answered."""
-        await self._manager.get_internal_state()
+        """Return the tokens generated so far, the waiting rows and the use of KV memory, once the scheduler itself has answered.
+
+        While the engine reads weights from their source it cannot answer, and is not asked.
+        """
+        if not self._loader.loading_source:
+            await self._manager.get_internal_state()
         running = sum(len(state.output_ids) for state in list(self._manager.rid_to_state.values()))
         loads = self._manager.load_snapshot_reader.read_all()
         return {

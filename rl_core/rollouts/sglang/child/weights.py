@@ -1,11 +1,12 @@
-"""`ChildWeightLoader`: loads weights from the shared memory into the engine, and returns checksums of what the engine holds.
+"""`ChildWeightLoader`: loads weights into the engine, and returns checksums of what the engine holds.
 
-An update is begin -> load (once or more) -> end. The worker compares the checksums, because it has the verified weights. Every result of
-the engine is checked: SGLang refuses an update by its return value, not by an exception.
+An update is begin -> load (once or more) -> end, or load_source. The worker compares the checksums, because it has
+the verified weights or their manifest. Every result of the engine is checked: SGLang refuses an update by its return value, not by an exception.
 """
 
 from __future__ import annotations
 
+import json
 import mmap
 from typing import Any
 
@@ -19,8 +20,9 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-from rl_core.messages.engine import TensorPlace
+from rl_core.messages.engine import SourceLoad, TensorPlace
 from rl_core.rollouts.sglang.child import scheduler
+from rl_core.transports import frames
 
 
 class ChildWeightLoader:
@@ -39,6 +41,8 @@ class ChildWeightLoader:
         self._open, self._ranks = False, ranks
         self.updates = 0
         """Number of updates that were begun."""
+        self.loading_source = False
+        """Whether the ranks read a source: they answer nothing until they have, and the deadlines of the sync limit that."""
         self._proofs = 0
         """Number of updates after which tensors were read back."""
 
@@ -62,6 +66,31 @@ class ChildWeightLoader:
             weight_version=None if version is None else str(version),
         )
         _require(await self._manager.update_weights_from_tensor(request, None))
+
+    async def load_source(self, load: SourceLoad, *, version: int, keep_cache: bool, turns: int) -> dict[str, Any]:
+        """Let each rank read `version` as `load` says, and drop the caches of the earlier weights unless `keep_cache`.
+
+        Returns what `end` does, and `reports`: the `LoadReport` of each rank.
+        """
+        await self.begin()
+        message = {scheduler.SOURCE: [bytes(part) for part in frames.encode(load)]}
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[MultiprocessingSerializer.serialize(message)] * self._ranks,
+            load_format="flattened_bucket",
+            flush_cache=not keep_cache,
+            weight_version=str(version),
+            selector="target",  # a draft model would read the source a second time
+        )
+        self.loading_source = True
+        try:
+            answer = await self._manager.update_weights_from_tensor(request, None)
+        finally:
+            self.loading_source = False
+        held = await self.end(turns=turns, whole=load.whole)
+        reports = [json.loads(rank.pop(scheduler.REPORT, "{}")) for rank in held["ranks"]]
+        if not any(report.get("error") for report in reports):
+            _require(answer)
+        return {**held, "reports": reports}
 
     def serialized(self, places: list[TensorPlace]) -> list[bytes]:
         """Return the tensors at `places` as SGLang's flattened bucket, serialised for each rank."""
