@@ -25,7 +25,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -64,6 +64,9 @@ ANSWER_SHARE = 0.8
 class Actor(Worker, ABC):
     """One rank of the trainer. It is constructed in every actor process, and `init_worker` must be called first."""
 
+    keeps_samples: ClassVar[bool] = True
+    """Whether `take_samples` has anything to return: trajectories of simulators have no texts to keep."""
+
     def __init__(self, cfg: RLJobSpec | Mapping[str, Any], placement: Any = None, role: str = "actor") -> None:
         """Join the other ranks; no model is built yet.
 
@@ -87,7 +90,7 @@ class Actor(Worker, ABC):
             micro_batch_tokens=self.cfg.actor.micro_batch_tokens,
             response_limit=self.cfg.rollout.sampling.max_new_tokens * self.cfg.env.max_turns,
             balance=self.cfg.actor.balance,
-            kept_groups=self.cfg.samples.groups,
+            kept_groups=self.cfg.samples.groups if self.keeps_samples else 0,
             progress=lambda: self.record_progress("micro_steps"),
             teachers=self._teachers(),
             inference=self._inference(),

@@ -3,12 +3,10 @@
 The group predicts the values of a step's tokens, and is given the returns; the runner then has it train.
 """
 
-import torch
 from torch import Tensor
 
 from rl_core.actors.preparation import PreparedBatch
-from rl_core.actors.row_calls import RowCalls, place_row
-from rl_core.api.errors import DeadlineExceeded, InfrastructureError
+from rl_core.actors.row_calls import RowCalls
 from rl_core.batching.collate import TrainingBatch
 from rl_core.messages.critic import CriticRow
 from rl_core.workers.worker import Worker
@@ -19,22 +17,14 @@ class CriticGroup:
 
     def __init__(self, worker: Worker, group: str, *, seconds: float) -> None:
         """`seconds` bounds the wait for the answers of a step."""
-        self._calls, self._group, self._seconds = RowCalls(worker, seconds=seconds), group, seconds
+        self._calls, self._group = RowCalls(worker, seconds=seconds), group
 
     def values(self, batch: TrainingBatch, version: int) -> Tensor:
         """Return the values of the tokens of `batch`, [B, S] float32, zeros where nothing trains.
 
         `version` is that of the weights, at which the critic must be too. Raises InfrastructureError when the group does not answer in time.
         """
-        try:
-            answers = self._calls.ask([self._group] * len(batch), batch, "values", version)
-        except DeadlineExceeded as error:
-            raise InfrastructureError(f"the critic must answer within {self._seconds:.0f} s: {error}") from error
-        found = torch.zeros(batch.input_ids.shape)
-        for index, length in enumerate(batch.lengths.tolist()):
-            place_row(found, index, answers[index], length, of=f"group {self._group}")
-        found[~batch.loss_mask] = 0
-        return found
+        return self._calls.token_values(self._group, batch, "values", version)
 
     def give_returns(self, prepared: PreparedBatch, version: int, data_rank: int) -> None:
         """Send the values and returns of the rows of `data_rank`, on which the critic trains in this step."""
@@ -55,9 +45,4 @@ class CriticGroup:
             )
             for index, (group, length) in enumerate(zip(batch.group_ids.tolist(), batch.lengths.tolist(), strict=True))
         ]
-        try:
-            self._calls.call(self._group, "add_rows", version, data_rank, rows)
-        except DeadlineExceeded as error:
-            raise InfrastructureError(
-                f"the critic must take the returns within {self._seconds:.0f} s: {error}"
-            ) from error
+        self._calls.call(self._group, "add_rows", version, data_rank, rows)

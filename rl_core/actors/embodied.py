@@ -28,6 +28,8 @@ from rl_core.plan.groups import ACTOR, ROLLOUT
 class EmbodiedFSDPActor(Actor):
     """One rank of a trainer with `actor.backend` fsdp1 or fsdp2 and a policy that acts in simulators."""
 
+    keeps_samples = False
+
     def __init__(self, cfg: RLJobSpec | Mapping[str, Any], placement: Any = None, role: str = ACTOR) -> None:
         """Join the other ranks; no model is built yet. Raises ConfigError for settings that do not fit each other."""
         super().__init__(cfg, placement, role)
@@ -39,7 +41,6 @@ class EmbodiedFSDPActor(Actor):
                 f"the {rows} decisions of a step must be divisible by actor processes x algorithm.optimizerStepsPerBatch = {parts}; "
                 "change env.options.horizon or optimizerStepsPerBatch"
             )
-        self.engine.sampler = None  # it keeps texts, which a trajectory has not
         self._trajectory: Trajectory | None = None
         self._inputs: dict[str, Tensor] = {}
         """What the policy saw in the rows of the step."""

@@ -2,11 +2,10 @@
 
 import logging
 
-import torch
 from torch import Tensor
 
-from rl_core.actors.row_calls import RowCalls, place_row
-from rl_core.api.errors import DeadlineExceeded, InfrastructureError
+from rl_core.actors.row_calls import RowCalls
+from rl_core.api.errors import InfrastructureError
 from rl_core.batching.collate import TrainingBatch
 from rl_core.workers.worker import Worker
 
@@ -30,12 +29,7 @@ class InferenceGroup:
         """
         options = (self._temperature, version, MEMBER_SHARE * self._seconds)
         try:
-            answers = self._calls.ask([self._group] * len(batch), batch, "log_probs", *options)
-        except (DeadlineExceeded, InfrastructureError) as error:
+            return self._calls.token_values(self._group, batch, "log_probs", *options)
+        except InfrastructureError as error:
             logger.warning("the trainer computes the old log-probabilities of this step itself: %s", error)
             return None
-        found = torch.zeros(batch.input_ids.shape)
-        for index, length in enumerate(batch.lengths.tolist()):
-            place_row(found, index, answers[index], length, of=f"group {self._group}")
-        found[~batch.loss_mask] = 0
-        return found

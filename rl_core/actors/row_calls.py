@@ -4,14 +4,14 @@ The rows are sent in parts to all members of a group at once. If a member is los
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rl_core.api.errors import DataError
+from rl_core.api.errors import DataError, DeadlineExceeded, InfrastructureError
 from rl_core.batching.collate import TrainingBatch
 from rl_core.workers.member_calls import MemberCaller
 from rl_core.workers.worker import Worker
@@ -30,14 +30,35 @@ class RowCalls:
     def ask(self, groups: Sequence[str], batch: TrainingBatch, method: str, *options: Any) -> list[Any]:
         """Return what `method(rows, *options)` answers for each row of `batch`. `groups` names the group that is asked for each row.
 
-        Raises DeadlineExceeded, and the errors of the method.
+        Raises InfrastructureError when not all answers come in time, and the errors of the method.
         """
         rows = [batch.input_ids[index, :length].numpy() for index, length in enumerate(batch.lengths.tolist())]
-        return asyncio.run(self._ask(groups, rows, method, options))
+        answers: list[Any] = self._answers(self._ask(groups, rows, method, options), *sorted(set(groups)))
+        return answers
+
+    def token_values(self, group: str, batch: TrainingBatch, method: str, *options: Any) -> Tensor:
+        """Return what `method(rows, *options)` of `group` answers for each token of `batch`: [B, S] float32, zeros where nothing trains.
+
+        Raises as `ask`, and DataError for an answer of another shape.
+        """
+        found = torch.zeros(batch.input_ids.shape)
+        answers = self.ask([group] * len(batch), batch, method, *options)
+        for index, (answer, length) in enumerate(zip(answers, batch.lengths.tolist(), strict=True)):
+            place_row(found, index, answer, length, of=f"group {group}")
+        found[~batch.loss_mask] = 0
+        return found
 
     def call(self, group: str, method: str, /, *args: Any) -> Any:
         """Return `method(*args)` of a member of `group`. Raises as `ask`."""
-        return asyncio.run(self._callers.call(group, method, *args, seconds=self._seconds))
+        return self._answers(self._callers.call(group, method, *args, seconds=self._seconds), group)
+
+    def _answers(self, calls: Coroutine[Any, Any, Any], *groups: str) -> Any:
+        try:
+            return asyncio.run(calls)
+        except DeadlineExceeded as error:
+            raise InfrastructureError(
+                f"{', '.join(groups)} must answer within {self._seconds:.0f} s: {error}"
+            ) from error
 
     async def _ask(
         self, groups: Sequence[str], rows: Sequence[np.ndarray], method: str, options: tuple[Any, ...]

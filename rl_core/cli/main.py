@@ -86,7 +86,10 @@ def validate(file: JobFile, settings: Settings = None, device_memory: DeviceMemo
 
 @app.command()
 def plan(file: JobFile, settings: Settings = None, device_memory: DeviceMemory = None) -> None:
-    """Show the processes, devices and memory that a job needs, without starting it. Exit code 2 when a device has too little memory."""
+    """Show the processes, devices and memory that a job needs, without starting it. Of the model only config.json is read.
+
+    Exit code 2 when a device has too little memory, or when the job or config.json cannot be read.
+    """
     from rl_core.cli.plan import show_plan
 
     run_command(lambda: show_plan(file, settings or [], device_memory=device_memory))

@@ -5,20 +5,22 @@ from pathlib import Path
 
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from rl_core.api.roles import ActorSpec
 from rl_core.cli.job_file import load_job
-from rl_core.cli.validate import GIB, check_references, memory_report
+from rl_core.cli.validate import GIB, memory_report
 from rl_core.launch.local_plan import LOOPBACK
 from rl_core.plan.capacity import CapacityReport, admit
 from rl_core.plan.launch import LaunchPlan, PodPlan, ProcessPlan, build_launch_plan
 
 
 def show_plan(file: Path, settings: Sequence[str], *, device_memory: float | None = None) -> int:
-    """Print processes and memory of a job; return 0. Raises CapacityError where a process needs more than `device_memory`, GiB."""
+    """Print processes and memory of a job; return 0. Of the model only config.json is read.
+
+    Raises CapacityError where a process needs more than `device_memory`, GiB, ConfigError where config.json cannot be read.
+    """
     job = load_job(file, settings)
-    check_references(job, file)
     meta = job.metadata
     plan, local = (
         build_launch_plan(job, name=meta.name, namespace=meta.namespace or "default", uid=meta.uid or "plan", host=host)
@@ -52,13 +54,13 @@ def process_table(plan: LaunchPlan, local: LaunchPlan) -> Table:
     ]
     numbered = any(process.visible_devices for _, process, _ in pairs)
     devices = ("DEVICES", "LOCALLY") if numbered else ("DEVICES",)
-    table = Table("POD", "PROCESS", "RANK", *devices, "THREADS", "MODULE", title=f"{len(plan.pods)} pods", box=SIMPLE)
+    pod_column = Column("POD", overflow="fold")  # pods differ in the last letters of their names
+    table = Table(pod_column, "PROCESS", "RANK", *devices, "THREADS", title=f"{len(plan.pods)} pods", box=SIMPLE)
     for pod, *both in pairs:
         process = both[0]
         shown = [",".join(one.placement.visible_accelerators) or "cpu" for one in both][: len(devices)]
         threads = process.env.get("OMP_NUM_THREADS", "")
-        command = " ".join(process.command).removeprefix("python -m ")
-        table.add_row(pod.name, process.name, str(process.rank), *shown, threads, command)
+        table.add_row(pod.name, process.name, str(process.rank), *shown, threads)
     return table
 
 

@@ -116,7 +116,7 @@ class ProgressDisplay:
             self._tell_silence(status)
         if self._live is None:
             if phase == "Degraded" and phase != self._phase:  # the end is told with its step by who waits for it
-                self.say(f"{phase}: step {status.get('step', 0)}")
+                self.say(degraded_line(status) or waiting_line(status, self._clock() - self._began))
             self._phase = phase
             return
         self._bar.update(self._task, completed=int(status.get("step", 0)), description=phase)
@@ -170,6 +170,18 @@ class ProgressDisplay:
                 self.say(line_of_step)
                 self._pause = WAITING_S
         sys.stdout.flush()
+
+
+def degraded_line(status: dict[str, Any]) -> str:
+    """Return which members a degraded run waits for; "" where none is missing."""
+    names = [str(member["name"]) for member in status.get("missing") or ()]
+    if not names:
+        return ""
+    now, are = time.strftime("%H:%M:%S"), "is" if len(names) == 1 else "are"
+    return (
+        f"{now}  Degraded, step {status.get('step', 0)}: {', '.join(names)} ended or {are} unreachable and {are} started again;"
+        f" unfinished prompt groups are generated again"
+    )
 
 
 def waiting_line(status: dict[str, Any], seconds: float) -> str:

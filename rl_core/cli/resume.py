@@ -18,14 +18,14 @@ DEFAULTS = RLJobSpec.model_validate({"model": {"path": "none"}, "data": {"train"
 
 
 def resume_line(job: RLJob, folder: Path, resume: str) -> str:
-    """Return which step of which folder the run continues, and every field that has another value now; "" for a fresh start.
+    """Return which step of which folder the run continues, and every field that has another value now; "" with `resume` none.
 
     `resume` is auto, none or the path of a checkpoint. Raises ConfigError where the runner would refuse the job beside that checkpoint.
     The runner chooses the checkpoint itself: where the newest one is damaged, it takes an older one and says so.
     """
     found = _newest(job, folder, resume)
     if found is None:
-        return ""
+        return "" if resume == "none" else f"{checkpoint_folder(job, folder)} holds no checkpoint: starts at step 0"
     checkpoint, state = found
     refuse_changes(state, job.spec)
     before, now = dict(_leaves(state["changed"])), dict(_leaves(short(job.spec)))
@@ -46,10 +46,15 @@ def _newest(job: RLJob, folder: Path, resume: str) -> tuple[Path, dict[str, Any]
     """Return the newest checkpoint whose state can be read, with that state; None where there is none."""
     if resume == "none":
         return None
-    root = Path(job.spec.checkpoint.path) if job.spec.checkpoint.path else folder / "checkpoints"
-    candidates = root.glob(f"step-*/{MANIFEST}") if resume == "auto" else [Path(resume) / MANIFEST]
+    saved = checkpoint_folder(job, folder).glob(f"step-*/{MANIFEST}")
+    candidates = saved if resume == "auto" else [Path(resume) / MANIFEST]
     states = [found for path in candidates for found in _read(path.parent)]
     return max(states, key=lambda found: int(found[1].get("step", -1)), default=None)
+
+
+def checkpoint_folder(job: RLJob, folder: Path) -> Path:
+    """Return the folder of the checkpoints of a job that writes to `folder`."""
+    return Path(job.spec.checkpoint.path) if job.spec.checkpoint.path else folder / "checkpoints"
 
 
 def _read(checkpoint: Path) -> Iterator[tuple[Path, dict[str, Any]]]:

@@ -113,8 +113,11 @@ def check_output(folder: Path, resume: str) -> None:
             f"{folder} holds a run (at step {step}); continue it with --resume auto, or choose another folder with --output"
         )
     if resume not in ("auto", "none") and not (Path(resume) / "manifest.json").is_file():
+        saved = sorted(Path(resume).glob("checkpoints/step-*/manifest.json"))
+        way_out = f"its newest checkpoint is {saved[-1].parent}" if saved else "name a folder step-* of checkpoints/"
+        found = "which holds no manifest.json" if Path(resume).is_dir() else "which does not exist"
         raise ConfigError(
-            f"--resume must be auto, none or a complete checkpoint folder, got {resume}; it holds no manifest.json"
+            f"--resume must be auto, none or a complete checkpoint folder, got {resume}, {found}; {way_out}"
         )
 
 

@@ -46,11 +46,17 @@ ANNOUNCED = {
     Action.RESTART_ROLE: "restarting all pods of the role",
     Action.RESTART_JOB: "restarting the actors from the newest checkpoint",
 }
+FIRST_STEP = "restarting the actors at step 0, as there is no checkpoint yet"
 
 
 def brief(reason: str) -> str:
-    """Return the first and the last line of a reason that holds the end of a log; the log file has the rest."""
+    """Return the first and the last line of a reason that holds the end of a log; the log file has the rest.
+
+    A process that a signal ended could not log why, so its last line is left out.
+    """
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    if lines and "by signal" in lines[0]:
+        return lines[0]
     return "; ".join(lines if len(lines) < 2 else (lines[0], lines[-1]))
 
 
@@ -180,7 +186,12 @@ class LocalCluster:
         port = control_port(self._plan)
         self._control = self._client(port) if port else None
         constant = {"RLJOB_GRACE_SECONDS": str(STOP_SECONDS), "RLJOB_FIRST_EPOCH": str(self._first.epoch)}
-        self._pods = LocalPods(self._space, environ={**self._environ, **constant}, on_end=self._on_pod_end)
+        self._pods = LocalPods(
+            self._space,
+            environ={**self._environ, **constant},
+            on_end=self._on_pod_end,
+            say=lambda text: self._say(text),  # `run` replaces it
+        )
 
     def _client(self, port: int) -> ControlClient:
         """Return the client of the runner; it signs each call with the epoch at that time."""
@@ -244,7 +255,8 @@ class LocalCluster:
             self._begin_end(decision.code, "", STOP_SECONDS)
             return
         if action is not Action.FAIL:
-            self._say(f"{ANNOUNCED[action]}: {brief(decision.reason)}")
+            announced = FIRST_STEP if action is Action.RESTART_JOB and not self._saved_step else ANNOUNCED[action]
+            self._say(f"{announced}: {brief(decision.reason)}")
         elif decision.limit:  # the reason itself is printed once, at the end
             self._say(f"ending the run: {decision.limit}")
         if action is Action.FAIL:
@@ -259,6 +271,12 @@ class LocalCluster:
             for other in self._gang():
                 other.expected = True  # the rest of the gang ends too: one restart is enough
             self._spawn(self._restart_job())
+
+    @property
+    def _saved_step(self) -> int:
+        """Step of the newest checkpoint that the run has written or was resumed from, by its last status; 0 where there is none."""
+        checkpoint = self._space.read_status().get("checkpoint") or {}
+        return int(checkpoint.get("lastStep") or checkpoint.get("resumedFrom") or 0)
 
     async def _replace_pod(self, name: str, pause: float) -> None:
         if pause:
@@ -418,7 +436,8 @@ class LocalCluster:
     def _on_signal(self, number: int, frame: object) -> None:
         self._interrupts += 1
         if self._interrupts == 1:
-            self._say(f"{signal.Signals(number).name}: saving a checkpoint and ending; again to end at once")
+            saving = "saving a checkpoint and ending" if self.status.get("step") else "ending; no step is trained yet"
+            self._say(f"{signal.Signals(number).name}: {saving}; again to end at once")
             self.stop()
         else:
             self._say("ending at once")

@@ -44,6 +44,8 @@ class LocalPod:
         """Exit code once ended, 128 + n after signal n."""
         self.reason = ""
         """What the supervisor reported about the end."""
+        self.failures: dict[str, str] = {}
+        """Why a process of the pod ended, by its name, until it is started again."""
         self.expected = False
         """Whether its end was asked for."""
         self.ended = asyncio.Event()

@@ -37,12 +37,13 @@ class LocalPods:
         *,
         environ: Mapping[str, str],
         on_end: Callable[[LocalPod], None],
+        say: Callable[[str], None] = logger.warning,
         keep_logs: bool = True,
     ) -> None:
         """Start pods with the environment variables `environ`.
 
-        `on_end` is called when a pod has ended and no process of it is left. With `keep_logs` false pods write to standard error and not to
-        the log files of `space`.
+        `on_end` is called when a pod has ended and no process of it is left, `say` with a line for each process that failed and was started
+        again in its pod. With `keep_logs` false pods write to standard error and not to the log files of `space`.
         """
         self._space = space
         self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
@@ -54,7 +55,7 @@ class LocalPods:
             "RLJOB_HEALTH_HOST": "127.0.0.1",
             "RLJOB_LAUNCHER": self._mark,
         }
-        self._on_end = on_end
+        self._on_end, self._say = on_end, say
         self._keep_logs = keep_logs
         self._pods: dict[str, LocalPod] = {}
         self._registry = ProcessRegistry(space.folder / "processes.json")
@@ -126,10 +127,13 @@ class LocalPods:
                 role=role, index=pod.index, rank=event.get("rank"), pid=event["pid"], pod=pod.plan.name
             )
             self._registry.add(entry, parent=event.get("parent", pod.pid))
+            if failure := pod.failures.pop(event.get("name", ""), ""):
+                self._say(f"{failure}: started again")
         elif event["event"] == "ended":
             self._registry.remove(event["pid"])
             if event.get("code"):
                 logger.info("pod %s: %s", pod.plan.name, event.get("reason", event))
+                pod.failures[event.get("name", "")] = event.get("reason", "")
 
     def _ended(self, pod: LocalPod) -> None:
         self._registry.remove(pod.pid)

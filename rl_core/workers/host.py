@@ -167,7 +167,7 @@ class Host:
                 await self._context.hub.call("goodbye", self._registration.id, timeout=GOODBYE)
             await asyncio.wait_for(_on_handlers(self._methods.close()), CLOSE)
         except (TimeoutError, RLJobError) as error:
-            logger.info("ended after the runner, which needs no goodbye any more: %s", error or "it did not answer")
+            logger.info("the runner has already ended (%s)", error or "it did not answer")
 
     def _on_signal(self) -> None:
         self._signals += 1

@@ -32,6 +32,7 @@ def test_each_kind_of_process_is_killed_in_turn_and_every_group_is_trained_once(
         run.until(lambda: run.lines("ledger.jsonl")[-1]["epoch"] == epoch, f"a step of epoch {epoch}")  # noqa: B023
         assert {p["pid"] for p in run.processes(role="rollout")} == rollouts
     last = run.end_soon()
+    assert "rollout-1 ended by signal SIGKILL (code 137): started again" in run.text
     assert_trained_once(run, steps=last, groups=4)
     epochs = [line["epoch"] for line in run.lines("ledger.jsonl")]
     assert epochs == sorted(epochs) and (epochs[0], epochs[-1]) == (0, 3)
@@ -60,6 +61,7 @@ def test_a_gang_killed_before_its_first_checkpoint_begins_again_and_the_files_wi
     run.kill(role="actor")
     assert run.wait() == 0, run.text + run.logs()
     assert "env:0 has been silent for" in run.text and run.status()["failures"]["actor/restart"] == 1
+    assert "restarting the actors at step 0, as there is no checkpoint yet: " in run.text
     assert_trained_once(run, steps=15, groups=4)
     assert {line["epoch"] for line in run.lines("ledger.jsonl")} == {1}
 

@@ -106,7 +106,7 @@ def test_an_answer_of_another_shape_and_no_answer_are_errors():
         DataError, match=r"teacher teacher must return values of shape \(\d+,\) for a row of \d+ tokens"
     ):
         ask(Asking({"teacher": 1}, short))
-    with pytest.raises(InfrastructureError, match="the teachers must answer within 0 s"):
+    with pytest.raises(InfrastructureError, match="must answer within 0 s"):
         ask(Asking({}), seconds=0.0)
 
 

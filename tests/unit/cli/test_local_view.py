@@ -132,6 +132,19 @@ def test_a_quiet_run_says_every_five_seconds_what_it_waits_for(tmp_path, capsys)
     ]
 
 
+def test_a_degraded_run_names_the_members_that_are_missing(tmp_path, capsys):
+    display = ProgressDisplay(tmp_path, total=4, live=False)
+    missing = [
+        {"name": name, "pod": "a-rollout-0", "role": "rollout", "since": 1.0} for name in ("rollout-0", "rollout-1")
+    ]
+    for _ in range(2):
+        display.update({"phase": "Degraded", "step": 2, "missing": missing})
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line[10:] == (
+        "Degraded, step 2: rollout-0, rollout-1 ended or are unreachable and are started again; unfinished prompt groups are generated again"
+    )
+
+
 def test_once_steps_finish_the_pauses_between_such_lines_grow(tmp_path, capsys):
     clock = Clock()
     display = ProgressDisplay(tmp_path, total=4, live=False, clock=clock)

@@ -30,9 +30,10 @@ def run(tmp_path):
     return tmp_path
 
 
-def test_a_fresh_run_says_nothing(run, tmp_path):
+def test_a_run_without_a_checkpoint_says_that_it_starts_at_step_0(run, tmp_path):
     assert resume_line(job(), run, "none") == ""
-    assert resume_line(job(), tmp_path / "empty", "auto") == ""
+    told = f"{tmp_path}/empty/checkpoints holds no checkpoint: starts at step 0"
+    assert resume_line(job(), tmp_path / "empty", "auto") == told
 
 
 def test_the_step_and_the_folder_are_named(run):
