@@ -84,6 +84,13 @@ def trainer_host(job: RLJobSpec, facts: ModelFacts) -> int:
         found += held["weights"] // _models(job)
     if job.checkpoint.asynchronous:
         found += held["optimizer"] * (MASTER_BYTES + MOMENT_BYTES) // MOMENT_BYTES
+        if job.algorithm.reference_update_steps is not None:
+            found += (
+                held["weights"]
+                // _models(job)
+                * MASTER_BYTES
+                // (WIDTH[job.model.dtype] if job.actor.backend == "megatron" else MASTER_BYTES)
+            )
     return found
 
 
@@ -213,6 +220,11 @@ def _layer_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
     if facts.head_norms:  # the input of each in float32, and normalised for the gradient of its weight
         shared += (queries + keys) * (MASTER_BYTES + (width if job.model.lora is None else 0))
     shared += 4 * facts.heads  # normalisers of attention
+    if (
+        job.actor.attention == "eager"
+    ):  # probabilities in float32 and as they are multiplied, keys and values for each head
+        longest = job.rollout.max_sequence_length or facts.max_length
+        shared += facts.heads * longest * (MASTER_BYTES + (width if width != MASTER_BYTES else 0)) + 2 * queries * width
     return _tokens(job, facts) * (norms // (parallel.tensor if parallel.sequence else 1) + shared // parallel.tensor)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.actors.megatron.guards import unsupported_settings
+from rl_core.actors.guards import unsupported_settings
 from rl_core.api.errors import CapacityError
 from rl_core.cli import plan, validate
 from rl_core.cli.job_file import JobProblems, load_job

@@ -1,0 +1,32 @@
+"""The device on which a rank trains, and whether its memory is enough."""
+
+import torch
+
+from rl_core.api.errors import ConfigError
+from rl_core.api.job import RLJobSpec
+from rl_core.plan.capacity import ModelFacts, admit, estimate
+
+
+def compute_device(cfg: RLJobSpec, rank: int) -> torch.device:
+    """Return the device on which a rank trains.
+
+    Raises ConfigError when accelerators are requested and none is visible, and CapacityError when its memory is too small.
+    """
+    if not cfg.actor.gpus:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"actor.gpus asks for {cfg.actor.gpus} accelerators, got none visible; run on such a machine or set it to 0"
+        )
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    check_memory(cfg, int(torch.cuda.get_device_properties(device).total_memory))
+    return device
+
+
+def check_memory(cfg: RLJobSpec, available: int) -> None:
+    """Raise CapacityError if one trainer process needs more device memory than `available` bytes.
+
+    The need is estimated from the job and the model's configuration, before anything is allocated.
+    """
+    admit(estimate(cfg, ModelFacts.from_config(cfg.model.path), device_memory=available), "actor")
