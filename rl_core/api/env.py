@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from rl_core.api.base import rule
 from rl_core.api.cel import Cel
@@ -28,7 +29,7 @@ class EnvSpec(RoleSpec):
     processes: int = Field(1, ge=1, le=256)
     """Processes per pod that run the code of the environment; one that hangs or dies is replaced."""
     reward: str | None = None
-    """`module:function` called f(prompts, completions, **columns) -> list[float | None]; for type reward."""
+    """`module:function` called f(prompts, completions, **columns) -> list of rewards, which may have parts; for type reward."""
     agent: str | None = None
     """`module:function` called f(row, base_url, api_key, model), which calls the model at base_url and returns a reward; for type agent, without `command`."""
     command: Annotated[Words, Field(min_length=1)] | None = None
@@ -39,6 +40,17 @@ class EnvSpec(RoleSpec):
     """Options of the environment type, checked by its own config model."""
     egress: Egress = []
     """Destinations that env pods may reach besides the job, on a cluster that enforces NetworkPolicies."""
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _one_function(cls, value: Any) -> Any:
+        """Tell who brings a list of functions how one gives several rewards."""
+        if isinstance(value, list):
+            raise PydanticCustomError(
+                "string_type",
+                'must name one function; for several rewards return {"reward": SUM, "parts": {NAME: NUMBER, ...}} for each completion',
+            )
+        return value
 
     @rule(
         Cel(

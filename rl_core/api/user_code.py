@@ -22,6 +22,8 @@ MAX_CAUSE = 2048
 """Largest number of characters of an error in user code that another error quotes."""
 
 
+MAX_FRAMES = 50
+"""Innermost frames of a traceback that are shown."""
 IMPORT_SECONDS = 120.0
 """Seconds of an import in `check_in_child`. It may load torch for the first time."""
 
@@ -100,6 +102,14 @@ def _import(name: str, *, field: str) -> Any:
         raise ConfigError(
             f"{field}: must be importable, got {name!r}: {describe(error)}; correct the module"
         ) from error
+
+
+def own_frames(error: BaseException) -> str:
+    """Return the traceback of `error` from the first line outside of Python, installed packages and rl_core; "" if it has none."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(LIBRARIES):
+        trace = trace.tb_next
+    return "" if trace is None else "".join(traceback.format_exception(type(error), error, trace, limit=-MAX_FRAMES))
 
 
 def describe(error: BaseException) -> str:

@@ -341,10 +341,10 @@ FOREIGN_NAMES = (
     ),
     ForeignName(
         "env.reward",
-        trl="reward_funcs",
+        trl="reward_funcs reward_weights",
         verl="custom_reward_function.path",
         openrlhf="reward.remote_url remote_rm_url",
-        note="`module:function`, with `env.type: reward`.",
+        note="One `module:function`, `env.type: reward`; several rewards: `parts` of its result.",
     ),
     ForeignName(
         "env.agent",

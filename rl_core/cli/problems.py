@@ -85,6 +85,8 @@ def _mend(document: dict[str, Any], details: Iterable[ErrorDetails]) -> None:
             holder[cast(str, last)] = REQUIRED.get(detail["loc"], {} if fields_at(detail["loc"]) else PLACEHOLDER)
         elif detail["loc"] in REQUIRED:
             holder[cast(str, last)] = copy.deepcopy(REQUIRED[detail["loc"]])
+        elif detail["type"] == "string_type":
+            holder[cast(str, last)] = PLACEHOLDER  # a rule of several fields would complain that it is not given
         else:
             holder.pop(last, None)
 

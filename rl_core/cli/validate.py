@@ -298,8 +298,12 @@ def _check_user_code(job: RLJob, search_path: Path, examples: Mapping[str, "EnvR
     if is_embodied(job.spec):
         embodied_options(job.spec)
     elif job.spec.env.replicas:
-        yield from check_env(job.spec, search_path=str(search_path), examples=examples)
+        yield from check_env(job.spec, search_path=str(search_path), examples=examples, warn=_warn)
     yield from check_functions(job.spec.algorithm, search_path=str(search_path))
+
+
+def _warn(text: str) -> None:
+    sys.stderr.write(f"warning: {text}\n")
 
 
 def check_simulator(spec: RLJobSpec, *, search_path: str, with_policy: bool) -> list[str]:

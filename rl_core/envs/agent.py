@@ -7,12 +7,13 @@ function scores what it printed. `ProgramEnvironment` documents what they may re
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from pydantic import Field
 
 from rl_core.api.errors import ConfigError
+from rl_core.api.rewards import TOTAL
 from rl_core.api.user_code import import_reference
 from rl_core.envs.base import parse_config
 from rl_core.envs.command import Command, last_json
@@ -96,12 +97,15 @@ class AgentEnvironment(ProgramEnvironment):
         return run_and_score
 
 
-async def _score(scorer: RewardEnvironment, row: dict[str, Any], printed: str) -> float | None:
-    """Return the score of what a program printed, which a reward function gets as the completion of the row's prompt."""
+async def _score(scorer: RewardEnvironment, row: dict[str, Any], printed: str) -> Any:
+    """Return the reward of what a program printed, with its parts if it has any; the reward function gets it as the completion."""
     prompt = row.get("prompt", "")
     log = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     scored = scorer.step([[*log, {"role": "assistant", "content": printed}]], [row])
     if inspect.isawaitable(scored):
         scored = await scored
+    if isinstance(scored.rewards, Mapping):
+        named = {name: values[0] for name, values in scored.rewards.items()}
+        return {TOTAL: named.pop(TOTAL), "parts": named}
     [reward] = scored.rewards
     return None if reward is None else float(reward)

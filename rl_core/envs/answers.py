@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_core.api.errors import RolloutDataFailure, shown
-from rl_core.envs.scores import check_scores
+from rl_core.envs.scores import check_scores, row_name
 from rl_core.messages.envs import EnvAnswer
 
 FIELDS = ("observations", "metadata", "next_stop_strings", "rewards", "terminateds", "answers")
@@ -21,19 +21,21 @@ def answers_of(
     observations, metadata, stops, rewards, terminateds, answers = _fields(result, what)
     columns: dict[str, list[Any]] = {
         "observation": [
-            _observation(o, row, what) for row, o in enumerate(_column(observations, rows, "observations", what))
+            _observation(o, row_name(what, row, rows))
+            for row, o in enumerate(_column(observations, rows, "observations", what))
         ],
         "metadata": [
-            _metadata(value, row, what)
+            _metadata(value, row_name(what, row, rows))
             for row, value in enumerate(_column(metadata, rows, "metadata", what, optional=True))
         ],
         "stop_strings": [
-            _stops(value, row, what)
+            _stops(value, row_name(what, row, rows))
             for row, value in enumerate(_column(stops, rows, "next_stop_strings", what, optional=True))
         ],
         "reward": _rewards(rewards, rows, what),
         "terminated": [
-            _flag(value, row, what) for row, value in enumerate(_column(terminateds, rows, "terminateds", what))
+            _flag(value, row_name(what, row, rows))
+            for row, value in enumerate(_column(terminateds, rows, "terminateds", what))
         ],
         "answer": _column(answers, rows, "answers", what, optional=True),
     }
@@ -67,34 +69,34 @@ def _column(values: Any, rows: int, name: str, what: str, *, optional: bool = Fa
     return list(values)
 
 
-def _observation(value: Any, row: int, what: str) -> dict[str, str]:
+def _observation(value: Any, place: str) -> dict[str, str]:
     if isinstance(value, Mapping) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str):
         return {"role": value["role"], "content": value["content"]}
     raise RolloutDataFailure(
-        f"{what}, row {row}: an observation must be {{role, content}} of text, got {shown(value)}; return that"
+        f"{place}: an observation must be {{role, content}} of text, got {shown(value)}; return that"
     )
 
 
-def _metadata(value: Any, row: int, what: str) -> Mapping[str, Any] | None:
+def _metadata(value: Any, place: str) -> Mapping[str, Any] | None:
     if value is None or isinstance(value, Mapping):
         return value
-    raise RolloutDataFailure(f"{what}, row {row}: metadata must be a map or None, got {shown(value)}; return that")
+    raise RolloutDataFailure(f"{place}: metadata must be a map or None, got {shown(value)}; return that")
 
 
-def _flag(value: Any, row: int, what: str) -> bool:
+def _flag(value: Any, place: str) -> bool:
     plain = value.item() if getattr(value, "shape", None) == () else value
     if isinstance(plain, bool | int | float) and plain in (0, 1):
         return bool(plain)
-    raise RolloutDataFailure(f"{what}, row {row}: terminateds must be true or false, got {shown(value)}; return that")
+    raise RolloutDataFailure(f"{place}: terminateds must be true or false, got {shown(value)}; return that")
 
 
-def _stops(value: Any, row: int, what: str) -> list[str] | None:
+def _stops(value: Any, place: str) -> list[str] | None:
     if value is None:
         return None
     if isinstance(value, list | tuple) and all(isinstance(text, str) and text for text in value):
         return list(value)
     raise RolloutDataFailure(
-        f"{what}, row {row}: next_stop_strings must be a list of texts that are not empty, or None, got {shown(value)}; return that"
+        f"{place}: next_stop_strings must be a list of texts that are not empty, or None, got {shown(value)}; return that"
     )
 
 

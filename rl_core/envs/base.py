@@ -96,17 +96,26 @@ def bool_array(values: Sequence[bool]) -> Any:
 
 
 def single_turn_return(
-    rewards: Sequence[float | None],
+    rewards: Sequence[float | None] | Mapping[str, Sequence[float | None]],
     metadata: Sequence[dict[str, Any] | None],
     answers: list[str | None] | None = None,
 ) -> EnvironmentReturn:
-    """Return the result of a single-turn environment: empty observations, no stop strings, all episodes terminated."""
-    scored = [reward for reward in rewards if reward is not None]
+    """Return the result of a single-turn environment: empty observations, no stop strings, all episodes terminated.
+
+    `rewards` are one per row, or one list per name.
+    """
     return EnvironmentReturn(
-        observations=[{"role": "environment", "content": ""} for _ in rewards],
+        observations=[{"role": "environment", "content": ""} for _ in metadata],
         metadata=list(metadata),
         next_stop_strings=None,
-        rewards=float_array(scored) if len(scored) == len(rewards) else list(rewards),
-        terminateds=bool_array([True] * len(rewards)),
+        rewards={name: _reward_column(values) for name, values in rewards.items()}
+        if isinstance(rewards, Mapping)
+        else _reward_column(rewards),
+        terminateds=bool_array([True] * len(metadata)),
         answers=answers,
     )
+
+
+def _reward_column(rewards: Sequence[float | None]) -> Any:
+    scored = [reward for reward in rewards if reward is not None]
+    return float_array(scored) if len(scored) == len(rewards) else list(rewards)

@@ -1,10 +1,12 @@
 """Checks for `rljob validate` whether the environment of a job can be built and called. User code is run in a child process."""
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from rl_core.api.errors import ConfigError, DeadlineExceeded, InfrastructureError
+from rl_core.api.errors import ConfigError, DeadlineExceeded, InfrastructureError, RolloutConfigError
 from rl_core.api.job import RLJobSpec
+from rl_core.api.rewards import total_reward
 from rl_core.envs.process import EnvProcess
 from rl_core.envs.source import env_source
 from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvRow, EnvSettings, MemberCall
@@ -13,6 +15,8 @@ from rl_core.plan.groups import ENV, groups_of
 SHOWN = 3
 """Most failing example rows that are reported."""
 
+logger = logging.getLogger(__name__)
+
 
 def check_env(
     spec: RLJobSpec,
@@ -20,12 +24,13 @@ def check_env(
     search_path: str | Sequence[str] = (),
     examples: Mapping[str, EnvRow] | None = None,
     deadline: float | None = None,
+    warn: Callable[[str], None] = logger.warning,
 ) -> list[str]:
     """Return the problems of building and calling `spec.env`, each as `path: rule, got value; way out`; empty if there are none.
 
     `search_path` is one folder or several with user code, usually that of the job file. `examples` are rows of the data by their place,
     with which the environment is called once each and once together; None = it is only built. `deadline` is in seconds; None =
-    runtime.deadlines.envReset for the start and envStep for each call.
+    runtime.deadlines.envReset for the start and envStep for each call. `warn` is told what is no problem but looks like an oversight.
     """
     bounds = spec.runtime.deadlines
     try:
@@ -39,8 +44,9 @@ def check_env(
             _try(
                 source,
                 examples or {},
-                spec.env.max_turns,
+                spec,
                 _Calls(spec),
+                warn,
                 deadline or bounds.env_reset,
                 deadline or bounds.env_step,
             )
@@ -72,8 +78,9 @@ class _Calls:
 async def _try(
     source: EnvSettings,
     examples: Mapping[str, EnvRow],
-    max_turns: int,
+    spec: RLJobSpec,
     calls: _Calls,
+    warn: Callable[[str], None],
     start_seconds: float,
     step_seconds: float,
 ) -> list[str]:
@@ -81,6 +88,7 @@ async def _try(
 
     An environment that calls a group of the job is tried up to that call.
     """
+    max_turns = spec.env.max_turns
     child = await EnvProcess.start(source, deadline=start_seconds, quiet=True, call_member=calls.refuse)
     try:
         declared = child.max_turns or 1
@@ -90,7 +98,7 @@ async def _try(
                 f"set env.maxTurns: {declared}"
             ]
         failures: dict[str, str] = {}
-        ended = []
+        answers: list[EnvAnswer] = []
         for place, row in examples.items():
             answer = await child.call([row], deadline=step_seconds)
             if calls.problems is not None:
@@ -98,20 +106,43 @@ async def _try(
             if isinstance(answer, EnvFailure):
                 failures.setdefault(answer.message, place)
             else:
-                ended.append(answer[0].terminated)
+                answers += answer
         if failures:
             return list(_failed(failures, source))
-        if ended and not any(ended) and max_turns == 1:
+        if answers and not any(answer.terminated for answer in answers) and max_turns == 1:
             return [
                 f"env.maxTurns: must be given for {source.type}, which did not end the episode in its first step, got 1; "
                 "set it to the turns of an episode, or return terminateds true"
             ]
+        if problem := next(filter(None, (_unusable(answer, spec) for answer in answers)), ""):
+            return [problem]
+        if answers and all(answer.reward is None and answer.terminated for answer in answers):
+            warn(
+                f"{source.label} returned None for every row that it was called with ({', '.join(examples)}): such samples are not trained; "
+                "is a `return` missing?"
+            )
         together: list[EnvAnswer] | EnvFailure = []
         if len(examples) > 1:
             together = await child.call(list(examples.values())[:2], deadline=step_seconds)
         return list(_failed({together.message: "two rows"}, source)) if isinstance(together, EnvFailure) else []
     finally:
         await child.kill()
+
+
+def _unusable(answer: EnvAnswer, spec: RLJobSpec) -> str:
+    """Return the problem of the reward of an answer that ends an episode, "" if the job can use it."""
+    if answer.reward is None or not answer.terminated:
+        return ""
+    try:
+        parts = total_reward(answer.reward, answer.reward_weights or {})[0] if isinstance(answer.reward, dict) else {}
+    except RolloutConfigError as error:
+        return f"env.type: {error}"
+    if spec.algorithm.name == "gdpo" and len(parts) < 2:
+        return (
+            f"algorithm.name: gdpo needs at least two rewards by name, got {', '.join(parts) or 'one reward without a name'}; have the "
+            'environment give them, as {"reward": 1.5, "parts": {"right": 1.0, "short": 0.5}} for a completion, or use grpo for one'
+        )
+    return ""
 
 
 def _failed(failures: Mapping[str, str], source: EnvSettings) -> Iterator[str]:
@@ -123,4 +154,6 @@ def _failed(failures: Mapping[str, str], source: EnvSettings) -> Iterator[str]:
 def _located(problem: str, spec: RLJobSpec) -> str:
     """Return the problem prefixed with the path of its field."""
     field = "env.reward" if spec.env.reward is not None else "env.type"
-    return f"spec.{problem}" if problem.startswith(("env.", "extensions:")) else f"spec.{field}: {problem}"
+    return (
+        f"spec.{problem}" if problem.startswith(("env.", "extensions:", "algorithm.")) else f"spec.{field}: {problem}"
+    )

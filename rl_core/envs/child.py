@@ -18,8 +18,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.api.errors import ConfigError, RLJobError, public_type, text_of
-from rl_core.api.user_code import describe, load_extensions
+from rl_core.api.errors import ConfigError, RLJobError, RolloutDataFailure, public_type, text_of
+from rl_core.api.user_code import describe, load_extensions, own_frames
 from rl_core.envs import member_calls
 from rl_core.envs.answers import answers_of
 from rl_core.envs.registry import make_env
@@ -178,10 +178,11 @@ class Server:
             resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
     def _failure(self, error: BaseException) -> EnvFailure:
+        cause = error.__cause__ if isinstance(error, RolloutDataFailure) else error
+        text = own_frames(cause) if cause is not None else ""
+        if text and self._tracebacks < MAX_TRACEBACKS:
+            self._tracebacks += 1
+            logger.error("%s raised:\n%s", self._name, text[:TRACEBACK_CHARACTERS])
         if isinstance(error, RLJobError):
             return EnvFailure(type=public_type(error).__name__, message=text_of(error))
-        if self._tracebacks < MAX_TRACEBACKS:
-            self._tracebacks += 1
-            text = "".join(traceback.format_exception(error, limit=-50))
-            logger.error("%s raised:\n%s", self._name, text[:TRACEBACK_CHARACTERS])
         return EnvFailure(type="RolloutDataFailure", message=f"{self._name} raised {describe(error)}; correct it")

@@ -12,24 +12,22 @@ answer.
 import abc
 import asyncio
 import logging
-import math
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 from pydantic import Field
 
 from rl_core.api.errors import RolloutDataFailure, text_of
 from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
+from rl_core.api.rewards import read_reward
 from rl_core.api.user_code import describe
 from rl_core.envs.base import EnvConfig, Log
 from rl_core.messages.agents import BRANCHES, MAX_CALLS, REQUEST, RESULT, AgentRequest, AgentResult, Branches
 
 logger = logging.getLogger(__name__)
-_MISSING = object()
 FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.5, 8.0
 """Delay before a run is repeated; each is twice as long as the one before."""
 
@@ -169,30 +167,3 @@ class ProgramEnvironment(EnvironmentInterface):
         except asyncio.CancelledError:
             self.spent = True
             raise
-
-
-def read_reward(returned: Any) -> tuple[float | None, dict[str, float]]:
-    """Return (reward, parts) of what a program returned. Raises ValueError for anything that is no reward."""
-    if returned is None or isinstance(returned, Real):
-        return _number(returned, "the reward"), {}
-    if isinstance(returned, Mapping):
-        reward, parts = returned.get("reward", _MISSING), returned.get("parts")
-    else:
-        reward, parts = getattr(returned, "reward", _MISSING), getattr(returned, "parts", None)
-    if reward is _MISSING:
-        raise ValueError(
-            f"an agent must return a number, None, or an object with `reward`, got {type(returned).__name__}; return one of these"
-        )
-    if parts is not None and not isinstance(parts, Mapping):
-        raise ValueError(f"parts of a reward must be a mapping of names to numbers, got {type(parts).__name__}")
-    numbers = {str(name): _number(value, f"part {name!r} of the reward") for name, value in (parts or {}).items()}
-    return _number(reward, "the reward"), {name: value for name, value in numbers.items() if value is not None}
-
-
-def _number(value: Any, what: str) -> float | None:
-    if value is None:
-        return None
-    number = float(value) if isinstance(value, Real) else math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"{what} must be a finite number or None, got {value!r}")
-    return number

@@ -1,8 +1,9 @@
-"""The environment `reward`: a user function scores the completions: f(prompts, completions, **columns) -> list[float | None].
+"""The environment `reward`: a user function scores the completions: f(prompts, completions, **columns) -> list of rewards.
 
 `prompts` and `completions` are lists of B texts. The columns are the keys of the rows' metadata (the columns of the data file), each a list
 of length B with None for rows without the key, and `messages`, the logs as lists of {role, content}. A function without `**columns` gets only
-the columns that it names. `arguments` of the options are passed unchanged. None in the result means not applicable: the sample is masked.
+the columns that it names. `arguments` of the options are passed unchanged. A reward is a number, None (not applicable: the sample is masked),
+or a mapping or object with `reward` and `parts` (numbers by name, which are reported as metrics and which `gdpo` compares one by one).
 """
 
 import inspect
@@ -16,7 +17,7 @@ from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
 from rl_core.api.user_code import describe
 from rl_core.envs.base import EnvConfig, Log, last_assistant_text, parse_config, prompt_text, single_turn_return
 from rl_core.envs.registry import load_reward
-from rl_core.envs.scores import check_scores
+from rl_core.envs.scores import check_rewards
 
 Metadata = Sequence[dict[str, Any] | None]
 
@@ -70,7 +71,7 @@ class RewardEnvironment(EnvironmentInterface):
         return self._answer(result, metadata_batch)
 
     def _answer(self, scores: Any, metadata_batch: Metadata) -> EnvironmentReturn:
-        rewards = check_scores(scores, len(metadata_batch), what=f"reward {self.config.reward}")
+        rewards = check_rewards(scores, len(metadata_batch), what=f"reward {self.config.reward}")
         return single_turn_return(rewards, metadata_batch)
 
     def _columns(self, logs: Sequence[Log], metadata_batch: Metadata) -> dict[str, list[Any]]:

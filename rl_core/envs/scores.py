@@ -1,8 +1,10 @@
 """Checks the scores that user code returns: one finite number or None per row; anything else is an error and never becomes 0."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rl_core.api.errors import RolloutDataFailure, shown
+from rl_core.api.rewards import TOTAL, has_parts, read_reward
 
 LARGEST = 3.4028234663852886e38
 """Largest float32 number; rewards are float32."""
@@ -10,6 +12,37 @@ LARGEST = 3.4028234663852886e38
 
 def check_scores(scores: Any, rows: int, *, what: str) -> list[float | None]:
     """Return `scores` as numbers or None, length `rows`. Raises RolloutDataFailure naming `what`, row and value."""
+    return [_score(value, row_name(what, row, rows)) for row, value in enumerate(_values(scores, rows, what))]
+
+
+def check_rewards(scores: Any, rows: int, *, what: str) -> list[float | None] | dict[str, list[float | None]]:
+    """Return `scores` as `check_scores` does; if a row gives its reward in parts, as one list by name, with the reward as `reward`.
+
+    A part that a row does not have is None there. Raises RolloutDataFailure naming `what`, row and value.
+    """
+    values = _values(scores, rows, what)
+    if not any(map(has_parts, values)):
+        return check_scores(values, rows, what=what)
+    read = [_reward_in_parts(value, row_name(what, row, rows)) for row, value in enumerate(values)]
+    names = dict.fromkeys(name for _, parts in read for name in parts)
+    return {TOTAL: [reward for reward, _ in read]} | {name: [parts.get(name) for _, parts in read] for name in names}
+
+
+def row_name(what: str, row: int, rows: int) -> str:
+    """Return how an error names an entry of what user code returned, by its index; the only one needs none."""
+    return what if rows == 1 else f"{what}, row {row}"
+
+
+def _reward_in_parts(value: Any, place: str) -> tuple[float | None, dict[str, float]]:
+    if not has_parts(value):
+        return _score(value, place), {}
+    try:
+        return read_reward(value)
+    except ValueError as error:
+        raise RolloutDataFailure(f"{place}: {error}") from error
+
+
+def _values(scores: Any, rows: int, what: str) -> Sequence[Any]:
     values = scores.tolist() if hasattr(scores, "tolist") else scores
     if not isinstance(values, list | tuple):
         raise RolloutDataFailure(
@@ -19,19 +52,17 @@ def check_scores(scores: Any, rows: int, *, what: str) -> list[float | None]:
         raise RolloutDataFailure(
             f"{what} must return one score per completion ({rows}), got {len(values)}; return one per row"
         )
-    return [_score(value, row, what) for row, value in enumerate(values)]
+    return values
 
 
-def _score(value: Any, row: int, what: str) -> float | None:
+def _score(value: Any, place: str) -> float | None:
     if value is None:
         return None
     is_text = isinstance(value, str | bytes | bytearray)  # text is no score, although float() would accept "1"
     try:
         number = float(None if is_text else value)  # type: ignore[arg-type]
     except Exception as error:  # OverflowError, or any exception of a class of the user
-        raise RolloutDataFailure(f"{what}, row {row}: a score must be a number or None, got {shown(value)}") from error
+        raise RolloutDataFailure(f"{place}: a score must be a number or None, got {shown(value)}") from error
     if not abs(number) <= LARGEST:
-        raise RolloutDataFailure(
-            f"{what}, row {row}: a score must be finite, got {number}; return None where it does not apply"
-        )
+        raise RolloutDataFailure(f"{place}: a score must be finite, got {number}; return None where it does not apply")
     return number

@@ -16,12 +16,12 @@ from rl_core.messages.registry import record
 from rl_core.messages.samples import KeptSample
 
 LeaseMode = Literal["train", "validate"]
-RequeueReason = Literal["worker_lost", "infrastructure", "deadline", "data", "stale", "epoch"]
+RequeueReason = Literal["worker_lost", "infrastructure", "deadline", "data", "config", "stale", "epoch"]
 """Why a prompt group is generated again.
 
 worker_lost: its rollout process was lost, or its lease expired. infrastructure: an engine, environment or channel failed. deadline: it took
-too long. data: the sample itself failed. stale: its policy version is too old, or the trainer stopped waiting for it. epoch: it was leased
-before the last gang restart of the job.
+too long. data: the sample itself failed. config: the job is wrong, which ends the run. stale: its policy
+version is too old, or the trainer stopped waiting for it. epoch: it was leased before the last gang restart of the job.
 """
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_core.algorithms.filtering import informative_groups
-from rl_core.api.errors import RLJobError, text_of
+from rl_core.api.errors import RLJobError, RolloutConfigError, text_of
 from rl_core.api.records import Completion, GroupTimes, PromptGroupRecord
 from rl_core.batching.collate import has_failed
 from rl_core.batching.samples import keep_sample
@@ -277,6 +277,9 @@ class RolloutLoop:
         try:
             record = await self._generate(lease)
         except Exception as error:  # noqa: BLE001 - task boundary: whatever failed is reported, never trained on
+            if isinstance(error, RolloutConfigError):
+                self._return_group(lease, "config", text_of(error))
+                return
             reason: RequeueReason = classify_failure(error).value
             message = f"{type(error).__name__}: {text_of(error)}"
             failed = None if reason == "infrastructure" else failed_sample(error, lease, message)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from rl_core.api.errors import RolloutConfigError, RolloutDataFailure
+from rl_core.api.errors import RolloutDataFailure
 from rl_core.api.records import EnvironmentReturn
+from rl_core.api.rewards import total_reward
 from rl_core.rollouts.environment import RemoteEnvironment
 
 
@@ -160,22 +161,13 @@ def _floats(values: Any) -> Any:
 def one_reward(rewards: Any, env: Any, where: str) -> tuple[dict[str, float], float | None]:
     """Return (reward components by name, reward) of the first row; the reward is None if it does not apply.
 
-    Components are summed with the environment's `reward_weights`. Raises RolloutConfigError if a component has no weight,
-    RolloutDataFailure for a reward that is not finite. `where` names the sample in errors.
+    Components become one reward as `total_reward` says, with the environment's `reward_weights`. Raises RolloutConfigError if a component
+    has no weight, RolloutDataFailure for a reward that is not finite. `where` names the sample in errors.
     """
     if not isinstance(rewards, Mapping):
         return {}, _finite(rewards[0], "reward", where)
-    weights: Mapping[str, float] = getattr(env, "reward_weights", None) or {}
-    missing = sorted(set(rewards) - set(weights))
-    if missing:
-        raise RolloutConfigError(
-            f"rewards by name need reward_weights on the environment, got none for {', '.join(missing)}; set a weight per name"
-        )
     named = {name: _finite(values[0], f"reward {name}", where) for name, values in rewards.items()}
-    components = {name: value for name, value in named.items() if value is not None}
-    if not components:
-        return {}, None
-    return components, math.fsum(weights[name] * value for name, value in components.items())
+    return total_reward(named, getattr(env, "reward_weights", None) or {})
 
 
 def _finite(value: Any, what: str, where: str) -> float | None:

@@ -45,7 +45,7 @@ from rl_core.runner.workload import Workload
 P = TypeVar("P")
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = {"data": 1, "deadline": 1, "infrastructure": 3, "worker_lost": 5, "stale": 20, "epoch": 1000}
+ATTEMPTS = {"data": 1, "deadline": 1, "config": 1, "infrastructure": 3, "worker_lost": 5, "stale": 20, "epoch": 1000}
 """Attempts of a prompt group per requeue reason. Rollouts have retried data and deadline failures already; worker losses count only
 while they are consecutive.
 """

@@ -13,7 +13,7 @@ import logging
 from dataclasses import dataclass, field
 
 from rl_core.api.algorithm import AlgorithmSpec
-from rl_core.api.errors import DataError, InfrastructureError, RLJobError, SamplingExhausted
+from rl_core.api.errors import ConfigError, DataError, InfrastructureError, RLJobError, SamplingExhausted
 from rl_core.messages.groups import GroupEntry, PromptLease, RequeueReason, rank_key
 from rl_core.messages.samples import KeptSample
 from rl_core.runner.admission import Admission, GroupVerdict, StepCapacity
@@ -326,6 +326,9 @@ class TrainingAccount:
     def _dropped(self, drop: Drop) -> None:
         """Count a drop against the limits of the job; shrink the step if `algorithm.onDrop` is shrink."""
         algorithm, dropped = self._algorithm, self.ledger.counts["dropped"]
+        if drop.reason == "config":
+            self._fail(ConfigError(drop.message))
+            return
         kind = DataError if drop.reason in ("data", "deadline") else InfrastructureError
         source = self.ledger.dataset[index_of(drop.group_id)].get("source")
         name = f"{drop.group_id} ({source})" if source else drop.group_id

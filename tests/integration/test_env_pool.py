@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import time
 from dataclasses import replace
@@ -230,13 +231,14 @@ async def test_good_rows_are_scored_and_none_masks(start):
         ("huge score", "a score must be a number or None, got 'xxx"),
     ],
 )
-async def test_a_failing_row_is_a_data_failure_and_its_siblings_are_scored(start, trouble, cause):
+async def test_a_failing_row_is_a_data_failure_and_its_siblings_are_scored(start, capfd, trouble, cause):
     running = await start()
     rewards, answers = await running.ask("fine", trouble, "fine")
     assert rewards == [1.0, "RolloutDataFailure", 1.0]
     message = answers[1].message
     assert "user_code:score" in message and cause in message
     assert running.pool.status()["processes"][0]["starts"] == 1
+    assert trouble != "raise" or re.search(r'last\):\n.*user_code.py", line 13, in score\n', capfd.readouterr().out)
 
 
 async def test_a_copy_that_user_code_forks_ends_and_answers_nothing(start):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.errors import ConfigError, RLJobError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.settings import RuntimeSpec
@@ -187,6 +188,52 @@ def test_validate_calls_a_reward_function_with_rows_of_the_data(tmp_path, capfd,
     assert len(found) == (problem is not None) and all(line.startswith("spec.env.reward: ") for line in found)
     assert problem is None or problem in found[0]
     assert capfd.readouterr().out == ""
+
+
+SEVERAL = """
+from rl_core.envs.base import EnvironmentInterface, EnvironmentReturn
+
+class Unweighted(EnvironmentInterface):
+    def step(self, logs, metadata):
+        rows = len(logs)
+        rewards = {"right": [1.0] * rows, "length": [2.0] * rows}
+        return EnvironmentReturn([{"role": "user", "content": ""}] * rows, list(metadata), None, rewards, [True] * rows, None)
+class Weighted(Unweighted):
+    reward_weights = {"right": 1.0, "length": 0.5}
+def one(prompts, completions):
+    return [1.0] * len(prompts)
+def parts(prompts, completions):
+    return [{"reward": 1.0, "parts": {"right": 1.0, "short": 0.5}} for _ in prompts]
+def nothing(prompts, completions):
+    return [None for _ in prompts]
+"""
+
+
+@pytest.mark.parametrize(
+    ("env", "algorithm", "problem"),
+    [
+        ({"type": "mine:Unweighted"}, "grpo", "spec.env.type: rewards by name need reward_weights on the environment's class, got none for"),
+        ({"type": "mine:Weighted"}, "gdpo", None),
+        ({"type": "reward", "reward": "mine:one"}, "gdpo", "spec.algorithm.name: gdpo needs at least two rewards by name, got one reward without"),
+        ({"type": "reward", "reward": "mine:parts"}, "gdpo", None),
+    ],
+    ids=["no weights", "weights", "one reward", "parts"],
+)  # fmt: skip
+def test_validate_tells_several_rewards_that_cannot_train(tmp_path, env, algorithm, problem):
+    (tmp_path / "mine.py").write_text(SEVERAL)
+    job = spec(**env)
+    job = job.model_copy(update={"algorithm": AlgorithmSpec.model_validate({"name": algorithm})})
+    found = check_env(job, search_path=str(tmp_path), examples=examples({}, {}))
+    assert len(found) == (problem is not None) and (problem is None or found[0].startswith(problem)), found
+
+
+def test_validate_warns_of_a_reward_that_gives_none_for_every_row(tmp_path):
+    (tmp_path / "mine.py").write_text(SEVERAL)
+    told = []
+    job = spec(type="reward", reward="mine:nothing")
+    assert check_env(job, search_path=str(tmp_path), examples=examples({}, {}), warn=told.append) == []
+    (text,) = told
+    assert "reward mine:nothing returned None for every row" in text and "data.train row 2" in text
 
 
 GAME = """

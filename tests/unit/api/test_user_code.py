@@ -3,7 +3,7 @@
 import pytest
 
 from rl_core.api.errors import ConfigError
-from rl_core.api.user_code import import_reference, load_extensions
+from rl_core.api.user_code import import_reference, load_extensions, own_frames
 
 
 @pytest.fixture
@@ -52,6 +52,19 @@ def test_an_object_that_is_not_there_is_told_with_those_that_are(module):
     with pytest.raises(ConfigError, match="has no 'scor'; it defines score$"):
         import_reference(f"{name}:scor", field="env.reward")
     assert import_reference(f"{name}:score.__name__", field="env.reward") == "score"
+
+
+def test_a_traceback_begins_with_the_users_code_and_goes_on_in_libraries(module):
+    name = module("import json\ndef outer():\n    helper()\ndef helper():\n    json.loads('{')")
+    with pytest.raises(ValueError, match="Expecting") as failure:
+        import_reference(f"{name}:outer", field="env.reward")()
+    trace = failure.value.__traceback__.tb_next  # without the frame of this test
+    frames = [
+        line.rpartition(" in ")[2]
+        for line in own_frames(failure.value.with_traceback(trace)).splitlines()
+        if line.startswith("  File")
+    ]
+    assert frames[:3] == ["outer", "helper", "loads"]
 
 
 @pytest.mark.parametrize("reference", ["module", "module:", ":name"])

@@ -46,6 +46,10 @@ def test_a_good_job_has_no_problems():
         ),
         ({"actor": {"env": {"RANK": "1"}}}, ["env must not set variables the launcher owns", "RANK"]),
         ({"actor": {"backend": "deepspeed"}}, ["spec.actor.backend", "fsdp2"]),
+        (
+            {"env": {"type": "reward", "reward": ["a:f", "a:g"]}},
+            ["spec.env.reward: must name one function", '{"reward": SUM, "parts": {NAME: NUMBER', "got ['a:f', 'a:g']"],
+        ),
         ({"env": {"type": "reward"}}, ["reward must be given exactly when type is `reward`"]),
         ({"algorithm": {"importance": {}}}, ["needs recomputeLogProbs: true"]),
         ({"actor": {"optimizer": {"learningRate": float("nan")}}}, ["spec.actor.optimizer.learningRate", "finite"]),

@@ -14,7 +14,6 @@ from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
 from rl_core.batching.collate import collate_groups
 from rl_core.batching.samples import keep_sample
 from rl_core.envs.agent import AgentEnvironment
-from rl_core.envs.programs import read_reward
 from rl_core.rollouts.failed_sample import ATTRIBUTE
 from rl_core.rollouts.multi_turn import AsyncRolloutImpl
 from tests.unit.endpoint.conftest import AFTER, QUESTION, TURNS, SampledText, rollouts, sample, scripted
@@ -262,21 +261,6 @@ async def test_none_masks_the_sample(chatml):
     async with rollouts(chatml, agent("not_applicable")) as agents:
         record = await agents.run_rollout(sample(chatml))
     assert [completion.loss_multiplier for completion in record.completions] == [0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    "returned", ["1", {"score": 1}, {"reward": "1"}, {"reward": 1, "parts": [1]}, float("inf"), object()]
-)
-def test_what_is_no_reward_is_refused(returned):
-    with pytest.raises(ValueError, match=r"reward|agent"):
-        read_reward(returned)
-
-
-def test_rewards_have_three_forms():
-    result = types.SimpleNamespace(reward=2, parts={"a": 1, "b": None})
-    assert read_reward(0.5) == (0.5, {})
-    assert read_reward({"reward": None}) == (None, {})
-    assert read_reward(result) == (2.0, {"a": 1.0})
 
 
 def test_a_function_that_does_not_take_the_endpoint_by_name_is_refused():

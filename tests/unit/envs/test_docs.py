@@ -1,11 +1,16 @@
 """The code in docs/writing-an-env.md runs as printed."""
 
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
 
+from rl_core.api.rewards import total_reward
 from rl_core.envs.answers import answers_of
+from rl_core.envs.base import EnvironmentInterface, EnvironmentReturn
+from rl_core.envs.registry import make_env
 
 DOC = Path(__file__).parents[3] / "docs" / "writing-an-env.md"
 
@@ -21,9 +26,30 @@ def test_the_reward_function_of_the_docs_scores(blocks):
     assert scope["score"](["1+1=", "2+2="], ["2", " 5"], answer=["2", "4"]) == [1.0, 0.0]
 
 
+def test_the_rewards_in_parts_of_the_docs_are_taken(blocks, monkeypatch):
+    module = types.ModuleType("of_the_docs")
+    monkeypatch.setitem(sys.modules, "of_the_docs", module)
+    exec(blocks[1], vars(module))
+    env = make_env("reward", {"reward": "of_the_docs:score"})
+    logs = [[{"role": "user", "content": "1+1="}, {"role": "assistant", "content": text}] for text in ("2", "x" * 200)]
+    rows = answers_of(env.step(logs, [{"answer": "2"}] * 2), 2, what="score")
+    first, second = [total_reward(row.reward, row.reward_weights or {}) for row in rows]
+    assert first == (pytest.approx({"right": 1.0, "short": 0.995}), pytest.approx(1.0995))
+    assert second == ({"right": 0.0, "short": 0.0}, 0.0)
+
+
+def test_the_rewards_by_name_of_the_docs_are_summed_with_its_weights(blocks):
+    scope = {"EnvironmentInterface": EnvironmentInterface, "EnvironmentReturn": EnvironmentReturn}
+    exec(blocks[3], scope)
+    logs = [[{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]]
+    env = scope["Scored"]()
+    (row,) = answers_of(env.step(logs, [{"answer": "2"}]), 1, what="scored", reward_weights=env.reward_weights)
+    assert total_reward(row.reward, row.reward_weights)[1] == pytest.approx(1.0 + 0.1 * 0.995)
+
+
 def test_the_environment_of_the_docs_plays_to_the_end(blocks):
     scope = {}
-    exec(blocks[1], scope)
+    exec(blocks[2], scope)
     env = scope["Guess"]({"turns": 2})
     logs = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": guess}] for guess in ("5", "7")]
     rows = answers_of(env.step(logs, [{"answer": "7"}, {"answer": "7"}]), 2, what="guess")

@@ -114,9 +114,26 @@ async def test_none_means_not_applicable_and_stays_none(user):
     assert (await step(env(user, lambda p, c, **k: [None, 1.0]), LOGS, COLUMNS)).rewards == [None, 1.0]
 
 
+async def test_a_reward_may_have_parts_and_rows_without_them_have_none(user):
+    result = [
+        {"reward": 1.5, "parts": {"right": 1.0, "short": 0.5}},
+        types.SimpleNamespace(reward=0, parts={"right": 0}),
+    ]
+    rewards = (await step(env(user, lambda p, c, **k: result), LOGS, COLUMNS)).rewards
+    assert {name: list(values) for name, values in rewards.items()} == {
+        "reward": [1.5, 0.0],
+        "right": [1.0, 0.0],
+        "short": [0.5, None],
+    }
+    rewards = (await step(env(user, lambda p, c, **k: [None, result[0]]), LOGS, COLUMNS)).rewards
+    assert (list(rewards["reward"]), list(rewards["right"])) == ([None, 1.5], [None, 1.0])
+
+
 @pytest.mark.parametrize(
     ("result", "text"),
     [
+        ([{"right": 1.0}, 1.0], "row 0: a reward must be a number, None, or a mapping"),
+        ([1.0, {"reward": "1"}], "row 1: the reward must be a finite number or None, got '1'"),
         ([1.0], r"one score per completion \(2\), got 1"),
         ([1.0, math.nan], "row 1: a score must be finite, got nan"),
         ([1.0, math.inf], "row 1: a score must be finite, got inf"),
@@ -130,6 +147,8 @@ async def test_none_means_not_applicable_and_stays_none(user):
         (1.0, "must return a list of 2 scores, got float"),
     ],
     ids=[
+        "without-reward",
+        "reward-as-text",
         "length",
         "nan",
         "inf",

@@ -11,7 +11,7 @@ from rl_core.runner.workload import Workload
 
 ADMIT, DEFER, REFUSE = GroupVerdict.ADMIT, GroupVerdict.DEFER, GroupVerdict.REFUSE
 
-BUDGETS = ("worker_lost", "infrastructure", "deadline", "data", "stale", "epoch")
+BUDGETS = ("worker_lost", "infrastructure", "deadline", "data", "config", "stale", "epoch")
 
 
 class FakeClock:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.api.errors import DataError, InfrastructureError, SamplingExhausted
+from rl_core.api.errors import ConfigError, DataError, InfrastructureError, SamplingExhausted
 from rl_core.messages.groups import GroupEntry, rank_key
 from rl_core.runner.step_state import reward_metrics
 from tests.unit.runner.account import ADMIT, DEFER, REFUSE, Account
@@ -263,6 +263,13 @@ def test_the_first_drop_ends_the_run_with_the_cause_by_default():
     h.return_group(h.lease()[0], "data", "reward f returned NaN")
     assert isinstance(h.failures[0], DataError)
     assert "reward f returned NaN" in str(h.failures[0]) and "maxDroppedGroups" in str(h.failures[0])
+
+
+def test_a_wrong_job_that_shows_in_a_group_ends_the_run_as_such_whatever_the_budget():
+    h = Account(attempts=1, maxDroppedGroups=100)
+    h.steps.open(1, 0)
+    h.return_group(h.lease()[0], "config", "rewards by name need reward_weights")
+    assert isinstance(h.failures[0], ConfigError) and str(h.failures[0]) == "rewards by name need reward_weights"
 
 
 def test_the_message_names_the_row_and_the_failed_sample_of_a_dropped_group_is_kept():
