@@ -22,6 +22,7 @@ $(STAMP): requirements/all.txt pyproject.toml
 	uv=$$(command -v uv || true); \
 	if [ -z "$$uv" ]; then $(PYTHON) -m venv .uv && \
 		.uv/bin/pip install --quiet --require-hashes -r worker_images/requirements/build.txt && uv=.uv/bin/uv; fi; \
+	echo "making the environment in $(VENV): some 11 GB, minutes unless the packages are in uv's cache"; \
 	[ -x $(BIN)/python ] || $$uv venv --quiet --python $(PYTHON) $(VENV); \
 	$$uv pip sync --quiet --require-hashes --python $(BIN)/python requirements/all.txt; \
 	$$uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .; \

@@ -213,6 +213,7 @@ def prepare(output: Path, **options) -> dict:
     """
     output.mkdir(parents=True, exist_ok=True)
     if not made(output, options):
+        print(f"making a small model and data in {output}: half a minute on a CPU", flush=True)
         with tempfile.TemporaryDirectory(dir=output, prefix=".prepare-") as name:
             scratch = Path(name)
             report = {**options, **make(scratch, **options)}

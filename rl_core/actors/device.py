@@ -11,7 +11,7 @@ from rl_core.plan.capacity import ModelFacts, admit, estimate
 
 
 def compute_device(cfg: RLJobSpec, rank: int) -> torch.device:
-    """Return the device on which a rank trains.
+    """Choose the device on which a rank trains, make it the current one, set its allocator, and return it.
 
     Raises ConfigError when accelerators are requested and none is visible, and CapacityError when its memory is too small.
     """

@@ -67,7 +67,9 @@ def export_folder(
 
 @contextmanager
 def staged(target: Path, what: str) -> Iterator[Path]:
-    """Yield a folder that takes the place of `target` at the end of the block; after an error there it is deleted.
+    """Yield a folder that takes the place of `target` at the end of the block.
+
+    After an error in the block the yielded folder is deleted and `target` is untouched.
 
     Raises InfrastructureError, which names `what`, when the storage fails; the previous folder is then still there.
     """
@@ -145,6 +147,11 @@ def _replace(staging: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         target.rename(old)
-    staging.rename(target)
+    try:
+        staging.rename(target)
+    except OSError:
+        if old.exists():
+            old.rename(target)
+        raise
     sync_folder(target.parent)
     shutil.rmtree(old, ignore_errors=True)

@@ -194,7 +194,7 @@ class ModelManager(ResidentState):
         return self._reference.swapped()
 
     def renew_reference(self, step: int) -> None:
-        """Let the reference policy be the present one, if it is due after training step `step`. Not collective."""
+        """Copy the present weights to a reference policy with weights of its own, if that is due after training step `step`. Not collective."""
         every = self.cfg.algorithm.reference_update_steps
         if every is not None and step % every == 0 and isinstance(self._reference, ReferencePolicy):
             self.residency.require_loaded("renewing the reference policy")

@@ -30,10 +30,10 @@ class StepProfiler:
 
     @contextmanager
     def covering(self, step: int, *, ends_step: bool = False) -> Iterator[None]:
-        """Profile the block, a part of training step `step`, if the step is one of those chosen.
+        """Start the profiler before the block, a part of step `step`, if the step is chosen and it is not running.
 
-        All blocks of a step have one profile, which the block with `ends_step` ends and writes to `step-0000003-rank-0.json.gz`. A storage
-        that refuses the file is logged, and the run goes on.
+        It runs on, between blocks too, until the end of a block with `ends_step`, which writes the profile to
+        `step-0000003-rank-0.json.gz`. A storage that refuses the file is logged, and the run goes on.
         """
         if step in self._steps and self._running is None:
             self._running = profile(activities=self._activities)

@@ -39,12 +39,15 @@ FOREIGN_NAMES = (
         verl="model.path",
         prime_rl="model.name",
         openrlhf="actor.model_name_or_path pretrain",
-        note="A name of the hub gets `hf://`.",
+        note="Write a name of the hub with `hf://` before it.",
     ),
     ForeignName(
-        "model.dtype", trl="torch_dtype dtype", openrlhf="ds.param_dtype bf16", note="Weights that train are float32."
+        "model.dtype",
+        trl="torch_dtype dtype",
+        openrlhf="ds.param_dtype bf16",
+        note="The trained weights are kept in float32 whatever this is.",
     ),
-    ForeignName("model.float32Head", trl="cast_lm_head_to_fp32", note="Of the rollouts too."),
+    ForeignName("model.float32Head", trl="cast_lm_head_to_fp32", note="Applies to the rollouts too."),
     ForeignName(
         "model.lora.rank",
         trl="lora_r",
@@ -457,9 +460,9 @@ def render_page() -> str:
     lines = [
         "# Coming from TRL, verl, prime-rl or OpenRLHF",
         "",
-        "Generated from rl_core.cli.foreign_names by `make docs`. Fields of a job are below `spec`, in camelCase; one of the other names in a",
-        "job is refused with the name here. What a field means: [reference](reference/rljob.md). Names of several versions are listed.",
-        "The keys of verl below `actor_rollout_ref` are written without it.",
+        "Generated from rl_core.cli.foreign_names by `make docs`. Fields of a job are below `spec`, in camelCase; a job that uses another",
+        "library's name is refused, and the message gives the name used here. What a field means: [reference](reference/rljob.md). Names of",
+        "several versions are listed. The keys of verl below `actor_rollout_ref` are written without it.",
     ]
     for title, library in LIBRARIES.items():
         lines += ["", f"## {title}", "", f"| {title} | here | note |", "| --- | --- | --- |"]

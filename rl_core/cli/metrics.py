@@ -14,7 +14,7 @@ FILE = "metrics.jsonl"
 
 
 def show_metrics(name: str | None, word: str | None = None) -> int:
-    """Print the metric `name`, those that contain the word, or all of them; return 0.
+    """Print the meaning of the metric `name`; else of those whose name or meaning contains it, or of the nearest names; None: of all. Return 0.
 
     Where `name` is the output folder of a run, its last values are printed: those of the metric `word`, of the metrics whose names contain
     it, or of all. Raises ConfigError when there is none.

@@ -173,7 +173,7 @@ class ProgressDisplay:
 
 
 def degraded_line(status: dict[str, Any]) -> str:
-    """Return which members a degraded run waits for; "" where none is missing."""
+    """Return the line, with the time, that tells which members a degraded run waits for; "" where none is missing."""
     names = [str(member["name"]) for member in status.get("missing") or ()]
     if not names:
         return ""

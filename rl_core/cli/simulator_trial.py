@@ -57,7 +57,9 @@ def _within(seconds: float, what: str, deadline: str) -> Iterator[None]:
 
 
 def try_simulator(spec: RLJobSpec, *, with_policy: bool) -> None:
-    """Build the simulator, begin an episode and make one chunk of actions: those of the policy, or zeros.
+    """Build the simulator, begin an episode and make one chunk of actions. Call it on the main thread.
+
+    The actions are zeros, or with `with_policy` those of the policy, which is checked too.
 
     Raises ConfigError naming the field of what does not work.
     """

@@ -2,7 +2,9 @@
 
 import json
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 GIB = 1024**3
 SIMULATOR_TRIAL = "rl_core.cli.simulator_trial"
+WAITING_S = 5.0
+"""Seconds between two lines that say that user code is waited for."""
 NO_LIMIT = 1 << 30
 """Tokens of a prompt where the model does not tell how many it takes."""
 
@@ -70,7 +74,10 @@ def check_references(
     folder = file.resolve().parent
     problems = list(find_reference_problems(job, search_path=folder, on_volumes=on_volumes))
     if simulators and is_embodied(job.spec) and not problems:
-        problems += check_simulator(job.spec, search_path=str(folder), with_policy="spec.model.path" not in on_volumes)
+        with _waiting_for("the simulator of the job"):
+            problems += check_simulator(
+                job.spec, search_path=str(folder), with_policy="spec.model.path" not in on_volumes
+            )
     problems += _with_errors(lambda: _check_memory(job, device_memory))
     if problems:
         raise JobProblems(file, problems)
@@ -298,8 +305,30 @@ def _check_user_code(job: RLJob, search_path: Path, examples: Mapping[str, "EnvR
     if is_embodied(job.spec):
         embodied_options(job.spec)
     elif job.spec.env.replicas:
-        yield from check_env(job.spec, search_path=str(search_path), examples=examples, warn=_warn)
+        with _waiting_for("the reward or environment of the job"):
+            problems = list(check_env(job.spec, search_path=str(search_path), examples=examples, warn=_warn))
+        yield from problems
     yield from check_functions(job.spec.algorithm, search_path=str(search_path))
+
+
+@contextmanager
+def _waiting_for(what: str) -> Iterator[None]:
+    """Write every WAITING_S seconds to standard error that `what` is waited for, until the block ends."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        seconds = 0.0
+        while not ended.wait(WAITING_S):
+            seconds += WAITING_S
+            sys.stderr.write(f"waiting for {what} ({seconds:.0f} s)\n")
+
+    teller = threading.Thread(target=tell, name="waiting", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        teller.join()
 
 
 def _warn(text: str) -> None:

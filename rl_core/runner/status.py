@@ -51,7 +51,7 @@ WAITS_FOR = {
 }
 """The group that the loop of a built-in program waits for in a phase."""
 UNWATCHED = frozenset({Phase.STARTING, Phase.FINISHED, Phase.FAILED, Phase.SUSPENDED})
-"""DeviceSchedule without a stall bound: the startup has deadlines of its own."""
+"""Phases without a stall bound: the startup has deadlines of its own."""
 
 
 class StatusBoard:

@@ -38,7 +38,7 @@ class TrainingProgram(Program):
         if self.progress.step == 0 and self.applied.spec.validation.before_training and self.validates:
             self.report.log(self.evaluate())
         self.handle_requests()
-        # STARTING has no stall bound and the operator takes it for asleep, so the run counts as generating between two schedule.
+        # STARTING has no stall bound and the operator takes it for asleep, so the run counts as generating between two phases.
         with self.board.during(Phase.GENERATING):
             try:
                 while self.progress.step < self.applied.spec.algorithm.steps:

@@ -43,7 +43,7 @@ class HandlerLoop:
 
 
 class HandlerThreads:
-    """At most `most` daemon threads, started when they are needed, that run functions in the order of `submit`."""
+    """At most `most` daemon threads, started when they are needed, that start functions in the order of `submit`."""
 
     def __init__(self, most: int, name: str) -> None:
         self._most, self._name = most, name
@@ -79,7 +79,7 @@ class HandlerThreads:
         return future
 
     def close(self) -> None:
-        """End the threads once everything that was submitted has run."""
+        """End the threads once everything that was submitted has run. What is submitted afterwards never runs."""
         with self._lock:
             self._most = 0
             threads = self._threads
@@ -130,7 +130,7 @@ class HandlerRunner:
         self._start(running)
 
     def limit(self, most: int) -> None:
-        """Run at most `most` functions and as many coroutines from now on. Functions that run or wait end in their old threads."""
+        """Bound functions, and coroutines, submitted from now on to `most` at a time. Earlier ones keep their bound and run beside them."""
         with self._lock:
             self.threads.close()
             self.threads = HandlerThreads(most, "rljob-rpc")
@@ -147,7 +147,7 @@ class HandlerRunner:
         await idle.wait()
 
     def close(self) -> None:
-        """Accept no more calls. Handlers that run are not interrupted."""
+        """End the threads once the functions submitted so far have run. Nothing may be submitted afterwards: a function would never run."""
         self.threads.close()
 
     def _start(self, running: "_Running") -> None:

@@ -48,7 +48,7 @@ def inline(handler: Handler) -> Handler:
 def scheduling(handler: Handler) -> Handler:
     """Mark a handler that runs as `handler(call)` on the I/O thread and only chooses where the call runs.
 
-    Whoever runs it there decodes the arguments, by `call.arguments()`.
+    The arguments are not decoded yet: the code that runs the call calls `call.arguments()`, on its own thread.
     """
     handler.rpc_scheduling = True  # type: ignore[attr-defined]
     return handler

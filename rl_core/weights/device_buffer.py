@@ -23,7 +23,7 @@ Handle = tuple[int | bytes | bool, ...]
 
 
 class DeviceBuffer:
-    """Holds one version at a time."""
+    """Memory on the trainer's device with a copy of one version, from which receivers read."""
 
     def __init__(self, *, optional: bool) -> None:
         """`optional`: whether a version is sent from its host copy when the device has no memory for the buffer. If not, that is an error."""
@@ -33,7 +33,7 @@ class DeviceBuffer:
 
     @property
     def is_filled(self) -> bool:
-        """Return whether the buffer holds a version."""
+        """Return whether the buffer is allocated. It holds a version once all buckets of `copying` were read."""
         return self._buffer is not None
 
     def copying(self, source: VersionSource) -> VersionSource:

@@ -75,12 +75,16 @@ class RankTarget(Protocol):
 
     @property
     def group_ended(self) -> bool:
-        """Return whether the last `load_source` failed because of the process group or the mapping, and not because of the engine."""
+        """Return whether the last `load_source` failed at every failed rank because of the process group or the mapping.
+
+        The version can then be offered in another way.
+        """
         ...
 
     def load_source(self, source: "SharedSource | DeviceSource | GroupSource", assembly: "Assembly") -> None:
-        """Let each rank read the version of `assembly` from `source`, verify and load it. `assembly.bad` gets the tensors that do not hold.
+        """Let each rank read the version of `assembly` from `source`, verify and load it.
 
-        It takes the place of `load`. After an error the weights are of no version until the next call of either.
+        `assembly.bad` gets the names of the tensors whose checksum differs. It takes the place of `load`.
+        After an error the weights are of no version until the next call of either.
         """
         ...

@@ -28,7 +28,7 @@ class GivenTensors:
         self._sums[name] = (tensor.numel(), checksum(tensor))
 
     def add_manifest(self, manifest: WeightManifest, wanted: Container[str]) -> None:
-        """Add the tensors of `manifest` that are in `wanted`."""
+        """Add the tensors of `manifest` whose names are in `wanted`, with the manifest's checksums; nothing is read."""
         entries = (entry for entry in manifest.entries if entry.name in wanted)
         self._sums.update((entry.name, (prod(entry.shape), entry.checksum)) for entry in entries)
 

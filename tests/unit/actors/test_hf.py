@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -254,6 +255,23 @@ def test_an_export_replaces_the_old_folder_whole(model_folder, tmp_path):
     export_model(load(model_folder), model_folder, target)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["target"]
     assert not (target / "old.txt").exists()
+
+
+def test_an_export_that_cannot_take_its_place_puts_the_old_folder_back(model_folder, tmp_path, monkeypatch):
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "old.txt").write_text("")
+    rename = Path.rename
+
+    def refuse(self, other):
+        if self.name.endswith(".staging"):
+            raise OSError(28, "No space left on device")
+        return rename(self, other)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(InfrastructureError, match="No space left"):
+        export_model(load(model_folder), model_folder, target)
+    assert [path.name for path in tmp_path.iterdir()] == ["target"] and (target / "old.txt").exists()
 
 
 def test_an_export_that_fails_leaves_the_old_folder(model_folder, tmp_path):

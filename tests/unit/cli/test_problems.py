@@ -4,6 +4,7 @@ import copy
 
 import pytest
 
+from rl_core.cli import validate
 from rl_core.cli.field_hints import fields_at
 from rl_core.cli.foreign_names import FOREIGN_NAMES
 from rl_core.cli.problems import find_problems
@@ -150,3 +151,12 @@ def test_independent_problems_are_told_together_with_cross_field_ones():
 def test_a_broken_outline_is_told_not_raised(document):
     found, problems = find_problems(document)
     assert found is None and problems
+
+
+def test_a_check_that_takes_long_says_every_few_seconds_what_is_waited_for(monkeypatch, capsys):
+    monkeypatch.setattr(validate, "WAITING_S", 0.01)
+    told = ""
+    with validate._waiting_for("the reward of the job"):
+        while told.count("waiting for the reward of the job (") < 2:
+            told += capsys.readouterr().err
+    assert "waiting" not in capsys.readouterr().err.rpartition("waiting for the reward")[0]

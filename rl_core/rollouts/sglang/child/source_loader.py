@@ -39,7 +39,7 @@ class LoadReport(TypedDict):
 
 
 class SourceLoader:
-    """Keeps mapped segments and the process group from one version to the next."""
+    """Loads versions into the model of one engine process. Mapped segments and the process group are kept from one version to the next."""
 
     def __init__(self, layout: LoadedLayout, *, rank: int, device: str, seconds: float) -> None:
         """Load through `layout` on `device`, as process number `rank`. `seconds`: deadline of one operation of the process group."""
