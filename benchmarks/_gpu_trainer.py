@@ -1,7 +1,11 @@
 """Parts of gpu.py: an optimizer step of each trainer on a 0.5B model in bf16, and its memory's way to the host and back."""
 
 import statistics
+import warnings
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -32,7 +36,7 @@ def trainer(world: World, backend: str) -> dict:
         "tflops": round(1e-12 * operations / seconds, 3),
         "mfu": round(operations / seconds / world.peak, 4) if world.peak else None,
     }
-    return found | _memory(world, actor) | _moves(world, actor)
+    return found | _memory(world, actor) | _waits(world, step, micro_batches=-(-tokens // micro)) | _moves(world, actor)
 
 
 def _actor(world: World, backend: str, *, rows: int, response: int, length: int, micro: int):
@@ -112,9 +116,26 @@ def _memory(world: World, actor) -> dict:
     return {
         "peak_allocated": peak,
         "peak_reserved": torch.cuda.max_memory_reserved(),
+        "allocator": torch.cuda.memory._snapshot()["allocator_settings"],
         "estimated_with_context_and_margin": expected,
         "estimate_over_peak": round(expected / peak, 3),
     }
+
+
+def _waits(world: World, step: Callable[[], None], *, micro_batches: int) -> dict:
+    """Return how often a step waits for the device, by torch's own count, and where most."""
+    if not world.cuda:
+        return {}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [one for one in seen if "synchronizing CUDA operation" in str(one.message)]
+    places = Counter(f"{Path(one.filename).name}:{one.lineno}" for one in waits)
+    return {"micro_batches": micro_batches, "device_waits": len(waits), "waits_at": dict(places.most_common(8))}
 
 
 def _moves(world: World, actor) -> dict:

@@ -36,7 +36,7 @@ def engine_loads(world: World) -> dict:
 
     shapes = DecoderWeights(DecoderConfig.from_dict(sizes(world)), device="meta").names_and_shapes()
     dtype = getattr(torch, runs.job(world).model.dtype)
-    weights = {name: torch.randn(shape, dtype=dtype, device=world.device) for name, (shape, _) in shapes.items()}
+    weights = {name: torch.randn(shape, dtype=dtype, device=world.device) for name, shape in shapes.items()}
     options = {"device": world.device, "small": world.small, "folder": str(world.folder)}
     found = _ways(world, options, weights, ("zmq", "ipc") if world.cuda else ("zmq", "ipc", "gloo"))
     if world.cuda and torch.cuda.device_count() > 1:

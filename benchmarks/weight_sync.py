@@ -1,6 +1,6 @@
 """Weight sync beside memcpy and raw pyzmq: a model to receivers in processes of their own. Prints JSON.
 
-    OMP_NUM_THREADS=1 python benchmarks/weight_sync.py [--megabytes 200] [--receivers 2] [--runs 9] [--only full|patch|pause|fanout|small|sglang]
+    OMP_NUM_THREADS=1 python benchmarks/weight_sync.py [--megabytes 200] [--receivers 2] [--runs 9] [--only PART]
 
 "publish" is the whole call (copy to host memory, handshake, transfer, verification, last ACK); "sync" is OFFER to last ACK,
 "pause" is how long the slowest receiver served nothing. GB/s count the model's bytes once,
@@ -18,6 +18,7 @@ fanout  20 MB by stream to 8 receivers, from the publisher alone and through tre
 small   77,000 parameters in 21 tensors, one receiver, syncs 30 ms apart as between training steps, beside as many raw pyzmq round trips of
         a manifest's size as the protocol has (OFFER and COMMIT); and 4 MB.
 sglang  the real SGLang engine (on a CPU) loads a model of about the size, by each way: the pause over one memcpy of it (only if asked for).
+proofs  `--runs` syncs in bfloat16 to the HF engine and to SGLang: how many their proofs or the content check refuse. Only when named.
 """
 
 import argparse
@@ -31,6 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import zmq
+from _proofs import judge_syncs
 from _weight_world import Case, Other, RawStar, shapes_of, summary, trust_all
 
 TINY_BYTES, PAUSE_BYTES, FANOUT_BYTES = 4_000_000, 3_200_000, 20_000_000
@@ -49,6 +51,7 @@ SMALL_SHAPES = {
     "norm": [64],
     "head": [50, 64],
 }
+PARTS = ("full", "patch", "pause", "fanout", "small")
 PATCH_SHARES = (0.001, 0.01, 0.03)
 ROUND_TRIPS = 2
 ENGINE_LAYER = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 16}
@@ -288,9 +291,7 @@ def main():
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--receivers", type=int, default=2)
     parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument(
-        "--only", choices=["full", "patch", "pause", "fanout", "small", "sglang"], help="print one part alone"
-    )
+    parser.add_argument("--only", choices=[*PARTS, "sglang", "proofs"], help="print one part alone")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     nbytes, runs = arguments.megabytes * 10**6, arguments.runs
@@ -307,13 +308,17 @@ def main():
             "77k parameters, 1 receiver": lambda: measure_small(100),
         },
         "sglang": {f"SGLang, {arguments.megabytes} MB": lambda: measure_sglang(nbytes, runs)},
+        "proofs": {
+            f"{runs} syncs in bfloat16, {engine}": lambda engine=engine: judge_syncs(engine, runs)
+            for engine in ("hf", "sglang")
+        },
     }
     result = {
         "machine": {"cores": os.cpu_count(), "load": os.getloadavg(), "python": platform.python_version()},
         "versions": {"torch": torch.__version__, "pyzmq": zmq.pyzmq_version(), "libzmq": zmq.zmq_version()},
         "runs": runs,
     }
-    for part in [arguments.only] if arguments.only else [part for part in parts if part != "sglang"]:
+    for part in [arguments.only] if arguments.only else PARTS:
         result |= {name: take() for name, take in parts[part].items()}
     result["machine"]["load_at_end"] = os.getloadavg()
     print(json.dumps(rounded(result), indent=2))

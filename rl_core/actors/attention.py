@@ -1,9 +1,9 @@
 """Attention over packed rows: each token attends only to earlier tokens of its own row.
 
 It is registered with transformers under the name `PACKED`, so that any of its decoder models can run packed rows. The layout is passed as
-the keyword `packed`. On an accelerator in half precision it is one call of variable-length flash attention. Elsewhere, consecutive rows of
-similar length are computed together as a dense causal batch; padding on the right is never seen by real tokens, and rows of equal length
-need no copy.
+the keyword `packed`, which also says by which kernel attention is computed. `flash_attention_2` is one call of variable-length flash
+attention. For `sdpa` and `eager`, consecutive rows of similar length are computed together as a dense causal batch; padding on the right is
+never seen by real tokens, and rows of equal length need no copy.
 
 Legend: L packed tokens, R rows of a dense batch, W its width, A heads, D head size.
 """
@@ -12,11 +12,15 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention, softmax
+
+from rl_core.actors.guards import is_flash_head_size
+from rl_core.api.roles import AttentionKernel
 
 PACKED = "rljob_packed"
 PADDING_LIMIT = 1.25
@@ -43,8 +47,12 @@ class PackedLayout:
     Not a dataclass: FSDP moves the fields of those between devices.
     """
 
-    def __init__(self, cu_seqlens: Tensor, lengths: Sequence[int]) -> None:
-        """Describe rows of `lengths` tokens. `cu_seqlens` is int32 [rows + 1], their cumulative lengths, on the model's device."""
+    def __init__(self, cu_seqlens: Tensor, lengths: Sequence[int], *, kernel: AttentionKernel = "auto") -> None:
+        """Describe rows of `lengths` tokens. `cu_seqlens` is int32 [rows + 1], their cumulative lengths, on the model's device.
+
+        `kernel` computes the attention: see `actor.attention`.
+        """
+        self.kernel = kernel
         self.cu_seqlens = cu_seqlens
         self.lengths = tuple(int(length) for length in lengths)
         self.max_length = max(self.lengths, default=0)
@@ -112,15 +120,22 @@ def packed_attention(
         return output, None
     window = sliding_window if sliding_window is not None and sliding_window < packed.max_length else None
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
-    if query.is_cuda and dropout == 0.0 and _flash_takes(query):
+    kernel = packed.kernel
+    if kernel == "auto":
+        kernel = "flash_attention_2" if query.is_cuda and dropout == 0.0 and _flash_takes(query) else "sdpa"
+    if kernel == "flash_attention_2":
         return _varlen(query, key, value, packed, scaling, window)[None], None
-    outputs = [_dense(run, query, key, value, scaling, dropout, window) for run in packed.dense_batches]
+    attend = _eager if kernel == "eager" else _sdpa
+    outputs = [
+        _dense(run, query, key, value, partial(attend, scale=scaling, dropout=dropout, window=window))
+        for run in packed.dense_batches
+    ]
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 
 
 def _flash_takes(query: Tensor) -> bool:
     """Return whether flash attention has a kernel for the type and the head size of `query`."""
-    return query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    return query.dtype in (torch.bfloat16, torch.float16) and is_flash_head_size(query.shape[-1])
 
 
 def _varlen(
@@ -154,9 +169,12 @@ def needs_enable_gqa(varlen_attn: Callable[..., Any]) -> bool:
 
 
 def _dense(
-    run: _Run, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, window: int | None
+    run: _Run, query: Tensor, key: Tensor, value: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Return the output [tokens, A, D] of one run from the packed [L, A, D] states."""
+    """Return the output [tokens, A, D] of one run from the packed [L, A, D] states.
+
+    `attend` computes it, [R, A, W, D], from a dense batch of query, key and value.
+    """
 
     def batch(states_LAD: Tensor) -> Tensor:
         part = states_LAD.narrow(0, run.start, run.tokens)
@@ -164,19 +182,38 @@ def _dense(
             part = part.index_select(0, run.dense)
         return part.view(run.rows, run.width, *part.shape[1:]).transpose(1, 2)
 
-    mask = None if window is None else _band(run.width, window, query.device)
-    output = scaled_dot_product_attention(
-        batch(query),
-        batch(key),
-        batch(value),
+    output = attend(batch(query), batch(key), batch(value))
+    output = output.transpose(1, 2).reshape(run.rows * run.width, *query.shape[1:])
+    return output if run.real is None else output.index_select(0, run.real)
+
+
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, dropout: float, window: int | None
+) -> Tensor:
+    """Return causal attention of a dense batch by torch's fused kernels."""
+    mask = None if window is None else _band(query.shape[2], window, query.device)
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
         attn_mask=mask,
         is_causal=mask is None,
         dropout_p=dropout,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    output = output.transpose(1, 2).reshape(run.rows * run.width, *query.shape[1:])
-    return output if run.real is None else output.index_select(0, run.real)
+
+
+def _eager(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, dropout: float, window: int | None
+) -> Tensor:
+    """Return causal attention of a dense batch written out, with all probabilities [R, A, W, W]; the softmax is in float32."""
+    width, groups = query.shape[2], query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scale is None else scale)
+    scores = scores.masked_fill(~_band(width, window or width, query.device), float("-inf"))
+    weights = softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.dropout(weights, dropout, train=dropout > 0) @ value
 
 
 def _band(width: int, window: int, device: torch.device) -> Tensor:
@@ -185,10 +222,10 @@ def _band(width: int, window: int, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
-def register() -> None:
-    """Register the attention as `PACKED` with transformers, with the masks of SDPA for calls on padded rows."""
+def register(attend: Callable[..., Any] = packed_attention) -> None:
+    """Register `attend` as `PACKED` with transformers, with the masks of SDPA for calls on padded rows."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
+    ALL_ATTENTION_FUNCTIONS.register(PACKED, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, sdpa_mask)

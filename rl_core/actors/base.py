@@ -230,6 +230,7 @@ class Actor(Worker, ABC):
             self._log_cancelled(number)
         else:
             self.manager.set_global_step(number)
+            self.manager.renew_reference(number)
         return metrics
 
     def take_samples(self) -> StepSamples:

@@ -1,6 +1,7 @@
 """The files of an actor in a checkpoint: shards of model and optimizer, counters, and the random state of each rank.
 
 model/shard-*.safetensors  optimizer/shard-*.safetensors  rng/rank-00000.json  actor.json
+reference/shard-*.safetensors  the reference policy, once it is not the initial model any more
 """
 
 import concurrent.futures
@@ -25,6 +26,8 @@ from rl_core.checkpoint.state import capture_rng, derive_rng, restore_rng
 from rl_core.checkpoint.tensors import Box, read_shards, write_shard
 
 COUNTERS = "actor.json"
+REFERENCE = "reference"
+"""Folder of the reference policy."""
 FORMAT = 1
 
 Boxes = Mapping[str, Sequence[Box]]
@@ -92,18 +95,20 @@ class RankPart:
     rank: int
     model: Boxes
     optimizer: Boxes
+    reference: Boxes
     rng: bytes
     counters: bytes | None
     """Content of the file of counters on rank 0; None on other ranks."""
 
     @classmethod
-    def of(cls, ranks: Ranks, counters: Counters, *, model: Slices, optimizer: Slices) -> "RankPart":
+    def of(cls, ranks: Ranks, counters: Counters, *, model: Slices, optimizer: Slices, reference: Slices) -> "RankPart":
         """Return the part made of these slices. It shares memory with them."""
         return cls(
             step=counters.step,
             rank=ranks.rank,
             model=_boxes(model),
             optimizer=_boxes(optimizer),
+            reference=_boxes(reference),
             rng=json.dumps(capture_rng()).encode(),
             counters=counters.to_json() if ranks.rank == 0 else None,
         )
@@ -117,7 +122,8 @@ class RankPart:
             (folder / "rng").mkdir(parents=True, exist_ok=True)
             digests = {
                 f"{name}/{file}": digest
-                for name, boxes in (("model", self.model), ("optimizer", self.optimizer))
+                for name, boxes in (("model", self.model), ("optimizer", self.optimizer), (REFERENCE, self.reference))
+                if boxes or name != REFERENCE
                 for file, digest in write_shard(folder / name, boxes, rank=self.rank).items()
             }
             path = _rng_file(folder, self.rank)
@@ -165,7 +171,10 @@ class BackgroundWriter:
     def _copy_of(self, part: RankPart) -> RankPart:
         try:
             return replace(
-                part, model=self._copy("model", part.model), optimizer=self._copy("optimizer", part.optimizer)
+                part,
+                model=self._copy("model", part.model),
+                optimizer=self._copy("optimizer", part.optimizer),
+                reference=self._copy(REFERENCE, part.reference),
             )
         finally:
             self._copied.set()
@@ -191,15 +200,22 @@ def _boxes(slices: Slices) -> Boxes:
     return {key: [(box.tensor, box.offset) for part in parts for box in part.boxes()] for key, parts in slices.items()}
 
 
-def load(folder: Path, ranks: Ranks, *, model: Slices, optimizer: Slices, seed: int) -> Counters:
+def has_reference(folder: Path) -> bool:
+    """Return whether a checkpoint has a reference policy; otherwise that of its run was the initial model."""
+    return (folder / REFERENCE).is_dir()
+
+
+def load(folder: Path, ranks: Ranks, *, model: Slices, optimizer: Slices, reference: Slices, seed: int) -> Counters:
     """Load a checkpoint: fill the slices, restore the random state, and return the counters. Every rank reads what it stores.
 
-    `seed` is the job's; if the number of ranks differs from that of the checkpoint, the random state is derived from it. Raises
-    FileNotFoundError when there is no checkpoint, and DataError naming the file or tensor that is damaged or of another model.
+    `reference` is filled where the checkpoint has a reference policy. `seed` is the job's; if the number of ranks differs from that of the
+    checkpoint, the random state is derived from it. Raises FileNotFoundError when there is no checkpoint, and DataError naming the file or
+    tensor that is damaged or of another model.
     """
     counters = Counters.read(folder)
     _verify(folder, ranks)
-    for name, slices in (("model", model), ("optimizer", optimizer)):
+    kinds = [("model", model), ("optimizer", optimizer), *([(REFERENCE, reference)] if has_reference(folder) else [])]
+    for name, slices in kinds:
         read_shards(
             folder / name,
             {

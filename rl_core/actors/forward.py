@@ -16,6 +16,7 @@ from rl_core.actors.attention import PackedLayout
 from rl_core.actors.critic import decoder_and_head
 from rl_core.actors.transfer import to_device
 from rl_core.algorithms.logprobs import hidden_scores, hidden_values, scored_tokens
+from rl_core.api.roles import AttentionKernel
 from rl_core.batching.packing import PackedRows, pack_rows, pack_values, unpack_rows
 
 SCORE = "score_packed"
@@ -45,10 +46,11 @@ class PackedBatch:
         *,
         candidates: Tensor | None = None,
         multiple: int = 1,
+        attention: AttentionKernel = "auto",
     ) -> "PackedBatch":
         """Pack all rows of `input_ids` [B, S] (CPU), each padded to `multiple`; `mask` [B, S] bool marks the tokens to score.
 
-        `candidates` [B, S, K] are further tokens to score.
+        `candidates` [B, S, K] are further tokens to score. `attention` is the kernel that computes attention.
         """
         packed = pack_rows(input_ids, lengths, multiple=multiple)
         rows = {
@@ -62,7 +64,7 @@ class PackedBatch:
         packed = replace(packed, **{name: moved[name] for name in rows})
         return cls(
             rows=packed,
-            layout=PackedLayout(packed.cu_seqlens, packed.padded_lengths),
+            layout=PackedLayout(packed.cu_seqlens, packed.padded_lengths, kernel=attention),
             targets=moved["targets"],
             candidates=moved.get("candidates"),
             width=input_ids.shape[1],

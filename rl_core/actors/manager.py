@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rl_core.actors import checkpoint, export, hf
 from rl_core.actors.critic import is_critic_name
+from rl_core.actors.device import compute_device
 from rl_core.actors.lora import DisabledAdapters, check_same_adapters, identity
 from rl_core.actors.ranks import ParallelSizes, Ranks
 from rl_core.actors.reference import ReferencePolicy
@@ -29,7 +30,6 @@ from rl_core.actors.slices import Slices
 from rl_core.actors.source import GatheredSource
 from rl_core.api.errors import ConfigError, DataError, InfrastructureError
 from rl_core.api.job import RLJobSpec
-from rl_core.plan.capacity import ModelFacts, admit, estimate
 from rl_core.weights.adapters import AdapterSource
 
 logger = logging.getLogger(__name__)
@@ -117,8 +117,11 @@ class ModelManager(ResidentState):
         """Return the parts of the optimizer's moments that this rank stores, by `<parameter>.<moment>`. Not collective."""
 
     @abstractmethod
-    def _written(self, slices: Slices) -> Slices:
-        """Return those of `slices` that this rank writes to a checkpoint. Each element of a tensor is written by exactly one rank."""
+    def _written(self, slices: Slices, *, updated: bool = True) -> Slices:
+        """Return those of `slices` that this rank writes to a checkpoint. Each element of a tensor is written by exactly one rank.
+
+        `updated`: the slices are of what the optimizer updates on this rank, otherwise of what the model computes with.
+        """
 
     @abstractmethod
     def _step_counters(self) -> dict[str, float]:
@@ -178,7 +181,7 @@ class ModelManager(ResidentState):
         return int(self.model_config.hidden_size)
 
     def reference(self) -> AbstractContextManager[None]:
-        """Return a context manager inside which the model has its initial weights.
+        """Return a context manager inside which the model has the weights of the reference policy.
 
         Raises RuntimeError where no KL term needs a reference policy, or while the weights are offloaded.
         """
@@ -189,6 +192,14 @@ class ModelManager(ResidentState):
         self.residency.require_loaded("the reference policy")
         self.wait_for_readers()
         return self._reference.swapped()
+
+    def renew_reference(self, step: int) -> None:
+        """Let the reference policy be the present one, if it is due after training step `step`. Not collective."""
+        every = self.cfg.algorithm.reference_update_steps
+        if every is not None and step % every == 0 and isinstance(self._reference, ReferencePolicy):
+            self.residency.require_loaded("renewing the reference policy")
+            self.wait_for_readers()
+            self._reference.renew()
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
@@ -325,6 +336,7 @@ class ModelManager(ResidentState):
                 self._counters(step),
                 model=self._written(self.master_slices()),
                 optimizer=self._written(self.moment_slices()),
+                reference=self._written(self._reference_slices(renewed=True), updated=False),
             )
             if not in_background:
                 return part.write(Path(save_path))
@@ -334,6 +346,19 @@ class ModelManager(ResidentState):
     def wait_for_readers(self) -> None:
         """Wait until a background save has copied weights and moments. Not collective."""
         self._background.wait_copied()
+
+    def _reference_slices(self, *, renewed: bool = False) -> Slices:
+        """Return the parts of the reference policy that this rank keeps, float32; none where there is none of its own.
+
+        With `renewed` also none where it is the initial model, which no checkpoint needs.
+        """
+        kept = self._reference
+        if not isinstance(kept, ReferencePolicy) or (renewed and not kept.is_renewed):
+            return {}
+        return kept.slices(self._policy_slices())
+
+    def _policy_slices(self) -> Slices:
+        return {name: parts for name, parts in self.named_slices().items() if not is_critic_name(name)}
 
     def _counters(self, step: int) -> checkpoint.Counters:
         return checkpoint.Counters(
@@ -369,10 +394,17 @@ class ModelManager(ResidentState):
             saved = checkpoint.Counters.read(Path(load_path))
             check_same_adapters(saved.lora, self._lora_identity, base=self.cfg.model.path)
             self._before_state(saved.counts)
-            weights, moments = self.master_slices(), self.moment_slices()
+            weights, moments, reference = self.master_slices(), self.moment_slices(), self._reference_slices()
             counters = checkpoint.load(
-                Path(load_path), self.ranks, model=weights, optimizer=moments, seed=self.cfg.algorithm.seed
+                Path(load_path),
+                self.ranks,
+                model=weights,
+                optimizer=moments,
+                reference=reference,
+                seed=self.cfg.algorithm.seed,
             )
+            if isinstance(self._reference, ReferencePolicy) and checkpoint.has_reference(Path(load_path)):
+                self._reference.restore(self._policy_slices(), reference)
             self.global_step = counters.global_step
             self.consecutive_skips = counters.consecutive_skips
             self._resume(weights, moments, counters.optimizer_steps)
@@ -385,7 +417,7 @@ class ModelManager(ResidentState):
         """
         self.residency.require_loaded("get_model_state_dict")
         if not full_state_dict:
-            stored = {name: parts for name, parts in self.named_slices().items() if not is_critic_name(name)}
+            stored = self._policy_slices()
             held = {
                 name: parts[0].tensor if len(parts) == 1 else torch.cat([part.tensor for part in parts])
                 for name, parts in stored.items()
@@ -462,28 +494,3 @@ async def _awaited(future: "concurrent.futures.Future[dict[str, str]]") -> dict[
 def validated(cfg: RLJobSpec | Mapping[str, Any]) -> RLJobSpec:
     """Return `cfg` as a job's spec. A mapping is validated."""
     return cfg if isinstance(cfg, RLJobSpec) else RLJobSpec.model_validate(dict(cfg))
-
-
-def compute_device(cfg: RLJobSpec, rank: int) -> torch.device:
-    """Return the device on which a rank trains.
-
-    Raises ConfigError when accelerators are requested and none is visible, and CapacityError when its memory is too small.
-    """
-    if not cfg.actor.gpus:
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            f"actor.gpus asks for {cfg.actor.gpus} accelerators, got none visible; run on such a machine or set it to 0"
-        )
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    check_memory(cfg, int(torch.cuda.get_device_properties(device).total_memory))
-    return device
-
-
-def check_memory(cfg: RLJobSpec, available: int) -> None:
-    """Raise CapacityError if one trainer process needs more device memory than `available` bytes.
-
-    The need is estimated from the job and the model's configuration, before anything is allocated.
-    """
-    admit(estimate(cfg, ModelFacts.from_config(cfg.model.path), device_memory=available), "actor")

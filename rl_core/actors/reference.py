@@ -1,25 +1,29 @@
-"""The reference policy: a host copy of the initial weights, which is swapped into the model for a forward pass."""
+"""The reference policy: a host copy of the initial or of later weights, which is swapped into the model for a forward pass."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from rl_core.actors.slices import Slices
 from rl_core.weights.offload import bytes_of, distinct_storages
 
 
 class ReferencePolicy:
-    """This rank's part of the initial weights, in host memory."""
+    """This rank's part of the weights of the reference policy, in host memory."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Copy the present values of `tensors`, the parameters that this rank stores. Each storage is copied once."""
         self._live = [bytes_of(tensor.untyped_storage()) for tensor in distinct_storages(tensors)]
         self._held = [tensor.to("cpu", copy=True) for tensor in self._live]
+        self.is_renewed = False
+        """Whether the weights may be others than at construction."""
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Exchange the model's weights with the initial ones inside the block.
+        """Exchange the model's weights with those of the reference policy inside the block.
 
         Afterwards the trained weights are back, bit for bit.
         """
@@ -36,3 +40,47 @@ class ReferencePolicy:
                 passing = live.to("cpu", copy=True)
                 live.copy_(held)
                 held.copy_(passing)
+
+    def renew(self) -> None:
+        """Copy the model's present weights."""
+        for live, held in zip(self._live, self._held, strict=True):
+            held.copy_(live)
+        self.is_renewed = True
+
+    def slices(self, weights: Slices) -> Slices:
+        """Return the reference policy's values of `weights`, which are parts of the model's weights, in float32; none of buffers.
+
+        They share memory with this object where the model's weights are float32.
+        """
+        return {
+            name: [replace(part, tensor=part.tensor.float()) for part in parts]
+            for name, parts in self._views(weights).items()
+        }
+
+    def restore(self, weights: Slices, values: Slices) -> None:
+        """Set the reference policy's values of `weights` to `values`, which have the layout of the result of `slices`."""
+        for name, parts in self._views(weights).items():
+            for part, read in zip(parts, values[name], strict=True):
+                part.tensor.copy_(read.tensor)
+        self.is_renewed = True
+
+    def _views(self, weights: Slices) -> Slices:
+        """Return views of this object's memory, in the places that `weights` have in the model's."""
+        held_of = {
+            live.untyped_storage()._cdata: held.untyped_storage()
+            for live, held in zip(self._live, self._held, strict=True)
+        }
+        return {
+            name: [
+                replace(part, tensor=_same_place(part.tensor, held_of[part.tensor.untyped_storage()._cdata]))
+                for part in parts
+            ]
+            for name, parts in weights.items()
+            if all(part.tensor.untyped_storage()._cdata in held_of for part in parts)
+        }
+
+
+def _same_place(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """Return a view of `storage` with the type, place and shape that `tensor` has in its own storage."""
+    view = torch.empty(0, dtype=tensor.dtype)
+    return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.api.errors import ConfigError
-from rl_core.api.roles import OptimizerSpec
+from rl_core.api.optimizer import OptimizerSpec
 
 STYLES = ("constant", "linear", "cosine", "wsd")
 DECAY_RATIO = 0.1

@@ -200,6 +200,8 @@ class AlgorithmSpec(Spec):
     reward_kl_coefficient: float = Field(0.0, ge=0)
     """Weight of the KL penalty in the rewards: KL(policy || reference) per token, estimator k1. Only with gae, reinforce_plus_plus and
     reinforce_plus_plus_baseline."""
+    reference_update_steps: int | None = Field(None, ge=1, lt=2**31)
+    """Training steps after which the reference policy of the KL becomes the present policy; null = it stays the initial model."""
     distillation: DistillationSpec | None = None
     """Teachers of on-policy distillation; for name distill."""
     reward_scale: RewardScaleSpec | None = None

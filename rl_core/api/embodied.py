@@ -64,9 +64,14 @@ def embodied_options(spec: "RLJobSpec") -> EmbodiedOptions:
         raise ConfigError(
             f"model.lora must be null with program {spec.program}, got rank {spec.model.lora.rank}; remove it"
         )
-    if spec.model.float32_head:
+    own = {"model.float32Head": spec.model.float32_head, "actor.attention": spec.actor.attention != "auto"}
+    own |= {
+        "actor.compile": spec.actor.compile,
+        "algorithm.referenceUpdateSteps": spec.algorithm.reference_update_steps is not None,
+    }
+    if idle := [field for field, chosen in own.items() if chosen]:
         raise ConfigError(
-            f"model.float32Head must be false with program {spec.program}, whose policies compute their own actions, got true; remove it"
+            f"{' and '.join(idle)} must be left out with program {spec.program}, whose policies have classes of their own; remove it"
         )
     given = spec.env.options
     try:

@@ -225,6 +225,23 @@ FOREIGN_NAMES = (
         prime_rl="model.ac",
         openrlhf="actor.gradient_checkpointing_enable gradient_checkpointing",
     ),
+    ForeignName(
+        "actor.attention",
+        trl="attn_implementation",
+        verl="model.override_config.attn_implementation",
+        prime_rl="model.attn",
+    ),
+    ForeignName(
+        "actor.compile",
+        trl="torch_compile",
+        verl="actor.use_torch_compile actor.fsdp_config.use_torch_compile",
+        prime_rl="model.compile",
+    ),
+    ForeignName(
+        "algorithm.referenceUpdateSteps",
+        trl="ref_model_sync_steps sync_ref_model",
+        note="The whole policy, as with ref_model_mixup_alpha 1.",
+    ),
     ForeignName("actor.profileSteps", verl="global_profiler.steps trainer.profile_steps"),
     ForeignName(
         "actor.offload.optimizer",

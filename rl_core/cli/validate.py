@@ -152,7 +152,7 @@ def _with_errors(check: Callable[[], Iterator[str]]) -> Iterator[str]:
 
 
 def _check_files(job: RLJob, folder: Path, on_volumes: Collection[str]) -> Iterator[str]:
-    from rl_core.actors.megatron.guards import unsupported_settings
+    from rl_core.actors.guards import unsupported_settings
     from rl_core.data.dataset import load_prompts
     from rl_core.data.source import read_rows
     from rl_core.runner.limits import check_token_ids, sequence_limit

@@ -31,11 +31,10 @@ from rl_core.algorithms.aggregation import count_normalizers
 from rl_core.api.base import Spec
 from rl_core.api.critic import CriticSpec
 from rl_core.api.errors import DataError, InfrastructureError
-from rl_core.api.job import RLJobSpec
-from rl_core.api.roles import ParallelSpec
 from rl_core.batching.microbatch import plan_microbatches
 from rl_core.envs.base import parse_config
 from rl_core.messages.critic import CriticRow
+from rl_core.plan.critic_group import critic_spec
 from rl_core.plan.groups import ACTOR
 from rl_core.workers.worker import Worker
 
@@ -194,33 +193,6 @@ class ValueBackend(FSDPBackend):
         numbers = score(self.manager.model, self._pack(rows), temperature=1.0, log_probs=False, values=True)
         assert numbers.values is not None
         return Scores(torch.zeros_like(numbers.values), torch.zeros_like(numbers.values), numbers.values)
-
-
-def critic_spec(spec: RLJobSpec, *, group: str) -> RLJobSpec:
-    """Return the spec by which the critic of a job trains: a model with a value head, on the devices of `group`, without a policy."""
-    (place,) = [one for one in spec.groups if one.name == group]
-    critic, optimizer = spec.algorithm.critic_in_use or CriticSpec(), spec.actor.optimizer
-    rate = optimizer.value_learning_rate or optimizer.learning_rate
-    actor = {
-        "backend": "fsdp2" if spec.actor.backend == "megatron" else spec.actor.backend,
-        "replicas": 1,
-        "processes_per_pod": 1,
-        "gpus": place.gpus,
-        "parallel": ParallelSpec(),
-        "optimizer": optimizer.model_copy(update={"learning_rate": rate, "distributed": True}),
-    }
-    algorithm = {
-        "critic": critic.model_copy(update={"separate": False, "group": None}),
-        "loss": spec.algorithm.loss.model_copy(update={"kl_coefficient": 0.0}),
-        "reward_kl_coefficient": 0.0,
-    }
-    return spec.model_copy(
-        update={
-            ACTOR: spec.actor.model_copy(update=actor),
-            "algorithm": spec.algorithm.model_copy(update=algorithm),
-            "model": spec.model.model_copy(update={"lora": None}),
-        }
-    )
 
 
 def step_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> StepRows:

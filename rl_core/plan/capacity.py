@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 from rl_core.api.errors import CapacityError
 from rl_core.api.job import RLJob, RLJobSpec
+from rl_core.plan.critic_group import critic_spec
+from rl_core.plan.fitting import changes_that_fit
 from rl_core.plan.groups import ACTOR, ROLLOUT, Group, groups_of
 from rl_core.plan.model_facts import ModelFacts
 from rl_core.plan.slots import colocated_rollouts
-from rl_core.plan.trainer_memory import MASTER_BYTES, WIDTH, trainer_host, trainer_phases
+from rl_core.plan.trainer_memory import MASTER_BYTES, WIDTH, checkpoint_copy, trainer_host, trainer_phases
 
 __all__ = ["CapacityReport", "CapacityRow", "ModelFacts", "admit", "estimate"]
 
@@ -58,7 +60,7 @@ class CapacityRow:
 
     role: str
     phase: str
-    """load, train, update, logprob, generate, sync or idle."""
+    """load, train, update, logprob, values, generate, sync or idle."""
     device: int
     """Bytes on the accelerator; on the host for a group on CPU."""
     host: int
@@ -86,6 +88,8 @@ class CapacityReport:
     """Bytes of one accelerator; None = unknown, not checked. Groups on CPU are checked against `host_memory`."""
     host_memory: int | None = None
     """Bytes of host memory that a pod may use; None = unknown, not checked."""
+    fits_with: str | None = None
+    """Changes of the actor with which it fits on its devices; None = it does, none was found, or the memory is unknown."""
 
     def peak(self, role: str) -> int:
         """Return the largest `device` bytes of a process of the worker group `role` over its phases.
@@ -111,7 +115,8 @@ class CapacityReport:
                 needs.append(("device", row.device, self.device_memory))
             for place, needed, available in needs:
                 if available is not None and needed > available:
-                    lacking.append((needed - available, _shortage(row, place, needed, available)))
+                    fits_with = self.fits_with if (row.role, place) == (ACTOR, "device") else None
+                    lacking.append((needed - available, _shortage(row, place, needed, available, fits_with)))
         if lacking:
             raise CapacityError(max(lacking)[1])
 
@@ -130,15 +135,24 @@ def estimate(
     """
     job = job.spec if isinstance(job, RLJob) else job
     groups = groups_of(job) if groups is None else groups
-    rows = [row for group in groups.values() for row in _estimate_of(group)(group.name, job, facts)]
-    rows = _colocated(rows) if colocated_rollouts(job) else rows
+
+    def fits(changed: RLJobSpec) -> bool:
+        needed = max(row.device for row in _rows(changed, facts, groups) if row.role == ACTOR)
+        return device_memory is None or not job.actor.gpus or needed <= device_memory
+
     return CapacityReport(
-        rows=tuple(rows),
+        rows=tuple(_rows(job, facts, groups)),
+        fits_with=None if fits(job) else changes_that_fit(job, fits),
         processes={name: group.processes_per_pod for name, group in groups.items()},
         on_cpu=frozenset(name for name, group in groups.items() if group.spec.gpus == 0),
         device_memory=device_memory,
         host_memory=host_memory,
     )
+
+
+def _rows(job: RLJobSpec, facts: ModelFacts, groups: Mapping[str, Group]) -> list[CapacityRow]:
+    rows = [row for group in groups.values() for row in _estimate_of(group, job)(group.name, job, facts)]
+    return _colocated(rows) if colocated_rollouts(job) else rows
 
 
 def admit(report: CapacityReport, role: str | None = None) -> None:
@@ -154,7 +168,20 @@ def admit(report: CapacityReport, role: str | None = None) -> None:
 
 
 def _actor_rows(name: str, job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
-    host, phases = trainer_host(job, facts), trainer_phases(job, facts)
+    return _trainer_rows(name, job, trainer_phases(job, facts), host=trainer_host(job, facts))
+
+
+def _critic_rows(name: str, job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
+    """Return the rows of the group that holds the critic: a trainer without logits that publishes nothing."""
+    spec = critic_spec(job, group=name)
+    phases = trainer_phases(spec, facts, logits=False)
+    phases = {"values" if phase == "logprob" else phase: parts for phase, parts in phases.items() if phase != "sync"}
+    offload = spec.actor.offload.model_copy(update={"params": False, "grads": False})  # nobody shares its devices
+    spec = spec.model_copy(update={ACTOR: spec.actor.model_copy(update={"offload": offload})})
+    return _trainer_rows(name, spec, phases, host=checkpoint_copy(spec, facts))
+
+
+def _trainer_rows(name: str, job: RLJobSpec, phases: dict[str, dict[str, int]], *, host: int) -> list[CapacityRow]:
     if job.actor.offload.optimizer:
         phases[UPDATE] = _update(job, phases["train"])
     rows = []
@@ -226,7 +253,9 @@ _ESTIMATES: Mapping[str, Callable[[str, RLJobSpec, ModelFacts], list[CapacityRow
 }
 
 
-def _estimate_of(group: Group) -> Callable[[str, RLJobSpec, ModelFacts], list[CapacityRow]]:
+def _estimate_of(group: Group, job: RLJobSpec) -> Callable[[str, RLJobSpec, ModelFacts], list[CapacityRow]]:
+    if group.name == job.algorithm.critic_group:
+        return _critic_rows
     return _ESTIMATES.get(group.name, _policy_rows if group.pulls_weights else _other_rows)
 
 
@@ -257,12 +286,13 @@ def _row(role: str, phase: str, parts: Mapping[str, int], *, host: int = 0) -> C
     return CapacityRow(role=role, phase=phase, device=sum(counted.values()), host=host, parts=counted)
 
 
-def _shortage(row: CapacityRow, place: str, needed: int, available: int) -> str:
+def _shortage(row: CapacityRow, place: str, needed: int, available: int, fits_with: str | None) -> str:
     part = row.largest_part
     # The optimizer step is the one phase in which offloading the optimizer state is no way out.
     way_out = (
         _WAYS_OUT["weights" if row.phase == UPDATE else part] if part in _WAYS_OUT else "use fewer processes per pod"
     )
+    way_out = way_out if fits_with is None else f"it fits with {fits_with}"
     return (
         f"role {row.role}, phase {row.phase}: needs {_gib(needed)} of {place} memory, got {_gib(available)} available; "
         f"largest part {part} {_gib(row.parts[part])}; {way_out}"

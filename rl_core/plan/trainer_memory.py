@@ -18,21 +18,24 @@ BLOCK_BYTES = 4 * 2**20
 """float32 logits worked on at a time on a CPU (`algorithms.score_functions`)."""
 
 
-def trainer_phases(job: RLJobSpec, facts: ModelFacts) -> dict[str, Parts]:
-    """Return phase -> part -> bytes on the device of a training process."""
+def trainer_phases(job: RLJobSpec, facts: ModelFacts, *, logits: bool = True) -> dict[str, Parts]:
+    """Return phase -> part -> bytes on the device of a training process. `logits`: whether it computes any; a critic alone does not."""
     held = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
     gather = _gathered(job, facts)
     buckets = {"buckets": 2 * job.weights.bucket_bytes}
     if job.model.lora is not None:  # a bucket is merged in float32, with whole adapters
         buckets["merged"] = job.weights.bucket_bytes * MASTER_BYTES // WIDTH[job.model.dtype]
         buckets["merged"] += 2 * MASTER_BYTES * adapter_parameters(job, facts)
-    logits = _logit_bytes(job, facts, gradient=False)
+    scoring, training = (_logit_bytes(job, facts, gradient=gradient) if logits else 0 for gradient in (False, True))
     # Nothing of the layers is kept: there is one of them, and logits after the last.
-    no_gradient = {"activations": max(0, _layer_bytes(job, facts) - logits), "logits": logits}
+    no_gradient = {"activations": max(0, _forward_bytes(job, facts) - scoring), "logits": scoring}
+    if job.actor.offload.grads or job.placement.mode != "disaggregated":
+        # Released before, they are allocated for the training that follows, as zeros.
+        no_gradient["gradients"] = held.get("gradients") or held["optimizer"] * GRADIENT_BYTES // MOMENT_BYTES
     train = {
         "gradients": held.get("gradients") or _fsdp_gradients(job, facts),
-        "activations": _activation_bytes(job, facts),
-        "logits": _logit_bytes(job, facts, gradient=True),
+        "activations": _activation_bytes(job, facts, training),
+        "logits": training,
     }
     return {
         "load": held | gather,
@@ -82,9 +85,19 @@ def trainer_host(job: RLJobSpec, facts: ModelFacts) -> int:
     found = facts.parameters * WIDTH[job.model.dtype]
     if job.algorithm.needs_reference and job.model.lora is None:
         found += held["weights"] // _models(job)
-    if job.checkpoint.asynchronous:
-        found += held["optimizer"] * (MASTER_BYTES + MOMENT_BYTES) // MOMENT_BYTES
-    return found
+    return found + checkpoint_copy(job, facts)
+
+
+def checkpoint_copy(job: RLJobSpec, facts: ModelFacts) -> int:
+    """Return the bytes of the copy in host memory from which an asynchronous checkpoint is written; 0 without such checkpoints."""
+    if not job.checkpoint.asynchronous:
+        return 0
+    held = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
+    copied = held["optimizer"] * (MASTER_BYTES + MOMENT_BYTES) // MOMENT_BYTES
+    if job.algorithm.needs_reference and job.algorithm.reference_update_steps is not None:
+        width = WIDTH[job.model.dtype] if job.actor.backend == "megatron" else MASTER_BYTES
+        copied += held["weights"] // _models(job) * MASTER_BYTES // width
+    return copied
 
 
 def _models(job: RLJobSpec) -> int:
@@ -157,21 +170,23 @@ def _fsdp_gradients(job: RLJobSpec, facts: ModelFacts) -> int:
     return share + unit * per_model
 
 
-def _activation_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
-    """Return the activations that the backward passes of all micro-batches in flight need."""
+def _activation_bytes(job: RLJobSpec, facts: ModelFacts, logits: int) -> int:
+    """Return the activations that the backward passes of all micro-batches in flight need beside the bytes of `logits`."""
     parallel, layer = job.actor.parallel, _layer_bytes(job, facts)
     # The first stage has as many micro-batches under way as there are stages, each in its share of the layers; interleaved some more.
     more = (parallel.pipeline - 1) / (parallel.pipeline * parallel.virtual_pipeline) if parallel.virtual_pipeline else 0
     layers = facts.layers * (1 + more) * _models(job)
+    # The largest gradients of a layer exist when the logits are gone: those of the feed-forward part's two inputs and of the residuals.
+    gradients = _tokens(job, facts) * WIDTH[job.model.dtype] * 2 * (facts.inner // parallel.tensor + facts.hidden)
     if not job.actor.gradient_checkpointing:
-        return int(layers * layer)
+        return int(layers * layer) + max(0, gradients - logits)
     kept = _tokens(job, facts) * facts.hidden * WIDTH[job.model.dtype] // (parallel.tensor if parallel.sequence else 1)
     again = layer
     if job.actor.gradient_checkpointing_mode == "selective":
         again = _recomputed_bytes(job, facts, layer)
         kept = layer - again if job.actor.backend == "megatron" else kept + layer - again
-    # A layer is computed again when the logits are gone.
-    return int(layers * kept) + max(0, again - _logit_bytes(job, facts, gradient=True))
+    # Nor is a layer computed again before.
+    return int(layers * kept) + max(0, again + gradients - logits)
 
 
 def _recomputed_bytes(job: RLJobSpec, facts: ModelFacts, layer: int) -> int:
@@ -189,6 +204,19 @@ def _recomputed_bytes(job: RLJobSpec, facts: ModelFacts, layer: int) -> int:
         products += [size, adapters.rank, size] if adapters is not None and adapted and not _merges(job) else [size]
     # Of the products every second one is kept, and attention with its normalisers.
     return layer - _tokens(job, facts) * (width * (sum(products[::2]) + queries) + 4 * facts.heads)
+
+
+def _forward_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
+    """Return the most that a decoder layer holds of one micro-batch in a forward pass without gradient."""
+    queries, keys = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+    # Gate and up projection and their product, beside the sum with an adapter's output, or in megatron's fused projection, gate itself.
+    products = 4 if job.model.lora is not None or job.actor.backend == "megatron" else 3
+    attention = 3 * queries + 2 * keys
+    if job.actor.attention == "eager":  # scores and probabilities of each head
+        attention += 2 * facts.heads * (job.rollout.max_sequence_length or facts.max_length)
+    widest = max(products * facts.inner, attention) // job.actor.parallel.tensor
+    # Embeddings, residuals, the normalised input and rotary angles are held all the time.
+    return _tokens(job, facts) * WIDTH[job.model.dtype] * (4 * facts.hidden + 2 * facts.head_dim + widest)
 
 
 def _layer_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
@@ -213,6 +241,11 @@ def _layer_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
     if facts.head_norms:  # the input of each in float32, and normalised for the gradient of its weight
         shared += (queries + keys) * (MASTER_BYTES + (width if job.model.lora is None else 0))
     shared += 4 * facts.heads  # normalisers of attention
+    if (
+        job.actor.attention == "eager"
+    ):  # probabilities in float32 and as they are multiplied, keys and values for each head
+        longest = job.rollout.max_sequence_length or facts.max_length
+        shared += facts.heads * longest * (MASTER_BYTES + (width if width != MASTER_BYTES else 0)) + 2 * queries * width
     return _tokens(job, facts) * (norms // (parallel.tensor if parallel.sequence else 1) + shared // parallel.tensor)
 
 

@@ -27,6 +27,7 @@ from rl_core.weights.publisher import WeightPublisher
 from rl_core.weights.version_source import SourceEntry
 from rl_core.workers.context import WorkerContext, stand_alone_identity
 from tests.actor_samples import make_record
+from tests.integration.memory_meter import measure
 from tests.trajectory_samples import make_trajectory
 
 
@@ -147,6 +148,11 @@ class Rank:
         tensors += [parameter.grad for module in modules for parameter in module.parameters(recurse=False)]
         local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors if tensor is not None]
         return sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in local}.values())
+
+    def measure(self) -> None:
+        """Report what another actor of this rank allocates in each phase, bytes."""
+        size = self.actor.ranks.size
+        self.seen["measured"] = measure(lambda: Rank(self.spec, [[]] * size, self.rank, size).actor)
 
     def state(self) -> None:
         """Gather the weights on rank 0; say of each tensor its bits and some values spread over it, and the bits of this rank's critic."""

@@ -25,7 +25,7 @@ FULL = {
 PER_SEQUENCE = {
     "algorithm__name": "dr_grpo",
     "actor__balance": False,
-    "actor__accumulateWithoutSync": False,
+    "actor__accumulateWithoutSync": True,
     "actor__gradientCheckpointing": True,
 }
 CRITIC = {
@@ -84,10 +84,15 @@ def pair(folder, model, alone, policy):
     for kind in KINDS:
         spec = make_embodied_spec(policy, backend=kind)
         scenarios.append(scenario(f"{kind} acting", spec, ACT, world_size=2, groups=SIMULATORS))
+    renewed = make_spec(model, **FULL, actor__backend="fsdp1", algorithm__referenceUpdateSteps=1)
+    verbs = [["load", str(folder / "fsdp2 by-renewed")], ["train", 2], ["weights"]]
+    scenarios.append(scenario("fsdp1 renewed by the other", renewed, verbs, world_size=2))
     # What the ranks of one kind save the other loads, both ways, and saves again.
     for kind, other in (("fsdp1", "fsdp2"), ("fsdp2", "fsdp1")):
         verbs = [["load", str(folder / f"{other} by-two")], ["state"], ["save", str(folder / f"{kind} again"), 1]]
         scenarios.append(scenario(f"{kind} from the other", make_spec(model, actor__backend=kind), verbs, world_size=2))
+    compiled = make_spec(model, actor__compile=True, runtime__deadlines={"collective": 300})
+    scenarios.append(scenario("compiled", compiled, TRAIN_AND_LOOK, world_size=2))
     spec = make_spec(model)
     last = {
         "refused": [["export", "/dev/null/model"]],
@@ -125,6 +130,12 @@ def of_kind(kind: str, folder: Path, model: Path) -> list[dict]:
         scenario(f"{kind} critic saved", critics, saving, world_size=2),
         scenario(f"{kind} critic resumed", critics, [["load", by_critics], ["train", 2], ["weights"]], world_size=2),
     ]
+    renewed = spec(**FULL, algorithm__referenceUpdateSteps=1)
+    by_renewed, rest = str(folder / f"{kind} by-renewed"), [["train", 2], ["weights"]]
+    found += [
+        scenario(f"{kind} renewed", renewed, [["train", 1], ["save", by_renewed, 1], *rest], world_size=2),
+        scenario(f"{kind} renewed resumed", renewed, [["load", by_renewed], *rest], world_size=2),
+    ]
     found.append(scenario(f"{kind} half", half, [["train", 1], ["offload"], ["train", 2]], world_size=2))
     named = {
         "uninterrupted": [["train", 1], ["save", by_two, 1], ["state"], ["train", 2], ["train", 3], ["weights"]],
@@ -155,6 +166,22 @@ def test_two_ranks_train_like_one(alone, pair, kind, name):
     first, second = (rank[f"{kind} {name}"] for rank in pair)
     assert_alike(first, alone[name], absolute=2e-5)
     assert first["counts"] == second["counts"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reference_that_was_renewed_is_resumed(pair, kind):
+    for rank in pair:
+        assert rank[f"{kind} renewed resumed"]["weights"] == rank[f"{kind} renewed"]["weights"]
+
+
+def test_a_reference_that_was_renewed_is_resumed_by_the_other_kind(pair):
+    theirs = pair[0]["fsdp2 renewed"]["weights"]
+    for tensor, values in pair[0]["fsdp1 renewed by the other"]["weights"].items():
+        assert values == pytest.approx(theirs[tensor], abs=2e-5), tensor
+
+
+def test_compiled_layers_train_like_others(pair, alone):
+    assert_alike(pair[0]["compiled"], alone["plain"], absolute=2e-5)
 
 
 @pytest.mark.parametrize("name", CHANGES)

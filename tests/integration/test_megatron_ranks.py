@@ -19,7 +19,7 @@ from rl_core.actors.rows import Columns, StepRows
 from rl_core.checkpoint.files import file_digest, relative_files
 from rl_core.checkpoint.store import CheckpointStore
 from rl_core.checkpoint.tensors import SHARDING
-from tests.actor_samples import make_model, make_spec
+from tests.actor_samples import make_model, make_record, make_spec
 from tests.integration.fsdp_harness import run_here, run_ranks, scenario
 from tests.integration.fsdp_rank import Rank
 
@@ -423,3 +423,34 @@ def test_a_float32_head_gives_the_log_probabilities_of_exact_logits(models):
     logits = hidden[:, 0].double() @ stage.output_weight.detach()[:24].double().T
     exact = logits.log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
     assert (found - exact).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_reference_that_was_renewed_is_resumed_by_megatron_and_by_fsdp(models, folder, dtype):
+    changes = {"model__dtype": dtype, "algorithm__loss": {"klCoefficient": 0.1}, "algorithm__referenceUpdateSteps": 2}
+    saved, found = folder / f"{dtype} renewed", []
+    for make, begins in ((megatron, 1), (megatron, 4), (fsdp, 4)):
+        rank = Rank(make(models["qwen3"], **changes), [[0, 1, 2, 3]], 0, 1)
+        if begins > 1:
+            rank.actor.load_checkpoint(str(saved))
+        for step in range(begins, 4):
+            rank.train(step)
+        if begins == 1:
+            rank.actor.save_checkpoint(str(saved), 3)
+        rank.actor.load_batch([make_record(0)])
+        found.append(rank.actor.compute_ref_log_probs(rank.actor.engine.prepared.collated))
+    assert torch.equal(found[1], found[0])
+    # The two backends round hidden states in another order.
+    assert torch.allclose(found[2], found[0], atol=1e-5 if dtype == "float32" else 5e-2)
+
+
+@pytest.mark.parametrize("own", [{}, {"attention_factor": 0.7}, {"mscale": 1.0, "mscale_all_dim": 0.4}], ids=str)
+def test_yarn_is_that_of_transformers(tmp_path, own):
+    """Beyond the length that the model was trained with, too."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    model = make_model(tmp_path / "model", family="qwen3", rope_parameters=rope | own)
+    ids = torch.randint(24, (50,), generator=torch.Generator().manual_seed(3)).tolist()
+    ours, theirs = (Rank(make(model), [[]], 0, 1).actor.score(ids, 1) for make in (megatron, fsdp))
+    assert ours == pytest.approx(theirs, abs=1e-5)
+    plain = make_model(tmp_path / "plain", family="qwen3")
+    assert Rank(megatron(plain), [[]], 0, 1).actor.score(ids, 1) != pytest.approx(theirs, abs=1e-3)

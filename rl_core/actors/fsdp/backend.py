@@ -83,4 +83,11 @@ class FSDPBackend(TrainBackend):
         self.manager.residency.require_loaded("a forward pass")
         columns = rows.columns
         device = self.manager.compute_device
-        return PackedBatch.of(columns.input_ids, rows.lengths, columns.loss_mask, device, candidates=columns.candidates)
+        return PackedBatch.of(
+            columns.input_ids,
+            rows.lengths,
+            columns.loss_mask,
+            device,
+            candidates=columns.candidates,
+            attention=self.manager.cfg.actor.attention,
+        )

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_core.actors import hf, lora
+from rl_core.actors import guards, hf, lora
 from rl_core.actors.critic import HEAD, attach_critic, has_own_decoder, is_critic_name
 from rl_core.actors.forward import SCORE, attach_scoring
+from rl_core.actors.fsdp.compiling import compile_layers
 from rl_core.actors.fsdp.optimizer import (
     build_adamw,
     build_scheduler,
@@ -29,7 +30,7 @@ from rl_core.actors.slices import Slices
 from rl_core.actors.source import GatheredSource, GatheringPlan
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
-from rl_core.api.roles import OptimizerSpec
+from rl_core.api.optimizer import OptimizerSpec
 from rl_core.weights.adapters import AdapterSource, sends_adapters
 from rl_core.weights.manifest import is_adapter_name, wire_dtype
 from rl_core.weights.version_source import SourceEntry
@@ -74,6 +75,7 @@ class FSDPModelManager(ModelManager):
         It is on the meta device; weights are loaded after wrapping.
         """
         config = hf.read_config(self.cfg.model.path)
+        guards.check(self.cfg, config)
         model = hf.build_model(config, dtype=self.dtype)
         attach_scoring(model, float32_head=self.cfg.model.float32_head)
         if (critic := self.cfg.algorithm.critic_of_actor) is not None:
@@ -112,7 +114,9 @@ class FSDPModelManager(ModelManager):
         if self.compute_device.type == "cpu":
             from rl_core.cpu.tuning import tune
 
-            tune(model)
+            tune(model, compiled=self.cfg.actor.compile)
+        if self.cfg.actor.compile:
+            compile_layers(model)
         methods = [SCORE] if hasattr(model, SCORE) else []
         model = self.strategy.wrap(model, device=self.compute_device, aliases=aliases, methods=methods)
         if on_meta:
@@ -307,7 +311,7 @@ class FSDPModelManager(ModelManager):
             for moment in MOMENTS
         }
 
-    def _written(self, slices: Slices) -> Slices:
+    def _written(self, slices: Slices, *, updated: bool = True) -> Slices:
         if self.ranks.rank >= self.strategy.copy_size:
             return {}
         return {name: parts for name, parts in slices.items() if self.ranks.rank == 0 or not parts[0].replicated}

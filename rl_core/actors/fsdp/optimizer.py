@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from rl_core.actors.critic import is_critic_name
 from rl_core.actors.hf import named_parameters
 from rl_core.actors.schedule import CRITIC, MOMENTS, LRSchedule, peak_rate
-from rl_core.api.roles import OptimizerSpec
+from rl_core.api.optimizer import OptimizerSpec
 
 
 def build_adamw(

@@ -40,7 +40,7 @@ class Strategy(ABC):
     """
 
     def __init__(
-        self, ranks: Ranks, *, compute_dtype: torch.dtype, accumulate_without_sync: bool = True, replicas: int = 1
+        self, ranks: Ranks, *, compute_dtype: torch.dtype, accumulate_without_sync: bool = False, replicas: int = 1
     ) -> None:
         """Wrap models for this rank of `ranks`.
 

@@ -215,6 +215,7 @@ class MegatronBackend(TrainBackend):
             self.manager.compute_device,
             candidates=columns.candidates,
             multiple=multiple,
+            attention=self.manager.cfg.actor.attention,
         )
 
 

@@ -1,15 +1,11 @@
-"""Settings that the Megatron backend does not support. `rljob validate` rejects them, and so does the actor before its ranks connect.
-
-The module needs neither torch nor megatron-core.
-"""
+"""Settings that the Megatron backend does not support; `rl_core.actors.guards` asks for them."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
 
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Types of rotary embeddings with fixed frequencies."""
 BIASED = ("Qwen2ForCausalLM",)
 """Architectures with a bias on query, key and value regardless of `attention_bias`."""
@@ -17,17 +13,9 @@ BIASED = ("Qwen2ForCausalLM",)
 
 def unsupported_settings(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield one line for each setting of a job, or of its model's config.json, that the Megatron backend does not support."""
-    if spec.actor.backend != "megatron":
-        return
     yield from _of_settings(spec)
     yield from _of_layout(spec, config)
     yield from _of_model(config)
-
-
-def check(spec: RLJobSpec, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError listing the unsupported settings, if there are any."""
-    if problems := list(unsupported_settings(spec, config)):
-        raise ConfigError("; ".join(problems))
 
 
 def _of_settings(spec: RLJobSpec) -> Iterator[str]:
@@ -35,11 +23,6 @@ def _of_settings(spec: RLJobSpec) -> Iterator[str]:
         yield "actor.dropout must be false with actor.backend megatron, got true; remove it or choose fsdp2"
     if spec.model.lora is not None:
         yield "model.lora needs actor.backend fsdp2 or fsdp1, got megatron; choose one of them or remove lora"
-    if not spec.actor.accumulate_without_sync:
-        yield (
-            "actor.accumulateWithoutSync must be true with actor.backend megatron, which reduces gradients once per optimizer step, "
-            "got false; remove it"
-        )
 
 
 def _of_layout(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """A model, its optimizer and its schedule under megatron-core. No reinforcement learning here."""
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -9,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_core.actors import hf
+from rl_core.actors import guards, hf
 from rl_core.actors.critic import SEPARATE, is_critic_name
 from rl_core.actors.manager import ModelManager, validated
-from rl_core.actors.megatron import cpu, guards, library
+from rl_core.actors.megatron import cpu, library
 from rl_core.actors.megatron.convert import EMBEDDING, TensorParallelLayout, global_parameters
-from rl_core.actors.megatron.model import build_model, rotary_frequencies, transformer_config
+from rl_core.actors.megatron.model import build_model, rotary_embedding, transformer_config
 from rl_core.actors.megatron.optimizer import OptimizerShard, build_optimizer, gradient_norm, open_shards
 from rl_core.actors.ranks import ParallelSizes
 from rl_core.actors.schedule import CRITIC, MOMENTS, LRSchedule, peak_rate
@@ -44,6 +45,10 @@ class MegatronModelManager(ModelManager):
         Raises ValueError for a rank outside [0, world_size), and ConfigError for settings that this backend does not support.
         """
         cfg = validated(cfg)
+        if cfg.actor.gpus and cfg.actor.parallel.tensor > 1:
+            # megatron overlaps the communication of a tensor-parallel layer with its computation only when both go to the device in order.
+            # Read when CUDA is initialised, which the base class does.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         self._hf_config = hf.read_config(cfg.model.path)
         guards.check(cfg, self._hf_config)
         self.parallel = cfg.actor.parallel
@@ -102,7 +107,10 @@ class MegatronModelManager(ModelManager):
 
     def _build(self, architecture: str, aliases: Mapping[str, str]) -> None:
         hf_config = self.template.config
-        self.config = transformer_config(hf_config, architecture=architecture, dtype=self.dtype, **self._settings())
+        self._rotary_frequencies, factor = rotary_embedding(self.template)
+        self.config = transformer_config(
+            hf_config, architecture=architecture, dtype=self.dtype, rotary_factor=factor, **self._settings()
+        )
         models = [self._build_stage(hf_config, number) for number in self._stage_numbers()]
         self._fill(models, aliases)
         wrapping = library.DistributedDataParallelConfig(
@@ -143,7 +151,7 @@ class MegatronModelManager(ModelManager):
             hf_config,
             self.config,
             vocabulary=self.cut.padded_vocabulary,
-            rotary_frequencies=rotary_frequencies(self.template),
+            rotary_frequencies=self._rotary_frequencies,
             critic=self.cfg.algorithm.critic_of_actor,
             pre_process=state.is_pipeline_first_stage(**place),
             post_process=state.is_pipeline_last_stage(**place),
@@ -295,9 +303,9 @@ class MegatronModelManager(ModelManager):
             for stored_name, boxes in self.cut.boxes(name, parameters[name].shape, of(shard), shard.start).items()
         }
 
-    def _written(self, slices: Slices) -> Slices:
-        # Of a run that a data rank updates no other one has the elements.
-        if self.ranks.data_rank and not self._distributed:
+    def _written(self, slices: Slices, *, updated: bool = True) -> Slices:
+        # Of a run that a data rank updates no other one has the elements; the whole model each has.
+        if self.ranks.data_rank and not (self._distributed and updated):
             return {}
         return {name: parts for name, parts in slices.items() if self._gives(name, parts[0])}
 

@@ -4,6 +4,7 @@ Weights are loaded later (`convert`); nothing here depends on their values. `gua
 equivalent.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -82,9 +83,14 @@ class Norm(nn.RMSNorm):  # type: ignore[misc]
             self.weight.sequence_parallel = True  # megatron sums such gradients over the tensor ranks
 
 
-def transformer_config(hf: Any, *, architecture: str, dtype: torch.dtype, **settings: Any) -> Any:
-    """Return megatron's configuration for the transformers config `hf`. `settings` adds those of the parallel layout and the device."""
-    return TransformerConfig(
+def transformer_config(
+    hf: Any, *, architecture: str, dtype: torch.dtype, rotary_factor: float = 1.0, **settings: Any
+) -> Any:
+    """Return megatron's configuration for the transformers config `hf`. `settings` adds those of the parallel layout and the device.
+
+    `rotary_factor` multiplies the cosines and sines of the rotary embedding.
+    """
+    config = TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         num_attention_heads=hf.num_attention_heads,
@@ -119,6 +125,11 @@ def transformer_config(hf: Any, *, architecture: str, dtype: torch.dtype, **sett
         cross_entropy_loss_fusion=False,
         **settings,
     )
+    if rotary_factor != 1.0:
+        # megatron computes its factor as (0.1 m ln s + 1) / (0.1 a ln s + 1), with scaling factor s, mscale m and mscale_all_dim a.
+        config.yarn_rotary_scaling_factor = math.e
+        config.yarn_mscale, config.yarn_mscale_all_dim = 10.0 * (rotary_factor - 1.0), 0.0
+    return config
 
 
 def build_model(
@@ -164,16 +175,16 @@ def build_model(
     return model
 
 
-def rotary_frequencies(template: Any) -> Tensor:
-    """Return the rotary frequencies [D / 2] of a transformers model, including its scaling."""
+def rotary_embedding(template: Any) -> tuple[Tensor, float]:
+    """Return the rotary frequencies [D / 2] of a transformers model, including its scaling, and the factor of cosines and sines."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rotary = template.model.rotary_emb
     if rotary.rope_type == "default":
-        frequencies, _ = rotary.compute_default_rope_parameters(template.config, device="cpu")
+        frequencies, factor = rotary.compute_default_rope_parameters(template.config, device="cpu")
     else:
-        frequencies, _ = ROPE_INIT_FUNCTIONS[rotary.rope_type](template.config, "cpu")
-    return frequencies
+        frequencies, factor = ROPE_INIT_FUNCTIONS[rotary.rope_type](template.config, "cpu")
+    return frequencies, factor
 
 
 def _block_spec(config: Any, vp_stage: int | None) -> Any:

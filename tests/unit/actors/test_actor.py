@@ -50,6 +50,18 @@ def test_gradient_checkpointing_changes_nothing(make_actor, records, mode, lora)
     assert_same_step(gradients(plain, records), gradients(recomputed, records))
 
 
+@pytest.mark.parametrize("backend", ["fsdp1", "fsdp2"])
+def test_eager_attention_is_that_of_the_fused_kernels(make_actor, records, backend):
+    made = (make_actor(actor__attention=attention, actor__backend=backend) for attention in ("sdpa", "eager"))
+    runs = []
+    for actor in made:
+        with Operations() as seen:
+            runs.append(gradients(actor, records))
+        runs[-1] += (seen.attention,)
+    assert_same_step(*runs)
+    assert runs[0][2] > 0 == runs[1][2]
+
+
 class Operations(TorchDispatchMode):
     """Counts the operations that run."""
 

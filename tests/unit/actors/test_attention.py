@@ -17,9 +17,9 @@ def row_attention(query, key, value, window):
     return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value
 
 
-def packed_of(lengths):
+def packed_of(lengths, **options):
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
-    return PackedLayout(offsets, lengths)
+    return PackedLayout(offsets, lengths, **options)
 
 
 @settings(max_examples=40, deadline=None)
@@ -27,14 +27,15 @@ def packed_of(lengths):
     lengths=st.lists(st.integers(1, 17), min_size=1, max_size=8),
     key_heads=st.sampled_from([1, 2, 4]),
     window=st.sampled_from([None, 1, 3, 40]),
+    kernel=st.sampled_from(["auto", "sdpa", "eager"]),
 )
-def test_packed_rows_do_not_see_each_other(lengths, key_heads, window):
+def test_packed_rows_do_not_see_each_other(lengths, key_heads, window, kernel):
     generator = torch.Generator().manual_seed(sum(lengths))
     total = sum(lengths)
     query, key, value = (
         torch.randn(1, heads, total, 8, generator=generator).requires_grad_() for heads in (4, key_heads, key_heads)
     )
-    layout = packed_of(lengths)
+    layout = packed_of(lengths, kernel=kernel)
     output, _ = packed_attention(None, query, key, value, None, packed=layout, scaling=0.3, sliding_window=window)
     assert output.shape == (1, total, 4, 8)
     weight = torch.randn(output.shape, generator=generator)

@@ -283,7 +283,7 @@ def test_a_float32_layer_keeps_its_input_and_its_weights_alone_for_the_backward_
 
 
 def test_megatron_refuses_adapters_by_name(make_spec):
-    from rl_core.actors.megatron.guards import unsupported_settings
+    from rl_core.actors.guards import unsupported_settings
 
     spec = make_spec(model__lora=ADAPTERS, actor__backend="megatron")
     assert any("model.lora needs actor.backend fsdp2 or fsdp1" in line for line in unsupported_settings(spec, {}))

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
+from rl_core.actors.device import allocator_settings
 from rl_core.actors.fsdp.manager import FSDPModelManager
 from rl_core.actors.fsdp.strategy import FSDP2Strategy
 from rl_core.actors.ranks import Ranks
@@ -43,6 +44,16 @@ def equal(left, right):
 def test_set_up_twice_is_refused(make_manager):
     with pytest.raises(RuntimeError, match="once"):
         make_manager().setup_model_and_optimizer()
+
+
+def test_segments_of_the_allocator_grow_unless_the_job_says_otherwise_or_hands_memory_to_rollouts(make_spec):
+    settings = allocator_settings(make_spec(actor__gpus=1), {})
+    assert settings == "expandable_segments:True"
+    torch._C._accelerator_setAllocatorSettings(settings)  # raises for a setting that this torch does not know
+    assert allocator_settings(make_spec(actor__gpus=1), {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}) is None
+    assert allocator_settings(make_spec(actor__gpus=1), {"PYTORCH_ALLOC_CONF": ""}) is None
+    shared = make_spec(placement__mode="colocated", actor__gpus=1, rollout__gpus=1)
+    assert allocator_settings(shared, {}) is None
 
 
 def test_ranks_that_read_and_write_files_wait_for_each_other_as_long_as_the_runner_does(

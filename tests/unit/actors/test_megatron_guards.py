@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from rl_core.actors.guards import check, unsupported_settings
 from rl_core.actors.manager import validated
-from rl_core.actors.megatron.guards import check, unsupported_settings
 from rl_core.api.errors import ConfigError
 from tests.actor_samples import make_spec as make_mapping
 
@@ -37,12 +37,11 @@ def of_two(**parallel):
     ("changes", "model", "words"),
     [
         ({"actor__dropout": True}, {}, ["actor.dropout", "true"]),
-        ({"actor__accumulateWithoutSync": False}, {}, ["actor.accumulateWithoutSync", "false"]),
         ({}, {"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ({}, {"mlp_bias": True}, ["mlp_bias", "True"]),
         ({}, {"use_sliding_window": True}, ["use_sliding_window"]),
         ({}, {"architectures": ["LlamaForCausalLM"], "attention_bias": True}, ["attention_bias"]),
-        ({}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ["rope_type", "yarn", "llama3"]),
+        ({}, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, ["rope_type", "dynamic", "yarn"]),
         (of_two(sequence=True), {}, ["actor.parallel.sequence", "tensor 1"]),
         (of_two(virtualPipeline=2), {}, ["actor.parallel.virtualPipeline", "pipeline above 1", "2"]),
         (of_two(pipeline=2, virtualPipeline=2), {}, ["actor.parallel.pipeline", "num_hidden_layers 2", "4"]),

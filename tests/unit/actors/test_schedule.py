@@ -10,7 +10,7 @@ from transformers import get_wsd_schedule
 
 from rl_core.actors.schedule import LRSchedule
 from rl_core.api.errors import ConfigError
-from rl_core.api.roles import OptimizerSpec
+from rl_core.api.optimizer import OptimizerSpec
 
 
 def test_the_worked_example_of_the_specification():

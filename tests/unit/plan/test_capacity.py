@@ -1,6 +1,7 @@
 """Memory estimates: the formulas on a hand-counted model, facts against real models, errors that help."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -40,7 +41,7 @@ def spec(**blocks):
         "rollout": {"maxBatch": 16, "maxSequenceLength": 128, "sampling": {"maxNewTokens": 64}},
     }
     for name, fields in blocks.items():
-        written[name] = written.get(name, {}) | fields
+        written[name] = fields if isinstance(fields, list) else written.get(name, {}) | fields
     return RLJobSpec.model_validate(written)
 
 
@@ -57,7 +58,7 @@ def test_fsdp_cuts_everything_and_gathers_what_is_outside_the_layers_and_two_of_
     assert found == {
         "weights": 500_000 * 4,
         "optimizer": 500_000 * 8,
-        "gradients": 1_000_000 * 4,
+        "gradients": 500_000 * 4 + 400_000 * 4,
         "gather": (200_000 + 2 * 200_000) * 2,
         "activations": 4 * 2048 * LAYER,
         "logits": CHUNK * 2 + CHUNK * 4 + 500 * 64 * 6,
@@ -67,7 +68,7 @@ def test_fsdp_cuts_everything_and_gathers_what_is_outside_the_layers_and_two_of_
 def test_gradients_that_wait_for_the_last_micro_batch_are_whole():
     waits, reduces = (
         parts(estimate(spec(actor={"replicas": 2, **actor}), FACTS), "actor", "train")["gradients"]
-        for actor in ({}, {"accumulateWithoutSync": False})
+        for actor in ({"accumulateWithoutSync": True}, {})
     )
     assert waits == 1_000_000 * 4 and reduces == 500_000 * 4 + 400_000 * 4, (
         "all; a share, what is outside the layers and one of them"
@@ -112,8 +113,8 @@ def test_recomputed_layers_keep_their_inputs_and_one_of_them_all_when_the_logits
     for vocabulary in (500, 50):
         facts = replace(FACTS, vocab=vocabulary)
         found = parts(estimate(spec(actor={"gradientCheckpointing": True}), facts), "actor", "train")
-        kept = 4 * 2048 * 64 * 2
-        assert found["activations"] + found["logits"] == kept + max(2048 * LAYER, found["logits"])
+        kept, gradients = 4 * 2048 * 64 * 2, 2048 * 2 * 2 * (128 + 64)
+        assert found["activations"] + found["logits"] == kept + max(2048 * LAYER + gradients, found["logits"])
 
 
 @pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
@@ -151,9 +152,8 @@ QWEN3_8B = ModelFacts(
 
 def test_a_model_of_8b_trains_on_four_devices_of_40_gib_with_its_optimizer_state_on_the_host():
     actor = {"replicas": 4, "gpus": 1, "gradientCheckpointing": True, "microBatchTokens": 4096}
-    actor |= {"accumulateWithoutSync": False}
     report = estimate(spec(actor=actor, rollout={"gpus": 1}), QWEN3_8B, device_memory=40 * GIB)
-    with pytest.raises(CapacityError, match=r"largest part optimizer .*; set actor\.offload\.optimizer true"):
+    with pytest.raises(CapacityError, match=r"largest part optimizer .*; it fits with actor\.offload\.optimizer true"):
         report.check("actor")
     offloaded = estimate(
         spec(actor=actor | {"offload": {"optimizer": True}}, rollout={"gpus": 1}), QWEN3_8B, device_memory=40 * GIB
@@ -170,7 +170,9 @@ def test_a_model_of_8b_trains_on_four_devices_of_40_gib_with_its_optimizer_state
     assert "optimizer" not in parts(offloaded, "actor", "train")
     update = {"weights": share * 4, "gradients": share * 4, "optimizer": share * 8}
     assert parts(offloaded, "actor", "update") == update
-    with pytest.raises(CapacityError, match=r"phase update: .*largest part optimizer .*; use a smaller model"):
+    with pytest.raises(
+        CapacityError, match=r"phase update: .*largest part optimizer .*; it fits with actor\.replicas 4"
+    ):
         estimate(
             spec(actor=actor | {"offload": {"optimizer": True}, "replicas": 2}), QWEN3_8B, device_memory=40 * GIB
         ).check("actor")
@@ -285,6 +287,43 @@ def test_shortage_names_role_phase_sizes_largest_part_and_way_out():
         report.check()
     assert "largest part logits" in str(caught.value) and "actor.microBatchTokens" in str(caught.value)
     report.check("rollout")
+
+
+@pytest.mark.parametrize(
+    ("actor", "gib", "expected"),
+    [
+        ({"microBatchTokens": 16384}, 80, "actor.microBatchTokens 4096"),
+        ({}, 40, "actor.gradientCheckpointing true and actor.offload.optimizer true"),
+        (
+            {"gradientCheckpointing": True, "accumulateWithoutSync": True},
+            50,
+            "actor.accumulateWithoutSync false",
+        ),
+        ({"gradientCheckpointing": True}, 30, "actor.offload.optimizer true and actor.replicas 8"),
+    ],
+)
+def test_a_shortage_of_the_trainer_names_the_settings_with_which_it_fits(actor, gib, expected):
+    actor = {"replicas": 4, "gpus": 1, "microBatchTokens": 4096} | actor
+    job = spec(actor=actor, rollout={"gpus": 1, "maxSequenceLength": 4096})
+    with pytest.raises(CapacityError, match=f"; it fits with {re.escape(expected)}$"):
+        estimate(job, QWEN3_8B, device_memory=gib * GIB).check("actor")
+
+
+def test_a_trainer_that_fits_by_no_setting_is_told_its_largest_part():
+    tiny = estimate(spec(actor={"gpus": 1}, rollout={"gpus": 1}), QWEN3_8B, device_memory=2 * GIB)
+    assert tiny.fits_with is None
+    with pytest.raises(CapacityError, match="largest part"):
+        tiny.check("actor")
+
+
+def test_the_critic_in_a_group_of_its_own_is_a_trainer_without_logits():
+    group = {"name": "critic", "worker": "rl_core.groups.critic:Critic", "lifecycle": "gang", "callers": ["actor"]}
+    job = spec(algorithm={"name": "gae", "critic": {"group": "critic"}}, groups=[group | {"gpus": 1}])
+    report = estimate(job, FACTS)
+    found = parts(report, "critic", "train")
+    assert found["logits"] == 0 and found["optimizer"] == 1_000_000 * 8 and found["activations"] > 0
+    assert {row.phase for row in report.rows if row.role == "critic"} == {"load", "train", "values", "idle"}
+    assert {row.host for row in report.rows if row.role == "critic"} == {0}, "it publishes nothing"
 
 
 def test_cpu_processes_of_a_pod_share_its_host_memory():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.actors.megatron.guards import unsupported_settings
+from rl_core.actors.guards import unsupported_settings
 from rl_core.api.errors import CapacityError
 from rl_core.cli import plan, validate
 from rl_core.cli.job_file import JobProblems, load_job
@@ -40,7 +40,7 @@ RANKS = {
 DEVICES = {"rljob.yaml": 8, "qwen3-8b.yaml": 16, "lora-24gb.yaml": 1}
 MEMORY = {"rljob.yaml": 74.5, "qwen3-8b.yaml": 74.5, "lora-24gb.yaml": 22.4}
 """GiB of the devices that the README names."""
-TOO_SMALL = {"rljob.yaml": 15, "qwen3-8b.yaml": 15, "lora-24gb.yaml": 12}
+TOO_SMALL = {"rljob.yaml": 12, "qwen3-8b.yaml": 15, "lora-24gb.yaml": 12}
 
 
 @pytest.fixture(params=SHAPES)

@@ -1,0 +1,103 @@
+"""Measures what a training process allocates on its device in each phase: torch reports every allocation of its CPU allocator."""
+
+import gc
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+
+from rl_core.weights import offload
+from tests.actor_samples import make_record
+
+LENGTH, PROMPT, VOCABULARY = 128, 8, 2000
+GROUPS = (0, 1, 2, 4)
+
+
+class Meter:
+    """Bytes that torch's CPU allocator has given out since the meter was made, as far as it is run under it."""
+
+    def __init__(self) -> None:
+        self.held = 0
+
+    def peak(self, run: Callable[[], object]) -> int:
+        """Return the most that was held while `run` ran."""
+        gc.collect()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            run()
+            gc.collect()
+        events, found = list(seen.profiler.kineto_results.experimental_event_tree()), []
+        while events:
+            event = events.pop()
+            events += event.children
+            if event.tag == _EventType.Allocation:
+                found.append((event.start_time_ns, event.extra_fields.alloc_size))
+        held = list(
+            itertools.accumulate((size for _, size in sorted(found, key=lambda one: one[0])), initial=self.held)
+        )
+        self.held = held[-1]
+        return max(held)
+
+
+def full_record(group: int):
+    """Return a group of four rows of LENGTH tokens each."""
+    rng, record = np.random.default_rng(group), make_record(group)
+    prompt = [{"role": "user", "content": "", "token_ids": torch.tensor(rng.integers(0, VOCABULARY, PROMPT))}]
+    completions = []
+    for completion in record.completions:
+        answer = {
+            "role": "assistant",
+            "content": "",
+            "token_ids": torch.tensor(rng.integers(0, VOCABULARY, LENGTH - PROMPT)),
+            "generation_logprobs": torch.tensor(rng.normal(-3, 0.2, LENGTH - PROMPT), dtype=torch.float32),
+        }
+        completions.append(replace(completion, message_log=[*prompt, answer], reward=float(rng.integers(0, 3))))
+    return replace(record, prompt=prompt, completions=completions)
+
+
+def train(actor) -> None:
+    """Run a training step, on this rank's share of the groups."""
+    if actor.ranks.receives:
+        share = GROUPS[actor.ranks.data_rank :: actor.ranks.data_size]
+        actor.load_batch([full_record(group) for group in share])
+    actor.compute_log_probs()
+    actor.compute_advantages_and_returns()
+    actor.run_training(1)
+
+
+def measure(make_actor: Callable[[], object]) -> dict[str, int]:
+    """Return the most that the actor of `make_actor` holds in the phases idle, logprob and train, bytes; train has the optimizer step.
+
+    What is offloaded goes to memory that is not torch's, as it would leave the memory of a device.
+    """
+    meter, actors = Meter(), []
+    offload.torch = _HostMemory()
+    try:
+        meter.peak(lambda: actors.append(make_actor()))
+        (actor,) = actors
+        row, parts = (
+            list(range(1, LENGTH + 1)) * (actor.cfg.actor.micro_batch_tokens // LENGTH),
+            actor.cfg.actor.offload,
+        )
+        meter.peak(lambda: actor.occupy(["weights", "gradients", *(["optimizer"] if not parts.optimizer else [])]))
+        measured = {"logprob": meter.peak(lambda: actor.score(row, 1)), "train": meter.peak(lambda: train(actor))}
+        stays = {"weights": not parts.params, "gradients": not parts.grads, "optimizer": not parts.optimizer}
+        meter.peak(lambda: actor.occupy([part for part, here in stays.items() if here]))
+    finally:
+        offload.torch = torch
+    return measured | {"idle": meter.held}
+
+
+class _HostMemory(SimpleNamespace):
+    """The module torch, but for the memory that tensors are offloaded to."""
+
+    def __getattr__(self, name: str):
+        return getattr(torch, name)
+
+    @staticmethod
+    def empty_like(source, **_):
+        return torch.from_numpy(np.empty(source.shape, np.uint8))
