@@ -75,9 +75,12 @@ def start_run(job: RLJob, *, output: str | Path, code: str | Path = ".", resume:
 
     `output` is the output folder. Beside it lie `OUTPUT.yaml`, the job, which `rljob run` and `rljob submit` take, and `OUTPUT.log`, what the
     run prints. `code` is the folder at which relative paths of the job and the modules of user code are found. `resume` is auto, none or
-    the path of a checkpoint, as of `rljob run`.
+    the path of a checkpoint, as of `rljob run`. Raises ConfigError, and writes nothing, when `output` holds a run that is not resumed.
     """
+    from rl_core.cli.run import check_output  # it loads the launcher, which following a run does not need
+
     output, folder = Path(output).resolve(), Path(code).resolve()
+    check_output(output, resume)
     file, log = (output.with_name(output.name + suffix) for suffix in (".yaml", ".log"))
     file.parent.mkdir(parents=True, exist_ok=True)
     whole = with_absolute_paths(job, folder / file.name)

@@ -198,7 +198,7 @@ def waiting_line(status: dict[str, Any], seconds: float) -> str:
 
 
 def step_line(metrics: dict[str, Any], total: int, measured: ValidationMetric = ACCURACY) -> str:
-    """Return one readable line of a step's metrics.
+    """Return one readable line of a step's metrics. It tells what was lost so far: dropped groups, samples of a validation, all rewards.
 
     The share of successes is left out while it is 0: most simulators report none.
     """
@@ -214,6 +214,11 @@ def step_line(metrics: dict[str, Any], total: int, measured: ValidationMetric = 
     for key, name, digits in shown:
         if isinstance(metrics.get(key), int | float) and (metrics[key] or name != "success"):
             parts.append(f"{name} {metrics[key]:.{digits}f}")
+    if metrics.get("reward/missing") and "reward/mean" not in metrics:
+        parts.insert(2, "no sample has a reward")
+    for key, name in (("ledger/dropped", "dropped"), ("val/errors", "val errors")):
+        if metrics.get(key):
+            parts.append(f"{name} {metrics[key]:.0f}")
     if isinstance(metrics.get("time/step"), int | float):
         parts.append(f"{metrics['time/step']:.2f} s")
     return "  ".join(parts)

@@ -261,7 +261,7 @@ def _hub_problems(found: Sequence[tuple[str, str]]) -> Iterator[str]:
             yield f"spec.{field}: {error}"
         except ConnectionError as error:
             unseen = ", ".join(f"spec.{name}" for name, _ in found[number:])
-            sys.stderr.write(f"not looked for on the hub: {unseen}: {error}\n")
+            sys.stderr.write(f"not checked: {unseen}: {error}\n")
             return
 
 

@@ -104,8 +104,11 @@ def _check_order(function: Any, name: str) -> None:
     except (TypeError, ValueError):
         return
     if first == "completions" or second == "prompts":
+        way_out = (
+            "reorder its parameters" if {first, second} >= {"prompts", "completions"} else "add the one that is missing"
+        )
         raise ConfigError(
-            f"env.reward: must take (prompts, completions, ...) in this order, got {name}({first}, {second}); reorder its parameters"
+            f"env.reward: must take (prompts, completions, ...) in this order, got {name}({first}, {second}); {way_out}"
         )
 
 

@@ -55,6 +55,7 @@ METRICS = (
         "reward",
         "rewards of the prompt groups that the step trains on, as the environment gave them",
     ),
+    Metric("reward/missing", "samples", "samples of these groups without a reward, which are not trained"),
     Metric("dynamic_sampling/batches", "batches", "batches of prompts generated for the step"),
     Metric("dynamic_sampling/kept_groups", "groups", "groups that the step trains on"),
     Metric("dynamic_sampling/dropped_groups", "groups", "groups dropped because all their rewards are equal"),

@@ -20,7 +20,7 @@ from rl_core.runner.startup import Startup
 from rl_core.runner.status import Phase
 from rl_core.runner.step_state import StepState, reward_metrics
 from rl_core.runner.sync import WeightSync
-from rl_core.runner.teacher_signal import TeacherSignal
+from rl_core.runner.teacher_signal import RewardSignal, TeacherSignal
 from rl_core.runner.text import build_text_program
 from rl_core.runner.training_program import TrainingProgram
 from rl_core.workers.group import WorkerGroupFuncResult
@@ -50,7 +50,7 @@ class ReasoningRunner(TrainingProgram):
         super().__init__(run, saving, startup=startup, schedule=schedule, sync=sync)
         self.prompts = prompts
         self.steps, self.workload = prompts.steps, prompts.workload
-        self.teacher_signal = TeacherSignal()
+        self.teacher_signal, self.reward_signal = TeacherSignal(), RewardSignal()
         self._trained: tuple[int, int] | None = None
         """The step that was trained last and its policy version, until its samples are asked for."""
         saving.register("ledger", prompts.steps)
@@ -84,6 +84,7 @@ class ReasoningRunner(TrainingProgram):
         metrics = reward_metrics(list(taken.admitted.values())) | received | trained | self.steps.metrics() | usage
         self.board.step_took(report.seconds("step"))
         self.teacher_signal.observe(metrics)
+        self.reward_signal.observe(metrics)
         self.check_metrics(metrics)
         spec = self.applied.spec
         last = self.progress.step == spec.algorithm.steps

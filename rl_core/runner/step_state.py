@@ -92,12 +92,13 @@ class StepState:
 
 
 def reward_metrics(entries: Sequence[GroupEntry]) -> dict[str, float]:
-    """Return `reward/{mean,std,min,max}` over the finite raw rewards of admitted groups, float64."""
-    rewards = np.asarray([reward for entry in entries for reward in entry.rewards], dtype=np.float64)
-    rewards = rewards[np.isfinite(rewards)]
+    """Return `reward/{mean,std,min,max}` over the finite raw rewards of admitted groups, float64, and the number of others."""
+    given = np.asarray([reward for entry in entries for reward in entry.rewards], dtype=np.float64)
+    rewards = given[np.isfinite(given)]
+    missing = {"reward/missing": float(given.size - rewards.size)}
     if not rewards.size:
-        return {}
-    return {
+        return missing
+    return missing | {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/min": float(rewards.min()),

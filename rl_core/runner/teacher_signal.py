@@ -1,10 +1,11 @@
-"""Ends a run of on-policy distillation in which the teacher changes nothing."""
+"""Ends a run in which nothing is learned: without a reward, or from a teacher that changes nothing."""
 
 from collections.abc import Mapping
 
 from rl_core.api.errors import ConfigError
 
 TEACHER_SHARE = "train/distill/teacher_share"
+REWARD, UNREWARDED = "reward/mean", "reward/missing"
 MOST_SILENT_STEPS = 3
 
 
@@ -22,4 +23,21 @@ class TeacherSignal:
             raise ConfigError(
                 f"{TEACHER_SHARE} must be above 0, got 0 for {self._silent} steps: the teacher gives each token the log-probability of the "
                 "student; check the model of the teacher's group"
+            )
+
+
+class RewardSignal:
+    """Counts consecutive steps in which no sample has a reward."""
+
+    def __init__(self) -> None:
+        self._silent = 0
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a step. Raises ConfigError at the third step in a row in which samples were scored and none has a reward."""
+        nothing = metrics.get(UNREWARDED, 0.0) > 0 and REWARD not in metrics
+        self._silent = self._silent + 1 if nothing else 0
+        if self._silent >= MOST_SILENT_STEPS:
+            raise ConfigError(
+                f"env must give a reward to some sample of a step, got None for all samples of {self._silent} steps, so nothing is trained; "
+                "is a `return` missing in the code that scores?"
             )

@@ -166,7 +166,7 @@ def test_validation_asks_the_hub_for_what_the_job_names(endpoint, tmp_path):
     job["spec"]["data"] = {"train": sets["right"]}
     file.write_text(json.dumps(job))
     silent = run("http://127.0.0.1:1", tmp_path, "-m", "rl_core.cli.main", "validate", str(file))
-    assert silent.returncode == 0 and "not looked for on the hub: spec.model.path, spec.data.train: " in silent.stderr
+    assert silent.returncode == 0 and "not checked: spec.model.path, spec.data.train: " in silent.stderr
 
 
 @pytest.mark.parametrize(

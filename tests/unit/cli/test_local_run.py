@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from rl_core import RLJob, start_run
+from rl_core.api.errors import ConfigError
 from rl_core.cli.local_run import LocalRun, RunFailed
 
 STEPS = """
@@ -48,6 +49,21 @@ def test_a_failed_run_raises_with_its_last_lines(tmp_path):
 
 def test_an_interrupted_run_is_no_failure(tmp_path):
     started(tmp_path, code=130).wait()
+
+
+def test_the_record_of_a_finished_run_is_not_overwritten(tmp_path):
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first/metrics.jsonl").write_text('{"step": 7}\n')
+    (tmp_path / "first.yaml").write_text("the job of the run")
+    (tmp_path / "first.log").write_text("what it printed")
+    spec = {"model": {"path": "nowhere"}, "data": {"train": "rows.jsonl"}}
+    job = RLJob.model_validate(
+        {"apiVersion": "rljob.dev/v1alpha1", "kind": "RLJob", "metadata": {"name": "a"}, "spec": spec}
+    )
+    with pytest.raises(ConfigError, match=r"holds a run \(at step 7\)"):
+        start_run(job, output=tmp_path / "first", code=tmp_path)
+    assert (tmp_path / "first.yaml").read_text() == "the job of the run"
+    assert (tmp_path / "first.log").read_text() == "what it printed"
 
 
 def test_a_job_that_is_refused_raises_what_the_command_says_and_is_kept_as_it_was_given(tmp_path):

@@ -177,6 +177,13 @@ def test_validation_is_called_accuracy_only_where_the_environment_judges(tmp_pat
     assert f"val {told}" in step_line(lines[1], 2, measured)
 
 
+def test_the_line_of_a_step_tells_what_was_lost():
+    lost = {"step": 1, "reward/missing": 8.0, "ledger/dropped": 6.0, "val/errors": 1.0}
+    assert step_line(lost, 2).split("  ")[1:] == ["step 1/2", "no sample has a reward", "dropped 6", "val errors 1"]
+    fine = {"step": 1, "reward/mean": 0.5, "reward/missing": 1.0, "ledger/dropped": 0.0, "val/errors": 0.0}
+    assert step_line(fine, 2).split("  ")[1:] == ["step 1/2", "reward 0.500"]
+
+
 def test_the_line_of_an_embodied_step_tells_return_speed_and_successes_if_there_are_some():
     spec = {
         "program": "embodied", "model": {"path": "m"}, "data": {"train": "none"}, "algorithm": {"name": "gae", "critic": {}},

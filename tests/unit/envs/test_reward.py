@@ -92,14 +92,18 @@ async def test_an_argument_that_is_missing_or_not_taken_is_named(user):
 
 
 @pytest.mark.parametrize(
-    "function",
-    [lambda completions, answer: [], lambda completions: [], lambda text, prompts: []],
-    ids=["both", "one", "second"],
+    ("function", "way_out"),
+    [
+        (lambda completions, answer: [], "add the one that is missing"),
+        (lambda completions: [], "add the one that is missing"),
+        (lambda text, prompts: [], "add the one that is missing"),
+        (lambda completions, prompts: [], "reorder its parameters"),
+    ],
+    ids=["no prompts", "one", "no completions", "order"],
 )
-def test_a_function_that_would_take_prompts_for_completions_is_refused(user, function):
-    with pytest.raises(
-        ConfigError, match=r"must take \(prompts, completions, ...\) in this order, got user_rewards:score"
-    ):
+def test_a_function_that_would_take_prompts_for_completions_is_refused(user, function, way_out):
+    rule = r"must take \(prompts, completions, ...\) in this order, got user_rewards:score.*"
+    with pytest.raises(ConfigError, match=rule + way_out):
         env(user, function)
 
 

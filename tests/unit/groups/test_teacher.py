@@ -10,7 +10,7 @@ from rl_core.algorithms.losses import LossInputs, compute_policy_loss
 from rl_core.api.errors import ConfigError, DataError
 from rl_core.data.tokenizer import Tokenizer, read_files
 from rl_core.groups.teacher import Teacher, check_tokenizers
-from rl_core.runner.teacher_signal import TEACHER_SHARE, TeacherSignal
+from rl_core.runner.teacher_signal import TEACHER_SHARE, RewardSignal, TeacherSignal
 from tests.small_models import NAMES, save_policy
 
 ROWS = [np.array([3, 9, 4, 20, 7]), np.array([5]), np.arange(2, 32), np.array([8, 8, 1])]
@@ -139,3 +139,11 @@ def test_three_steps_without_a_signal_of_the_teacher_end_the_run():
     signal.observe({TEACHER_SHARE: 0.0})
     with pytest.raises(ConfigError, match="0 for 3 steps"):
         signal.observe({TEACHER_SHARE: 0.0})
+
+
+def test_three_steps_without_a_reward_end_the_run():
+    signal, silent = RewardSignal(), {"reward/missing": 4.0}
+    for metrics in (silent, silent, silent | {"reward/mean": 0.0}, {}, silent, silent):
+        signal.observe(metrics)
+    with pytest.raises(ConfigError, match="got None for all samples of 3 steps"):
+        signal.observe(silent)
