@@ -33,8 +33,11 @@ class RewardSignal:
         self._silent = 0
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a step. Raises ConfigError at the third step in a row in which samples were scored and none has a reward."""
-        nothing = metrics.get(UNREWARDED, 0.0) > 0 and REWARD not in metrics
+        """Take the metrics of a step. Raises ConfigError at the third step in a row in which samples were scored and none has a reward.
+
+        Steps with a teacher train without rewards and are not counted.
+        """
+        nothing = metrics.get(UNREWARDED, 0.0) > 0 and not {REWARD, TEACHER_SHARE} & metrics.keys()
         self._silent = self._silent + 1 if nothing else 0
         if self._silent >= MOST_SILENT_STEPS:
             raise ConfigError(

@@ -143,7 +143,20 @@ def test_three_steps_without_a_signal_of_the_teacher_end_the_run():
 
 def test_three_steps_without_a_reward_end_the_run():
     signal, silent = RewardSignal(), {"reward/missing": 4.0}
-    for metrics in (silent, silent, silent | {"reward/mean": 0.0}, {}, silent, silent):
+    taught = silent | {TEACHER_SHARE: 1.0}
+    for metrics in (
+        silent,
+        silent,
+        silent | {"reward/mean": 0.0},
+        {},
+        silent,
+        silent,
+        taught,
+        taught,
+        taught,
+        silent,
+        silent,
+    ):
         signal.observe(metrics)
     with pytest.raises(ConfigError, match="got None for all samples of 3 steps"):
         signal.observe(silent)
