@@ -52,7 +52,7 @@ def test_a_run_trains_validates_checkpoints_exports_and_leaves_nothing_behind(st
         p.name for p in (run.output / "logs").iterdir()
     }
     assert not list((run.output / "checkpoints").glob(".step*"))
-    assert f"traces: {run.output / 'traces'}" in run.text
+    assert f"look at it: rljob view {run.output}" in run.text
     assert_traced(run, metrics[-1])
     assert_kept(run)
 
