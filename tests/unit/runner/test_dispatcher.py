@@ -452,10 +452,10 @@ def test_whatever_rollouts_do_a_step_trains_each_group_once_and_none_is_forgotte
     assert len(h.steps.acknowledge(1)) == 6 and not h.failures
 
 
-def test_reward_metrics_leave_out_what_is_not_finite():
+def test_reward_metrics_leave_out_and_count_what_is_not_finite():
     def entry(*rewards):
         return GroupEntry(group_id="g", token="t", v_min=0, v_max=0, rewards=rewards, tokens=1, informative=True)
 
     metrics = reward_metrics([entry(1.0, float("nan")), entry(0.0, 0.5)])
-    assert metrics["reward/mean"] == 0.5 and metrics["reward/max"] == 1.0
-    assert reward_metrics([entry(float("nan"))]) == {}
+    assert metrics["reward/mean"] == 0.5 and metrics["reward/max"] == 1.0 and metrics["reward/missing"] == 1.0
+    assert reward_metrics([entry(float("nan"))]) == {"reward/missing": 1.0}
