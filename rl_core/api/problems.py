@@ -23,7 +23,7 @@ def explained(error: ValidationError, root: type[BaseModel]) -> ValidationError:
     """
     parts = [
         InitErrorDetails(
-            type=PydanticCustomError(detail["type"], text),  # type: ignore[arg-type]  # the type needs not be known before
+            type=PydanticCustomError(detail["type"], text),
             loc=detail["loc"],
             input=detail["input"],
         )
