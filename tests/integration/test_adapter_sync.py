@@ -369,7 +369,7 @@ def test_a_row_in_flight_goes_on_with_the_new_adapter_and_each_token_has_the_ver
         row = Row(key=seed, prompt=[3, 4, 5], params=params, seed=1, on_tokens=lambda ids, begun=begun: begun.set())
         rows.submit([row], lambda results, result=result: result.set_result(results[0][1]))
         assert begun.wait(60)
-        synced.on_loop(synced.worker.pause_generation())
+        synced.on_loop(synced.engine.pause(keep_cache=False))
         assert synced.sync(seed).patched
         output = result.result(60)
         if len(output.versions) == 2:
