@@ -47,10 +47,10 @@ class WaitingReader:
         self._poll.register(self._wake, select.POLLIN)
 
     def read_until(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Read until `done()` is true or `seconds` have passed (None: no limit).
+        """Read until `done()` is true, the socket is closed or `seconds` have passed (None: no limit).
 
-        Whoever makes `done()` true on another thread must call `wake` then. Returns False at once, without reading, when another thread
-        reads or the socket is closed.
+        Whoever makes `done()` true or closes the socket on another thread must call `wake` then. Returns False at once, without reading, when
+        another thread reads or the socket is closed.
         """
         if not self._taken.acquire(blocking=False):
             return False
@@ -73,7 +73,7 @@ class WaitingReader:
             os.eventfd_write(self._wake, 1)
 
     def _read_until(self, done: Callable[[], bool], deadline: float) -> None:
-        while not done():
+        while not done() and not self._closed():
             left = deadline - time.monotonic()
             if left <= 0:
                 return

@@ -2,8 +2,8 @@
 
 `construct(spec)` builds the object. `execute` runs a method for the runner and also returns how long it took. Every public method is also
 served under its own name, for other workers (`weights_offer`, `step_rows`). Sync methods run in one thread, unless the group was launched
-with `max_concurrency`; while it runs none it reads the requests itself, and it replies itself. Async methods run on the loop of RPC handlers, at most 64
-at a time.
+with `max_concurrency`. While it runs none, this thread receives the requests itself, and it sends the replies of its methods. Async methods
+run on the loop of RPC handlers, at most 64 at a time.
 """
 
 import asyncio
