@@ -149,18 +149,21 @@ class HandlerRunner:
         call.on_cancel = running.cancel
         with self._lock:
             self._unfinished += 1
-            if self._coroutines >= self._most_coroutines:
-                self._queue.append(running)
-                return
-            self._coroutines += 1
-        self._start(running)
+            self._queue.append(running)
+            following = self._take_following()
+        self._start(following)
 
     def limit(self, most: int) -> None:
-        """Bound functions, and coroutines, submitted from now on to `most` at a time. Earlier ones keep their bound and run beside them."""
+        """Bound functions that are submitted from now on, and all coroutines, to `most` at a time.
+
+        Functions that were submitted before keep their bound and run beside them. Coroutines that run are not interrupted.
+        """
         with self._lock:
             self.threads.close()
             self.threads = HandlerThreads(most, "rljob-rpc", self._requests)
             self._most_coroutines = most
+            following = self._take_following()
+        self._start(following)
 
     async def wait_idle(self) -> None:
         """Wait until no handler runs or waits to run."""
@@ -176,8 +179,16 @@ class HandlerRunner:
         """End the threads once the functions submitted so far have run. Nothing may be submitted afterwards: a function would never run."""
         self.threads.close()
 
-    def _start(self, running: "_Running") -> None:
-        HandlerLoop.shared().loop.call_soon_threadsafe(running.start)
+    def _take_following(self) -> "list[_Running]":
+        """Take the coroutines for which there is room from the queue, and count them as running. With the lock."""
+        room = max(self._most_coroutines - self._coroutines, 0)
+        following = [self._queue.popleft() for _ in range(min(room, len(self._queue)))]
+        self._coroutines += len(following)
+        return following
+
+    def _start(self, following: "list[_Running]") -> None:
+        for running in following:
+            HandlerLoop.shared().loop.call_soon_threadsafe(running.start)
 
     def _finished(self, is_coroutine: bool) -> None:
         with self._lock:
@@ -185,14 +196,11 @@ class HandlerRunner:
             on_idle: list[Callable[[], object]] = []
             if not self._unfinished:
                 on_idle, self._on_idle = self._on_idle, on_idle
-            following = None
-            if is_coroutine:
-                following = self._queue.popleft() if self._queue else None
-                self._coroutines -= following is None
+            self._coroutines -= is_coroutine
+            following = self._take_following()
         for wake in on_idle:
             wake()
-        if following is not None:
-            self._start(following)
+        self._start(following)
 
 
 class _Running:
