@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_core.actors import checkpoint, export, hf
-from rl_core.actors.device import compute_device
 from rl_core.actors.critic import HEAD, is_critic_name
+from rl_core.actors.device import compute_device
 from rl_core.actors.lora import DisabledAdapters, check_same_adapters, identity
 from rl_core.actors.published import PublishedState
 from rl_core.actors.ranks import ParallelSizes, Ranks

@@ -73,9 +73,7 @@ class PublishedState(ABC):
             return AdapterSource(self._whole_adapters(), bucket_bytes=bucket_bytes)
         adapters = [SourceEntry(name, shape, "float32") for name, shape in self._adapter_shapes.items()]
         entries = [*self._entries(self.cfg.model.dtype), *adapters]
-        return GatheredSource(
-            entries, self._published_slices(), self.gathering, self.ranks, bucket_bytes=bucket_bytes
-        )
+        return GatheredSource(entries, self._published_slices(), self.gathering, self.ranks, bucket_bytes=bucket_bytes)
 
     def _entries(self, dtype: str) -> list[SourceEntry]:
         """Return the entries of the weights without adapters."""

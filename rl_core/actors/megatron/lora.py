@@ -77,21 +77,25 @@ class Adapters(nn.Module):  # type: ignore[misc]
     def __init__(self, layer: Any, fused: _Fused, spec: LoraSpec, tensor_rank: int) -> None:
         """Make the adapters of `spec` for `layer`, which consists of `fused`."""
         super().__init__()
-        self._fused, self._rank, self._scale, self._dropout = fused, spec.rank, spec.scale, spec.dropout
+        self._fused, self._scale, self._dropout = fused, spec.scale, spec.dropout
         self._sequence = layer.config.sequence_parallel
         # Ranks with the same inputs drop the same ones.
         self._seed_offset = tensor_rank if fused.by_inputs or self._sequence else 0
         self.lora_enabled = True
-        weight = layer.weight
+        self._places: list[slice] = []
+        """Columns of each adapter's outputs in a group of the layer's outputs."""
+        weight, start = layer.weight, 0
         options: dict[str, Any] = {"bias": False, "device": weight.device, "dtype": weight.dtype}
         for target, width in zip(fused.targets, fused.widths, strict=True):
             if target in spec.targets:
                 down = nn.Linear(weight.shape[1], spec.rank, **options)
                 up = nn.Linear(spec.rank, fused.groups * width, **options)
                 self.add_module(target, nn.ModuleDict({A: down, B: up}))
+                self._places.append(slice(start, start + width))
                 if self._sequence:
                     # Of a whole matrix each rank has the gradient from its own tokens; megatron adds these up.
                     (up if fused.by_inputs else down).weight.sequence_parallel = True
+            start += width
 
     def forward(self, inputs: Tensor, output: Tensor) -> Tensor:
         """Return `output` [L, 1, O] of the layer for `inputs` [L, 1, I] with what the adapters add to it.
@@ -100,11 +104,12 @@ class Adapters(nn.Module):  # type: ignore[misc]
         """
         if not self.lora_enabled:
             return output
-        targets = [target for target in self._fused.targets if target in self._modules]
-        hidden = [self._modules[target][A](self._dropped(inputs)) for target in targets]
-        arrived = self._exchanged(torch.cat(hidden, dim=-1) * self._scale).split(self._rank, dim=-1)
-        added = {target: self._modules[target][B](part) for target, part in zip(targets, arrived, strict=True)}
-        return output + self._interleaved(added, output)
+        hidden = torch.cat([adapter[A](self._dropped(inputs)) for adapter in self._modules.values()], dim=-1)
+        arrived = self._exchanged(hidden * self._scale)
+        weights = [adapter[B].weight for adapter in self._modules.values()]
+        if self._fused.by_inputs:
+            return output + arrived @ weights[0].t()
+        return _AddedInPlace.apply(output, arrived, self._places, self._fused.groups, *weights)
 
     def _dropped(self, inputs: Tensor) -> Tensor:
         if not (self._dropout and self.training):
@@ -128,14 +133,32 @@ class Adapters(nn.Module):  # type: ignore[misc]
             return library.gather_from_sequence_parallel_region(hidden)
         return library.copy_to_tensor_model_parallel_region(hidden)
 
-    def _interleaved(self, added: dict[str, Tensor], output: Tensor) -> Tensor:
-        """Return what is added, [..., O], in the order of the layer's outputs; 0 where a target has no adapter."""
-        if len(self._fused.targets) == 1:
-            (whole,) = added.values()
-            return whole
-        groups, parts = self._fused.groups, []
-        for target, width in zip(self._fused.targets, self._fused.widths, strict=True):
-            shape = (*output.shape[:-1], groups, width)
-            parts.append(added[target].view(shape) if target in added else output.new_zeros(()).expand(shape))
-        return torch.cat(parts, dim=-1).flatten(-2)
 
+class _AddedInPlace(torch.autograd.Function):  # type: ignore[misc]
+    """The output of a layer, to some of whose columns B A x of an adapter is added in place."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, hidden: Tensor, places: list[slice], groups: int, *weights: Tensor) -> Tensor:
+        """Return `output` [L, 1, O], which has its columns in `groups` runs of equal length.
+
+        `hidden` [L, 1, n R] are the outputs of A for each of n adapters, and `weights` their B. `places` are the columns of each in a run.
+        """
+        ctx.save_for_backward(hidden, *weights)
+        ctx.places, ctx.groups = places, groups
+        runs = output.unflatten(-1, (groups, -1))
+        for part, place, weight in zip(hidden.chunk(len(weights), dim=-1), places, weights, strict=True):
+            runs[..., place] += (part @ weight.t()).unflatten(-1, (groups, -1))
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of output, hidden and weights for that of the result, [L, 1, O]."""
+        hidden, *weights = ctx.saved_tensors
+        runs = grad.unflatten(-1, (ctx.groups, -1))
+        of_hidden, of_weights = [], []
+        for part, place, weight in zip(hidden.chunk(len(weights), dim=-1), ctx.places, weights, strict=True):
+            rows = runs[..., place].reshape(-1, len(weight))
+            of_hidden.append((rows @ weight).view(part.shape))
+            of_weights.append(rows.t() @ part.reshape(-1, part.shape[-1]))
+        return grad, torch.cat(of_hidden, dim=-1), None, None, *of_weights
