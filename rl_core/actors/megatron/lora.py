@@ -7,6 +7,9 @@ outputs have a whole A on each rank and their rows of B, those that are divided 
 Legend: L tokens, R rank of an adapter, I and O inputs and outputs of a layer on this tensor-parallel rank.
 """
 
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +48,15 @@ def attach_adapters(model: Any, spec: LoraSpec, cut: TensorParallelLayout) -> No
     if model.config.recompute_granularity is not None and model.pre_process:
         # megatron computes a part again, and its gradients, only where what it is given wants a gradient.
         model.embedding.register_forward_hook(_wanting_gradients)
+
+
+@contextmanager
+def dropout_drawn_from(*key: int) -> Iterator[None]:
+    """Let what adapters drop inside the block depend on `key` alone. The tensor-parallel ranks of a stage must give the same one."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int.from_bytes(digest[:7], "big"))
+        yield
 
 
 def _linear_layers(layer: Any, cut: TensorParallelLayout) -> list[tuple[Any, _Fused]]:
@@ -114,7 +126,7 @@ class Adapters(nn.Module):  # type: ignore[misc]
     def _dropped(self, inputs: Tensor) -> Tensor:
         if not (self._dropout and self.training):
             return inputs
-        # Drawn from the generator that megatron sets back when it computes a part again.
+        # The CPU's generator, see `dropout_drawn_from`, is set back by megatron where it computes a part again.
         seed = int(torch.randint(2**48, ())) + self._seed_offset
         generator = torch.Generator(inputs.device).manual_seed(seed)
         kept = torch.empty(inputs.shape, dtype=torch.bool, device=inputs.device)

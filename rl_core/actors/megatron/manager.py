@@ -15,7 +15,7 @@ from rl_core.actors.critic import SEPARATE, is_critic_name
 from rl_core.actors.manager import ModelManager, validated
 from rl_core.actors.megatron import cpu, library
 from rl_core.actors.megatron.convert import EMBEDDING, TensorParallelLayout, global_parameters
-from rl_core.actors.megatron.lora import attach_adapters
+from rl_core.actors.megatron.lora import attach_adapters, dropout_drawn_from
 from rl_core.actors.megatron.model import build_model, rotary_embedding, transformer_config
 from rl_core.actors.megatron.optimizer import OptimizerShard, build_optimizer, gradient_norm, open_shards
 from rl_core.actors.published import WholeTensor
@@ -62,6 +62,14 @@ class MegatronModelManager(ModelManager):
     def device_context(self) -> AbstractContextManager[None]:
         """Return a context manager inside which megatron computes on this rank's device, in the calling thread."""
         return cpu.cpu_as_cuda() if self.compute_device.type == "cpu" else nullcontext()
+
+    def dropout_context(self, *, forward_only: bool) -> AbstractContextManager[None]:
+        """Return a context manager of one pass over micro-batches: what adapters drop is then repeated by a resumed run."""
+        lora = self.cfg.model.lora
+        if lora is None or not lora.dropout:
+            return nullcontext()
+        place = (self.ranks.data_rank, self.stage_number, int(forward_only))
+        return dropout_drawn_from(self.cfg.algorithm.seed, self.counts.attempted, *place)
 
     # Set-up ---------------------------------------------------------------------------------------------------------
 
