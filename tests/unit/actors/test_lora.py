@@ -283,13 +283,6 @@ def test_a_float32_layer_keeps_its_input_and_its_weights_alone_for_the_backward_
     assert adapted_layer.lora_B.weight.grad is not None and adapted_layer.weight.grad is None
 
 
-def test_megatron_refuses_adapters_by_name(make_spec):
-    from rl_core.actors.guards import unsupported_settings
-
-    spec = make_spec(model__lora=ADAPTERS, actor__backend="megatron")
-    assert any("model.lora needs actor.backend fsdp2 or fsdp1" in line for line in unsupported_settings(spec, {}))
-
-
 def test_the_publisher_gets_base_and_adapters_first_and_adapters_only_afterwards(make_lora, model_folder):
     actor = make_lora()
     given = []
