@@ -356,13 +356,12 @@ class MegatronModelManager(ModelManager):
                 shard.state["step"].fill_(steps[self.cut.mappings(name, parameters[name].shape)[0].name])
         self._set_rates()
 
-    @torch.no_grad()
     def _copy_masters(self) -> None:
         """Copy what is updated to what is computed with."""
         parameters = self._parameters()
         for name, shard in self._shards.items():
-            flat = parameters[name].view(-1)
-            flat[shard.start : shard.start + shard.values.numel()].copy_(shard.values.view(-1))
+            flat = parameters[name].detach().view(-1)
+            flat[shard.start : shard.start + shard.values.numel()].copy_(shard.values.detach().view(-1))
         if self._distributed:
             for stage in self.stages:
                 stage.start_param_sync(force_sync=True)  # each data rank has its own run
