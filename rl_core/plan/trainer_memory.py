@@ -20,6 +20,8 @@ BY_INPUTS = ("o_proj", "down_proj")
 """Layers whose inputs the tensor-parallel ranks divide; of the others they divide the outputs."""
 BLOCK_BYTES = 4 * 2**20
 """float32 logits worked on at a time on a CPU (`algorithms.score_functions`)."""
+ENTROPY_TOKENS = 128
+"""Tokens whose entropy is computed at a time (`algorithms.score_functions`)."""
 
 
 def trainer_phases(job: RLJobSpec, facts: ModelFacts, *, logits: bool = True) -> dict[str, Parts]:
@@ -45,7 +47,7 @@ def trainer_phases(job: RLJobSpec, facts: ModelFacts, *, logits: bool = True) ->
         "load": held | gather,
         "train": held | gather | train,
         "logprob": held | gather | no_gradient,
-        "sync": held | gather | buckets,
+        "sync": held | gather | buckets | _publisher_copy(job, facts),
         "idle": held,
     }
 
@@ -177,6 +179,15 @@ def _gathered(job: RLJobSpec, facts: ModelFacts) -> Parts:
     return {"gather": (outside + 2 * layer) * WIDTH[job.model.dtype]}
 
 
+def _publisher_copy(job: RLJobSpec, facts: ModelFacts) -> Parts:
+    """Return the copy of a version on the device of rank 0, from which receivers map it (CUDA IPC) or a process group gets it (NCCL)."""
+    transport = job.weights.transport
+    point_to_point = transport in ("zmq", "gloo") or (
+        transport == "auto" and (job.weights.syncer == "patch" or job.model.lora is not None)
+    )
+    return {} if point_to_point or not job.actor.gpus else {"publisher_copy": facts.parameters * WIDTH[job.model.dtype]}
+
+
 def _fsdp_gradients(job: RLJobSpec, facts: ModelFacts) -> int:
     per_model, adapters = _models(job) * GRADIENT_BYTES, adapter_parameters(job, facts)
     if not adapters:
@@ -294,15 +305,19 @@ def _logit_bytes(job: RLJobSpec, facts: ModelFacts, *, gradient: bool) -> int:
     """Return the memory for the logits of a chunk of tokens: logits, float32 blocks and, with `gradient`, the gradient of the output weight."""
     stored, vocabulary = WIDTH[job.model.dtype], -(-facts.vocab // job.actor.parallel.tensor)
     width = MASTER_BYTES if job.model.float32_head else stored
-    chunk = min(_tokens(job, facts), CHUNK) * vocabulary
+    tokens = min(_tokens(job, facts), CHUNK)
+    chunk = tokens * vocabulary
     block = 4 * chunk if job.actor.gpus else min(BLOCK_BYTES, 4 * chunk)
-    # float32 logits are scored in place.
-    blocks = int(width != MASTER_BYTES) + bool(gradient and job.algorithm.loss.entropy_coefficient)
-    trained = gradient and job.model.lora is None
-    weight = vocabulary * facts.hidden * (GRADIENT_BYTES + (stored if stored != MASTER_BYTES else 0)) if trained else 0
+    converting = block if width != MASTER_BYTES else 0  # float32 logits are scored in place
     # The head's weight and the hidden states in float32.
     converted = (vocabulary + _tokens(job, facts)) * facts.hidden * MASTER_BYTES if width != stored else 0
-    return chunk * width + blocks * block + weight + converted
+    held = chunk * width + converting + converted
+    if not gradient:
+        return held
+    weight = vocabulary * facts.hidden * (GRADIENT_BYTES + (stored if stored != MASTER_BYTES else 0))
+    backward = (block if job.algorithm.loss.entropy_coefficient else 0) + (weight if job.model.lora is None else 0)
+    # The entropy is a metric, and computed whether the loss has it or not.
+    return held + max(backward, MASTER_BYTES * min(tokens, ENTROPY_TOKENS) * vocabulary)
 
 
 def _tokens(job: RLJobSpec, facts: ModelFacts) -> int:

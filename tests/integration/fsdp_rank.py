@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import threading
+import time
 import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,10 +18,12 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from rl_core.actors import hf
 from rl_core.actors.critic import is_critic_name
 from rl_core.actors.source import GatheredSource, GatheringPlan
 from rl_core.api.backends import TRAINERS
 from rl_core.api.errors import RLJobError
+from rl_core.checkpoint import tensors
 from rl_core.plan.groups import EMBODIED_WORKERS
 from rl_core.weights.manifest import checksum, wire_dtype
 from rl_core.weights.publisher import WeightPublisher
@@ -248,7 +251,14 @@ class Rank:
 
 
 def run_scenario(scenario: dict, rank: int, world_size: int) -> dict:
-    """Run the verbs of one scenario on this rank; return what it saw."""
+    """Run the verbs of one scenario on this rank; return what it saw.
+
+    `slow_disk` of the scenario: (a rank, by how many seconds later than the others it opens the files of a model and of a checkpoint).
+    """
+    slow, seconds = scenario.get("slow_disk", (None, 0))
+    for module in (hf, tensors) if rank == slow else ():
+        opened = module.safe_open
+        module.safe_open = lambda *args, opened=opened, **kwargs: (time.sleep(seconds), opened(*args, **kwargs))[1]
     actor = Rank(scenario["spec"], scenario["groups"], rank, world_size)
     try:
         for verb, *arguments in scenario["verbs"]:
