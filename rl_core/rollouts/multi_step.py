@@ -137,7 +137,9 @@ class MultiStepRolloutWorker(WeightMethods):
         dones = tensor_of(env_output.dones)
         if env_output.rewards is None:
             return dones, None
-        rewards = tensor_of(env_output.rewards) * self.options.reward_scale
+        rewards = tensor_of(env_output.rewards)
+        if self.options.reward_scale != 1:
+            rewards = rewards * self.options.reward_scale
         wanted = self.options.auto_reset and self._with_values and self.options.bootstrap != "none"
         if not wanted or env_output.final_obs is None:
             return dones, rewards

@@ -117,12 +117,12 @@ class Connection:
             if size > MAX_BYTES or key_bytes + layout_bytes > size:
                 raise FrameError(f"a message of arrays must have at most {MAX_BYTES} bytes, got {size}")
             begin += HEAD.size
-            body = bytearray(size)
-            there = memoryview(data)[begin : begin + size]
-            body[: len(there)] = there
-            begin += len(there)
-            if len(there) < size:
-                self._body, self._filled, self._parts = body, len(there), (key_bytes, layout_bytes)
+            body = bytearray(data[begin : begin + size])
+            begin += (arrived := len(body))
+            if arrived < size:
+                body = bytearray(size)
+                body[:arrived] = data[begin - arrived :]
+                self._body, self._filled, self._parts = body, arrived, (key_bytes, layout_bytes)
                 break
             messages.append(self._codec.unpack(body, key_bytes, layout_bytes))
         self._rest = data[begin:]
