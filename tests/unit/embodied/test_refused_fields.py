@@ -31,7 +31,7 @@ GIVEN = {
     "rollout.sampling": {"temperature": 0.5},
     "rollout.maxBatch": 4,
     "env.maxTurns": 3,
-    "validation.samplesPerPrompt": 4,
+    "validation.temperature": 0.5,
     "samples": {"groups": 1},
 }
 
