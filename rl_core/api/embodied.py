@@ -19,7 +19,10 @@ OF_TEXT = (
     *(f"model.{name}" for name in ("lora", "float32_head")),
     *(f"data.{name}" for name in ("validation", "sets", "chat_template", "system_prompt", "on_overlong")),
     *(f"algorithm.{name}" for name in ("recompute_log_probs", "inference", "importance", "sequence_error_threshold")),
-    *(f"algorithm.{name}" for name in ("distillation", "reward_scale", "keep_per_group", "dynamic_sampling", "overlong")),
+    *(
+        f"algorithm.{name}"
+        for name in ("distillation", "reward_scale", "keep_per_group", "dynamic_sampling", "overlong")
+    ),
     *(f"algorithm.{name}" for name in ("reward_kl_coefficient", "loss.kl_coefficient", "reference_update_steps")),
     *(f"algorithm.{name}" for name in ("straggler_seconds", "min_batch_fraction", "max_generation_batches", "on_drop")),
     *(f"algorithm.{name}" for name in ("max_dropped_groups", "allow_truncated_sampling", "critic.separate")),

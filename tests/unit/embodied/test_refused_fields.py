@@ -75,5 +75,8 @@ def test_every_field_is_one_of_the_schema():
         holder = RLJobSpec
         for name in path.split("."):
             assert name in holder.model_fields, path
-            kinds = [holder.model_fields[name].annotation, *getattr(holder.model_fields[name].annotation, "__args__", ())]
+            kinds = [
+                holder.model_fields[name].annotation,
+                *getattr(holder.model_fields[name].annotation, "__args__", ()),
+            ]
             holder = next((kind for kind in kinds if hasattr(kind, "model_fields")), None)

@@ -242,7 +242,9 @@ def test_messages_that_follow_each_other_closely_or_not_arrive_in_order(pair, pa
     assert not other.wait(0.0) and not other.wait(0.001)
 
 
-@pytest.mark.parametrize(("text", "most"), [("max 100000", None), ("50000 100000", 0.5), ("1000000 100000", None), ("?", None)])
+@pytest.mark.parametrize(
+    ("text", "most"), [("max 100000", None), ("50000 100000", 0.5), ("1000000 100000", None), ("?", None)]
+)
 def test_cores_are_those_of_the_container(tmp_path, monkeypatch, text, most):
     (tmp_path / "cpu.max").write_text(text)
     monkeypatch.setattr(direct, "CGROUP_CPU", tmp_path / "cpu.max")
