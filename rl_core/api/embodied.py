@@ -3,9 +3,10 @@
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError
+from pydantic.alias_generators import to_camel
 
 from rl_core.api.backends import EMBODIED_PROGRAMS
-from rl_core.api.base import Spec, to_camel
+from rl_core.api.base import Spec
 from rl_core.api.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -120,7 +121,8 @@ def fields_of_text(spec: "RLJobSpec") -> list[str]:
     """Return the fields of OF_TEXT that a job sets to something else than their default."""
     found = []
     for path in OF_TEXT:
-        holder, *names = spec, *path.split(".")
+        names = path.split(".")
+        holder: Any = spec
         for name in names[:-1]:
             holder = getattr(holder, name, None)
         if holder is None:
