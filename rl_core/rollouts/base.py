@@ -70,6 +70,7 @@ class BuildEngine(Protocol):
         device: str,
         max_seq_len: int,
         on_tokens: Callable[[int], Any],
+        on_stage: Callable[[str], object],
         /,
     ) -> Engine:
         """Return the engine with unfilled weights.
@@ -80,6 +81,7 @@ class BuildEngine(Protocol):
             device: Device such as "cpu" or "cuda:0".
             max_seq_len: Longest sequence of prompt and completion, tokens.
             on_tokens: Called from any thread with the number of tokens that were generated since the last call.
+            on_stage: Called from any thread with what the start of an engine process does, such as "the process imports SGLang".
         """
         ...
 
@@ -131,7 +133,9 @@ class RolloutWorkerBase(WeightMethods):
             self.record_progress("tokens", tokens)
             meter.count(tokens)
 
-        engine = type(self).build_engine(spec, self.files, self.device, self._max_seq_len(), count)
+        stages = ["the process is started"]
+        with self.waiting(lambda: stages[-1], f"{self.identity.name}/engine"):
+            engine = type(self).build_engine(spec, self.files, self.device, self._max_seq_len(), count, stages.append)
         meter.watch(engine.load)
         environment = RemoteEnvironment(
             self._env_addresses,

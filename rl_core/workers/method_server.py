@@ -2,8 +2,8 @@
 
 `construct(spec)` builds the object. `execute` runs a method for the runner and also returns how long it took. Every public method is also
 served under its own name, for other workers (`weights_offer`, `step_rows`). Sync methods run in one thread, unless the group was launched
-with `max_concurrency`; the I/O thread hands them to it and it replies by itself. Async methods run on the loop of RPC handlers, at most 64
-at a time.
+with `max_concurrency`. While it runs none, this thread receives the requests itself, and it sends the replies of its methods. Async methods
+run on the loop of RPC handlers, at most 64 at a time.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from rl_core.api.imports import collection_paused
 from rl_core.messages.calls import MethodResult, WorkerSpec
 from rl_core.messages.members import MemberState
 from rl_core.transports import frames
-from rl_core.transports.handlers import HandlerRunner
+from rl_core.transports.handlers import HandlerRunner, Requests
 from rl_core.transports.rpc import IncomingCall, scheduling
 from rl_core.workers import arguments
 from rl_core.workers.context import WorkerContext
@@ -43,12 +43,14 @@ class MethodServer:
         before_build: Callable[[], None],
         on_methods: Callable[[dict[str, Callable[..., Any]]], None],
         on_ready: Callable[[], Awaitable[None]],
+        requests: Requests | None = None,
     ) -> None:
         """Serve in the process of `context`.
 
         - `before_build()` is called in the thread that builds the object, before it is built.
         - `on_methods(handlers)` receives the handlers that are to be served under their own names.
         - `on_ready()` is awaited once the object is built, before `construct` returns.
+        - `requests` is the RPC server of the process, whose requests the worker's thread reads while no method runs; None: it does not.
         """
         self.worker: Worker | None = None
         self._context = context
@@ -57,7 +59,7 @@ class MethodServer:
         self._on_ready = on_ready
         self._served: set[str] = set()
         self._built_from: bytes | None = None
-        self._runner = HandlerRunner(threads=1, coroutines=ASYNC_CONCURRENCY)
+        self._runner = HandlerRunner(threads=1, coroutines=ASYNC_CONCURRENCY, requests=requests)
         self._building = asyncio.Lock()
         """Guards the construction: a second `construct` must see the object of the first, to keep it or to close it."""
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 from rl_core.api.errors import DeadlineExceeded, RLJobError
 from rl_core.messages.calls import MethodResult
+from rl_core.transports.rpc_call import CallFuture
 from rl_core.transports.rpc_wire import refuse_on_event_loop
 from rl_core.workers.deadline_wait import DeadlineWait
 
@@ -186,7 +187,10 @@ class WorkerGroupFuncResult:
         return DeadlineWait(what, timeout, clock=self._clock)
 
     def _wait(self, wait: DeadlineWait) -> None:
+        only = next(iter(self._calls.values())).future if len(self._calls) == 1 else None
         for version, pause in self._changes(wait):
+            if isinstance(only, CallFuture) and not only.done() and only.read_until_done(pause):
+                continue
             with self._changed:
                 if self._version == version:
                     self._changed.wait(pause)

@@ -97,6 +97,9 @@ class LoraWorld(World):
         return self.worker.status()["version"]
 
 
+SGLANG = {"engine": "sglang", "maxBatch": 64, "engineArgs": ARGUMENTS}
+
+
 @pytest.fixture(scope="module")
 def hf_world():
     made = LoraWorld(HFRolloutWorker)
@@ -108,7 +111,7 @@ def hf_world():
 @pytest.fixture(scope="module")
 def sglang_adapters():
     """A world whose engine takes adapters, unlike that of the fixture `sglang_world`."""
-    made = LoraWorld(SGLangWorker, engine="sglang", maxBatch=64, engineArgs=ARGUMENTS)
+    made = LoraWorld(SGLangWorker, **SGLANG)
     made.start()
     yield made
     made.close()

@@ -127,7 +127,7 @@ class MegatronBackend(TrainBackend):
             sum(-(-length // self._multiple) * self._multiple for length in rows.lengths) for rows in micro_batches
         )
         decoders = manager.stages[0].module.decoders(log_probs=outputs.log_probs, values=outputs.values)
-        with manager.device_context():
+        with manager.device_context(), manager.dropout_context(forward_only=forward_only):
             results: list[Any] = library.get_forward_backward_func()(
                 forward_step_func=partial(
                     self._forward_step, finish=finish, outputs=outputs, proceed=proceed, longest=longest

@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rl_core.rollouts.sglang.child import stages
+
 PIECES = "pieces"
 REPORT = "report"
 """Key of the report, in JSON, among the checksums."""
@@ -26,6 +28,7 @@ def pieces_action(turn: int, turns: int) -> str:
 
 def run(settings: Any, *arguments: Any) -> None:
     """Run SGLang's scheduler with its `ServerArgs` and further arguments. Called in a process of its own."""
+    stages.tell("the scheduler imports SGLang")
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     if settings.device == "cpu" and settings.enable_lora:
@@ -33,6 +36,7 @@ def run(settings: Any, *arguments: Any) -> None:
 
         pinning.disable()
     _record_loads()
+    stages.tell("the scheduler builds the model and the KV cache")
     run_scheduler_process(settings, *arguments)
 
 
