@@ -3,13 +3,11 @@
 import sys
 
 import pytest
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rl_core.actors.megatron import cpu
 from tests.actor_samples import make_model, make_spec
-from tests.integration.fsdp_harness import run_ranks, scenario
 from tests.integration.fsdp_rank import Rank
 
 ASKS = {Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.nonzero}
