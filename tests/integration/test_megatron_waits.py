@@ -37,4 +37,3 @@ def test_no_layer_asks_for_the_boundaries_of_rows(tmp_path, recomputed):
     with Questions() as questions:
         rank.train(1)
     assert not {one for one in questions.seen if one.startswith(("models/", "transformer/", "pipeline_parallel/p2p"))}
-
