@@ -1,7 +1,7 @@
 """Steps until the student is within 5 % of the teacher's accuracy: distillation beside GRPO, three seeds. Prints JSON.
 
 Per seed `prepare.py` of examples/arithmetic makes the student and, unspoiled, the teacher. Then `rljob run` trains the student for the same
-number of steps with examples/distillation/job.yaml (2 completions per prompt) and with examples/arithmetic/job.yaml (GRPO, 8 completions
+number of steps with examples/distillation/job.yaml (4 completions per prompt) and with examples/arithmetic/job.yaml (GRPO, 8 completions
 per prompt), both as they are in the repository apart from seed, steps, validation and learning rate, which is the same for both. `limit` is
 the teacher's accuracy.
 
