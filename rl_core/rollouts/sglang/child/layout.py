@@ -46,11 +46,11 @@ class Piece(NamedTuple):
 
 
 class CopiedSums:
-    """Checksums of pieces that were computed when they were copied, and of which nothing was overwritten since."""
+    """Checksums of pieces that were computed when they were copied, and of which torch has overwritten nothing since."""
 
     def __init__(self) -> None:
-        self._sums: dict[int, dict[Region, tuple[Region, Checksum]]] = {}
-        """Address of the parameter -> place in it -> (part of the given tensor, checksum)."""
+        self._sums: dict[int, dict[tuple[int, int], tuple[Region, Checksum]]] = {}
+        """Address of the storage -> (first byte, end) of the place -> (part of the given tensor, checksum)."""
 
     def __bool__(self) -> bool:
         return bool(self._sums)
@@ -59,21 +59,25 @@ class CopiedSums:
         """Forget all of them: pieces are read when their checksums are asked for."""
         self._sums.clear()
 
-    def add(self, parameter: Tensor, piece: Piece, sums: Checksum) -> None:
-        """Add the checksum of `piece`, which was just copied into `parameter`."""
-        self._sums.setdefault(parameter.data_ptr(), {})[piece.place] = piece.source, sums
+    def copy(self, place: Tensor, source: Tensor, region: Region) -> None:
+        """Copy `source`, the part `region` of a given tensor, to `place`, and keep the checksum of what is at `place` then."""
+        self.overwritten(place)
+        offset = region.offset * place.element_size() // 4
+        sums = checksums.copy_and_read_back(host_bytes(place), host_bytes(source), offset=offset)
+        self._sums.setdefault(place.untyped_storage().data_ptr(), {})[_span(place)] = region, sums
 
-    def overwritten(self, parameter: Tensor, place: Region) -> None:
-        """Forget the checksums of what shares an element of `parameter` with `place`, which is written."""
+    def overwritten(self, place: Tensor) -> None:
+        """Forget the checksums of all that shares memory with `place`, which is written."""
+        held = self._sums.get(place.untyped_storage().data_ptr(), {})
         start, end = _span(place)
-        held = self._sums.get(parameter.data_ptr(), {})
-        for other in [other for other in held if _span(other)[0] < end and start < _span(other)[1]]:
-            del held[other]
+        for span in [span for span in held if span[0] < end and start < span[1]]:
+            del held[span]
 
-    def find(self, parameter: Tensor, piece: Piece) -> Checksum | None:
-        """Return the checksum of `piece` in `parameter`; None if it must be read."""
-        source, sums = self._sums.get(parameter.data_ptr(), {}).get(piece.place, (None, None))
-        return sums if source == piece.source else None
+    def find(self, place: Tensor, region: Region) -> Checksum | None:
+        """Return the checksum of the part `region` of a given tensor at `place`, a contiguous one; None if it must be read."""
+        held = self._sums.get(place.untyped_storage().data_ptr(), {})
+        found, sums = held.get(_span(place), (None, None))
+        return sums if found == region and place.is_contiguous() else None
 
 
 class LoadedLayout:
@@ -123,9 +127,8 @@ class LoadedLayout:
             if index % turns != turn % turns:
                 continue
             for piece in pieces:
-                parameter = parameters[piece.parameter]
-                values = _view(parameter, piece.place)
-                first, second = self._sums.find(parameter, piece) or piece_checksum(values, piece.source)
+                values = _view(parameters[piece.parameter], piece.place)
+                first, second = self._sums.find(values, piece.source) or piece_checksum(values, piece.source)
                 sizes, strides = (",".join(map(str, part)) for part in piece.source[1:])
                 found[f"{name} {piece.source.offset} {sizes} {strides}"] = f"{values.numel()} {first} {second}"
         self._sums.clear()
@@ -147,30 +150,22 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]
             return args[0]
         if self._sums is not None and func._schema.is_mutable:
             for tensor in filter(torch.is_tensor, tree_leaves((args, kwargs))):
-                self._overwritten(self._sums, tensor)
+                self._sums.overwritten(tensor)
         return func(*args, **(kwargs or {}))
 
     def _copy(self, place: Tensor, source: Tensor) -> bool:
-        """Record a copy that is to be made. Returns whether it was made here, and its checksum kept."""
+        """Record a copy that is to be made, if it is one of a piece. Returns whether it was made here."""
         if place.shape != source.shape or place.dtype != source.dtype:
             return False
-        found, owner = _owner(self._given, source), _owner(self._parameters, place)
-        if found is None or owner is None:
+        found, parameter = _owner(self._given, source), _owner(self._parameters, place)
+        if found is None or parameter is None:
             return False
-        name, parameter = owner
-        piece = Piece(_region(source, found[1]), name, _region(place, parameter))
+        piece = Piece(_region(source, found[1]), parameter[0], _region(place, parameter[1]))
         self.pieces[found[0]].append(piece)
         if self._sums is None or source.device.type != "cpu" or not _is_word_run(place, piece.source):
             return False
-        self._overwritten(self._sums, place)
-        offset = piece.source.offset * place.element_size() // 4
-        self._sums.add(parameter, piece, checksums.copy_and_read_back(host_bytes(place), host_bytes(source), offset=offset))
+        self._sums.copy(place, source, piece.source)
         return True
-
-    def _overwritten(self, sums: CopiedSums, written: Tensor) -> None:
-        owner = _owner(self._parameters, written)
-        if owner is not None:
-            sums.overwritten(owner[1], _region(written, owner[1]))
 
 
 def piece_checksum(values: Tensor, source: Region) -> tuple[int, int]:
@@ -237,12 +232,13 @@ def _region(part: Tensor, whole: Tensor) -> Region:
     return Region(offset, tuple(part.shape), part.stride())
 
 
-def _span(region: Region) -> tuple[int, int]:
-    """Return the first element of `region` and the one after its last."""
-    if 0 in region.shape:
-        return region.offset, region.offset
-    steps = (stride * (length - 1) for length, stride in zip(region.shape, region.strides, strict=True))
-    return region.offset, region.offset + sum(steps) + 1
+def _span(place: Tensor) -> tuple[int, int]:
+    """Return the addresses of the first byte of `place` and of the one after its last."""
+    start = place.data_ptr()
+    if not place.numel():
+        return start, start
+    last = sum(stride * (length - 1) for length, stride in zip(place.shape, place.stride(), strict=True))
+    return start, start + (last + 1) * place.element_size()
 
 
 def _view(parameter: Tensor, place: Region) -> Tensor:
