@@ -235,8 +235,8 @@ def _region(part: Tensor, whole: Tensor) -> Region:
 def _span(place: Tensor) -> tuple[int, int]:
     """Return the addresses of the first byte of `place` and of the one after its last."""
     start = place.data_ptr()
-    if not place.numel():
-        return start, start
+    if place.is_contiguous():
+        return start, start + place.nbytes
     last = sum(stride * (length - 1) for length, stride in zip(place.shape, place.stride(), strict=True))
     return start, start + (last + 1) * place.element_size()
 
