@@ -142,7 +142,7 @@ def load_and_sum(dtype, given, after=lambda model: None):
     for seed in (given, given):  # the second load has no new tensors
         engine.load(seed)
     model, layout = engine.ranks[1]
-    with layout.watch(model):
+    with layout.watch():
         after(model)
     return engine
 

@@ -103,13 +103,14 @@ class LoadedLayout:
         if not new and not sum_copies:
             model.load_weights(given)
             return
-        with _Copies(dict(given) if sum_copies else new, model, self._sums if sum_copies else None) as copies:
+        parameters, sums = dict(model.named_parameters()), self._sums if sum_copies else None
+        with _Copies(dict(given) if sum_copies else new, parameters, sums) as copies:
             model.load_weights(given)
         self._pieces.update({name: copies.pieces[name] for name in new})
 
-    def watch(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+    def watch(self) -> AbstractContextManager[Any]:
         """Return a context in which parameters may be changed after a load: pieces that torch writes there are read again."""
-        return _Copies({}, model, self._sums) if self._sums else nullcontext()
+        return _Copies({}, {}, self._sums) if self._sums else nullcontext()
 
     def names(self) -> frozenset[str]:
         """Return the names of the tensors whose values are in parameters; the model converts or skips all others."""
@@ -138,11 +139,11 @@ class LoadedLayout:
 class _Copies(TorchDispatchMode):  # type: ignore[misc]
     """Records the copies from given tensors into parameters, and keeps `sums` if there are any to keep."""
 
-    def __init__(self, given: Mapping[str, Tensor], model: torch.nn.Module, sums: CopiedSums | None) -> None:
+    def __init__(self, given: Mapping[str, Tensor], parameters: Mapping[str, Tensor], sums: CopiedSums | None) -> None:
         super().__init__()
         self.pieces: dict[str, list[Piece]] = {name: [] for name in given}
         self._given = _by_address(given)
-        self._parameters = _by_address(dict(model.named_parameters()))
+        self._parameters = _by_address(parameters)
         self._sums = sums
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -71,7 +71,7 @@ def _record_loads() -> None:
         return True, "Success"
 
     def end_watched(updater: Any, *, run_post_load: bool) -> None:
-        with layout.watch(updater.get_model()):
+        with layout.watch():
             end(updater, run_post_load=run_post_load)
 
     def check(checker: Any, action: str, *args: Any, role: str, **kwargs: Any) -> Any:
