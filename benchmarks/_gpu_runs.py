@@ -192,7 +192,9 @@ def through(world: World) -> dict:
     from rl_core.rollouts.sglang.rollout_engine import SGLangRolloutEngine
 
     new, spec, prompts = 16 if world.small else 128, job(world), _prompts(world)
-    engine = SGLangRolloutEngine.build(spec, files(world), world.device, len(prompts[0]) + new, lambda tokens: None)
+    engine = SGLangRolloutEngine.build(
+        spec, files(world), world.device, len(prompts[0]) + new, lambda tokens: None, lambda stage: None
+    )
     try:
         import torch
 

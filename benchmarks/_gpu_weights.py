@@ -155,7 +155,9 @@ class SGLang:
         from rl_core.rollouts.sglang.rollout_engine import SGLangRolloutEngine
 
         world = World(device, small, Path(folder))
-        self.engine = SGLangRolloutEngine.build(runs.job(world), runs.files(world), device, 256, lambda tokens: None)
+        self.engine = SGLangRolloutEngine.build(
+            runs.job(world), runs.files(world), device, 256, lambda tokens: None, lambda stage: None
+        )
         self.weight_target, self.proof, self.close = self.engine.weight_target, PROVEN, self.engine.close
 
     def held(self) -> str:

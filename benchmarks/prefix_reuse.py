@@ -66,7 +66,7 @@ def measure(repetitions: int) -> dict[str, Any]:
     from rl_core.rollouts.sglang.rollout_engine import SGLangRolloutEngine
 
     CONFIG["max_position_embeddings"] = 1024
-    built = SGLangRolloutEngine.build(job(), model_files(), "cpu", MAX_SEQ_LEN, lambda tokens: None)
+    built = SGLangRolloutEngine.build(job(), model_files(), "cpu", MAX_SEQ_LEN, lambda tokens: None, lambda stage: None)
     try:
         generator = torch.Generator().manual_seed(0)
         shapes = built.weight_target.names_and_shapes()

@@ -62,7 +62,9 @@ def through(repetitions: int) -> dict[str, float]:
 
     from rl_core.rollouts.sglang.rollout_engine import SGLangRolloutEngine
 
-    engine = SGLangRolloutEngine.build(job(), model_files(), "cpu", MAX_SEQ_LEN, lambda tokens: None)
+    engine = SGLangRolloutEngine.build(
+        job(), model_files(), "cpu", MAX_SEQ_LEN, lambda tokens: None, lambda stage: None
+    )
     try:
         generator = torch.Generator().manual_seed(0)
         shapes = engine.weight_target.names_and_shapes()

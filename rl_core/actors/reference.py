@@ -17,7 +17,7 @@ class ReferencePolicy:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Copy the present values of `tensors`, the parameters that this rank stores. Each storage is copied once."""
         self._live = [bytes_of(tensor.untyped_storage()) for tensor in distinct_storages(tensors)]
-        self._held = [tensor.to("cpu", copy=True) for tensor in self._live]
+        self._held = [_host_copy(tensor) for tensor in self._live]
         self.is_renewed = False
         """Whether the weights may be others than at construction."""
 
@@ -36,10 +36,12 @@ class ReferencePolicy:
     def _exchange(self) -> None:
         # One tensor at a time: the device never holds both policies.
         with torch.no_grad():
+            passing = _host_copy(max(self._live, key=len)) if self._live else None
             for live, held in zip(self._live, self._held, strict=True):
-                passing = live.to("cpu", copy=True)
+                assert passing is not None
+                passing[: len(live)].copy_(live)
                 live.copy_(held)
-                held.copy_(passing)
+                held.copy_(passing[: len(live)])
 
     def renew(self) -> None:
         """Copy the model's present weights."""
@@ -78,6 +80,11 @@ class ReferencePolicy:
             for name, parts in weights.items()
             if all(part.tensor.untyped_storage()._cdata in held_of for part in parts)
         }
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory, which is page-locked where an accelerator copies from and to it."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
 
 
 def _same_place(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:

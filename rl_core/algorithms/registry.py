@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from rl_core.api.errors import ConfigError
+from rl_core.api.similar import did_you_mean
 from rl_core.api.user_code import import_reference
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -119,7 +120,10 @@ def resolve(kind: str, name: str) -> Callable[..., Any]:
     canonical = _normal(name)
     canonical = _aliases[kind].get(canonical, canonical)
     if canonical not in table:
-        raise ValueError(f"{kind} must be one of {', '.join(names(kind))} or a 'package.module:function', got {name!r}")
+        known = names(kind)
+        raise ValueError(
+            f"{kind} must be one of {', '.join(known)} or a 'package.module:function', got {name!r}{did_you_mean(name, known)}"
+        )
     function = table[canonical]
     return _load(kind, function) if isinstance(function, _Builtin) else function
 

@@ -13,6 +13,8 @@ from typing import Annotated, Any
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
+from rl_core.api.similar import did_you_mean
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pattern:
@@ -24,11 +26,13 @@ class Pattern:
     """The rule, as a phrase after `must be`."""
     way_out: str
     """What the user can do about it."""
+    names: tuple[str, ...] = ()
+    """Names that match, of which the error about a misspelled one suggests the nearest."""
 
     def check(self, value: str | int) -> str | int:
         """Return the value. Raises ValueError when it does not match."""
         if not re.fullmatch(self.regex, str(value), re.ASCII):
-            raise ValueError(f"must be {self.rule}, got {value}; {self.way_out}")
+            raise ValueError(f"must be {self.rule}, got {value}; {self.way_out}{did_you_mean(str(value), self.names)}")
         return value
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

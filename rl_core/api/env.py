@@ -11,7 +11,10 @@ from rl_core.api.cel import Cel
 from rl_core.api.egress import Egress
 from rl_core.api.pods import Words
 from rl_core.api.roles import RoleSpec
+from rl_core.api.similar import did_you_mean
 
+BUILT_IN_TYPES = ("agent", "environment_factory", "math", "nemo_gym", "reasoning_gym", "reward", "reward_model")
+"""Types of environments besides `module:Class` and those that a module of spec.extensions registers."""
 PROGRAMS = frozenset({"agent", "environment_factory", "nemo_gym"})
 """Types of environments whose episodes are programs that call the model themselves."""
 
@@ -41,6 +44,12 @@ class EnvSpec(RoleSpec):
     egress: Egress = []
     """Destinations that env pods may reach besides the job, on a cluster that enforces NetworkPolicies."""
 
+    def _type_hint(self, meant: str) -> str:
+        """Return what may be wrong with the type when another field needs the type `meant`, to be added to the error."""
+        if "type" not in self.model_fields_set:
+            return f" (type is {self.type} where it is left out; write type: {meant})"
+        return did_you_mean(self.type, BUILT_IN_TYPES)
+
     @field_validator("reward", mode="before")
     @classmethod
     def _one_function(cls, value: Any) -> Any:
@@ -66,6 +75,7 @@ class EnvSpec(RoleSpec):
         if (self.type == "reward") != (self.reward is not None):
             yield (
                 f"reward must be given exactly when type is `reward`, got type {self.type} and reward {self.reward or 'null'}; set both or neither"
+                + self._type_hint("reward")
             )
 
     @rule(
@@ -86,6 +96,7 @@ class EnvSpec(RoleSpec):
             yield (
                 f"exactly one of agent and command must be given when type is `agent`, none else, got type {self.type}, "
                 f"agent {self.agent or 'null'} and command {'null' if self.command is None else 'given'}; correct it"
+                + self._type_hint("agent")
             )
 
     @rule(
@@ -100,7 +111,7 @@ class EnvSpec(RoleSpec):
         if (self.type == "environment_factory") != (self.factory is not None):
             yield (
                 f"factory must be given exactly when type is `environment_factory`, got type {self.type} and "
-                f"factory {self.factory or 'null'}; set both or neither"
+                f"factory {self.factory or 'null'}; set both or neither" + self._type_hint("environment_factory")
             )
 
     @property

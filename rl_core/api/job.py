@@ -1,11 +1,10 @@
 """The RLJob schema. These pydantic models validate jobs, generate the CRD, and are the configuration that every worker receives."""
 
 import json
-import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from rl_core.api.algorithm import AlgorithmSpec, is_named
 from rl_core.api.backends import EMBODIED_PROGRAMS
@@ -20,7 +19,9 @@ from rl_core.api.failure import FailurePolicySpec
 from rl_core.api.groups import INFERENCE_HOLDS_THE_POLICY, MOST_GROUPS, WEIGHTS_ARE_WHOLE, GroupSpec, wrong_pulls
 from rl_core.api.identity import ROLES
 from rl_core.api.lora import DROPOUT_IS_ON, idle_dropout
+from rl_core.api.metadata import Metadata
 from rl_core.api.placed_groups import NUMBERED, PLACED_ARE_GROUPS, placed_groups, unknown_placed
+from rl_core.api.problems import explained
 from rl_core.api.roles import BIASING, ActorSpec, RolloutSpec
 from rl_core.api.settings import (
     CheckpointSpec,
@@ -63,20 +64,16 @@ OPERATOR_FIELDS = (
 )
 """Paths below spec that only the operator (in a local run: the launcher) reads. The pod fields (pods.PodSpec) take effect at a pod's
 next start. Everything else is fixed while a job is not suspended."""
-NAME_PATTERN = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 ON_DEVICE = (
     "weights.transport must be auto unless roles take turns on GPUs, got ipc; on one host auto takes shared memory"
 )
 SHARES = "$placement.mode != 'disaggregated'"
-NAME_REFUSAL = (
-    "name must be a DNS-1123 label of at most 40 characters (a-z, 0-9, -; a letter first), got %s; rename the job"
-)
-"""Pod names are made of the job's and must fit in 63 characters."""
 BUILT_IN_PROGRAMS = ("reasoning", "asynchronous", *EMBODIED_PROGRAMS)
-RANKS = "($actor.replicas * $actor.processesPerPod / ($actor.parallel.tensor * $actor.parallel.pipeline))"
+PROCESSES = "[self.?actor.?processesPerPod.or(self.?actor.?gpus).orValue(1), 1].max()"
+RANKS = f"($actor.replicas * {PROCESSES} / ($actor.parallel.tensor * $actor.parallel.pipeline))"
 ROWS = "($algorithm.promptsPerStep * $algorithm.groupSize)"
 PARTS = f"({RANKS} * $algorithm.optimizerStepsPerBatch)"
-"""CEL of the actor's data-parallel size, of the rows of a step, and of what they are divided into."""
+"""CEL of the actor's processes in a pod, its data-parallel size, of the rows of a step, and of what they are divided into."""
 HAS_CRITIC = is_named(["gae"], "$algorithm.name")
 OF_CRITIC = (
     "((self.?actor.?optimizer.?valueLearningRate.hasValue() ? ['actor.optimizer.valueLearningRate'] : [])"
@@ -94,6 +91,7 @@ Program = Annotated[
         regex=f"{'|'.join(BUILT_IN_PROGRAMS)}|{FUNCTION}",
         rule=f"one of {', '.join(BUILT_IN_PROGRAMS)} or module:Class",
         way_out="correct it",
+        names=BUILT_IN_PROGRAMS,
     ),
 ]
 """A program by its name, or a class of the user."""
@@ -461,30 +459,6 @@ class RLJobSpec(Spec):
                 )
 
 
-class Metadata(Spec):
-    """Object metadata; on a cluster the API server adds more, which is ignored here."""
-
-    model_config = Spec.model_config | {"extra": "ignore", "str_max_length": None}
-
-    name: str
-    """DNS-1123 label of at most 40 characters, so that pod names fit."""
-    namespace: str | None = None
-    """Namespace; local mode uses "default"."""
-    uid: str | None = None
-    """Unique id given by the API server; local mode makes one."""
-    labels: dict[str, str] = {}
-    """Labels."""
-    annotations: dict[str, str] = {}
-    """Annotations."""
-
-    @field_validator("name")
-    @classmethod
-    def _dns_label(cls, name: str) -> str:
-        if not NAME_PATTERN.fullmatch(name):
-            raise ValueError(NAME_REFUSAL % name)
-        return name
-
-
 class RLJob(Spec):
     """The whole object as written in YAML."""
 
@@ -498,3 +472,12 @@ class RLJob(Spec):
     """The desired state of the job."""
     status: dict[str, Any] | None = Field(None, exclude=True)
     """The status that the operator writes (RLJobStatus). It is not parsed here, so that a status of another version cannot make a job invalid."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explain(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Raise errors that say the rule, the value and the way out."""
+        try:
+            return handler(data)
+        except ValidationError as error:
+            raise explained(error, cls) from error

@@ -30,6 +30,7 @@ def one_of_or_function(*names: str) -> Pattern:
         regex=f"{'|'.join(map(re.escape, names))}|{FUNCTION}",
         rule=f"one of {', '.join(names)} or a function of yours as module:function",
         way_out="correct the name",
+        names=names,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import typer
 
 from rl_core.api.errors import ConfigError
+from rl_core.api.similar import did_you_mean
 from rl_core.cli.run import device_sizes
 from rl_core.data.hub import HUB_SCHEME
 from rl_core.data.tokenizer import Tokenizer
@@ -107,7 +108,9 @@ def init(folder: Path | None, *, task: str | None, model: str | None, gpus: int 
     if task is None and asks:
         task = typer.prompt(f"Task ({', '.join(TASKS)})", default="reward")
     if task is None or task not in TASKS:
-        raise ConfigError(f"--task must be one of {', '.join(TASKS)}, got {task or 'none'}; choose one")
+        raise ConfigError(
+            f"--task must be one of {', '.join(TASKS)}, got {task or 'none'}; choose one{did_you_mean(task or '', TASKS)}"
+        )
     if model is None:
         model = typer.prompt("Model (a folder or hf://owner/name)", default=DEFAULT_MODEL) if asks else DEFAULT_MODEL
     if folder is None:

@@ -14,11 +14,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rl_core.api.descriptions import descriptions
+from rl_core.api.foreign_names import LIBRARIES, foreign_names
 from rl_core.api.identity import ROLES
 from rl_core.api.job import API_VERSION, RLJobSpec
 from rl_core.api.pods import PodSpec
 from rl_core.api.status import RLJobStatus
-from rl_core.cli.foreign_names import render_page
 from rl_core.cli.reference_rows import Row, rows
 from rl_core.observability import metric_list
 
@@ -115,12 +115,28 @@ def _default(row: Row) -> str:
     return row.default if row.default == "required" else f"default {row.default}"
 
 
+def render_names() -> str:
+    """Return docs/coming-from.md: a table for each library, one name in a row."""
+    lines = [
+        "# Coming from TRL, verl, prime-rl or OpenRLHF",
+        "",
+        "Generated from rl_core/api/foreign_names.yaml by `make docs`. Fields of a job are below `spec`, in camelCase; a job that uses another",
+        "library's name is refused, and the message gives the name used here. What a field means: [reference](reference/rljob.md). Names of",
+        "several versions are listed. The keys of verl below `actor_rollout_ref` are written without it.",
+    ]
+    for library in LIBRARIES:
+        lines += ["", f"## {library}", "", f"| {library} | here | note |", "| --- | --- | --- |"]
+        for setting in foreign_names():
+            lines += [f"| `{name}` | `{setting.ours}` | {setting.note} |" for name in setting.names.get(library, ())]
+    return "\n".join(lines) + "\n"
+
+
 def main(arguments: list[str]) -> int:
     """Write the files, or with --check compare them; return the exit code."""
     wanted = {
         YAML_PATH: render_yaml(),
         MARKDOWN_PATH: render_markdown(),
-        NAMES_PATH: render_page(),
+        NAMES_PATH: render_names(),
         METRICS_PATH: metric_list.render_page(),
     }
     stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]

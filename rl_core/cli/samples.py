@@ -1,12 +1,12 @@
 """`rljob samples`: prints kept completions of a run."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rl_core.api.errors import ConfigError
 from rl_core.samples.lines import TRAIN, VALIDATION
-from rl_core.samples.printing import render_sample
+from rl_core.samples.printing import explain_reasons, render_sample
 from rl_core.samples.reader import Found, SampleReader, worst_first
 
 
@@ -31,12 +31,17 @@ def show_samples(folder: Path, choice: Choice) -> int:
     reader = SampleReader(folder)
     reader.refresh()
     found = select(reader, choice)
+    if not found and choice.failed and select(reader, replace(choice, failed=False)):
+        sys.stdout.write(f"none of these samples failed; {_known(reader, choice)}\n")
+        return 0
     if not found:
         raise ConfigError(f"{folder} must hold samples that match, got none; {_known(reader, choice)}")
-    for one in found[: choice.limit]:
+    shown = found[: choice.limit]
+    for one in shown:
         sample = reader.read(one)
         if sample is not None:
             sys.stdout.write(render_sample(sample).encode(errors="replace").decode() + "\n")
+    sys.stdout.write(explain_reasons(one.entry.reason for one in shown))
     if len(found) > choice.limit:
         sys.stdout.write(f"{len(found) - choice.limit} more; --limit {len(found)} prints all\n")
     return 0
@@ -44,7 +49,7 @@ def show_samples(folder: Path, choice: Choice) -> int:
 
 def select(reader: SampleReader, choice: Choice) -> list[Found]:
     """Return the samples that `choice` asks for, in the order in which they are printed."""
-    split = VALIDATION if choice.validation else TRAIN
+    split = _split(choice)
     wide = choice.worst or choice.best or choice.failed or choice.group is not None
     if choice.step is not None:
         found = reader.of_step(split, choice.step)
@@ -63,8 +68,12 @@ def select(reader: SampleReader, choice: Choice) -> list[Found]:
     return found
 
 
+def _split(choice: Choice) -> str:
+    return VALIDATION if choice.validation else TRAIN
+
+
 def _known(reader: SampleReader, choice: Choice) -> str:
-    steps = reader.steps(VALIDATION if choice.validation else TRAIN)
+    steps = reader.steps(_split(choice))
     if not steps:
         return "the job keeps none (spec.samples), or no step has ended yet"
     return f"steps with samples: {steps[0]} to {steps[-1]}"

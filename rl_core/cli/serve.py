@@ -44,11 +44,14 @@ async def _serve(folder: Path, spec: RLJobSpec, host: str, port: int) -> None:
     files, tokenizer = read_files(folder), Tokenizer.from_folder(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
+    def tell(stage: str) -> None:
+        sys.stderr.write(f"starting the engine: {stage}\n")
+
     def tensors(wanted: Mapping[str, tuple[tuple[int, ...], str]]) -> Iterator[tuple[str, Tensor]]:
         return stored_tensors(folder, wanted)
 
     try:
-        async with serve(spec, files, tokenizer, tensors, device=device, host=host, port=port) as base_url:
+        async with serve(spec, files, tokenizer, tensors, tell, device=device, host=host, port=port) as base_url:
             sys.stdout.write(
                 f"{base_url} serves {folder} with engine {spec.rollout.engine}, any API key (Ctrl-C ends it)\n"
             )

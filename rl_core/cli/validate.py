@@ -356,9 +356,10 @@ def check_simulator(spec: RLJobSpec, *, search_path: str, with_policy: bool) -> 
 
 def _check_placement(job: RLJob) -> Iterator[str]:
     from rl_core.plan.launch import build_launch_plan
+    from rl_core.plan.slots import idle_accelerators
 
+    yield from idle_accelerators(job.spec)
     build_launch_plan(job, name=job.metadata.name, uid="validate")
-    yield from ()
 
 
 def _check_schedule(job: RLJob) -> Iterator[str]:

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from rl_core.api.errors import ConfigError
 from rl_core.api.records import EnvironmentInterface
+from rl_core.api.similar import did_you_mean
 from rl_core.api.user_code import describe, import_reference
 
 Env = TypeVar("Env", bound=type)
@@ -61,7 +62,7 @@ def make_env(name: str, cfg: Any = None) -> EnvironmentInterface:
     if cls is None:
         raise ConfigError(
             f"env.type: must be one of {', '.join(known_envs())} or module:Class, got {name!r}; "
-            "correct it, or list the module that registers it in spec.extensions"
+            f"correct it, or list the module that registers it in spec.extensions{did_you_mean(name, known_envs())}"
         )
     env: EnvironmentInterface = cls(cfg)
     return env

@@ -365,7 +365,7 @@ async def _pass_events(
     """Pass a stream on, but for its record. A stream that breaks off ends with an event `error`: the client has seen a part of it."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
 
-    async def tell(data: bytes) -> bool:
+    async def send(data: bytes) -> bool:
         """Return whether the client is still there."""
         try:
             if not response.prepared:
@@ -382,14 +382,14 @@ async def _pass_events(
             for event in events:
                 if event.startswith(_EVENT):
                     keep(event.removeprefix(_EVENT))
-            told = b"".join(event + b"\n\n" for event in events if not event.startswith(_EVENT))
-            if told and not await tell(told):
+            others = b"".join(event + b"\n\n" for event in events if not event.startswith(_EVENT))
+            if others and not await send(others):
                 break
     except (aiohttp.ClientError, OSError, _Lost) as error:
         if not response.prepared:
             raise
         text = f"the rollout of this stream was lost: {type(error).__name__}; call again"
-        await tell(b"data: " + json.dumps({"error": {"message": text, "type": "server_error"}}).encode() + b"\n\n")
+        await send(b"data: " + json.dumps({"error": {"message": text, "type": "server_error"}}).encode() + b"\n\n")
     return response
 
 

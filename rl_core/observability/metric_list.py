@@ -154,13 +154,15 @@ METRICS = (
     Metric("mismatch/mean_abs_diff", "nats", "mean absolute difference of their log-probabilities"),
     Metric("mismatch/max_ratio", "ratio", "largest ratio of their probabilities"),
     Metric("mismatch/share_clipped", "share", "tokens whose ratio is outside the bounds of the loss"),
-    Metric("rollout/mismatch_kl/<age>", "nats", "the same KL over tokens of one age in versions, `age_1` and older"),
     Metric(
-        "rollout/mismatch_kl/<length>",
+        "rollout/mismatch_kl/age_<number>", "nats", "the same KL over tokens of one age in versions, `age_1` and older"
+    ),
+    Metric(
+        "rollout/mismatch_kl/length_<number>",
         "nats",
         "the same KL over completions of at least so many tokens, `length_0` and longer",
     ),
-    Metric("rollout/mismatch_abs_diff/<age>", "nats", "the absolute difference over tokens of one age"),
+    Metric("rollout/mismatch_abs_diff/age_<number>", "nats", "the absolute difference over tokens of one age"),
     Metric(
         "val/accuracy",
         "share",
@@ -294,8 +296,15 @@ METRICS = (
 
 
 def find(name: str) -> Metric | None:
-    """Return the metric of this exact name, None when no metric has it."""
-    return next((metric for metric in METRICS if metric.describes(name)), None)
+    """Return the metric of this exact name, None when no metric has it. Of several entries the most specific one is returned."""
+    return min((metric for metric in METRICS if metric.describes(name)), key=_openness, default=None)
+
+
+def _openness(metric: Metric) -> tuple[int, int]:
+    """Return how many names an entry may stand for, as a sort key: its parts that take any text, then those that take one of several."""
+    parts = _PARTS.findall(metric.name)
+    choices = sum("," in part for part in parts)
+    return len(parts) - choices, choices
 
 
 def search(text: str) -> Sequence[Metric]:

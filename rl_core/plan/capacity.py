@@ -50,7 +50,7 @@ _WAYS_OUT = {
     "kv_cache": "lower rollout.maxBatch or rollout.maxSequenceLength",
     "neighbour": "use a smaller model, bfloat16, or placement.mode disaggregated",
     "buckets": "lower weights.bucketBytes",
-    "publisher_copy": "use a smaller model or bfloat16",
+    "publisher_copy": "set weights.transport auto, which sends weights from host memory where there is no room for the copy",
 }
 
 
@@ -67,6 +67,8 @@ class CapacityRow:
     """Bytes of further copies in host memory."""
     parts: Mapping[str, int]
     """Bytes of each part of `device`, which is their sum."""
+    optional: int = 0
+    """Bytes of `device` for which there need not be room: without them weights go through host memory."""
 
     @property
     def largest_part(self) -> str:
@@ -112,7 +114,7 @@ class CapacityReport:
             on_host = row.host + (row.device if on_cpu else 0)
             needs = [("host", on_host * self.processes[row.role], self.host_memory)]
             if not on_cpu:
-                needs.append(("device", row.device, self.device_memory))
+                needs.append(("device", row.device - row.optional, self.device_memory))
             for place, needed, available in needs:
                 if available is not None and needed > available:
                     fits_with = self.fits_with if (row.role, place) == (ACTOR, "device") else None
@@ -137,7 +139,7 @@ def estimate(
     groups = groups_of(job) if groups is None else groups
 
     def fits(changed: RLJobSpec) -> bool:
-        needed = max(row.device for row in _rows(changed, facts, groups) if row.role == ACTOR)
+        needed = max(row.device - row.optional for row in _rows(changed, facts, groups) if row.role == ACTOR)
         return device_memory is None or not job.actor.gpus or needed <= device_memory
 
     return CapacityReport(
@@ -188,7 +190,10 @@ def _trainer_rows(name: str, job: RLJobSpec, phases: dict[str, dict[str, int]], 
     for phase, parts in phases.items():
         away = {part: size for part, size in parts.items() if part in _offloaded(job, phase)}
         kept = {part: size for part, size in parts.items() if part not in away}
-        rows.append(_row(name, phase, kept, host=(0 if phase == "load" else host) + sum(away.values())))
+        optional = kept.get("publisher_copy", 0) if job.weights.transport != "ipc" else 0
+        rows.append(
+            _row(name, phase, kept, host=(0 if phase == "load" else host) + sum(away.values()), optional=optional)
+        )
     return rows
 
 
@@ -276,14 +281,27 @@ def _colocated(rows: Sequence[CapacityRow]) -> list[CapacityRow]:
         offloaded = {name: parts.pop(name) for name in leaving & parts.keys()}
         other = weights[ROLLOUT if row.role == ACTOR else ACTOR] if row.phase == "sync" else 0
         beside = {"neighbour": CONTEXT_BYTES + other}
-        result.append(_row(row.role, row.phase, parts | beside, host=row.host + sum(offloaded.values())))
+        host = row.host + sum(offloaded.values())
+        result.append(
+            _row(
+                row.role,
+                row.phase,
+                parts | beside,
+                host=host,
+                optional=row.parts.get("publisher_copy", 0) if row.optional else 0,
+            )
+        )
     return result
 
 
-def _row(role: str, phase: str, parts: Mapping[str, int], *, host: int = 0) -> CapacityRow:
+def _row(role: str, phase: str, parts: Mapping[str, int], *, host: int = 0, optional: int = 0) -> CapacityRow:
+    """Return the row of `parts`, of which `optional` bytes need not be there."""
     counted = {"context": CONTEXT_BYTES, **parts}
     counted["margin"] = int(sum(counted.values()) * MARGIN)
-    return CapacityRow(role=role, phase=phase, device=sum(counted.values()), host=host, parts=counted)
+    optional += int(optional * MARGIN)
+    return CapacityRow(
+        role=role, phase=phase, device=sum(counted.values()), host=host, parts=counted, optional=optional
+    )
 
 
 def _shortage(row: CapacityRow, place: str, needed: int, available: int, fits_with: str | None) -> str:

@@ -71,8 +71,8 @@ def build_launch_plan(
     `host` None is for a cluster: processes find the runner by the name of its pod in the headless Service of the job. Any other
     host, such as 127.0.0.1, is for one machine: all pods run there, and accelerators are numbered over all of them.
     Raises ConfigError for replicas of a group that is not elastic or below 0, for accelerators that do not divide over processes,
-    for two gangs of several processes on one machine, for hostNetwork of only some groups that hold weights, and for arguments that the
-    engine does not take;
+    for two gangs of several processes on one machine, for hostNetwork of only some groups that hold weights, for an init container with
+    the name of another container of its pod, and for arguments that the engine does not take;
     PlacementError for a placement that the pods of the job cannot honour.
     """
     spec: RLJobSpec = job.spec if hasattr(job, "spec") else job
@@ -106,9 +106,25 @@ def build_launch_plan(
         for index in range(counts[group.name])
     )
     plan = LaunchPlan(job=name, namespace=namespace, uid=uid, epoch=epoch, pods=pods)
-    if not colocated_rollouts(spec):
-        return plan
-    return colocate(plan, shape=shape_of(spec), spare=spec.placement.mode == "hybrid")
+    if colocated_rollouts(spec):
+        plan = colocate(plan, shape=shape_of(spec), spare=spec.placement.mode == "hybrid")
+    if not local:
+        _check_container_names(plan, groups)
+    return plan
+
+
+def _check_container_names(plan: LaunchPlan, groups: Mapping[str, Group]) -> None:
+    """Raise ConfigError if an init container has the name of another container of its pod, which the API server refuses."""
+    for pod in plan.pods:
+        taken = [container.name for container in pod.containers]
+        for container in pod.containers:
+            for init in groups[container.image_role].spec.init_containers:
+                if init.name in taken:
+                    raise ConfigError(
+                        f"initContainers of {container.image_role} must have names that no other container of their pod has, got {init.name} "
+                        f"beside {', '.join(taken)}; rename it"
+                    )
+                taken.append(init.name)
 
 
 def _pod_counts(groups: Mapping[str, Group], replicas: Mapping[str, int]) -> dict[str, int]:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_core.algorithms.filtering import informative_groups
-from rl_core.api.errors import RLJobError, RolloutConfigError, text_of
+from rl_core.api.errors import GymTransportError, RLJobError, RolloutConfigError, text_of
 from rl_core.api.records import Completion, GroupTimes, PromptGroupRecord
 from rl_core.batching.collate import has_failed
 from rl_core.batching.samples import keep_sample
@@ -282,7 +282,9 @@ class RolloutLoop:
                 return
             reason: RequeueReason = classify_failure(error).value
             message = f"{type(error).__name__}: {text_of(error)}"
-            failed = None if reason == "infrastructure" else failed_sample(error, lease, message)
+            # What a lost process of the job leaves explains nothing; what a server of NeMo-Gym that fails was asked does.
+            shows = reason != "infrastructure" or isinstance(error, GymTransportError)
+            failed = failed_sample(error, lease, message) if shows else None
             self._return_group(lease, reason, message, failed)
             return
         times, record.times = record.times, None

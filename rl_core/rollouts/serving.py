@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 from rl_core.api.backends import ENGINES
 from rl_core.api.user_code import import_reference
 from rl_core.messages.agents import MODEL_NAME
-from rl_core.rollouts.agents import agent_template
+from rl_core.rollouts.chat_template import ChatTemplate
 from rl_core.rollouts.endpoint.episodes import AgentEpisode, Episodes
 from rl_core.rollouts.endpoint.server import Endpoint
 from rl_core.rollouts.endpoint.session import Session
-from rl_core.rollouts.endpoint.template import ChatTemplate
 from rl_core.rollouts.generation import RowGenerator
 from rl_core.rollouts.groups import training_params
 from rl_core.rollouts.model_files import generation_eos_ids, max_positions
@@ -65,6 +64,7 @@ async def serve(
     files: Mapping[str, bytes],
     tokenizer: Tokenizer,
     tensors: Callable[[Mapping[str, tuple[tuple[int, ...], str]]], Iterator[tuple[str, Tensor]]],
+    on_stage: Callable[[str], object],
     *,
     device: str,
     host: str,
@@ -73,13 +73,13 @@ async def serve(
     """Serve a model with the engine and settings of `spec` while the block runs; yield the base URL.
 
     `files` are the model folder's configuration files by name. `tensors` gets name -> (shape, dtype) of what the engine needs, and yields the
-    tensors. Without a chat template, calls with messages are refused. Raises ConfigError for what the engine cannot run, OSError for a port
-    that is taken.
+    tensors. `on_stage` is called with what the start of an engine process does. Without a chat template, calls with messages are refused.
+    Raises ConfigError for what the engine cannot run, OSError for a port that is taken.
     """
-    template = agent_template(spec, tokenizer, stop_ids=generation_eos_ids(files))
+    template = ChatTemplate.of_job(spec, tokenizer, stop_ids=generation_eos_ids(files))
     build = import_reference(ENGINES[spec.rollout.engine], field="rollout.engine").build_engine
     limit = spec.rollout.max_sequence_length or max_positions(files)
-    engine: Any = await asyncio.to_thread(build, spec, files, device, limit, lambda tokens: None)
+    engine: Any = await asyncio.to_thread(build, spec, files, device, limit, lambda tokens: None, on_stage)
     try:
         target = engine.weight_target
         await target.prepare(spec.runtime.deadlines.wait_ready)

@@ -65,10 +65,10 @@ class Accounts:
     ) -> None:
         """Accept a prompt group that `owner` returns unfinished: it is leased again, or dropped once its attempts for `reason` are used up.
 
-        `counted` False uses up no attempt. `failed` is the sample that failed a training group. A token that `owner` does not hold is ignored.
+        `counted` False uses up no attempt. `failed` is the sample that failed the group. A token that `owner` does not hold is ignored.
         """
         if self.validation is not None and self.validation.ledger.issued(token):
-            self.validation.return_group(token, owner, reason, message, counted=counted)
+            self.validation.return_group(token, owner, reason, message, counted=counted, failed=failed)
         else:
             self.training.return_group(token, owner, reason, message, counted=counted, failed=failed)
 

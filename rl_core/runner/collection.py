@@ -51,7 +51,7 @@ class Pending:
     """Monotonic time at which it must be done."""
     receiving: WorkerGroupFuncResult | None = None
     """Calls to the actors."""
-    told: set[int] = field(default_factory=set)
+    reported: set[int] = field(default_factory=set)
     """Places of lost env workers that the rollouts know of."""
 
     def cancel(self) -> None:
@@ -266,8 +266,8 @@ class Collection:
     def _tell_losses(self, pending: Pending) -> None:
         """Tell the rollouts which env workers send no more observations."""
         round, options = pending.round, embodied_options(self._run.applied.spec)
-        lost = {place for place, call in enumerate(pending.envs) if call.lost} - pending.told
-        pending.told |= lost
+        lost = {place for place, call in enumerate(pending.envs) if call.lost} - pending.reported
+        pending.reported |= lost
         per_stage = options.num_envs // options.stages
         for route in routes(per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts)):
             if route.env in lost:

@@ -84,6 +84,7 @@ class StatusBoard:
             "epoch": epoch,
             "step": 0,
             "totalSteps": spec.algorithm.steps,
+            "promptsPerStep": spec.algorithm.prompts_per_step,
             "policyVersion": 0,
             "reward": None,
             "metrics": {},

@@ -45,7 +45,7 @@ class Validation:
         self._dispatcher, self._results, self._attempts = dispatcher, results, attempts
         self._rounds = 0
         self.kept: list[KeptSample] = []
-        """Samples of the last round, in the order of the prompts."""
+        """Samples of the last round, in the order of the prompts, those that failed their prompts last."""
 
     def measure(
         self,
@@ -77,6 +77,7 @@ class Validation:
             (sample for scores in validation.scores.values() for sample in scores.samples),
             key=lambda sample: (sample.prompt_index, sample.index),
         )
+        self.kept += validation.failed[: self._spec.samples.validation_groups]
         for group_id, message in validation.failures.items():
             logger.warning("validation prompt %s: %s", group_id, message)
         return self._metrics(validation)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rl_core.api.records import DatumSpec
 from rl_core.messages.groups import PromptLease, RequeueReason, ValidationScores
+from rl_core.messages.samples import KeptSample
 from rl_core.runner.ledger import PromptLedger
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class ValidationRound:
         """The scores so far, by group id."""
         self.failures: dict[str, str] = {}
         """Why a prompt has no scores, by group id."""
+        self.failed: list[KeptSample] = []
+        """The samples that failed these prompts, as far as they are known."""
 
     def lease(self, max_groups: int, owner: str, *, served: int) -> list[PromptLease]:
         """Lease up to `max_groups` prompts to `owner`; none unless its weights version `served` is that of the round."""
@@ -65,12 +68,24 @@ class ValidationRound:
             self.scores[scores.group_id] = scores
 
     def return_group(
-        self, token: str, owner: str, reason: RequeueReason, message: str, *, counted: bool = True
+        self,
+        token: str,
+        owner: str,
+        reason: RequeueReason,
+        message: str,
+        *,
+        counted: bool = True,
+        failed: KeptSample | None = None,
     ) -> None:
-        """Accept a prompt that `owner` returns unfinished: it is leased again, or counts as an error once its attempts are used up."""
+        """Accept a prompt that `owner` returns unfinished: it is leased again, or counts as an error once its attempts are used up.
+
+        The sample that `failed` such a prompt is remembered.
+        """
         group = self.ledger.group_by_token(token)
         if group is not None and group.owner == owner:
-            self.ledger.requeue(token, reason, message, counted=counted)
+            again = self.ledger.requeue(token, reason, message, counted=counted)
+            if not again and failed is not None:
+                self.failed.append(failed)
             self._note_drops()
 
     def owner_lost(self, owner: str, message: str) -> list[str]:

@@ -1,9 +1,20 @@
 """Kept samples as text for a terminal. Samples are hostile input: nothing that a terminal would act on is printed as it is."""
 
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from rl_core.api.records import FinishReason
+
+REASONS: Mapping[str, str] = {
+    FinishReason.ERROR: "the sample failed; it was not trained",
+    FinishReason.LENGTH: "the completion was cut at rollout.sampling.maxNewTokens",
+    FinishReason.SEQ_LIMIT: "prompt and completions reached rollout.maxSequenceLength",
+    FinishReason.TERMINATED: "the environment ended the episode",
+    FinishReason.MAX_TURNS: "the episode reached env.maxTurns",
+    FinishReason.STOP: "the model ended its completion; the environment did not end the episode",
+}
+"""Why a sample ended, in words."""
 KEPT_CONTROLS = frozenset("\n\t")
 DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\u061c")
 """Characters that change the direction of text after them, across the lines that we print."""
@@ -22,6 +33,11 @@ def _printable(character: str) -> str:
         code = ord(character)
         return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
     return character
+
+
+def explain_reasons(reasons: Iterable[str]) -> str:
+    """Return one line for each of `reasons`, once, that says what it means; those of another version are left out."""
+    return "".join(f"{reason}: {REASONS[reason]}\n" for reason in dict.fromkeys(reasons) if reason in REASONS)
 
 
 def number(value: Any) -> str:

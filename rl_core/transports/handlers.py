@@ -1,6 +1,7 @@
 """Runs the handlers of an RPC server: functions on threads, coroutine functions on an event loop that the process shares.
 
-Handlers never run on the I/O thread. A function takes one change of threads: from the I/O thread to the thread that runs it and replies.
+Handlers never run on the I/O thread. A function takes one change of threads: from the I/O thread to the thread that runs it and replies; or
+none where the thread that runs it reads the requests while it has no work.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from rl_core.transports.rpc_incoming import IncomingCall
 from rl_core.transports.rpc_wire import CALLER, CALLER_HOST
@@ -42,11 +43,24 @@ class HandlerLoop:
             return cls._shared
 
 
-class HandlerThreads:
-    """At most `most` daemon threads, started when they are needed, that start functions in the order of `submit`."""
+class Requests(Protocol):
+    """Where a thread without work may receive requests. Implemented by `RpcServer`."""
 
-    def __init__(self, most: int, name: str) -> None:
-        self._most, self._name = most, name
+    def read_until(self, done: Callable[[], bool]) -> bool:
+        """Receive requests on this thread until `done()`; return False at once when that is not possible."""
+
+    def wake_reader(self) -> None:
+        """Let the thread in `read_until` look at `done()` again."""
+
+
+class HandlerThreads:
+    """At most `most` daemon threads, started when they are needed, that start functions in the order of `submit`.
+
+    With `requests` a thread without work receives the requests itself, which submit the work: they then need no change of threads.
+    """
+
+    def __init__(self, most: int, name: str, requests: Requests | None = None) -> None:
+        self._most, self._name, self._requests = most, name, requests
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         """Guards the two below: functions are submitted and end on several threads."""
@@ -59,7 +73,7 @@ class HandlerThreads:
             self._unfinished += 1
             new = self._threads < min(self._unfinished, self._most)
             self._threads += new
-        self._queue.put(work)
+        self._put(work)
         if new:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
@@ -84,10 +98,20 @@ class HandlerThreads:
             self._most = 0
             threads = self._threads
         for _ in range(threads):
-            self._queue.put(None)
+            self._put(None)
+
+    def _put(self, work: Callable[[], None] | None) -> None:
+        self._queue.put(work)
+        if self._requests is not None:
+            self._requests.wake_reader()
+
+    def _next(self) -> Callable[[], None] | None:
+        if self._requests is not None and self._queue.empty():
+            self._requests.read_until(lambda: not self._queue.empty())
+        return self._queue.get()
 
     def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
+        while (work := self._next()) is not None:
             try:
                 work()
             except Exception:
@@ -100,8 +124,10 @@ class HandlerThreads:
 class HandlerRunner:
     """Runs the handlers of calls in the order the calls came: at most `threads` functions and `coroutines` coroutines at a time."""
 
-    def __init__(self, *, threads: int, coroutines: int) -> None:
-        self.threads = HandlerThreads(threads, "rljob-rpc")
+    def __init__(self, *, threads: int, coroutines: int, requests: Requests | None = None) -> None:
+        """`requests` is where threads without work receive requests; None leaves that to the I/O thread."""
+        self._requests = requests
+        self.threads = HandlerThreads(threads, "rljob-rpc", requests)
         self._most_coroutines = coroutines
         self._coroutines = 0
         """Coroutines that are running."""
@@ -123,18 +149,21 @@ class HandlerRunner:
         call.on_cancel = running.cancel
         with self._lock:
             self._unfinished += 1
-            if self._coroutines >= self._most_coroutines:
-                self._queue.append(running)
-                return
-            self._coroutines += 1
-        self._start(running)
+            self._queue.append(running)
+            following = self._take_following()
+        self._start(following)
 
     def limit(self, most: int) -> None:
-        """Bound functions, and coroutines, submitted from now on to `most` at a time. Earlier ones keep their bound and run beside them."""
+        """Bound functions that are submitted from now on, and all coroutines, to `most` at a time.
+
+        Functions that were submitted before keep their bound and run beside them. Coroutines that run are not interrupted.
+        """
         with self._lock:
             self.threads.close()
-            self.threads = HandlerThreads(most, "rljob-rpc")
+            self.threads = HandlerThreads(most, "rljob-rpc", self._requests)
             self._most_coroutines = most
+            following = self._take_following()
+        self._start(following)
 
     async def wait_idle(self) -> None:
         """Wait until no handler runs or waits to run."""
@@ -150,8 +179,16 @@ class HandlerRunner:
         """End the threads once the functions submitted so far have run. Nothing may be submitted afterwards: a function would never run."""
         self.threads.close()
 
-    def _start(self, running: "_Running") -> None:
-        HandlerLoop.shared().loop.call_soon_threadsafe(running.start)
+    def _take_following(self) -> "list[_Running]":
+        """Take the coroutines for which there is room from the queue, and count them as running. With the lock."""
+        room = max(self._most_coroutines - self._coroutines, 0)
+        following = [self._queue.popleft() for _ in range(min(room, len(self._queue)))]
+        self._coroutines += len(following)
+        return following
+
+    def _start(self, following: "list[_Running]") -> None:
+        for running in following:
+            HandlerLoop.shared().loop.call_soon_threadsafe(running.start)
 
     def _finished(self, is_coroutine: bool) -> None:
         with self._lock:
@@ -159,14 +196,11 @@ class HandlerRunner:
             on_idle: list[Callable[[], object]] = []
             if not self._unfinished:
                 on_idle, self._on_idle = self._on_idle, on_idle
-            following = None
-            if is_coroutine:
-                following = self._queue.popleft() if self._queue else None
-                self._coroutines -= following is None
+            self._coroutines -= is_coroutine
+            following = self._take_following()
         for wake in on_idle:
             wake()
-        if following is not None:
-            self._start(following)
+        self._start(following)
 
 
 class _Running:

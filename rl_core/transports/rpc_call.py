@@ -4,11 +4,14 @@ import concurrent.futures
 from collections.abc import Callable
 from typing import Any
 
+from rl_core.transports.waiting_reader import WaitingReader
+
 
 class CallFuture(concurrent.futures.Future[Any]):
     """A request and the future of its reply. Only its connection may use the fields below, under the lock of the connection.
 
-    `result()` may be called on any thread but the I/O thread, on which callbacks run. `cancel()` also cancels the handler on the server.
+    `result()` may be called on any thread but the I/O thread. It reads the connection on the thread that waits, where no other thread does.
+    Callbacks run on the thread that reads, which is the I/O thread otherwise. `cancel()` also cancels the handler on the server.
     """
 
     def __init__(
@@ -23,6 +26,7 @@ class CallFuture(concurrent.futures.Future[Any]):
         waits: bool,
         convert: Callable[[Any], Any] | None,
         on_cancel: "Callable[[CallFuture], None]",
+        reader: WaitingReader,
     ) -> None:
         super().__init__()
         self.id, self.method, self.parts = number, method, parts
@@ -31,12 +35,29 @@ class CallFuture(concurrent.futures.Future[Any]):
         self.idempotent = idempotent
         self.waits = waits
         """Whether it is a long poll: it waits at the server for other requests, so it does not count against flow control."""
-        self.nbytes: int = 0 if waits else sum([memoryview(part).nbytes for part in parts])
+        self.nbytes: int = 0 if waits else len(parts[0]) + sum([memoryview(part).nbytes for part in parts[1:]])
         """Bytes that count against flow control."""
         self.sent = self.received = False
         """Whether it left this process, and whether the server confirmed it."""
         self._ended = False
         self._convert, self._on_cancel = convert, on_cancel
+        self._reader = reader
+        self._reads = False
+        """Whether a thread that reads the connection waits for this call."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Return what the call returned or raise what it raised. Raises TimeoutError after `timeout` seconds; None waits for the end."""
+        return super().result(0 if self.read_until_done(timeout) and timeout is not None else timeout)
+
+    def read_until_done(self, seconds: float | None) -> bool:
+        """Read the connection on this thread until the call has ended or `seconds` have passed (None: no limit).
+
+        Returns False at once when another thread does so.
+        """
+        if self.done():
+            return True
+        self._reads = True  # before the reader looks: whoever ends the call later wakes it
+        return self._reader.read_until(self.done, seconds)
 
     def settle(self, load: Callable[[], Any]) -> None:
         """Complete the future with what `load` returns or raises, unless it was cancelled. Callbacks run before this returns."""
@@ -45,15 +66,24 @@ class CallFuture(concurrent.futures.Future[Any]):
         try:
             value = load()
             value = value if self._convert is None else self._convert(value)
-        except Exception as error:  # noqa: BLE001 - the future carries it to whoever asks
-            self.set_exception(error)
+        except BaseException as error:
+            self.set_exception(error)  # the future carries it to whoever asks
+            self._wake()
+            if not isinstance(error, Exception):  # a signal that arrived on the thread that reads
+                raise
         else:
             self.set_result(value)
+            self._wake()
 
     def fail(self, error: Exception) -> None:
         """Complete the future with `error`, unless it was cancelled."""
         if self._ends():
             self.set_exception(error)
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._reads:
+            self._reader.wake()
 
     def _ends(self) -> bool:
         """Return whether a caller waits for the outcome. True once only: a callback of another call may close the client."""
@@ -67,5 +97,6 @@ class CallFuture(concurrent.futures.Future[Any]):
         """Cancel the call unless it has ended; return whether it was cancelled."""
         cancelled = super().cancel()
         if cancelled:
+            self._wake()
             self._on_cancel(self)
         return cancelled

@@ -115,7 +115,7 @@ class RpcClient:
     ) -> CallFuture:
         """Call `method` and return the future of its result. Cancelling the future cancels the handler.
 
-        Its callbacks run on the I/O thread; they must not block.
+        Its callbacks run on the I/O thread, or on a thread that waits for another call of this client. They must not block.
         """
         return self.start_call(method, args, kwargs, timeout=timeout, idempotent=idempotent)
 
@@ -131,7 +131,7 @@ class RpcClient:
         convert: Callable[[Any], Any] | None = None,
         target: str | None = None,
     ) -> CallFuture:
-        """Return `call_future(method, *args, **kwargs)`, its value passed through `convert` on the I/O thread.
+        """Return `call_future(method, *args, **kwargs)`, its value passed through `convert` where its callbacks run.
 
         Set `waits` for a long poll, which does not count against flow control. `target` is what `method` acts on where that decides how the
         server runs it; errors name it in place of `method`.
@@ -163,6 +163,7 @@ class RpcClient:
             waits=waits,
             convert=convert,
             on_cancel=connection.abandon,
+            reader=connection.reader,
         )
         connection.submit(call)
         return call

@@ -4,12 +4,14 @@ A connection is WAITING (no handshake yet, or lost), GREETING (hello sent) or RE
 within the credit; others wait in a queue, and their timeout runs. After a reconnection the server reports which of the pending calls it has
 received, and the others are sent again. So a call runs at most once unless it is idempotent.
 
-The thread that makes a call sends it. The I/O thread receives the replies, watches the connection and the deadlines, and completes the
-calls. One lock guards the socket and the state; calls are completed outside it, because that runs callbacks of others.
+The thread that makes a call sends it. The I/O thread watches the connection and the deadlines; it receives the replies and completes the
+calls, unless a thread that waits for a call does so meanwhile. One lock guards the socket and the state; calls are completed outside it,
+because that runs callbacks of others.
 """
 
 import contextlib
 import enum
+import itertools
 import logging
 import os
 import threading
@@ -29,6 +31,7 @@ from rl_core.transports.frames import FrameHeader
 from rl_core.transports.links import ClientLoans, ProcessSharedMemory
 from rl_core.transports.rpc_call import CallFuture
 from rl_core.transports.sockets import IoThread
+from rl_core.transports.waiting_reader import WaitingReader
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +82,9 @@ class Connection:
         self._failed: list[tuple[CallFuture, Exception]] = []
         """Calls that fail as soon as the lock is free."""
         self._reading = False
-        """Whether the I/O thread is yet to find the socket empty."""
+        """Whether a thread is yet to find the socket empty."""
+        self._reading_thread: int | None = None
+        """The thread that takes messages from the socket. They are handled one after the other, in their order."""
         self._state = _State.WAITING
         self._server: Caller | None = None
         self._instance: bytes | None = None
@@ -114,7 +119,8 @@ class Connection:
         """Send `call`, or queue it until the connection and its credit allow."""
         with self._lock:
             self.counters["calls"] += 1
-            self._drop_abandoned()
+            if self._abandoned:
+                self._drop_abandoned()
             closed = self._state is _State.CLOSED
             if not closed:
                 if (
@@ -172,6 +178,9 @@ class Connection:
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._io.register(self._monitor, self._watch)
         self._io.register(self._socket, self._read_all)
+        self.reader = WaitingReader(
+            self._io, self._socket, self._read_all, closed=lambda: self._state is _State.CLOSED, lock=self._lock
+        )
         self._socket.connect(self.address)
 
     def _shut(self) -> None:
@@ -242,13 +251,24 @@ class Connection:
     # --- reading ---
 
     def _read_all(self) -> None:
-        while True:
+        """Handle what has arrived. Returns at once while another thread does so: it ends only when it finds the socket empty."""
+        thread = threading.get_ident()
+        for number in itertools.count():
             with self._lock:
-                parts = None if self._state is _State.CLOSED else sockets.receive(self._socket)
+                if self._reading_thread not in (None, thread):
+                    return
+                second = number == 1  # often there is none
+                parts = None if self._state is _State.CLOSED else sockets.receive(self._socket, look=second)
                 self._reading = parts is not None
+                self._reading_thread = thread if self._reading else None
             if parts is None:
                 return
-            self._read(parts)
+            try:
+                self._read(parts)
+            except BaseException:  # a signal that arrived on this thread: the I/O thread goes on
+                self._reading_thread = None
+                self._io.call_soon(self._read_all)
+                raise
 
     def _read(self, parts: list[Any]) -> None:
         try:

@@ -1,7 +1,8 @@
 """The server of RPC: a ROUTER socket that the I/O thread reads, and handlers on other threads. See `rpc` for the protocol.
 
 The state of a client (request ids, segments that it holds, its role) is dropped when ZeroMQ cannot route to it for LOST_SECONDS. A handler
-sends its reply on its own thread. One lock guards the socket and the tables of requests; no handler and no callback runs under it.
+sends its reply on its own thread. One lock guards the socket and the tables of requests; no handler and no callback runs under it. A thread
+that waits for work may read the socket in place of the I/O thread (`read_until`).
 """
 
 import logging
@@ -24,6 +25,7 @@ from rl_core.transports.handlers import HandlerRunner
 from rl_core.transports.links import ProcessSharedMemory
 from rl_core.transports.rpc_incoming import IncomingCall, Peer
 from rl_core.transports.sockets import IoThread
+from rl_core.transports.waiting_reader import WaitingReader
 
 logger = logging.getLogger(__name__)
 
@@ -100,13 +102,17 @@ class RpcServer:
         """Guards the socket, `_peers`, `_forgotten`, and the request tables of peers: handlers reply on their own threads."""
         self._socket: zmq.Socket[Any] | None = None
         self._reading = False
-        """Whether the I/O thread is yet to find the socket empty."""
+        """Whether a thread is yet to find the socket empty."""
+        self._dispatching = threading.RLock()
+        """Held while a message is handled, and while the timers look at the peers: the thread that reads may be another one than theirs."""
+        self._reader: WaitingReader | None = None
         self._peers: dict[bytes, Peer] = {}
         self._forgotten: OrderedDict[bytes, OrderedDict[int, bool]] = OrderedDict()
         """Request ids of lost clients by routing id: a request that a client sends again when it comes back is not run twice."""
         self._instance = os.urandom(8)
         self._probe: sockets.Timer | None = None
-        self._unconfirmed: list[IncomingCall] = []
+        self._confirming = False
+        """Whether a timer will confirm the calls that run for long."""
 
     def start(self) -> "RpcServer":
         """Bind and serve; returns self."""
@@ -121,6 +127,19 @@ class RpcServer:
                     f"method {name!r} is already served at {self.address or self._bind}; choose another name"
                 )
             self._handlers[name] = handler
+
+    def read_until(self, done: Callable[[], bool]) -> bool:
+        """Receive requests on this thread, which waits for one of them to make `done()` true.
+
+        Only for servers whose handlers marked as `inline`, and whose callbacks, may run on this thread. Returns False at once when another
+        thread reads or the server does not listen. See `WaitingReader`.
+        """
+        return self._reader is not None and self._reader.read_until(done)
+
+    def wake_reader(self) -> None:
+        """Let the thread in `read_until` look at its condition again."""
+        if self._reader is not None:
+            self._reader.wake()
 
     def set_epoch(self, epoch: int) -> None:
         """Refuse messages of epochs older than `epoch` from now on."""
@@ -149,27 +168,34 @@ class RpcServer:
             raise
         self._socket = socket
         self._io.register(socket, self._receive_all)
+        self._reader = WaitingReader(
+            self._io, socket, self._receive_all, closed=lambda: self._socket is None, lock=self._lock
+        )
 
     def _shut(self) -> None:
-        if self._socket is None:
-            return
-        self._io.unregister(self._socket)
-        for peer in list(self._peers.values()):
-            self._forget(peer)
-        if self._probe is not None:
-            self._probe.cancel()
-        with self._lock:
-            self._socket.close()
-            self._socket = None
+        with self._dispatching:
+            if self._socket is None:
+                return
+            for peer in list(self._peers.values()):
+                self._forget(peer)
+            if self._probe is not None:
+                self._probe.cancel()
+            with self._lock:
+                self._io.unregister(self._socket)
+                self._socket.close()
+                self._socket = None
+        self.wake_reader()
 
     def _receive_all(self) -> None:
-        for _ in range(_BATCH):
-            with self._lock:
-                parts = None if self._socket is None else sockets.receive(self._socket)
-                self._reading = parts is not None
-            if parts is None:
-                return
-            self._receive(parts)
+        for number in range(_BATCH):
+            with self._dispatching:
+                with self._lock:
+                    second = number == 1  # often there is none
+                    parts = None if self._socket is None else sockets.receive(self._socket, look=second)
+                    self._reading = parts is not None
+                if parts is None:
+                    return
+                self._receive(parts)
         self._io.call_soon(self._receive_all)  # the other sockets have their turn first
 
     def _receive(self, parts: list[Any]) -> None:
@@ -298,7 +324,7 @@ class RpcServer:
             call.fail(error)
 
     def _begin(self, call: IncomingCall, handler: Handler) -> None:
-        call.begun = True
+        call.begun, call.came = True, self._io.clock()
         self._confirm_later(call)
         if not getattr(handler, "rpc_scheduling", False):
             self._runner.submit(call, handler)
@@ -311,17 +337,26 @@ class RpcServer:
     def _confirm_later(self, call: IncomingCall) -> None:
         timeout = call.header.options.get("timeout")
         if isinstance(timeout, (int, float)) and timeout <= 2 * rpc_wire.RECEIPT_SECONDS:
+            call.confirmed = True
             self._send(call.peer, "received", call.id)
             return
-        if not self._unconfirmed:
+        if not self._confirming:
+            self._confirming = True
             self._io.call_at(self._io.clock() + rpc_wire.RECEIPT_SECONDS, self._confirm)
-        self._unconfirmed.append(call)
 
     def _confirm(self) -> None:
-        calls, self._unconfirmed = self._unconfirmed, []
-        for call in calls:
-            if call.peer.calls.get(call.id) is call:
-                self._send(call.peer, "received", call.id)
+        """Confirm the calls that run since RECEIPT_SECONDS, and come back for the others."""
+        with self._dispatching, self._lock:
+            begun_before = self._io.clock() - rpc_wire.RECEIPT_SECONDS
+            begun = [call for peer in self._peers.values() for call in peer.calls.values() if call.begun]
+            calls = [call for call in begun if not call.confirmed]
+            self._confirming = any(call.came > begun_before for call in calls)
+            for call in calls:
+                if call.came <= begun_before:
+                    call.confirmed = True
+                    self._send(call.peer, "received", call.id)
+            if self._confirming:
+                self._io.call_at(self._io.clock() + rpc_wire.RECEIPT_SECONDS, self._confirm)
 
     def _cancel(self, peer: Peer, number: int) -> None:
         call = peer.calls.get(number)
@@ -378,6 +413,10 @@ class RpcServer:
             self._probe = self._io.call_at(self._io.clock() + rpc_wire.PROBE_SECONDS, self._probe_peers)
 
     def _probe_peers(self) -> None:
+        with self._dispatching:
+            self._look_for_lost_peers()
+
+    def _look_for_lost_peers(self) -> None:
         self._probe = None
         now = self._io.clock()
         for peer in list(self._peers.values()):

@@ -132,6 +132,13 @@ class IoThread:
         self._epoll.register(number, select.EPOLLIN)
         self.call_soon(on_ready)  # a fresh pipe tells nothing until it was found empty once
 
+    def watch(self, number: int, wanted: bool) -> None:
+        """Watch the registered socket with this file descriptor, or leave it to another thread until it is wanted again.
+
+        Any thread may call this, under a lock that keeps the socket registered.
+        """
+        self._epoll.modify(number, select.EPOLLIN if wanted else 0)
+
     def unregister(self, socket: zmq.Socket[Any]) -> None:
         """Stop watching `socket`. Call it on the I/O thread."""
         number = descriptor(socket)
@@ -227,8 +234,13 @@ def send(socket: zmq.Socket[Any], parts: list[Any]) -> None:
     socket.send(parts[-1], _NOBLOCK, copy=False)
 
 
-def receive(socket: zmq.Socket[Any]) -> list[zmq.Frame] | None:
-    """Return the frames of the next message on `socket`; None if none waits."""
+def receive(socket: zmq.Socket[Any], *, look: bool = False) -> list[zmq.Frame] | None:
+    """Return the frames of the next message on `socket`; None if none waits.
+
+    With `look` it asks for a message first. That costs less where none waits, and more where one does.
+    """
+    if look and not has_message(socket):
+        return None
     try:
         frame = socket.recv(_NOBLOCK, copy=False)
     except zmq.Again:

@@ -46,10 +46,14 @@ def stand_alone_identity() -> Identity:
 
 @dataclass(slots=True)
 class _Wait:
-    what: str
+    what: str | Callable[[], str]
     on: str
     since: float
     cause: WaitCause | None
+
+    def text(self) -> str:
+        """Return what is waited for now."""
+        return self.what if isinstance(self.what, str) else self.what()
 
 
 class WorkerContext:
@@ -152,8 +156,10 @@ class WorkerContext:
         self._on_change()
 
     @contextlib.contextmanager
-    def waiting(self, what: str, on: str, cause: WaitCause | None = None) -> Iterator[None]:
+    def waiting(self, what: str | Callable[[], str], on: str, cause: WaitCause | None = None) -> Iterator[None]:
         """Declare that this process waits for `what` on `on` (a member, group or channel) while the block runs.
+
+        A function as `what` is called for each heartbeat, on any thread.
 
         Heartbeats report the oldest of several waits. `cause` is described at `Worker.waiting`.
         """
@@ -181,7 +187,7 @@ class WorkerContext:
                 metrics={**self._metrics, **read},
                 wait=None
                 if wait is None
-                else DeclaredWait(what=wait.what, on=wait.on, since_seconds=waited, cause=wait.cause),
+                else DeclaredWait(what=wait.text(), on=wait.on, since_seconds=waited, cause=wait.cause),
                 memory_bytes=memory,
                 view_version=self._view_version,
             )

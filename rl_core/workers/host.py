@@ -83,6 +83,7 @@ class Host:
             before_build=self._load_extensions,
             on_methods=self._serve_methods,
             on_ready=self._report_ready,
+            requests=self._server,
         )
         self._stop = asyncio.Event()
         self._extended = False

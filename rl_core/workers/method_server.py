@@ -2,8 +2,8 @@
 
 `construct(spec)` builds the object. `execute` runs a method for the runner and also returns how long it took. Every public method is also
 served under its own name, for other workers (`weights_offer`, `step_rows`). Sync methods run in one thread, unless the group was launched
-with `max_concurrency`; the I/O thread hands them to it and it replies by itself. Async methods run on the loop of RPC handlers, at most 64
-at a time.
+with `max_concurrency`. While it runs none, this thread receives the requests itself, and it sends the replies of its methods. Async methods
+run on the loop of RPC handlers, at most 64 at a time.
 """
 
 import asyncio
@@ -18,10 +18,11 @@ from typing import Any
 
 from rl_core.api.errors import ConfigError, InfrastructureError, RemoteError, RLJobError, text_of
 from rl_core.api.imports import collection_paused
+from rl_core.api.user_code import own_frames
 from rl_core.messages.calls import MethodResult, WorkerSpec
 from rl_core.messages.members import MemberState
 from rl_core.transports import frames
-from rl_core.transports.handlers import HandlerRunner
+from rl_core.transports.handlers import HandlerRunner, Requests
 from rl_core.transports.rpc import IncomingCall, scheduling
 from rl_core.workers import arguments
 from rl_core.workers.context import WorkerContext
@@ -43,12 +44,14 @@ class MethodServer:
         before_build: Callable[[], None],
         on_methods: Callable[[dict[str, Callable[..., Any]]], None],
         on_ready: Callable[[], Awaitable[None]],
+        requests: Requests | None = None,
     ) -> None:
         """Serve in the process of `context`.
 
         - `before_build()` is called in the thread that builds the object, before it is built.
         - `on_methods(handlers)` receives the handlers that are to be served under their own names.
         - `on_ready()` is awaited once the object is built, before `construct` returns.
+        - `requests` is the RPC server of the process, whose requests the worker's thread reads while no method runs; None: it does not.
         """
         self.worker: Worker | None = None
         self._context = context
@@ -57,7 +60,7 @@ class MethodServer:
         self._on_ready = on_ready
         self._served: set[str] = set()
         self._built_from: bytes | None = None
-        self._runner = HandlerRunner(threads=1, coroutines=ASYNC_CONCURRENCY)
+        self._runner = HandlerRunner(threads=1, coroutines=ASYNC_CONCURRENCY, requests=requests)
         self._building = asyncio.Lock()
         """Guards the construction: a second `construct` must see the object of the first, to keep it or to close it."""
 
@@ -218,7 +221,7 @@ class MethodServer:
 
     def _remote(self, method: str, error: BaseException) -> RemoteError:
         identity = self._context.identity
-        trace = "".join(traceback.format_exception(error))
+        trace = own_frames(error) or "".join(traceback.format_exception(error))
         return RemoteError(
             f"{identity.group} rank {identity.rank}: {method} raised {type(error).__name__}: {text_of(error)}\n{trace}"
         )

@@ -296,8 +296,12 @@ class Worker:
         """
         self._context.report_metrics(read)
 
-    def waiting(self, what: str, on: str, cause: WaitCause | None = None) -> AbstractContextManager[None]:
+    def waiting(
+        self, what: str | Callable[[], str], on: str, cause: WaitCause | None = None
+    ) -> AbstractContextManager[None]:
         """Declare that this worker waits for `what` on `on` while the `with` block runs.
+
+        A function as `what` is called for each heartbeat, on any thread, and must return quickly.
 
         `on` names a member, a group or a channel. When a run stalls, the runner follows these declarations from one member to the next and
         blames the last. `cause` is the failure reason that it then reports; with None the reason names the group `on`.

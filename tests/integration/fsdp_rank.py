@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import threading
+import time
 import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,10 +18,12 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from rl_core.actors import hf
 from rl_core.actors.critic import is_critic_name
 from rl_core.actors.source import GatheredSource, GatheringPlan
 from rl_core.api.backends import TRAINERS
 from rl_core.api.errors import RLJobError
+from rl_core.checkpoint import tensors
 from rl_core.plan.groups import EMBODIED_WORKERS
 from rl_core.weights.manifest import checksum, wire_dtype
 from rl_core.weights.publisher import WeightPublisher
@@ -226,6 +229,21 @@ class Rank:
             entries = self.actor.publisher._pull_server.committed.manifest.entries
             self.seen["differ"] = [one.name for one in entries if one.checksum != checksum(state[one.name].to(wire))]
 
+    def offer(self, needs_base: bool) -> None:
+        """Say what is given to the publisher, by name: shape, type and bits."""
+        source, offered = self.actor.manager.publish_source(1 << 12, needs_base=needs_base), {}
+        for bucket in source.buckets("cpu") if self.rank == 0 else ():
+            for index, tensor in zip(bucket.place.entries, bucket.tensors, strict=True):
+                what = [list(tensor.shape), str(tensor.dtype), list(checksum(tensor))]
+                offered[source.entries[index].name] = what
+        source.finish()
+        self.seen.setdefault("offered", []).append(offered)
+
+    def copies(self) -> None:
+        """Say the bits of the adapters of which each tensor-parallel rank has a whole one."""
+        parts = self.actor.manager.master_slices().items()
+        self.seen["copies"] = {name: list(checksum(one.tensor)) for name, (one, *_) in parts if one.replicated}
+
     def die(self, rank: int) -> None:
         """End this process at once if it is `rank`."""
         if self.rank == rank:
@@ -233,7 +251,14 @@ class Rank:
 
 
 def run_scenario(scenario: dict, rank: int, world_size: int) -> dict:
-    """Run the verbs of one scenario on this rank; return what it saw."""
+    """Run the verbs of one scenario on this rank; return what it saw.
+
+    `slow_disk` of the scenario: (a rank, by how many seconds later than the others it opens the files of a model and of a checkpoint).
+    """
+    slow, seconds = scenario.get("slow_disk", (None, 0))
+    for module in (hf, tensors) if rank == slow else ():
+        opened = module.safe_open
+        module.safe_open = lambda *args, opened=opened, **kwargs: (time.sleep(seconds), opened(*args, **kwargs))[1]
     actor = Rank(scenario["spec"], scenario["groups"], rank, world_size)
     try:
         for verb, *arguments in scenario["verbs"]:

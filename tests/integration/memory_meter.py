@@ -2,7 +2,7 @@
 
 import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -19,10 +19,15 @@ GROUPS = (0, 1, 2, 4)
 
 
 class Meter:
-    """Bytes that torch's CPU allocator has given out since the meter was made, as far as it is run under it."""
+    """Bytes that torch's CPU allocator has given out since the meter was made, as far as it is run under it.
+
+    Without the copy that gloo makes of what it reduces and scatters: NCCL makes none, and gloo's thread frees it unseen by the profiler.
+    """
 
     def __init__(self) -> None:
         self.held = 0
+        self._of_gloo: set[int] = set()
+        """Addresses of such copies."""
 
     def peak(self, run: Callable[[], object]) -> int:
         """Return the most that was held while `run` ran."""
@@ -30,17 +35,27 @@ class Meter:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
             run()
             gc.collect()
-        events, found = list(seen.profiler.kineto_results.experimental_event_tree()), []
-        while events:
-            event = events.pop()
-            events += event.children
-            if event.tag == _EventType.Allocation:
-                found.append((event.start_time_ns, event.extra_fields.alloc_size))
-        held = list(
-            itertools.accumulate((size for _, size in sorted(found, key=lambda one: one[0])), initial=self.held)
-        )
+        held = list(itertools.accumulate(self._changes(seen), initial=self.held))
         self.held = held[-1]
         return max(held)
+
+    def _changes(self, seen: profile) -> Iterator[int]:
+        """Yield the size of each block that was allocated, and minus that of each that was freed, in the order of time."""
+        events, found = [(event, False) for event in seen.profiler.kineto_results.experimental_event_tree()], []
+        while events:
+            event, of_gloo = events.pop()
+            of_gloo |= event.name.startswith("c10d::") and "reduce_scatter" in event.name
+            events += [(child, of_gloo) for child in event.children]
+            if event.tag == _EventType.Allocation:
+                found.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr, of_gloo))
+        for _, size, address, of_gloo in sorted(found, key=lambda one: one[0]):
+            if size > 0 and of_gloo:
+                self._of_gloo.add(address)
+            elif size > 0 or address not in self._of_gloo:
+                self._of_gloo.discard(address)
+                yield size
+            else:
+                self._of_gloo.discard(address)
 
 
 def full_record(group: int):

@@ -5,13 +5,16 @@ import json
 import os
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from rl_core.api.job import RLJobSpec
 from rl_core.channel import Channel
+from rl_core.messages.engine import TensorPlace
 from rl_core.messages.envs import EnvAnswer, EnvFailure
 from rl_core.messages.groups import PromptLease
 from rl_core.messages.members import MemberState, MemberView, View
@@ -19,6 +22,9 @@ from rl_core.messages.weights import PublishReport, ReceiverAddress
 from rl_core.rollouts.hf.config import DecoderConfig
 from rl_core.rollouts.hf.weights import DecoderWeights
 from rl_core.rollouts.hf.worker import HFRolloutWorker
+from rl_core.runner.changes import AppliedSpec
+from rl_core.runner.content_check import ContentCheck
+from rl_core.runner.device_schedule import DisaggregatedSchedule
 from rl_core.transports import tokens
 from rl_core.transports.handlers import HandlerLoop
 from rl_core.transports.rpc import RpcClient, RpcServer, inline
@@ -90,6 +96,53 @@ def trainer_logprobs(model, prompt, ids, temperature=1.0):
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].float() / temperature
     return logits.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
+
+
+def content_check(worlds, model, prompt):
+    """Have the trainer, which is `model` here, score what the engines of `worlds` (by the rollout's name) make of `prompt`.
+
+    Returns how many of them passed. Raises WeightsDiverged.
+    """
+    first = next(iter(worlds.values()))
+
+    def ask(name, method, args, named, *, timeout):
+        answer = Future()
+        answer.set_result(SimpleNamespace(value=first.on_loop(worlds[name].worker.probe(*args))))
+        return SimpleNamespace(future=answer)
+
+    def score(ids, start):
+        found = trainer_logprobs(model, ids[:start], ids[start:]).tolist()
+        return SimpleNamespace(wait=lambda seconds: [found])
+
+    check = ContentCheck(
+        AppliedSpec(first.spec),
+        cluster=SimpleNamespace(submit=ask),
+        actor=SimpleNamespace(score=score),
+        schedule=DisaggregatedSchedule(),
+        prompt_ids=prompt,
+    )
+    check.schedule(first.version, list(worlds))
+    try:
+        check.confirm()
+    finally:
+        check.close()
+    return check.counts.passed
+
+
+def put_behind_the_proof(world, name, tensor):
+    """Have the engine hold `tensor` without anybody's knowledge."""
+    target = world.engine.weight_target
+    if not hasattr(target, "proof"):
+        target.destinations()[name].copy_(tensor)
+        return
+    target._buffer.bytes[: tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+    place = {"name": name, "shape": list(tensor.shape), "dtype": "float32", "offset": 0}
+    for method, arguments in (
+        ("begin_weights", {}),
+        ("load_weights", {"places": [TensorPlace(**place)], "version": world.version}),
+        ("end_weights", {"turns": 1, "whole": True}),
+    ):
+        world.engine.engine.call(method, **arguments).result(60)
 
 
 ADMITTED = "admitted"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core.api.errors import DeadlineExceeded
+from rl_core.api.errors import DeadlineExceeded, GenerationUnavailable, InfrastructureError, WeightsDiverged
 from rl_core.api.lora import LoraSpec
 from rl_core.messages.weights import ReceiverAddress
 from rl_core.rollouts.adapters import AdapterMerge
@@ -24,13 +24,23 @@ from rl_core.rollouts.sglang import SGLangWorker
 from rl_core.transports import tokens
 from rl_core.weights.adapters import AdapterSource
 from tests.integration.conftest import ARGUMENTS
-from tests.integration.rollout_world import World, random_state, trainer_logprobs, transformers_model
+from tests.integration.rollout_world import (
+    World,
+    content_check,
+    put_behind_the_proof,
+    random_state,
+    trainer_logprobs,
+    transformers_model,
+    wait_for,
+)
 from tests.weight_samples import StateSource
 
 LORA = {"rank": 2, "alpha": 6.0}
 SCALE = 3.0
 PROMPT = list(range(2, 20))
 DOWN = "model.layers.1.mlp.down_proj.lora_B.weight"
+VALUE = "model.layers.0.self_attn.v_proj.weight"
+NAMES = ("rollout:0", "rollout:1")
 
 
 def adapters_of(state, seed, rank=2):
@@ -59,8 +69,11 @@ class LoraWorld(World):
         super().__init__(worker, max_seq_len=64, spec={"model": {"path": "unused", "lora": LORA}}, **rollout)
         self.state = random_state(1)
 
-    def sync(self, seed, *, base=None, receivers=1, adapters=None):
-        """Publish adapters of `seed` as the next version, with the base where the publisher needs it or one is given."""
+    def sync(self, seed, *, base=None, receivers=None, adapters=None):
+        """Publish adapters of `seed` as the next version, with the base where the publisher needs it or one is given.
+
+        `receivers`: the engine of this world if None. One of them must acknowledge where there are any.
+        """
         self.state = base or self.state
         self.adapters = adapters or adapters_of(self.state, seed)
         self.version += 1
@@ -68,8 +81,9 @@ class LoraWorld(World):
             source = StateSource({**self.state, **self.adapters})
         else:
             source = AdapterSource(self.adapters, bucket_bytes=1 << 20)
-        address = ReceiverAddress(name="rollout:0", address=self.server.address, host_token=tokens.host_token())
-        report = self.publisher.publish(self.version, source, [address] * receivers, receivers)
+        own = ReceiverAddress(name="rollout:0", address=self.server.address, host_token=tokens.host_token())
+        receivers = [own] if receivers is None else receivers
+        report = self.publisher.publish(self.version, source, receivers, min(1, len(receivers)))
         self.ledger.served = self.version
         return report
 
@@ -86,21 +100,63 @@ class LoraWorld(World):
 SGLANG = {"engine": "sglang", "maxBatch": 64, "engineArgs": ARGUMENTS}
 
 
-@pytest.fixture(scope="module", params=[(HFRolloutWorker, {}), (SGLangWorker, SGLANG)], ids=["hf", "sglang"])
-def world(request):
-    worker, rollout = request.param
-    made = LoraWorld(worker, **rollout)
+@pytest.fixture(scope="module")
+def hf_world():
+    made = LoraWorld(HFRolloutWorker)
     made.start()
     yield made
     made.close()
 
 
+@pytest.fixture(scope="module")
+def sglang_adapters():
+    """A world whose engine takes adapters, unlike that of the fixture `sglang_world`."""
+    made = LoraWorld(SGLangWorker, **SGLANG)
+    made.start()
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["hf", "sglang"])
+def synced(request):
+    """The world of either engine with a version that is served."""
+    return start_from(request.getfixturevalue({"hf": "hf_world", "sglang": "sglang_adapters"}[request.param]))
+
+
 @pytest.fixture
-def synced(world):
-    """The world with a version that is served."""
+def synced_sglang(sglang_adapters):
+    """The world of SGLang, which runs in processes of its own, with a version that is served."""
+    return start_from(sglang_adapters)
+
+
+@pytest.fixture
+def both(hf_world, sglang_adapters):
+    """The worlds of both engines, which the publisher of the first serves as rollout:0 (SGLang) and rollout:1 (HF)."""
+    worlds = [sglang_adapters, hf_world]
+    for world in worlds:
+        world.on_loop(_forget(world))
+    worlds[0].version = max(world.version for world in worlds)
+    publish_to(worlds, 50, base=random_state(1))
+    return worlds
+
+
+def start_from(world):
     world.on_loop(_forget(world))
     world.sync(100 + world.version, base=random_state(1))
     return world
+
+
+def publish_to(worlds, seed, **changes):
+    """Have the publisher of the first of `worlds` publish adapters of `seed` to all of them; return the report."""
+    names = range(len(worlds))
+    receivers = [
+        ReceiverAddress(name=f"rollout:{i}", address=worlds[i].server.address, host_token=tokens.host_token())
+        for i in names
+    ]
+    report = worlds[0].sync(seed, receivers=receivers, **changes)
+    for world in worlds[1:]:
+        world.version, world.state, world.adapters = worlds[0].version, worlds[0].state, worlds[0].adapters
+    return report
 
 
 async def _forget(world):
@@ -192,9 +248,86 @@ def test_an_adapter_of_another_rank_is_refused_by_name(synced):
         synced.sync(10)
 
 
+def test_adapters_over_another_base_than_they_say_are_not_served(synced, monkeypatch):
+    def of_a_base_that_nobody_sent(copy):
+        first, *others = copy.manifest.entries
+        return replace(copy, manifest=replace(copy.manifest, entries=(replace(first, checksum=(1, 2)), *others)))
+
+    with monkeypatch.context() as patch, pytest.raises(DeadlineExceeded, match=r"model\.embed_tokens\.weight"):
+        patched(synced, patch, of_a_base_that_nobody_sent)
+        synced.sync(14)
+    assert synced.served() == -1
+    with pytest.raises(GenerationUnavailable, match="no proven weights are served"):
+        synced.on_loop(synced.worker.probe(PROMPT, 4))
+    assert not synced.sync(15).patched and synced.difference() < 1e-4
+
+
+def test_an_adapter_that_is_given_to_the_engine_twice_is_added_once(synced, monkeypatch):
+    target = synced.engine.weight_target
+    load = target.load
+
+    def twice(tensors, version):
+        given = [(name, tensor.clone()) for name, tensor in tensors]
+        load(iter(given), version)
+        load(iter(given), version)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "load", twice)
+        assert synced.sync(16).patched
+    assert synced.difference() < 1e-4
+
+
+def test_adapters_that_one_of_two_engines_did_not_get_are_generated_with_by_the_other_alone(both):
+    sglang, hf = both
+    assert publish_to(both, 51).patched == ("rollout:0", "rollout:1")
+    assert content_check(dict(zip(NAMES, both, strict=True)), merged(hf), PROMPT) == 2
+    assert publish_to(both[:1], 52).acked == ("rollout:0",)
+    assert (sglang.served(), hf.served()) == (sglang.version, sglang.version - 1)
+    wait_for(lambda: hf.ledger.polls)
+    hf.ledger.polls.pop()[0].reply([hf.lease(1, version=sglang.version)])
+    wait_for(lambda: hf.ledger.given_back)
+    assert hf.ledger.given_back[-1][1:] == ("stale", "its weights are not those that are served")
+    assert publish_to(both, 53).patched == ("rollout:0", "rollout:1")
+    assert max(world.difference() for world in both) < 1e-4
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["sglang", "hf"])
+def test_an_engine_whose_adapters_are_lost_on_their_way_is_named_and_generates_nothing(both, lost, monkeypatch):
+    def nothing(tensors, version):
+        raise InfrastructureError("the adapters did not arrive")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(both[lost].engine.weight_target, "load", nothing)
+        report = publish_to(both, 54)
+    assert report.acked == (NAMES[1 - lost],) and report.failed.keys() == {NAMES[lost]}
+    assert "the adapters did not arrive" in report.failed[NAMES[lost]]
+    assert both[lost].served() == -1 and both[1 - lost].difference() < 1e-4
+    with pytest.raises(GenerationUnavailable, match="no proven weights are served"):
+        both[lost].on_loop(both[lost].worker.probe(PROMPT, 4))
+    report = publish_to(both, 55)
+    assert report.patched == (NAMES[1 - lost],) and max(world.difference() for world in both) < 1e-4
+
+
+def test_an_engine_with_another_base_than_the_others_gets_the_base_in_the_same_sync(both):
+    sglang, hf = both
+    hf.sync(56, base=random_state(7))
+    sglang.version = hf.version
+    report = publish_to(both, 57)
+    assert (report.acked, report.patched) == (NAMES, NAMES[:1])
+    assert max(world.difference() for world in both) < 1e-4
+
+
+@pytest.mark.parametrize("wrong", [0, 1], ids=["sglang", "hf"])
+def test_an_engine_whose_base_was_changed_behind_the_proof_is_named_by_the_content_check(both, wrong):
+    put_behind_the_proof(both[wrong], VALUE, random_state(7)[VALUE])
+    assert publish_to(both, 58).patched == NAMES
+    with pytest.raises(WeightsDiverged, match=f"{NAMES[wrong]} must score a fixed prompt like the trainer"):
+        content_check(dict(zip(NAMES, both, strict=True)), merged(both[0]), PROMPT)
+
+
 def test_an_engine_that_missed_a_version_pulls_adapters_alone_and_one_without_a_base_pulls_all(synced):
     receiver = synced.worker._built().receiver
-    synced.sync(11, receivers=0)
+    synced.sync(11, receivers=[])
     assert synced.served() == synced.version - 1
     loads = []
     accepts, load = receiver._states.accepts, receiver._load
@@ -230,23 +363,16 @@ def test_an_engine_that_is_lost_between_load_and_use_serves_nothing_until_it_has
     assert not synced.sync(13).patched and synced.difference() < 1e-4
 
 
-def only_sglang(world):
-    """Return the engine's proxy; what the test does is done to its process."""
-    if not isinstance(world.worker, SGLangWorker):
-        pytest.skip("the HF engine runs in the worker's process")
-    return world.engine.engine
-
-
 def test_a_row_in_flight_goes_on_with_the_new_adapter_and_each_token_has_the_version_of_its_own(synced):
-    engine = only_sglang(synced)
+    rows = synced.engine.loop if isinstance(synced.worker, HFRolloutWorker) else synced.engine.engine
     for seed in range(20, 30):  # the row may end before it is interrupted
         old, before = synced.served(), merged(synced)
         begun, result = threading.Event(), concurrent.futures.Future()
         params = SamplingParams(max_new_tokens=56, ignore_eos=True)
         row = Row(key=seed, prompt=[3, 4, 5], params=params, seed=1, on_tokens=lambda ids, begun=begun: begun.set())
-        engine.submit([row], lambda results, result=result: result.set_result(results[0][1]))
+        rows.submit([row], lambda results, result=result: result.set_result(results[0][1]))
         assert begun.wait(60)
-        synced.on_loop(synced.worker.pause_generation())
+        synced.on_loop(synced.engine.pause(keep_cache=False))
         assert synced.sync(seed).patched
         output = result.result(60)
         if len(output.versions) == 2:
@@ -259,10 +385,10 @@ def test_a_row_in_flight_goes_on_with_the_new_adapter_and_each_token_has_the_ver
 
 
 def test_an_adapter_that_changes_on_its_way_to_the_engine_is_named_before_the_engine_has_it(
-    synced, monkeypatch, caplog
+    synced_sglang, monkeypatch, caplog
 ):
-    only_sglang(synced)
-    target, changed = synced.engine.weight_target, []
+    synced, changed = synced_sglang, []
+    target = synced.engine.weight_target
     call = target._call
 
     def disturbed(method, **arguments):
@@ -279,8 +405,9 @@ def test_an_adapter_that_changes_on_its_way_to_the_engine_is_named_before_the_en
     assert synced.served() == synced.version and synced.difference() < 1e-4
 
 
-def test_an_engine_that_is_killed_between_load_and_use_is_reported_and_serves_nothing(synced, monkeypatch):
-    engine, target = only_sglang(synced), synced.engine.weight_target
+def test_an_engine_that_is_killed_between_load_and_use_is_reported_and_serves_nothing(synced_sglang, monkeypatch):
+    synced = synced_sglang
+    engine, target = synced.engine.engine, synced.engine.weight_target
     resume = target.resume
 
     async def killed(version, digest):

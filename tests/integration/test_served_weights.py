@@ -6,22 +6,17 @@ here, an old copy in a CUDA graph, which needs a GPU.
 """
 
 import functools
-from concurrent.futures import Future
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from rl_core.api.errors import DeadlineExceeded, GenerationUnavailable, InfrastructureError, WeightsDiverged
-from rl_core.messages.engine import TensorPlace
 from rl_core.messages.weights import ReceiverRefusal
-from rl_core.runner.changes import AppliedSpec
-from rl_core.runner.content_check import ContentCheck
-from rl_core.runner.device_schedule import DisaggregatedSchedule
 from rl_core.weights.manifest import host_bytes
-from tests.integration.rollout_world import World, random_state, trainer_logprobs, transformers_model, wait_for
+from tests.integration import rollout_world
+from tests.integration.rollout_world import World, put_behind_the_proof, random_state, transformers_model, wait_for
 
 PROMPT = list(range(2, 34))
 EMBEDDING = "model.embed_tokens.weight"
@@ -45,31 +40,8 @@ def world(request):
 
 
 def content_check(world, state):
-    """Have the trainer, which is transformers here, score what the engine makes of a prompt. Raises WeightsDiverged."""
-    model = transformers_model(state)
-
-    def ask(name, method, args, named, *, timeout):
-        answer = Future()
-        answer.set_result(SimpleNamespace(value=world.on_loop(world.worker.probe(*args))))
-        return SimpleNamespace(future=answer)
-
-    def score(ids, start):
-        found = trainer_logprobs(model, ids[:start], ids[start:]).tolist()
-        return SimpleNamespace(wait=lambda seconds: [found])
-
-    check = ContentCheck(
-        AppliedSpec(world.spec),
-        cluster=SimpleNamespace(submit=ask),
-        actor=SimpleNamespace(score=score),
-        schedule=DisaggregatedSchedule(),
-        prompt_ids=PROMPT,
-    )
-    check.schedule(world.version, ["rollout:0"])
-    try:
-        check.confirm()
-    finally:
-        check.close()
-    return check.counts.passed
+    """Return how many engines score a prompt like the trainer, which has `state`: 1. Raises WeightsDiverged."""
+    return rollout_world.content_check({"rollout:0": world}, transformers_model(state), PROMPT)
 
 
 def serves(world, state):
@@ -206,22 +178,6 @@ def test_an_engine_that_computes_with_another_tensor_than_it_was_given_is_seen_b
     with pytest.raises(WeightsDiverged, match="rollout:0 must score a fixed prompt like the trainer"):
         content_check(world, after)
     assert serves(world, start_from(world, 8))
-
-
-def put_behind_the_proof(world, name, tensor):
-    """Have the engine hold `tensor` without anybody's knowledge."""
-    target = world.engine.weight_target
-    if not hasattr(target, "proof"):
-        target.destinations()[name].copy_(tensor)
-        return
-    target._buffer.bytes[: tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
-    place = {"name": name, "shape": list(tensor.shape), "dtype": "float32", "offset": 0}
-    for method, arguments in (
-        ("begin_weights", {}),
-        ("load_weights", {"places": [TensorPlace(**place)], "version": world.version}),
-        ("end_weights", {"turns": 1, "whole": True}),
-    ):
-        world.engine.engine.call(method, **arguments).result(60)
 
 
 def test_keys_and_values_of_older_weights_that_serve_a_new_row_are_seen_by_the_content_check(sglang_world):

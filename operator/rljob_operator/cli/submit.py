@@ -6,13 +6,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from rl_core.api import text
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJob
+from rl_core.api.problems import problem_lines
 from rljob_operator import kinds
 from rljob_operator.cli import jobs
 from rljob_operator.cli.code import config_map
@@ -78,7 +78,7 @@ def read_documents(file: Path) -> tuple[Json, list[Json]]:
     try:
         RLJob.model_validate(found[0])
     except ValidationError as error:
-        lines = "\n".join(f"  {line}" for detail in error.errors(include_url=False) for line in _problem(detail))
+        lines = "\n".join(f"  {line}" for line in problem_lines(error))
         raise ConfigError(f"{file}: the job is not valid\n{lines}") from error
     return found[0], [document for document in documents if document is not found[0]]
 
@@ -114,14 +114,6 @@ def _line(job: Json) -> str:
     if reason.get("status") == "True":
         parts.append(f"{reason['reason']}: {reason.get('message', '')}")
     return "  ".join(parts)
-
-
-def _problem(detail: Any) -> list[str]:
-    path = ".".join(str(part) for part in detail["loc"]) or "job"
-    message = str(detail["msg"]).removeprefix("Value error, ")
-    if detail["type"] == "value_error":
-        return [f"{path}: {line}" for line in message.splitlines()]
-    return [f"{path}: {message}, got {detail['input']!r}"[:400]]
 
 
 def _write(line: str) -> None:

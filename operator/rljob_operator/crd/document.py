@@ -9,7 +9,8 @@ import yaml
 from pydantic import BaseModel
 
 from rl_core.api.base import Spec
-from rl_core.api.job import API_VERSION, NAME_PATTERN, NAME_REFUSAL, RLJobSpec
+from rl_core.api.job import API_VERSION, RLJobSpec
+from rl_core.api.metadata import NAME_PATTERN, NAME_REFUSAL
 from rl_core.api.pods import PodSpec
 from rl_core.api.status import RLJobStatus
 from rl_core.plan.groups import BUILT_IN, ROLLOUT

@@ -17,6 +17,7 @@ from rl_core.api import defaults as kept_defaults
 from rl_core.api.defaults import Defaults
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import API_VERSION, RLJob
+from rl_core.api.problems import problem_lines
 from rl_core.plan.groups import Group
 from rl_core.plan.launch import build_launch_plan
 from rljob_operator import manifests, naming
@@ -71,20 +72,10 @@ def _parse(text: str, defaults: Defaults) -> RLJob | str:
         job = RLJob.model_validate(manifest, context=defaults.context)
         build_launch_plan(job, name=job.metadata.name, uid=job.metadata.uid or "")
     except ValidationError as error:
-        return problems(error)
+        return _shortened("; ".join(problem_lines(error)))
     except ConfigError as error:
         return _shortened(str(error))
     return job
-
-
-def problems(error: ValidationError) -> str:
-    """Return one message with all violations: the path of the field, the error, and the value."""
-    parts = []
-    for item in error.errors(include_url=False, include_context=False):
-        path = ".".join(str(part) for part in item["loc"]) or "the object"
-        got = "" if isinstance(item["input"], Mapping | list) else f", got {item['input']!r}"
-        parts.append(f"{path}: {item['msg'].removeprefix('Value error, ')}{got}")
-    return _shortened("; ".join(parts))
 
 
 def _shortened(text: str) -> str:

@@ -192,7 +192,7 @@ class Endpoint:
         A record that the caller asked for comes before the events that say that the call is finished.
         """
 
-        def told() -> bytes:
+        def take_records() -> bytes:
             text = b"".join(records).decode() if record.asked(request) else ""
             records.clear()
             return server_sent(text, event=RECORD_EVENT) if text else b""
@@ -202,9 +202,9 @@ class Endpoint:
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             await response.prepare(request)
             try:
-                await response.write(told() + first)
+                await response.write(take_records() + first)
                 async for event in events:
-                    await response.write(told() + event)
+                    await response.write(take_records() + event)
             except ConnectionError:
                 logger.debug("the client of a stream is gone")
             except Exception as error:  # noqa: BLE001 - the status is sent, so that the client must get the failure as an event

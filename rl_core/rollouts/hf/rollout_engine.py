@@ -56,8 +56,9 @@ class HFRolloutEngine:
         device: str,
         max_seq_len: int,
         on_tokens: Callable[[int], Any],
+        on_stage: Callable[[str], object],
     ) -> HFRolloutEngine:
-        """Return the engine with unfilled weights; see `RolloutWorkerBase.build_engine`."""
+        """Return the engine with unfilled weights; see `RolloutWorkerBase.build_engine`. `on_stage` is not called: it starts no process."""
         engine = HFEngine(
             model_from_files(files, dtype=getattr(torch, spec.model.dtype), device=device),
             Tokenizer.from_files(files),

@@ -79,6 +79,7 @@ class SGLangEngine:
         on_tokens: Callable[[int], Any] = lambda tokens: None,
         silence_seconds: float,
         restarts: bool = True,
+        on_stage: Callable[[str], object] = lambda stage: None,
     ) -> None:
         """Create an engine; `start` starts the child.
 
@@ -94,6 +95,7 @@ class SGLangEngine:
             on_tokens: Called with the number of new tokens.
             silence_seconds: A child that sends nothing for so long hangs; longer than any prefill, load of weights or compilation.
             restarts: Whether a lost child is replaced; if not, the engine fails for good.
+            on_stage: Called with what a start of a child does, in words.
         """
         self.max_seq_len = max_seq_len
         self._vocab_size = vocab_size
@@ -105,7 +107,7 @@ class SGLangEngine:
         """Mode in which generation is paused; None = it is not."""
         self._source, self._environ, self._memory = source, environ, memory
         self._start_seconds, self._silence_seconds, self._on_tokens = start_seconds, silence_seconds, on_tokens
-        self._restarts = restarts
+        self._restarts, self._on_stage = restarts, on_stage
         self._lost: Callable[[str], None] = lambda reason: None
         self._back: Callable[[RLJobError | None], None] = lambda error: None
         self._lock = threading.Lock()
@@ -260,7 +262,7 @@ class SGLangEngine:
         Raises InfrastructureError if no child can be started, or if the child cannot be killed and so keeps its device memory.
         """
         self._count_start()
-        process = EngineProcess(self._source, self._environ, self._memory)
+        process = EngineProcess(self._source, self._environ, self._memory, self._on_stage)
         try:
             process.await_ready(self._start_seconds, self._closed.is_set)
             return self._serve(process)

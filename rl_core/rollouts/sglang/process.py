@@ -20,6 +20,7 @@ from typing import Any
 from rl_core.api.errors import InfrastructureError
 from rl_core.messages.engine import EngineFailure, EngineReady, EngineSettings
 from rl_core.observability import events
+from rl_core.rollouts.sglang.child.stages import STAGE
 from rl_core.transports import pipe, tokens
 from rl_core.workers import processes
 
@@ -43,11 +44,19 @@ class EngineProcess:
     It must be created, read and killed on one thread, and that thread must outlive it: the kernel kills the child when the thread ends.
     """
 
-    def __init__(self, source: EngineSettings, environ: Mapping[str, str], memory: int) -> None:
+    def __init__(
+        self,
+        source: EngineSettings,
+        environ: Mapping[str, str],
+        memory: int,
+        on_stage: Callable[[str], object] = lambda stage: None,
+    ) -> None:
         """Start the child with the variables `environ`. Raises InfrastructureError if it cannot be started.
 
-        `source` says which engine the child builds; `memory` is the descriptor of the memory shared with it.
+        `source` says which engine the child builds; `memory` is the descriptor of the memory shared with it. `on_stage` is called, on a
+        thread of its own, with what the engine's start does.
         """
+        self._on_stage = on_stage
         near, far = socket.socketpair()
         command = [sys.executable, "-P", "-u", "-m", "rl_core.rollouts.sglang.child"]
         numbers = [str(far.fileno()), str(memory), str(os.getpid())]
@@ -178,7 +187,10 @@ class EngineProcess:
             for line in lines:
                 with suppress(OSError):  # nobody reads our log any more, but the engine's output must still be drained
                     os.write(STDERR, line)
-                self._last_line = line.decode(errors="replace").strip() or self._last_line
+                text = line.decode(errors="replace").strip()
+                if text.startswith(STAGE):
+                    self._on_stage(text.removeprefix(STAGE))
+                self._last_line = text or self._last_line
                 if self._cause:
                     continue
                 if DEATH.search(line):
@@ -187,4 +199,4 @@ class EngineProcess:
                         continue
                 elif not traceback or line[:1].isspace():
                     continue
-                self._cause = line.decode(errors="replace").strip()
+                self._cause = text

@@ -78,6 +78,7 @@ class SGLangRolloutEngine:
         device: str,
         max_seq_len: int,
         on_tokens: Callable[[int], Any],
+        on_stage: Callable[[str], object],
     ) -> SGLangRolloutEngine:
         """Return the engine, started and with unfilled weights; see `RolloutWorkerBase.build_engine`. Blocks for about a minute."""
         if importlib.util.find_spec("sglang") is None:
@@ -107,6 +108,7 @@ class SGLangRolloutEngine:
             # On shared devices the trainer may use the memory by the time the engine is lost. The worker ends instead, and its
             # replacement starts an engine when it has the devices.
             restarts=spec.placement.mode == "disaggregated",
+            on_stage=on_stage,
         )
         built = cls(spec, engine, folder, buffer, shapes, device, options.get("tp_size", 1), adapters)
         try:

@@ -113,5 +113,7 @@ def variables(folder: Path, device: str, environ: Mapping[str, str] = os.environ
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # CONTEXT_MARGIN may exceed the model's positions
+        # With `enable_memory_saver`, the buffers of CUDA graphs can be released too.
+        "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
     }
     return env | (cpu.variables(environ.get("PYTHONPATH", "")) if device == "cpu" else {})

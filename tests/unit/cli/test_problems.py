@@ -4,9 +4,10 @@ import copy
 
 import pytest
 
+from rl_core.api.field_hints import fields_at
+from rl_core.api.foreign_names import foreign_names
+from rl_core.api.job import RLJob
 from rl_core.cli import validate
-from rl_core.cli.field_hints import fields_at
-from rl_core.cli.foreign_names import FOREIGN_NAMES
 from rl_core.cli.problems import find_problems
 
 GOOD = {
@@ -89,11 +90,72 @@ def test_a_problem_names_path_rule_value_and_way_out(spec, words):
         ({"actor": {"xyzzy": 1}}, "remove it; docs/reference/rljob.md lists the fields"),
         ({"algorithm": {"loss": {"clip_low": 0.1}}}, "write clipLow"),
         ({"trackers": [{"name": "wandb", "projects": "x"}]}, "did you mean project?"),
+        (
+            {"actor": {"optimizer": {"name": "adam"}}},
+            "remove it or use one of: betas, distributed, eps, learningRate, schedule, valueLearningRate, weightDecay",
+        ),
     ],
 )
 def test_an_unknown_field_gets_the_name_it_has_here(spec, hint):
     (problem,) = find_problems(job(**spec))[1]
     assert "is not a known field" in problem and problem.endswith(hint), problem
+
+
+@pytest.mark.parametrize(
+    ("spec", "place", "hint"),
+    [
+        ({"algorithm": {"name": "grop"}}, "spec.algorithm.name: ", "(did you mean grpo?)"),
+        ({"algorithm": {"loss": {"name": "ppo"}}}, "spec.algorithm.loss.name: ", "(did you mean ppo_clip?)"),
+        ({"placement": {"mode": "colocate"}}, "spec.placement.mode: ", "did you mean colocated?"),
+        ({"rollout": {"engine": "sgl"}}, "spec.rollout.engine: ", "did you mean sglang?"),
+        ({"rollout": {"engine": "vllm"}}, "spec.rollout.engine: ", "choose one of these"),
+        ({"program": "async"}, "spec.program: ", "(did you mean asynchronous?)"),
+        ({"trackers": [{"name": "tensorbord"}]}, "spec.trackers.0.name: ", "did you mean tensorboard?"),
+        ({"env": {"type": "rewards", "reward": "a:f"}}, "spec.env: ", "(did you mean reward?)"),
+        ({"env": {"type": "agents", "agent": "a:f"}}, "spec.env: ", "(did you mean agent?)"),
+        ({"env": {"type": "math", "reward": "a:f"}}, "spec.env: ", "set both or neither"),
+    ],
+)
+def test_a_misspelled_choice_gets_the_nearest_one(spec, place, hint):
+    (problem,) = find_problems(job(**spec))[1]
+    assert problem.startswith(place) and problem.endswith(hint), problem
+
+
+@pytest.mark.parametrize(
+    ("spec", "hint"),
+    [
+        ({"custom_reward_function": {"path": "a.py", "name": "f"}}, "write env.reward for path"),
+        ({"algorithm": {"kl_ctrl": {"kl_coef": 0.1}}}, "write algorithm.rewardKlCoefficient for kl_coef"),
+        (
+            {"trainer": {"total_epochs": 1, "n_gpus_per_node": 8}},
+            "write algorithm.steps for total_epochs, actor.gpus for n_gpus_per_node",
+        ),
+        (
+            {"actor_rollout_ref": {"rollout": {"n": 4}, "actor": {"optim": {"lr": 1e-6}}}},
+            "write algorithm.groupSize for n, actor.optimizer.learningRate for lr",
+        ),
+        ({"nothing": {"path": "a", "n": 3}}, "docs/reference/rljob.md lists the fields"),
+    ],
+)
+def test_a_block_of_another_library_gets_the_names_of_what_is_in_it(spec, hint):
+    (problem,) = find_problems(job(**spec))[1]
+    assert problem.endswith(hint), problem
+
+
+def test_a_misspelled_field_that_must_be_given_is_one_problem_and_what_is_in_it_is_checked():
+    document = job(mdel={"path": 3})
+    del document["spec"]["model"]
+    document["metdata"] = document.pop("metadata")
+    assert find_problems(document)[1] == [
+        "spec.mdel: is not a known field, got {'path': 3}, did you mean model?",
+        "metdata: is not a known field, got {'name': 'a'}, did you mean metadata?",
+        "spec.model.path: must be a valid string, got 3, write a value of that type",
+    ]
+
+
+def test_a_type_that_is_left_out_is_named():
+    (problem,) = find_problems(job(env={"reward": "a:f"}))[1]
+    assert problem.endswith("(type is math where it is left out; write type: reward)")
 
 
 def test_snake_case_is_refused_and_the_value_is_checked_nevertheless():
@@ -111,12 +173,12 @@ def test_keys_that_the_user_chooses_may_be_of_any_case():
 
 
 def test_every_name_of_another_library_leads_to_a_field_that_exists():
-    for setting in FOREIGN_NAMES:
+    for setting in foreign_names():
         block, _, field = setting.ours.rpartition(".")
         if setting.ours.startswith("rljob "):
             continue
         where = ("spec", *filter(None, block.split(".")))
-        assert field in fields_at(("metadata",) if block == "metadata" else where), setting.ours
+        assert field in fields_at(RLJob, ("metadata",) if block == "metadata" else where), setting.ours
 
 
 @pytest.mark.parametrize(

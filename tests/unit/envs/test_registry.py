@@ -5,11 +5,12 @@ import types
 
 import pytest
 
+from rl_core.api.env import BUILT_IN_TYPES
 from rl_core.api.errors import ConfigError
 from rl_core.api.records import EnvironmentReturn
 from rl_core.envs.base import EnvConfig
 from rl_core.envs.math import MathEnvironment
-from rl_core.envs.registry import known_envs, load_reward, make_env, register_env
+from rl_core.envs.registry import BUILT_IN, known_envs, load_reward, make_env, register_env
 
 
 class Echo:
@@ -53,6 +54,17 @@ def test_built_in_names_make_their_environment():
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"env\.type: must be one of agent, .*math, .*reward.* got 'maths'"):
         make_env("maths")
+
+
+def test_a_misspelled_name_gets_the_nearest_one():
+    with pytest.raises(ConfigError, match=r"got 'rewards'; .* \(did you mean reward\?\)$"):
+        make_env("rewards")
+    with pytest.raises(ConfigError, match=r"got 'exacts' \(did you mean exact\?\)$"):
+        load_reward("exacts")
+
+
+def test_the_schema_suggests_the_built_in_names():
+    assert sorted(BUILT_IN_TYPES) == sorted(BUILT_IN)
 
 
 def test_user_classes_get_their_options(user):

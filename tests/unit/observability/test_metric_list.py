@@ -77,3 +77,24 @@ def test_of_an_output_folder_the_last_values_are_printed_with_their_meanings(tmp
         show_metrics(str(tmp_path), "loss")
     with pytest.raises(ConfigError, match="must be the output folder of a run, got reward"):
         show_metrics("reward", "mean")
+
+
+@pytest.mark.parametrize(
+    "name", ["ledger/acknowledged", "ledger/dropped", "ledger/discarded", "rollout/redispatch_total"]
+)
+def test_a_name_with_an_entry_of_its_own_has_the_meaning_of_that_entry(name):
+    assert find(name).name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("ledger/pending", "ledger/<state>"),
+        ("ledger/late_total", "ledger/<requeued,late>_total"),
+        ("env/steps_total", "env/<steps,steps_total>"),
+        ("rollout/mismatch_kl/age_1", "rollout/mismatch_kl/age_<number>"),
+        ("rollout/mismatch_kl/length_256", "rollout/mismatch_kl/length_<number>"),
+    ],
+)
+def test_of_several_entries_the_most_specific_one_counts(name, entry):
+    assert find(name).name == entry

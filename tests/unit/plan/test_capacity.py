@@ -30,6 +30,8 @@ NORMS, SHARED = 22 * 64, 2 * (3 * 4 * 16 + 3 * 2 * 16 + 5 * 128) + 4 * 4
 """The same under megatron: norms; what tensor ranks share."""
 CHUNK = 1024 * 500
 """Logits at a time."""
+ENTROPY = 128 * 500 * 4
+"""float32 probabilities from which the metric of the entropy is computed at a time; more than the gradient of the head needs."""
 
 
 def spec(**blocks):
@@ -61,7 +63,7 @@ def test_fsdp_cuts_everything_and_gathers_what_is_outside_the_layers_and_two_of_
         "gradients": 500_000 * 4 + 400_000 * 4,
         "gather": (200_000 + 2 * 200_000) * 2,
         "activations": 4 * 2048 * LAYER,
-        "logits": CHUNK * 2 + CHUNK * 4 + 500 * 64 * 6,
+        "logits": CHUNK * 2 + CHUNK * 4 + ENTROPY,
     }
 
 
@@ -84,7 +86,7 @@ def test_megatron_cuts_over_the_processes_that_share_a_model_and_the_optimizer_o
         "optimizer": 250_000 * 8,
         "master": 250_000 * 4,
         "activations": 4 * 2048 * (NORMS + SHARED // 2),
-        "logits": CHUNK // 2 * 2 + CHUNK // 2 * 4 + 250 * 64 * 6,
+        "logits": CHUNK // 2 * 2 + CHUNK // 2 * 4 + ENTROPY // 2,
     }
     whole = parts(estimate(spec(actor=actor | {"optimizer": {"distributed": False}}), FACTS), "actor", "idle")
     assert whole["optimizer"] == 500_000 * 8 and whole["master"] == 500_000 * 4
@@ -132,7 +134,8 @@ def test_a_loss_with_entropy_has_a_second_block_of_logits_backwards():
     with_entropy = {"promptsPerStep": 32, "groupSize": 8, "loss": {"entropyCoefficient": 0.1}}
     one, two = (estimate(spec(algorithm=block), FACTS) for block in ({"promptsPerStep": 32}, with_entropy))
     more = parts(two, "actor", "train")["logits"] - parts(one, "actor", "train")["logits"]
-    assert more == 4 * CHUNK and parts(two, "actor", "logprob")["logits"] == parts(one, "actor", "logprob")["logits"]
+    assert more == 4 * CHUNK + 500 * 64 * 6 - ENTROPY
+    assert parts(two, "actor", "logprob")["logits"] == parts(one, "actor", "logprob")["logits"]
 
 
 QWEN3_8B = ModelFacts(
@@ -262,6 +265,40 @@ def test_colocated_roles_have_the_device_one_after_the_other_and_their_weights_f
     assert parts(found, "rollout", "idle") == {"neighbour": CONTEXT_BYTES}
     hosts = {row.role: row.host for row in found.rows if row.phase == "idle"}
     assert hosts["rollout"] == sum(parts(apart, "rollout", "idle").values())
+
+
+@pytest.mark.parametrize(
+    ("weights", "placement", "more", "counts"),
+    [
+        ({}, {}, {}, "optional"),
+        ({"transport": "nccl"}, {}, {}, "optional"),
+        ({"transport": "ipc"}, {"mode": "colocated"}, {"rollout": {"gpus": 1}}, "needed"),
+        ({"transport": "gloo"}, {}, {}, "none"),
+        ({"transport": "zmq"}, {}, {}, "none"),
+        ({"syncer": "patch"}, {}, {}, "none"),
+        ({}, {}, {"model": {"lora": {"rank": 8}}}, "none"),
+        ({}, {}, {"actor": {"gpus": 0}}, "none"),
+    ],
+    ids=["auto", "nccl", "ipc", "gloo", "zmq", "patch", "adapters", "cpu"],
+)
+def test_the_copy_of_a_version_on_the_trainers_device_is_counted_where_there_is_one(weights, placement, more, counts):
+    written = spec(**{"actor": {"gpus": 1}, **more}, weights=weights, placement=placement)
+    report = estimate(written, FACTS, device_memory=64 * GIB)
+    (sync,) = (row for row in report.rows if (row.role, row.phase) == ("actor", "sync"))
+    assert sync.parts.get("publisher_copy", 0) == (0 if counts == "none" else 2_000_000)
+    assert sync.optional == (2_160_000 if counts == "optional" else 0)
+
+
+def test_a_job_is_not_refused_for_a_copy_without_which_weights_go_through_the_host():
+    huge = replace(FACTS, parameters=10_000_000_000, layer=2_000_000_000)
+    written = spec(actor={"gpus": 1, "replicas": 32, "offload": {"optimizer": True, "params": True, "grads": True}})
+    report = estimate(written, huge, device_memory=24 * GIB)
+    peak = max(row.device - row.optional for row in report.rows if row.role == "actor")
+    (sync,) = (row for row in report.rows if (row.role, row.phase) == ("actor", "sync"))
+    assert sync.device > peak
+    estimate(written, huge, device_memory=peak).check("actor")
+    with pytest.raises(CapacityError):
+        estimate(written, huge, device_memory=peak - 1).check("actor")
 
 
 def test_peak_is_the_largest_phase_of_a_role():

@@ -293,3 +293,25 @@ def test_the_containers_and_processes_of_a_pod_listen_on_different_ports(mode, h
 def test_groups_with_weights_are_on_nodes_together_or_not_at_all(blocks, got):
     with pytest.raises(ConfigError, match=f"hostNetwork must be true .* got {got}: .* RDMA by a device plugin"):
         plan(job(**blocks))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "words"),
+    [
+        ({"env": {"initContainers": [{"name": "env"}]}}, "initContainers of env .* got env beside env; rename it"),
+        (
+            {
+                "actor": {"replicas": 2, "initContainers": [{"name": "fetch"}]},
+                "rollout": {"replicas": 2, "initContainers": [{"name": "fetch"}]},
+                "placement": {"mode": "colocated"},
+                "algorithm": {"maxStaleness": 0},
+            },
+            "initContainers of rollout .* got fetch beside actor, rollout, fetch; rename it",
+        ),
+    ],
+    ids=["its role", "two roles of a pod"],
+)
+def test_an_init_container_with_the_name_of_another_container_of_its_pod_is_refused(blocks, words):
+    with pytest.raises(ConfigError, match=words):
+        plan(job(**blocks))
+    assert plan(job(**blocks), host="127.0.0.1"), "on one machine there are no containers"

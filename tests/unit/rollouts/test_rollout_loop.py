@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from rl_core.api.errors import ConfigError, GenerationUnavailable, RolloutDataFailure, RolloutTimeout, WorkerLost
+from rl_core.api.errors import (
+    ConfigError,
+    GenerationUnavailable,
+    GymTransportError,
+    RolloutDataFailure,
+    RolloutTimeout,
+    WorkerLost,
+)
 from rl_core.messages.groups import ValidationScores
 from rl_core.rollouts import rollout_loop
 from rl_core.rollouts.failed_sample import attach_sample
@@ -224,7 +231,14 @@ async def test_a_failed_group_is_given_back_by_its_kind(harness, error, reason, 
     assert harness.loop.groups_in_flight == 0
 
 
-@pytest.mark.parametrize(("error", "kept"), [(RolloutDataFailure("cannot parse"), True), (WorkerLost("gone"), False)])
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [
+        (RolloutDataFailure("cannot parse"), True),
+        (GymTransportError("cannot parse"), True),
+        (WorkerLost("gone"), False),
+    ],
+)
 async def test_the_sample_that_failed_a_group_goes_to_the_runner_unless_a_process_was_lost(harness, error, kept):
     attach_sample(error, 1, [{"role": "user", "content": "123", "token_ids": torch.tensor([1, 2])}])
     harness.failure = error
@@ -234,7 +248,7 @@ async def test_the_sample_that_failed_a_group_goes_to_the_runner_unless_a_proces
     (sample,) = harness.runner.failed_samples
     assert (sample is not None) == kept
     if kept:
-        assert sample.messages == (("user", "123", 2),) and sample.error == "RolloutDataFailure: cannot parse"
+        assert sample.messages == (("user", "123", 2),) and sample.error == f"{type(error).__name__}: cannot parse"
         assert (sample.group_id, sample.index, sample.info, sample.reason) == ("g0", 1, {"answer": "6"}, "error")
         assert math.isnan(sample.reward) and sample.versions == (1, 1)
 

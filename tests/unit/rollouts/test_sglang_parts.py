@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import os
+import queue
 import socket
 import subprocess
 import threading
@@ -19,6 +20,7 @@ from rl_core.rollouts.sampling import SamplingParams
 from rl_core.rollouts.sglang import engine as engine_module
 from rl_core.rollouts.sglang import process as process_module
 from rl_core.rollouts.sglang import setup
+from rl_core.rollouts.sglang.child.stages import STAGE
 from rl_core.rollouts.sglang.engine import SGLangEngine
 from rl_core.rollouts.sglang.row_progress import MAX_RESUMPTIONS, RowProgress
 from rl_core.transports import tokens
@@ -265,6 +267,26 @@ def test_the_folder_of_a_worker_that_was_killed_is_removed_by_the_next_one_and_t
     assert (living.path / "config.json").read_bytes() == b"{}"
     living.close()
     assert not living.path.exists()
+
+
+def test_what_the_start_of_an_engine_does_is_told_by_its_processes(tmp_path, monkeypatch):
+    """The stand-in writes what the child and a scheduler write, then sleeps."""
+    program = tmp_path / "python"
+    program.write_text(
+        f"#!/bin/sh\necho a warning >&2\necho '{STAGE}the process imports SGLang' >&2\n"
+        f"echo '{STAGE}warm-up: the first tokens' >&2\nexec sleep 600\n"
+    )
+    program.chmod(0o700)
+    monkeypatch.setattr(process_module.sys, "executable", str(program))
+    memory, stages = os.memfd_create("weights"), queue.SimpleQueue()
+    try:
+        engine = process_module.EngineProcess(
+            EngineSettings(options={}, family="qwen2", owner="nobody"), {"PATH": os.environ["PATH"]}, memory, stages.put
+        )
+        assert [stages.get(timeout=60) for _ in range(2)] == ["the process imports SGLang", "warm-up: the first tokens"]
+        engine.kill()
+    finally:
+        os.close(memory)
 
 
 def test_a_killed_engine_leaves_no_file_in_memory(monkeypatch):

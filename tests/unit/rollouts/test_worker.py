@@ -116,7 +116,13 @@ def asked():
 
 
 @pytest.fixture
-async def worker(engine, asked):
+def waits():
+    """The waits that the worker declares while its engine is built."""
+    return []
+
+
+@pytest.fixture
+async def worker(engine, asked, waits):
     spec = {
         "model": {"path": "m"},
         "data": {"train": "t"},
@@ -126,6 +132,8 @@ async def worker(engine, asked):
     class Worker(RolloutWorkerBase):
         def build_engine(*args):
             asked.append(args)
+            args[-1]("the process imports its libraries")
+            waits.append(made._context.heartbeat().wait)
             return engine
 
     made = Worker(spec)
@@ -134,13 +142,16 @@ async def worker(engine, asked):
     await made.close()
 
 
-async def test_the_engine_is_built_once_for_the_longest_sequence_of_the_model(worker, asked):
+async def test_the_engine_is_built_once_for_the_longest_sequence_of_the_model(worker, asked, waits):
     worker.init_worker()
     worker.init_worker()
-    ((spec, files, device, max_seq_len, on_step),) = asked
+    ((spec, files, device, max_seq_len, on_step, _),) = asked
     assert (spec, device, max_seq_len) == (worker.spec, "cpu", 24) and files is worker.files
     on_step(3)
     assert worker._context.heartbeat().progress["tokens"] == 3
+    (wait,) = waits
+    assert (wait.what, wait.on) == ("the process imports its libraries", f"{worker.identity.name}/engine")
+    assert worker._context.heartbeat().wait is None
 
 
 async def test_training_takes_the_jobs_sampling_settings(worker, engine):

@@ -11,6 +11,7 @@ from rl_core.messages.groups import ValidationScores
 from rl_core.observability.metric_list import METRICS
 from rl_core.runner.validation import Validation, summarise
 from tests.unit.runner.account import Account
+from tests.unit.samples.kept import kept
 
 
 def answer(group, rewards):
@@ -95,6 +96,28 @@ def test_each_data_set_has_metrics_of_its_own_and_a_limit_of_its_own():
     assert metrics["val/sums/prompts"] == 3 and metrics["val/sums/accuracy"] == 1.0
     assert metrics["val/words/prompts"] == 2 and metrics["val/words/accuracy"] == metrics["val/words/pass@1"] == 0.0
     assert not [name for name in metrics if not any(metric.describes(name) for metric in METRICS)]
+
+
+def test_the_sample_that_failed_a_prompt_is_kept_after_those_that_were_scored():
+    run = Run([{"idx": 0}, {"idx": 1}, {"idx": 2}])
+
+    def look():
+        poll = run.account.poll(version=1)
+        for lease in [] if poll.waits else poll.leases:
+            number = lease.sample["idx"]
+            sample = kept(lease.group_id, prompt_index=number)
+            if number < 2:
+                failed = dataclasses.replace(sample, error=f"prompt {number}")
+                run.account.return_group(lease, "data", "reward raised", failed)
+            else:
+                run.results.put(
+                    dataclasses.replace(answer(lease.group_id, [1.0]), token=lease.token, samples=(sample,))
+                )
+        return False
+
+    metrics = run.validation.measure(1, cancelled=look)
+    assert metrics["val/errors"] == 2
+    assert [(s.prompt_index, s.error) for s in run.validation.kept] == [(2, ""), (0, "prompt 0"), (1, "prompt 1")]
 
 
 def test_answers_of_an_earlier_cancelled_round_are_not_counted():

@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_core.api.errors import ConfigError
+from rl_core.api.records import FinishReason
 from rl_core.cli.samples import Choice, select, show_samples
 from rl_core.samples.lines import TRAIN, VALIDATION, array_of
-from rl_core.samples.printing import printable, render_sample
+from rl_core.samples.printing import REASONS, printable, render_sample
 from rl_core.samples.reader import SampleReader
 from rl_core.samples.writer import SampleWriter
 from tests.unit.samples.kept import kept, line, write
@@ -130,6 +132,27 @@ def test_worst_best_failed_and_group_choose_over_all_steps(tmp_path):
     assert chosen(failed=True) == [("0-1", 1)]
     assert chosen(group="0-1") == [("0-1", 0), ("0-1", 1)]
     assert chosen() == chosen(step=2) == [("0-2", 0), ("0-2", 1)]
+
+
+def test_each_reason_is_explained_once_after_the_samples(tmp_path, capsys):
+    reasons = ["terminated", "length", "terminated", "of a later version"]
+    write(tmp_path, [kept(index=index, reason=reason) for index, reason in enumerate(reasons)])
+    show_samples(tmp_path, Choice(limit=2))
+    assert capsys.readouterr().out.endswith(
+        "terminated: the environment ended the episode\n"
+        "length: the completion was cut at rollout.sampling.maxNewTokens\n"
+        "2 more; --limit 4 prints all\n"
+    )
+    assert set(REASONS) == set(FinishReason)
+
+
+def test_that_no_sample_failed_is_no_error(tmp_path, capsys):
+    write(tmp_path, [kept()])
+    assert show_samples(tmp_path, Choice(failed=True)) == 0
+    assert capsys.readouterr().out == "none of these samples failed; steps with samples: 1 to 1\n"
+    for choice in (Choice(failed=True, step=2), Choice(failed=True, validation=True)):
+        with pytest.raises(ConfigError, match="got none"):
+            show_samples(tmp_path, choice)
 
 
 def test_printing_a_hostile_sample_prints_nothing_that_a_terminal_acts_on(tmp_path, capsys):

@@ -113,3 +113,72 @@ def test_a_new_limit_lets_later_functions_pass_those_that_block(runner):
     assert [call.result() for call in calls] == [True, True] and not blocked.ended.is_set()
     release.set()
     assert behind.result() == "behind"
+
+
+class Gate:
+    """A handler that ends when it is opened, and counts how many run at a time and in which order they started."""
+
+    def __init__(self):
+        self.release, self.started, self.running, self.most = threading.Event(), [], 0, 0
+        self.count = threading.Semaphore(0)
+
+    async def __call__(self, number):
+        self.started.append(number)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.count.release()
+        while not self.release.is_set():
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0)  # another that starts now would be counted beside this one
+        self.running -= 1
+
+    def wait_for(self, number):
+        for _ in range(number):
+            assert self.count.acquire(timeout=60)
+
+
+@pytest.fixture
+def gate():
+    return Gate()
+
+
+def handler_of(gate):
+    async def handle(number):
+        await gate(number)
+
+    return handle
+
+
+def test_a_lower_limit_holds_for_coroutines_that_wait(gate):
+    runner = HandlerRunner(threads=1, coroutines=4)
+    before, behind = Gate(), gate
+    calls = [Call(number) for number in range(4)]
+    for call in calls:
+        runner.submit(call, handler_of(before))
+    before.wait_for(4)
+    later = [Call(number) for number in range(8)]
+    for call in later:
+        runner.submit(call, handler_of(behind))
+    runner.limit(2)
+    behind.release.set()
+    before.release.set()
+    for call in calls + later:
+        call.result()
+    assert before.most == 4 and behind.most <= 2 and behind.started == list(range(8))
+    runner.close()
+
+
+def test_a_higher_limit_starts_coroutines_that_wait_in_their_order(runner, gate):
+    calls = [Call(number) for number in range(4)]
+    for call in calls:
+        runner.submit(call, handler_of(gate))
+    gate.wait_for(1)
+    runner.limit(3)
+    calls.append(Call(4))
+    runner.submit(calls[4], handler_of(gate))
+    gate.wait_for(2)
+    assert gate.started == [0, 1, 2]
+    gate.release.set()
+    for call in calls:
+        call.result()
+    assert gate.started == list(range(5)) and gate.most == 3

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.messages.engine import EngineFailure, EngineReady, EngineSettings
+from rl_core.rollouts.sglang.child import stages
 from rl_core.transports import pipe
 from rl_core.workers.processes import die_with_parent
 
@@ -35,6 +36,7 @@ def main() -> int:
     source: EngineSettings = pipe.receive_blocking(sock)
     try:
         engine = _build(source)
+        stages.tell("warm-up: the first tokens")
         _warm_up(engine)
     except Exception as error:  # noqa: BLE001 - the worker gets any failure of the engine
         traceback.print_exc()
@@ -54,6 +56,7 @@ def main() -> int:
 
 
 def _build(source: EngineSettings) -> Any:
+    stages.tell("the process imports SGLang")
     import sglang
 
     _import_only(source.family, Path(sglang.__file__).parent)
@@ -73,6 +76,7 @@ def _build(source: EngineSettings) -> Any:
             ports.instance_id = source.owner
             return super()._launch_scheduler_processes(args, ports, *more, **named)
 
+    stages.tell("the scheduler starts and imports SGLang")
     return Engine(**source.options, port=port, nccl_port=nccl_port)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.constants import GPU_MEMORY_TYPE_CUDA_GRAPH, GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
 
 from rl_core.rollouts.sglang.child.generation import Generation
@@ -33,14 +34,14 @@ class EngineMemory:
         if not (await self._manager.flush_cache()).success:
             raise RuntimeError("the engine's caches must be empty before its memory goes, it did not drop them")
         if self._frees:
-            await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=parts), None)
+            await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=_tags(parts)), None)
         self._released.update(parts)
 
     async def restore(self, parts: list[str]) -> None:
         """Bring `parts` back; rows continue once all are. Raises RuntimeError if weights changed without an update."""
         back = sorted(self._released.intersection(parts))
         if self._frees and back:
-            await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=back), None)
+            await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=_tags(back)), None)
         self._released.difference_update(back)
         if self._released:
             return
@@ -48,3 +49,8 @@ class EngineMemory:
         if update == self._loader.updates and sums != await self._loader.checksums_of_ranks():
             raise RuntimeError("the engine's weights must be those of before it gave its memory away, got others back")
         await self._generation.resume()
+
+
+def _tags(parts: list[str]) -> list[str]:
+    """Return SGLang's names of `parts`. The buffers of CUDA graphs, which only generation needs, go with the KV cache."""
+    return [*parts, GPU_MEMORY_TYPE_CUDA_GRAPH] if GPU_MEMORY_TYPE_KV_CACHE in parts else list(parts)

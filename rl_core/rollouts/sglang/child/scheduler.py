@@ -13,6 +13,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rl_core.rollouts.sglang.child import stages
+
 PIECES = "pieces"
 REPORT = "report"
 """Key of the report, in JSON, among the checksums."""
@@ -34,6 +36,7 @@ def run(settings: Any, *arguments: Any) -> None:
 
         pinning.disable()
     _record_loads()
+    stages.tell("the scheduler builds the model and the KV cache")
     run_scheduler_process(settings, *arguments)
 
 

@@ -1,4 +1,7 @@
-"""Hints for field names of a job that do not exist: another library's name, snake_case, the nearest name at any depth."""
+"""Hints for names of fields that a schema lacks: another library's name, snake_case, the nearest name at any depth.
+
+`root` is the class of the whole document, RLJob; it is an argument because that class uses these hints itself.
+"""
 
 import difflib
 import functools
@@ -8,49 +11,59 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.alias_generators import to_camel
 
-from rl_core.api.job import RLJob
-from rl_core.cli.foreign_names import foreign_name
+from rl_core.api.foreign_names import GENERIC, foreign_name, foreign_path
+from rl_core.api.similar import nearest
 
 MOST_NAMES = 15
 """Blocks with more fields than this are not listed in a hint."""
-SIMILAR, SIMILAR_ELSEWHERE = 0.7, 0.8
-"""Least similarity (difflib's ratio) of a suggested name in the same block, and in another."""
-SHORT = 3
-"""Least length of a field that is suggested because the unknown name begins with it, as `env` for `environment`."""
+MOST_INNER = 8
+"""Most settings of an unknown block that a hint names."""
+SIMILAR_ELSEWHERE = 0.8
+"""Least similarity (difflib's ratio) of a suggested name in another block."""
 Location = tuple[int | str, ...]
 
 
-def suggest(loc: Location) -> str:
-    """Return what to do about the unknown field at `loc`, a path of the document."""
-    name, block, known = str(loc[-1]), loc[:-1], fields_at(loc[:-1])
+def suggest(root: type[BaseModel], loc: Location, value: Any = None) -> str:
+    """Return what to do about the unknown field at `loc`, a path of the document, which holds `value`."""
+    name, block, known = str(loc[-1]), loc[:-1], fields_at(root, loc[:-1])
     camel = to_camel(name)
     if camel != name and camel in known:
         return f"write {camel}"
     if setting := foreign_name(name, ".".join(str(part) for part in block[1:])):
         return f"write {setting.ours}" + (f" ({setting.note.rstrip('.')})" if setting.note else "")
-    if near := _nearest(name, known):
+    if inner := list(dict.fromkeys(_inner(value, tuple(str(part) for part in loc)))):
+        return ", ".join(["write " + inner[0], *inner[1:MOST_INNER]])
+    if near := nearest(camel, known) or nearest(name, known):
         return f"did you mean {near}?"
-    if not block and (near := _nearest(name, fields_at(("spec",)))):
+    if not block and (near := nearest(camel, fields_at(root, ("spec",)))):
         return f"did you mean spec.{near}?"
-    if elsewhere := _elsewhere(camel, block):
+    if name not in GENERIC and (elsewhere := _elsewhere(root, camel, block)):
         return f"did you mean {elsewhere}?"
     if known and len(known) <= MOST_NAMES:
         return f"remove it or use one of: {', '.join(sorted(known))}"
     return "remove it; docs/reference/rljob.md lists the fields" if known else "remove it"
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    """Return the field of `known` that is most similar to `name`, or that it begins with; "" for none."""
-    camel = to_camel(name)
-    for word in (camel, name):
-        if close := difflib.get_close_matches(word, known, n=1, cutoff=SIMILAR):
-            return close[0]
-    return max((field for field in known if len(field) >= SHORT and camel.startswith(field)), key=len, default="")
+def meant_field(root: type[BaseModel], loc: Location) -> str:
+    """Return the field of its block that the unknown field at `loc` is nearest to; "" for none."""
+    return nearest(to_camel(str(loc[-1])), fields_at(root, loc[:-1]))
 
 
-def _elsewhere(name: str, block: Location) -> str:
+def _inner(value: Any, path: tuple[str, ...]) -> Iterator[str]:
+    """Yield `OURS for THEIRS` for the settings of other libraries inside the unknown block `value` at `path`."""
+    if not isinstance(value, Mapping):
+        return
+    for key, inner in value.items():
+        place = (*path, str(key))
+        if isinstance(inner, Mapping):
+            yield from _inner(inner, place)
+        elif setting := foreign_path(place):
+            yield f"{setting.ours} for {key}"
+
+
+def _elsewhere(root: type[BaseModel], name: str, block: Location) -> str:
     """Return the path below spec of the most similar field of the schema, of equal ones that nearest to `block`; "" for none."""
-    paths = _paths()
+    paths = _paths(root)
     close = difflib.get_close_matches(name, sorted(paths), n=1, cutoff=SIMILAR_ELSEWHERE)
     if not close:
         return ""
@@ -59,10 +72,10 @@ def _elsewhere(name: str, block: Location) -> str:
 
 
 @functools.cache
-def _paths() -> Mapping[str, list[str]]:
+def _paths(root: type[BaseModel]) -> Mapping[str, list[str]]:
     """Return the paths of all fields below spec by their last part."""
     found: dict[str, list[str]] = {}
-    for path in _walk(_model_of(RLJob.model_fields["spec"].annotation), ()):
+    for path in _walk(_model_of(root.model_fields["spec"].annotation), ()):
         found.setdefault(path[-1], []).append(".".join(path))
     return found
 
@@ -76,14 +89,21 @@ def _walk(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[str, 
             yield from _walk(inner, here)
 
 
-def fields_at(loc: Iterable[int | str]) -> list[str]:
+def fields_at(root: type[BaseModel], loc: Iterable[int | str]) -> list[str]:
     """Return the field names (aliases) of the model at a path of the schema; none where there is no model."""
-    model = _model_at(loc)
+    model = _model_at(root, loc)
     return [field.alias or name for name, field in model.model_fields.items()] if is_model(model) else []
 
 
-def _model_at(loc: Iterable[int | str]) -> Any:
-    model: Any = RLJob
+def is_required(root: type[BaseModel], loc: Location) -> bool:
+    """Return whether the field at a path of the schema must be given."""
+    model = _model_at(root, loc[:-1])
+    fields = model.model_fields.items() if is_model(model) else ()
+    return any(field.is_required() for name, field in fields if (field.alias or name) == loc[-1])
+
+
+def _model_at(root: type[BaseModel], loc: Iterable[int | str]) -> Any:
+    model: Any = root
     for part in loc:
         if isinstance(part, int):
             continue
@@ -110,16 +130,16 @@ def is_model(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, BaseModel)
 
 
-def take_snake_case(document: Any, loc: Location = ()) -> Iterator[str]:
+def take_snake_case(root: type[BaseModel], document: Any, loc: Location = ()) -> Iterator[str]:
     """Replace snake_case names of fields in `document` by the camelCase ones; yield one problem for each.
 
     The schema itself takes both, for Python code; a job with snake_case names would run on one machine and be refused by a cluster.
     """
     if isinstance(document, list):
         for index, item in enumerate(document):
-            yield from take_snake_case(item, (*loc, index))
+            yield from take_snake_case(root, item, (*loc, index))
         return
-    model = _model_at(loc)
+    model = _model_at(root, loc)
     if not isinstance(document, dict) or not is_model(model):
         return
     aliases = {name: field.alias for name, field in model.model_fields.items() if field.alias not in (None, name)}
@@ -129,4 +149,4 @@ def take_snake_case(document: Any, loc: Location = ()) -> Iterator[str]:
         yield f"{path}: is not a known field, write {aliases[name]}"
         document.setdefault(aliases[name], value)
     for name, value in document.items():
-        yield from take_snake_case(value, (*loc, name))
+        yield from take_snake_case(root, value, (*loc, name))

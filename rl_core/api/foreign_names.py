@@ -1,0 +1,71 @@
+"""The settings of other libraries under the names of this project, read from foreign_names.yaml: for hints and for docs/coming-from.md."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic.alias_generators import to_camel
+
+LIBRARIES = ("TRL", "verl", "prime-rl", "OpenRLHF")
+GENERIC = frozenset({"name", "type", "path", "interval", "step", "dataset", "project", "rank", "alpha", "n"})
+"""Last parts that mean something else in other blocks: they lead to a field of the block that they stand in, or nowhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignName:
+    """A setting of other libraries and where it is set here."""
+
+    ours: str
+    """Path below `spec`, or an option of `rljob`."""
+    names: Mapping[str, tuple[str, ...]]
+    """Library -> what it calls the setting, in several versions."""
+    note: str = ""
+    """What differs."""
+
+    def is_called(self, name: str) -> bool:
+        """Return whether a library calls the setting `name`, without the blocks around it, in snake_case or camelCase."""
+        last_parts = (known.rpartition(".")[2] for names in self.names.values() for known in names)
+        return any(name in (last, to_camel(last)) for last in last_parts)
+
+
+@functools.cache
+def foreign_names() -> tuple[ForeignName, ...]:
+    """Return all settings, in the order of the file."""
+    from rl_core.api.text import load_value  # every process imports the schema, and few need the YAML library
+
+    rows = load_value(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return tuple(
+        ForeignName(
+            row["ours"],
+            {library: tuple(row[library]) for library in LIBRARIES if library in row},
+            row.get("note", ""),
+        )
+        for row in rows
+    )
+
+
+def foreign_path(path: Sequence[str]) -> ForeignName | None:
+    """Return the setting that other libraries keep at `path`, blocks and name; None where none does.
+
+    A name of a library matches when the path ends with all of its parts, or, unless it is GENERIC, with its last one. The longest match counts.
+    """
+    found: ForeignName | None = None
+    longest = 0
+    for setting in foreign_names():
+        for name in (name for names in setting.names.values() for name in names):
+            parts = name.split(".")
+            length = next((n for n in (len(parts), 1) if list(path[-n:]) == parts[-n:]), 0)
+            if length > longest and (length == len(parts) > 1 or path[-1] not in GENERIC):
+                found, longest = setting, length
+    return found
+
+
+def foreign_name(name: str, block: str) -> ForeignName | None:
+    """Return the setting that other libraries call `name`, in snake_case or camelCase; None where none does.
+
+    Of several settings the one in `block`, the path below spec at which the name was found, is preferred to the first.
+    """
+    found = [setting for setting in foreign_names() if setting.is_called(name)]
+    here = [setting for setting in found if setting.ours.rpartition(".")[0] == block]
+    return next(iter(here or (() if name in GENERIC else found)), None)

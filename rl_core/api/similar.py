@@ -1,0 +1,27 @@
+"""Finds the known name that a misspelled one is meant to be."""
+
+import difflib
+from collections.abc import Iterable
+
+SIMILAR = 0.7
+"""Least similarity (difflib's ratio) of a name that is suggested."""
+SHORT = 3
+"""Least length of a name that is suggested because one begins with the other, as `env` for `environment`."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the name of `known` that is most similar to `name`, else one that it begins with or that begins with it; "" for none."""
+    choices = list(known)
+    if close := difflib.get_close_matches(name, choices, n=1, cutoff=SIMILAR):
+        return close[0]
+    begins = [choice for choice in choices if min(len(choice), len(name)) >= SHORT and name.startswith(choice)]
+    if begins:
+        return max(begins, key=len)
+    return next((choice for choice in choices if len(name) >= SHORT and choice.startswith(name)), "")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean NEAREST?)`, to be added to an error about `name`; "" when it is known, and when no known name is near."""
+    choices = list(known)
+    found = "" if name in choices else nearest(name, choices)
+    return f" (did you mean {found}?)" if found else ""

@@ -1,0 +1,93 @@
+"""Reads a socket on the thread that waits for its messages.
+
+The I/O thread reads all sockets and passes what it reads on to the threads that wait for it. A thread that has nothing else to do may read
+one socket itself, which saves a change of threads for each message. Meanwhile the I/O thread does not watch this socket.
+"""
+
+import contextlib
+import math
+import os
+import select
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from rl_core.transports.sockets import LONGEST_SLEEP, IoThread, descriptor
+
+
+class WaitingReader:
+    """Lets one thread at a time read a socket that is registered with the I/O thread."""
+
+    def __init__(
+        self,
+        io: IoThread,
+        socket: zmq.Socket[Any],
+        read: Callable[[], None],
+        *,
+        closed: Callable[[], bool],
+        lock: "threading.RLock",
+    ) -> None:
+        """Read `socket` by `read()`, which must go on until it finds the socket empty or leave the rest to the I/O thread.
+
+        `lock` guards the end of the socket: it is unregistered under this lock, after which `closed()` is true.
+        """
+        self._io, self._number, self._read = io, descriptor(socket), read
+        self._closed, self._lock = closed, lock
+        self._taken = threading.Lock()
+        """Held by the thread that reads."""
+        self._thread: int | None = None
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._wake)
+        self._poll = select.poll()
+        self._poll.register(self._number, select.POLLIN)
+        self._poll.register(self._wake, select.POLLIN)
+
+    def read_until(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Read until `done()` is true, the socket is closed or `seconds` have passed (None: no limit).
+
+        Whoever makes `done()` true or closes the socket on another thread must call `wake` then. Returns False at once, without reading, when
+        another thread reads or the socket is closed.
+        """
+        if not self._taken.acquire(blocking=False):
+            return False
+        try:
+            if not self._watch(False):
+                return False
+            self._thread = threading.get_ident()
+            try:
+                self._read_until(done, math.inf if seconds is None else time.monotonic() + seconds)
+            finally:
+                self._thread = None
+                self._watch(True)
+            return True
+        finally:
+            self._taken.release()
+
+    def wake(self) -> None:
+        """Let the thread that reads look at `done()`. Does nothing when no other thread reads."""
+        if self._thread not in (None, threading.get_ident()):
+            os.eventfd_write(self._wake, 1)
+
+    def _read_until(self, done: Callable[[], bool], deadline: float) -> None:
+        while not done() and not self._closed():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            for number, _ in self._poll.poll(math.ceil(1000 * min(left, LONGEST_SLEEP))):
+                if number == self._number:
+                    self._read()
+                else:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(self._wake)
+
+    def _watch(self, by_io_thread: bool) -> bool:
+        """Let the I/O thread watch the socket, or not. Returns whether the socket is open."""
+        with self._lock:
+            if self._closed():
+                return False
+            self._io.watch(self._number, by_io_thread)
+            return True
