@@ -223,7 +223,7 @@ class MethodServer:
         identity = self._context.identity
         trace = own_frames(error) or "".join(traceback.format_exception(error))
         return RemoteError(
-            f"{identity.group} rank {identity.rank}: {method} raised {type(error).__name__}: {text_of(error)}\n{trace}"
+            f"{identity.group} rank {identity.rank}: {method} raised {type(error).__name__}: {text_of(error)}\n{trace.rstrip()}"
         )
 
 

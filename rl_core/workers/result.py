@@ -260,6 +260,8 @@ class WorkerGroupFuncResult:
         if errors:
             first = f"{type(errors[0]).__name__}: {errors[0]}".partition("\n")[0]
             failed = f"{len(errors)} of {len(self._calls)} ranks"
+            # The frames that read an answer explain nothing, and each error would be printed with them.
+            errors = [error.with_traceback(None) for error in errors]
             raise WorkerErrors(f"{self.group}.{self.method} failed on {failed}, the first: {first}", errors)
         if len(ended) < len(self._calls):
             raise DeadlineExceeded(

@@ -177,7 +177,7 @@ def test_errors_of_the_api_keep_their_type_and_others_tell_group_rank_method_typ
         gang.group.fail_on([0, 1]).wait(30)
     assert [type(error) for error in several.value.exceptions] == [RemoteError, RemoteError]
     for rank, error in enumerate(several.value.exceptions):
-        shown = "".join(traceback.format_exception_only(error))
+        shown = "".join(traceback.format_exception(error))
         assert shown.count("Traceback (most recent call last)") == 1, (
             "that of the user's code, without frames of rl_core"
         )
