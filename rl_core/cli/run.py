@@ -207,11 +207,10 @@ def success_text(folder: Path, status: dict[str, Any], measured: ValidationMetri
     ]
     if values:
         lines.append(f"validation {measured.name}: {values[0]:.3f} before, {values[-1]:.3f} after")
-    lines += [
-        f"look at it: rljob view {shlex.quote(str(folder))}",
-        f"model: {folder / 'model'}",
-        f"metrics: {folder / 'metrics.jsonl'}",
-    ]
+    lines.append(f"look at it: rljob view {shlex.quote(str(folder))}")
+    if (folder / "model").is_dir():  # a program without an actor trains none
+        lines.append(f"model: {folder / 'model'}")
+    lines.append(f"metrics: {folder / 'metrics.jsonl'}")
     return "\n".join(lines) + "\n"
 
 

@@ -175,6 +175,9 @@ def test_validation_is_called_accuracy_only_where_the_environment_judges(tmp_pat
     assert f"validation {told}: {shown}" in text
     assert text.splitlines()[2] == f"look at it: rljob view {tmp_path}"
     assert f"val {told}" in step_line(lines[1], 2, measured)
+    assert "model:" not in text  # a program without an actor trains none
+    (tmp_path / "model").mkdir()
+    assert f"model: {tmp_path / 'model'}" in success_text(tmp_path, {}, measured).splitlines()
 
 
 def test_the_line_of_a_step_tells_what_was_lost():
