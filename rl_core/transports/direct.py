@@ -267,7 +267,10 @@ class Mailbox:
         return bool(events)
 
     def _events(self, seconds: float) -> list[tuple[int, int]]:
-        """Return the first events of `seconds`. Where messages follow each other closely the thread does not sleep, but lets others run."""
+        """Wait at most `seconds` for events; return pairs of file descriptor and event mask, none if nothing happened.
+
+        If the last wait was short, the thread polls for at most BUSY_SECONDS and lets other threads run in between, before it sleeps.
+        """
         begun = now = time.monotonic()
         busy = min(seconds, BUSY_SECONDS) if self._busy and begun > self._crowded_until else 0.0
         while not (events := self._poll.poll(0)) and now - begun < busy:

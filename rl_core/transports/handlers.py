@@ -160,9 +160,10 @@ class HandlerRunner:
         self._start(following)
 
     def limit(self, most: int) -> None:
-        """Bound functions that are submitted from now on, and all coroutines, to `most` at a time.
+        """Let at most `most` functions, and at most `most` coroutine functions, run at a time. `most` must be positive.
 
-        Functions that were submitted before keep their bound and run beside them. Coroutines that run are not interrupted.
+        Functions that were submitted before keep their old limit, so that more than `most` may run for a while. Coroutines that already run
+        go on. Awaitables that plain functions return are not limited.
         """
         with self._lock:
             self.threads.close()

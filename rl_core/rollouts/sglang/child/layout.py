@@ -46,7 +46,7 @@ class Piece(NamedTuple):
 
 
 class CopiedSums:
-    """Checksums of pieces that were computed when they were copied, and of which torch has overwritten nothing since."""
+    """Keeps the checksums computed while pieces were copied. A checksum is dropped when torch writes to the memory of its piece."""
 
     def __init__(self) -> None:
         self._sums: dict[int, dict[tuple[int, int], tuple[Region, Checksum]]] = {}
@@ -67,14 +67,14 @@ class CopiedSums:
         self._sums.setdefault(place.untyped_storage().data_ptr(), {})[_span(place)] = region, sums
 
     def overwritten(self, place: Tensor) -> None:
-        """Forget the checksums of all that shares memory with `place`, which is written."""
+        """Forget the checksums of all that shares memory with `place`, which is about to be written."""
         held = self._sums.get(place.untyped_storage().data_ptr(), {})
         start, end = _span(place)
         for span in [span for span in held if span[0] < end and start < span[1]]:
             del held[span]
 
     def find(self, place: Tensor, region: Region) -> Checksum | None:
-        """Return the checksum of the part `region` of a given tensor at `place`, a contiguous one; None if it must be read."""
+        """Return the kept checksum of the part `region` of a given tensor at `place`. None if there is none or `place` is not contiguous."""
         held = self._sums.get(place.untyped_storage().data_ptr(), {})
         found, sums = held.get(_span(place), (None, None))
         return sums if found == region and place.is_contiguous() else None
@@ -92,9 +92,10 @@ class LoadedLayout:
     def record(
         self, model: torch.nn.Module, tensors: Iterable[tuple[str, Tensor]], *, sum_copies: bool = False
     ) -> None:
-        """Let `model` load `tensors`; record the pieces of those that it had not been given before.
+        """Let `model` load `tensors`, and record the pieces of those whose names this layout has not seen before.
 
-        `sum_copies`: whether pieces in host memory are read when they are copied. If not, and on a GPU, `checksums` reads all of them.
+        With `sum_copies` the checksum of a piece in host memory is computed while it is copied, and kept. Otherwise all kept checksums are
+        dropped, and the method `checksums` reads the pieces.
         """
         given = list(tensors)
         new = {name: tensor for name, tensor in given if name not in self._pieces}
