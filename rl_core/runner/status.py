@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_core.api.job import RLJobSpec
 from rl_core.channel import ChannelStats
+from rl_core.messages.members import DISK_SPACE
 from rl_core.plan.groups import ACTOR, ROLLOUT, Group
 from rl_core.runner.history import now_text
 from rl_core.runner.roster import LEAVING, PRESENT, Missing, Roster
@@ -75,7 +76,7 @@ class StatusBoard:
         reasons = {name: group.stall_reason for name, group in roster.groups.items()}
         self._stall = StallDetector(spec.failure_policy.stall.seconds, reasons=reasons)
         self._phase = Phase.STARTING
-        self._on = ""
+        self._on = self._what = ""
         self._phase_since = time.monotonic()
         self._loop_progress = 0
         self._progress_shown = 0
@@ -98,6 +99,8 @@ class StatusBoard:
             "streaks": {},
         }
         self._channels: list[dict[str, Any]] = []
+        self._unwritten: tuple[str, float] | None = None
+        """What waits for disk space, and since when, by time.monotonic()."""
 
     def adopt(self, spec: RLJobSpec, generation: int) -> None:
         """Follow a changed spec, which is that of `generation` of the job."""
@@ -110,18 +113,21 @@ class StatusBoard:
         return self._phase
 
     @contextmanager
-    def during(self, phase: Phase, *, on: str | None = None) -> Iterator[None]:
-        """Be in `phase` while the block runs, then in the one before. `on`: the group that the loop waits for (None: that of WAITS_FOR)."""
-        before = self._enter(phase, WAITS_FOR.get(phase, "") if on is None else on)
+    def during(self, phase: Phase, *, on: str | None = None, what: str = "") -> Iterator[None]:
+        """Be in `phase` while the block runs, then in the one before.
+
+        `on`: the group that the loop waits for; None: that of WAITS_FOR. `what`: what it waits for; "" = the phase.
+        """
+        before = self._enter(phase, WAITS_FOR.get(phase, "") if on is None else on, what)
         try:
             yield
         finally:
             self._enter(*before)
 
-    def _enter(self, phase: Phase, on: str = "") -> tuple[Phase, str]:
+    def _enter(self, phase: Phase, on: str = "", what: str = "") -> tuple[Phase, str, str]:
         with self._lock:
-            before = self._phase, self._on
-            self._phase, self._on, self._phase_since = phase, on, time.monotonic()
+            before = self._phase, self._on, self._what
+            self._phase, self._on, self._what, self._phase_since = phase, on, what, time.monotonic()
             self._loop_progress += 1
             if Phase.DEGRADED in (before[0], phase):
                 self._stall.reset()
@@ -137,6 +143,14 @@ class StatusBoard:
         """Return the value of one fact."""
         with self._lock:
             return self._facts[name]
+
+    def wait_for_space(self, what: str | None) -> None:
+        """Show that the run waits for disk space to write `what`, until this is called with None."""
+        with self._lock:
+            if what is None:
+                self._unwritten = None
+            elif self._unwritten is None or self._unwritten[0] != what:
+                self._unwritten = what, time.monotonic()
 
     def count_failure(self, role: str, kind: str) -> None:
         """Count a failure as `failures_total{role,kind}`."""
@@ -277,7 +291,11 @@ class StatusBoard:
         ]
         if self._on:
             seconds = time.monotonic() - self._phase_since
-            edges.append(Wait(who="runner", on=self._on, what=self._phase.value.lower(), since_seconds=seconds))
+            what = self._what or self._phase.value.lower()
+            edges.append(Wait(who="runner", on=self._on, what=what, since_seconds=seconds))
+        if (unwritten := self._unwritten) is not None:
+            seconds = time.monotonic() - unwritten[1]
+            edges.append(Wait(who="runner", on=DISK_SPACE, what=unwritten[0], since_seconds=seconds))
         return edges
 
 

@@ -80,7 +80,7 @@ class TestCaller:
     def test_a_call_that_ends_on_another_thread_ends_for_the_thread_that_reads(self, client, service, end, error):
         call = client.call_future("block", timeout=2.0 if error is DeadlineExceeded else 60)
         assert service.started.wait(60)
-        reader = client._connection.reader
+        reader = client._connection._reader
 
         def later():
             wait_for(lambda: reader._thread is not None)
@@ -106,7 +106,7 @@ class TestCaller:
         assert service.started.wait(60)
         with ThreadPoolExecutor(2) as pool:
             waiting = pool.submit(first.result)
-            wait_for(lambda: client._connection.reader._thread is not None)
+            wait_for(lambda: client._connection._reader._thread is not None)
             assert [client.call_sync("add", number, 1, timeout=60) for number in range(100)] == list(range(1, 101))
             service.release.set()
             assert waiting.result(60) == 1

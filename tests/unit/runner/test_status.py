@@ -99,6 +99,20 @@ def test_waits_of_members_and_of_the_runner_form_the_graph():
     assert waits == {("rollout:0", "env:0"), ("runner", "rollout")}
 
 
+def test_the_runner_says_what_it_waits_for_where_the_phase_does_not():
+    told = board([])
+
+    def runner():
+        return [(wait["on"], wait["what"]) for wait in snapshot(told)["waits"] if wait["who"] == "runner"]
+
+    with told.during(Phase.STARTING, on="actor", what="its model"):
+        assert runner() == [("actor", "its model")]
+        with told.during(Phase.TRAINING):
+            assert runner() == [("actor", "training")]
+        assert runner() == [("actor", "its model")]
+    assert runner() == []
+
+
 @pytest.mark.parametrize("state", ["suspect", "lost"])
 def test_a_silent_member_is_named_long_before_a_stall_and_blamed_by_one(state):
     waits = DeclaredWait(what="environment step", on="env:0", since_seconds=13.0)
