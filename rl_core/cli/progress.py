@@ -218,7 +218,7 @@ def waiting_line(status: dict[str, Any], seconds: float) -> str:
 
 
 def step_line(metrics: dict[str, Any], total: int, measured: ValidationMetric = ACCURACY) -> str:
-    """Return one readable line of a step's metrics. It tells what was lost so far: dropped groups, samples of a validation, all rewards.
+    """Return one readable line of a step's metrics. It tells what was lost so far: dropped groups, samples of a validation, trackers, all rewards.
 
     The share of successes is left out while it is 0: most simulators report none.
     """
@@ -236,7 +236,8 @@ def step_line(metrics: dict[str, Any], total: int, measured: ValidationMetric = 
             parts.append(f"{name} {metrics[key]:.{digits}f}")
     if metrics.get("reward/missing") and "reward/mean" not in metrics:
         parts.insert(2, "no sample has a reward")
-    for key, name in (("ledger/dropped", "dropped"), ("val/errors", "val errors")):
+    counts = {"ledger/dropped": "dropped", "val/errors": "val errors", "trackers/disabled": "disabled trackers"}
+    for key, name in counts.items():
         if metrics.get(key):
             parts.append(f"{name} {metrics[key]:.0f}")
     if isinstance(metrics.get("time/step"), int | float):

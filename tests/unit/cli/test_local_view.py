@@ -181,8 +181,14 @@ def test_validation_is_called_accuracy_only_where_the_environment_judges(tmp_pat
 
 
 def test_the_line_of_a_step_tells_what_was_lost():
-    lost = {"step": 1, "reward/missing": 8.0, "ledger/dropped": 6.0, "val/errors": 1.0}
-    assert step_line(lost, 2).split("  ")[1:] == ["step 1/2", "no sample has a reward", "dropped 6", "val errors 1"]
+    lost = {"step": 1, "reward/missing": 8.0, "ledger/dropped": 6.0, "val/errors": 1.0, "trackers/disabled": 1.0}
+    assert step_line(lost, 2).split("  ")[1:] == [
+        "step 1/2",
+        "no sample has a reward",
+        "dropped 6",
+        "val errors 1",
+        "disabled trackers 1",
+    ]
     fine = {"step": 1, "reward/mean": 0.5, "reward/missing": 1.0, "ledger/dropped": 0.0, "val/errors": 0.0}
     assert step_line(fine, 2).split("  ")[1:] == ["step 1/2", "reward 0.500"]
 
