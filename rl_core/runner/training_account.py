@@ -194,6 +194,7 @@ class TrainingAccount:
             self._requeue(group, "stale", versions)
         elif self._algorithm.dynamic_sampling.enabled and not entry.informative:
             state.filtered += 1
+            state.filtered_rewards += [min(entry.rewards), max(entry.rewards)]
             self.ledger.discard([entry.group_id], "filtered")
             self._moves.moves.append((entry.token, None))
             verdict = GroupVerdict.REFUSE
@@ -382,11 +383,12 @@ class TrainingAccount:
             return
         allowed = rounds * self._algorithm.prompts_per_step
         if state.target + state.filtered > allowed:
+            lowest, highest = min(state.filtered_rewards), max(state.filtered_rewards)
             self._fail(
                 SamplingExhausted(
                     f"algorithm.maxGenerationBatches allows {rounds} rounds of {self._algorithm.prompts_per_step} groups, got "
                     f"{len(state.admitted)} of {state.target} informative groups in step {state.step} ({state.filtered} without differing "
-                    "rewards); raise it, or make the task easier or harder"
+                    f"rewards, which were between {lowest:g} and {highest:g}); raise it, or make the task easier or harder"
                 )
             )
 
