@@ -52,7 +52,7 @@ class StepState:
     filtered: int = 0
     """Groups without differing rewards, under dynamic sampling."""
     filtered_rewards: list[float] = field(default_factory=list)
-    """The rewards of these groups, of each group the lowest and the highest."""
+    """The rewards of these groups, without those of masked samples."""
     surplus: int = 0
     """Finished groups that arrived when the step was complete."""
     stale: int = 0
