@@ -29,7 +29,8 @@ def suggest(root: type[BaseModel], loc: Location, value: Any = None) -> str:
     camel = to_camel(name)
     if camel != name and camel in known:
         return f"write {camel}"
-    if setting := foreign_name(name, ".".join(str(part) for part in block[1:])):
+    path = [str(part) for part in loc[1:]]
+    if setting := foreign_name(name, ".".join(path[:-1])) or foreign_path(path):
         return f"write {setting.ours}" + (f" ({setting.note.rstrip('.')})" if setting.note else "")
     if near := most_similar(camel, known):
         return f"did you mean {near}?"
