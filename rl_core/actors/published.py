@@ -1,4 +1,4 @@
-"""The weights of a trainer as sources for the publisher and the export, with adapters (LoRA) merged into them or beside them."""
+"""Provides the weights of a trainer to the publisher and to the export. Adapters (LoRA) are merged into the weights or given separately."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class PublishedState(ABC):
     ranks: Ranks
     residency: OffloadManager
     gathering: GatheringPlan
-    """Says which rank sends which parts of the published weights to rank 0."""
+    """The parts of the published weights that each rank sends to rank 0."""
     sync_names: list[tuple[str, str | None]]
     """Names to sync and export in the model's order: (name, the name it is tied to or None). Adapters are not among them."""
 

@@ -24,7 +24,7 @@ Location = tuple[int | str, ...]
 
 
 def suggest(root: type[BaseModel], loc: Location, value: Any = None) -> str:
-    """Return what to do about the unknown field at `loc`, a path of the document, which holds `value`."""
+    """Return the hint for an unknown field of a job, such as `write algorithm.groupSize`. `loc` is its path, and `value` what it holds."""
     name, block, known = str(loc[-1]), loc[:-1], fields_at(root, loc[:-1])
     camel = to_camel(name)
     if camel != name and camel in known:

@@ -66,7 +66,7 @@ class ProgressDisplay:
         self._phase = ""
         self._refused = ""
         """The last reported reason for which the storage refused a checkpoint."""
-        self._told_space: float | None = None
+        self._space_reported: float | None = None
         """Clock at which the wait for disk space was last reported; None = the run does not wait for it."""
         self._passed_over: list[str] = []
         """Damaged checkpoints that were reported."""
@@ -120,7 +120,7 @@ class ProgressDisplay:
             behind = f"the newest is {checkpoint.get('lag', '?')} steps behind"
             self.say(f"the run goes on, but without a new checkpoint, {behind}: {refused}")
         self._refused = refused
-        self._told_space = self._told_space if space is not None else None
+        self._space_reported = self._space_reported if space is not None else None
         if phase not in {*FINAL, "Restarting"}:
             self._tell_silence(status)
         if self._live is None:
@@ -136,12 +136,12 @@ class ProgressDisplay:
     def _tell_space(self, wait: dict[str, Any], cause: str) -> None:
         """Report a wait for disk space at once, and again each SPACE_S seconds."""
         now = self._clock()
-        if self._told_space is None or now - self._told_space >= SPACE_S:
-            self._told_space = now
-            told = (
+        if self._space_reported is None or now - self._space_reported >= SPACE_S:
+            self._space_reported = now
+            line = (
                 f"{time.strftime('%H:%M:%S')}  no disk space for {wait['what']} since {wait['seconds']:.0f} s: {cause}"
             )
-            self.say(f"{told}; the write is repeated, and the run goes on by itself when there is space")
+            self.say(f"{line}; the write is repeated, and the run goes on by itself when there is space")
 
     def _tell_silence(self, status: dict[str, Any]) -> None:
         """Report each member without heartbeats once, and again when its heartbeats resume or it is replaced."""
@@ -212,9 +212,9 @@ def waiting_line(status: dict[str, Any], seconds: float) -> str:
     waits = waits[: 1 if waits and waits[0]["on"] == DISK_SPACE else 2]  # the others wait for the runner then
     step = status.get("step")  # 0 until a checkpoint is loaded, also of a run that is resumed
     place = status.get("phase", "Starting") + (f", step {step}" if step else "")
-    told = [f"{wait['who']} waits for {wait['on']}: {wait['what']} ({wait['seconds']:.0f} s)" for wait in waits]
+    lines = [f"{wait['who']} waits for {wait['on']}: {wait['what']} ({wait['seconds']:.0f} s)" for wait in waits]
     ready = ", ".join(f"{role['name']} {role['ready']}/{role['desired']}" for role in status.get("roles", []))
-    return f"{now}  {place}: {'; '.join(told) or f'ready are {ready}'}"
+    return f"{now}  {place}: {'; '.join(lines) or f'ready are {ready}'}"
 
 
 def step_line(metrics: dict[str, Any], total: int, measured: ValidationMetric = ACCURACY) -> str:

@@ -204,7 +204,7 @@ class Mailbox:
         self._poll = select.poll()
         self._has_cores = cores() > 1
         self._busy = False
-        """Whether the next wait keeps its core busy: the last one was short."""
+        """Whether the next wait polls before it sleeps. It does when the last wait was short."""
         self._crowded_until = 0.0
         """Monotonic time until which all waits sleep."""
         self._connections: dict[int, Connection] = {}

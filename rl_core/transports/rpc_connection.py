@@ -84,7 +84,7 @@ class Connection:
         self._reading = False
         """Whether a thread is yet to find the socket empty."""
         self._reading_thread: int | None = None
-        """The thread that takes messages from the socket. They are handled one after the other, in their order."""
+        """Id of the thread that receives and handles messages at present; None if none does. Only one may, so that messages keep their order."""
         self._state = _State.WAITING
         self._server: Caller | None = None
         self._instance: bytes | None = None

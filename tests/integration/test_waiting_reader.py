@@ -176,7 +176,7 @@ class TestWorker:
         assert worker.server.counters["malformed"] == worker.server.counters["duplicates"] == 0
 
     def test_a_connection_that_is_cut_again_and_again_loses_and_doubles_no_call(self, worker):
-        """Both ends read on the threads that wait. What may have run without an answer is told as lost, and did not run twice."""
+        """Both ends read on the threads that wait. A call that may have run without an answer fails as lost, and did not run twice."""
         cable = Cable(split_address(worker.server.address)[1])
         client, answered, lost = RpcClient(cable.address), [], []
         stop = threading.Event()

@@ -165,7 +165,7 @@ class _AddedInPlace(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of output, hidden and weights for that of the result, [L, 1, O]."""
+        """Return the gradients of `output`, `hidden` and `weights`, given the gradient [L, 1, O] of the result."""
         hidden, *weights = ctx.saved_tensors
         runs = grad.unflatten(-1, (ctx.groups, -1))
         of_hidden, of_weights = [], []
