@@ -72,15 +72,15 @@ class Registration:
         self,
         context: WorkerContext,
         *,
-        connect: Callable[[], RpcClient],
+        connect: Callable[[], Awaitable[RpcClient]],
         start_over: Callable[[int], Awaitable[None]],
         kinds: Mapping[str, GroupKind] = BUILT_IN,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare to register the process of `context`.
 
-        `connect` returns a new RPC client of the hub. `start_over(epoch)` drops everything that belongs to older epochs.
-        `kinds` are the groups of the job. `clock` returns seconds.
+        `connect` returns a new RPC client of the hub, or raises InfrastructureError. `start_over(epoch)` drops everything that belongs to
+        older epochs. `kinds` are the groups of the job. `clock` returns seconds.
         """
         kind = kinds.get(context.identity.group)
         self.elastic = kind is not None and kind.elastic
@@ -116,9 +116,9 @@ class Registration:
 
     async def _say_hello(self) -> bool:
         """Return whether the hub accepted. Raises Ended when it never will."""
-        hub = self._connect()
-        self._context.replace_hub(hub)
         try:
+            hub = await self._connect()
+            self._context.replace_hub(hub)
             answer: HelloAccepted | HelloRefused = await hub.call(
                 "hello", self._report(), timeout=HELLO_TRY, idempotent=True
             )
@@ -203,7 +203,7 @@ class Registration:
         silence = 0.0
         while silence < self._lost_seconds:
             if silence > RECONNECT:
-                self._context.reconnect_hub(self._connect())
+                await self._reconnect()
             # Cleared before the report is made: what changes while it is under way is reported by the next one, at once.
             self._report_now.clear()
             self.report_alive()
@@ -226,6 +226,13 @@ class Registration:
             self._context.update_view(answer.view)
             await self._pause()
         logger.warning("the hub has been silent for %.0f s", self._lost_seconds)
+
+    async def _reconnect(self) -> None:
+        """Look the hub up anew. The present connection stays when its name is not resolved."""
+        try:
+            self._context.reconnect_hub(await self._connect())
+        except InfrastructureError as error:
+            logger.debug("%s", error)
 
     async def send_heartbeat(self) -> HeartbeatAnswer:
         """Send one heartbeat to the hub and return its answer. May be called on any event loop."""

@@ -51,7 +51,10 @@ def registration_at(hub, role="rollout", **options):
         epochs.append(epoch)
         context.enter_epoch(epoch)
 
-    return Registration(context, connect=lambda: hub, start_over=start_over, **options), epochs
+    async def connect():
+        return hub
+
+    return Registration(context, connect=connect, start_over=start_over, **options), epochs
 
 
 @pytest.mark.parametrize("error", [DeadlineExceeded("late"), WorkerLost("the hub restarts")], ids=["late", "lost"])
