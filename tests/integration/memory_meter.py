@@ -21,13 +21,14 @@ GROUPS = (0, 1, 2, 4)
 class Meter:
     """Bytes that torch's CPU allocator has given out since the meter was made, as far as it is run under it.
 
-    Without the copy that gloo makes of what it reduces and scatters: NCCL makes none, and gloo's thread frees it unseen by the profiler.
+    Without the copy that gloo makes of what it reduces and scatters: NCCL makes none. A block that gloo's thread frees, because it was the
+    last to use it, is unseen by the profiler, and counts until its address is given out again.
     """
 
     def __init__(self) -> None:
         self.held = 0
-        self._of_gloo: set[int] = set()
-        """Addresses of such copies."""
+        self._sizes: dict[int, int] = {}
+        """Sizes of the blocks that are held, by address."""
 
     def peak(self, run: Callable[[], object]) -> int:
         """Return the most that was held while `run` ran."""
@@ -49,13 +50,10 @@ class Meter:
             if event.tag == _EventType.Allocation:
                 found.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr, of_gloo))
         for _, size, address, of_gloo in sorted(found, key=lambda one: one[0]):
-            if size > 0 and of_gloo:
-                self._of_gloo.add(address)
-            elif size > 0 or address not in self._of_gloo:
-                self._of_gloo.discard(address)
+            yield -self._sizes.pop(address, 0)
+            if size > 0 and not of_gloo:
+                self._sizes[address] = size
                 yield size
-            else:
-                self._of_gloo.discard(address)
 
 
 def full_record(group: int):

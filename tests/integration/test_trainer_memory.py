@@ -181,7 +181,8 @@ def test_the_estimate_holds_on_two_ranks(qwen3, tmp_path):
     for name, spec in specs.items():
         measured = [rank[name]["measured"] for rank in seen]
         try:
-            compare(spec, {phase: max(rank[phase] for rank in measured) for phase in ("logprob", "train")})
+            # Ranks are alike. A measurement may be too high, see `Meter`, and never too low.
+            compare(spec, {phase: min(rank[phase] for rank in measured) for phase in measured[0]})
         except AssertionError as error:
             wrong.append(f"{name}: {error}")
     assert not wrong, "\n".join(wrong)

@@ -120,6 +120,10 @@ class ChildWeightLoader:
         `whole`, and after the first update of this engine; else one of `turns` shares, in turn.
         """
         await self._close()
+        return await self.held(turns=turns, whole=whole)
+
+    async def held(self, *, turns: int, whole: bool = False) -> dict[str, Any]:
+        """Return what `end` does, without an update."""
         turn, whole = self._proofs, whole or self._proofs == 0
         self._proofs += 1
         return {"whole": whole, "ranks": await self._check(scheduler.pieces_action(turn, 1 if whole else turns))}
