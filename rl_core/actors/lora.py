@@ -7,8 +7,9 @@ as its base. Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Mod
 
 import hashlib
 import json
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from rl_core.actors.ranks import Ranks
 from rl_core.actors.slices import LocalSlice, Slices
 from rl_core.api.errors import ConfigError, DataError
 from rl_core.api.lora import LoraSpec
@@ -144,22 +146,39 @@ def _merged(weight: Tensor, down: Tensor | None, up: Tensor | None, scale: float
     return torch.baddbmm(weight[None], up[None], down[None], alpha=scale)[0]
 
 
-def initialize(parameters: Mapping[str, nn.Parameter], seed: int, slice_of: Callable[[Tensor], LocalSlice]) -> None:
-    """Set the initial values of the adapters among `parameters`, by name: A uniform in +-1/sqrt(inputs), B zero.
+def initialize(slices: Slices, seed: int) -> None:
+    """Set the initial values of the adapters among `slices`, the parts that this rank stores: A uniform in +-1/sqrt(inputs), B zero.
 
-    The values depend on `seed` and the parameter's name only, so that they are equal in every parallel layout. `slice_of` returns the part
-    of a tensor that this rank stores.
+    The values depend on `seed` and the parameter's name only, so that they are equal in every parallel layout.
     """
-    for name, parameter in parameters.items():
+    for name, parts in slices.items():
         if is_adapter_name(name):
-            part = slice_of(parameter)
-            values = torch.zeros(part.shape)
+            shape = parts[0].shape
+            values = torch.zeros(shape)
             if A in name.split("."):
                 digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-                values.uniform_(-1.0, 1.0, generator=generator).div_(part.shape[1] ** 0.5)
-            for box in part.boxes():
+                values.uniform_(-1.0, 1.0, generator=generator).div_(shape[1] ** 0.5)
+            for box in (box for part in parts for box in part.boxes()):
                 box.tensor.copy_(values[box.box])
+
+
+def whole_adapters(shapes: Mapping[str, Sequence[int]], slices: Slices, ranks: Ranks) -> dict[str, Tensor]:
+    """Return the adapters of `shapes` as whole float32 tensors on each rank; they are small. Collective.
+
+    Of the `slices` of all ranks, each element of an adapter must be in exactly one.
+    """
+    flat = torch.zeros(sum(map(math.prod, shapes.values())), device=ranks.device)
+    views = _cut(flat, shapes)
+    for name in shapes.keys() & slices.keys():
+        for box in (box for part in slices[name] for box in part.boxes()):
+            views[name][box.box] = box.tensor
+    return _cut(ranks.sum(flat), shapes)
+
+
+def _cut(flat: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    parts = flat.split([math.prod(shape) for shape in shapes.values()])
+    return {name: part.view(*shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 class DisabledAdapters:
@@ -186,7 +205,7 @@ class DisabledAdapters:
 class MergedSlices(Mapping[str, Sequence[LocalSlice]]):
     """The parts that a rank stores of the merged weights W + alpha / rank B A, by Hugging Face name.
 
-    Each is computed when it is asked for, in the type of W, so that there is never a second copy of the model. The operations are those of
+    Each is computed when it is asked for, in float32, so that there is never a second copy of the model. The operations are those of
     `peft`'s merge in the same order, so that both merge to the same weights: another order moves logits by more than 1e-5.
     """
 
@@ -200,11 +219,15 @@ class MergedSlices(Mapping[str, Sequence[LocalSlice]]):
         if f"{layer}.{A}.weight" not in self._adapters:
             return parts
         down, up = self._adapters[f"{layer}.{A}.weight"], self._adapters[f"{layer}.{B}.weight"]
-        merged = [replace(part, tensor=part.tensor.detach().clone()) for part in parts]
+        merged = [replace(part, tensor=part.tensor.detach().to(torch.float32, copy=True)) for part in parts]
         for box in (box for part in merged for box in part.boxes()):
             rows, columns = box.box
             box.tensor.add_((up[rows] @ down[:, columns]) * self._scale)
         return merged
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether this rank stores parts of the tensor `name`."""
+        return name in self._slices
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names."""

@@ -16,28 +16,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_core.actors import checkpoint, export, hf
-from rl_core.actors.critic import is_critic_name
+from rl_core.actors.critic import HEAD, is_critic_name
 from rl_core.actors.device import compute_device
 from rl_core.actors.lora import DisabledAdapters, check_same_adapters, identity
+from rl_core.actors.published import PublishedState
 from rl_core.actors.ranks import ParallelSizes, Ranks
 from rl_core.actors.reference import ReferencePolicy
 from rl_core.actors.residency import OffloadManager, ResidentState
 from rl_core.actors.schedule import OptimizerCounts
 from rl_core.actors.slices import Slices
-from rl_core.actors.source import GatheredSource
+from rl_core.actors.source import GatheredSource, GatheringPlan
 from rl_core.api.errors import ConfigError, DataError, InfrastructureError
 from rl_core.api.job import RLJobSpec
-from rl_core.weights.adapters import AdapterSource
+from rl_core.weights.manifest import is_adapter_name
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class ModelManager(ResidentState):
+class ModelManager(ResidentState, PublishedState):
     """One rank's part of a model in training. Methods are collective unless they say otherwise.
 
     `residency` moves its weights, gradients and optimizer moments between device and host.
@@ -60,8 +61,6 @@ class ModelManager(ResidentState):
         self.consecutive_skips: list[float] = []
         """Norms of the steps skipped in a row."""
         self.global_step = 0
-        self.sync_names: list[tuple[str, str | None]] = []
-        """Names to sync and export in the model's order: (name, the name it is tied to or None)."""
         self._reference: ReferencePolicy | DisabledAdapters | None = None
         self._background = checkpoint.BackgroundWriter()
         self.residency = OffloadManager(self, self.compute_device)
@@ -76,6 +75,10 @@ class ModelManager(ResidentState):
     @abstractmethod
     def model_config(self) -> Any:
         """The transformers configuration of the model."""
+
+    @abstractmethod
+    def _layers_with_adapters(self) -> nn.Module:
+        """Return a module that contains all layers with adapters of this rank."""
 
     @abstractmethod
     def _parameter_tensors(self) -> Sequence[Tensor]:
@@ -108,6 +111,12 @@ class ModelManager(ResidentState):
     def named_slices(self) -> Slices:
         """Return the parts of the weights that this rank stores, by Hugging Face name; tied weights once. Not collective."""
 
+    def _published_slices(self) -> Slices:
+        return self.named_slices()
+
+    def _written_adapters(self) -> Slices:
+        return self._written(self.master_slices())
+
     @abstractmethod
     def master_slices(self) -> Slices:
         """Return the float32 weights that this rank's optimizer updates, by Hugging Face name. Not collective."""
@@ -138,17 +147,6 @@ class ModelManager(ResidentState):
         `weights` and `moments` hold its values, `steps` the number of AdamW steps of each parameter; `counts` is set already.
         """
 
-    @abstractmethod
-    def version_source(self, dtype: str, bucket_bytes: int) -> GatheredSource:
-        """Return the present weights as a source for publishing; floating-point weights in `dtype`. Every rank must call its `finish`."""
-
-    def publish_source(self, bucket_bytes: int, *, needs_base: bool) -> GatheredSource | AdapterSource:
-        """Return the present weights as a source for the publisher. Every rank must call its `finish`. Collective.
-
-        With adapters it has base and adapters, or adapters only unless rank 0's publisher `needs_base`.
-        """
-        return self.version_source(self.cfg.model.dtype, bucket_bytes)
-
     # Set-up ---------------------------------------------------------------------------------------------------------
 
     def setup_model_and_optimizer(self) -> None:
@@ -162,13 +160,20 @@ class ModelManager(ResidentState):
         limit = self.cfg.runtime.deadlines.wait_ready
         with self.ranks.collectives_within(limit), self.ranks.guard("setting up the model"):
             self._set_up()
+            self.gathering = GatheringPlan(self._published_slices(), self.ranks)
         self.residency.has_model = True
         if self.cfg.algorithm.needs_reference:
             self._reference = self._make_reference()
 
     def _make_reference(self) -> ReferencePolicy | DisabledAdapters:
-        """Return the reference policy: the present weights, kept in host memory."""
+        """Return the reference policy: the model without adapters, or else the present weights, kept in host memory."""
+        if self.cfg.model.lora is not None:
+            return DisabledAdapters(self._layers_with_adapters())
         return ReferencePolicy(self._parameter_tensors())
+
+    def _is_trained(self, name: str) -> bool:
+        """Return whether the parameter called `name` is trained at all: with adapters these and a value head, otherwise each."""
+        return self.cfg.model.lora is None or is_adapter_name(name) or HEAD in name.split(".")
 
     @property
     def max_length(self) -> int:
@@ -468,10 +473,6 @@ class ModelManager(ResidentState):
             refused = self.ranks.all_reduce_max(int(refusal is not None))
         if refused:
             raise refusal or InfrastructureError(f"actor rank 0 could not export the model to {path}; see its log")
-
-    def _adapter_files(self) -> dict[str, bytes]:
-        """Return the files of the adapters for an export, by relative path; none without adapters. Collective."""
-        return {}
 
     def _export(self, path: str, source: GatheredSource, files: Mapping[str, bytes]) -> None:
         plans = [

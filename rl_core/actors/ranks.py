@@ -190,6 +190,14 @@ class Ranks:
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return int(value)
 
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of `tensor` over all ranks, with its dtype and device. Collective."""
+        if self.size == 1:
+            return tensor
+        total = tensor.detach().clone()
+        dist.all_reduce(total)
+        return total
+
     def gather(self, structure: Any) -> list[Any]:
         """Return the `structure` of every rank, ordered by rank. It must be representable in JSON. Collective."""
         return [structure] if self.size == 1 else _gather(structure, self.size, None)

@@ -44,6 +44,12 @@ class EnvSpec(RoleSpec):
     egress: Egress = []
     """Destinations that env pods may reach besides the job, on a cluster that enforces NetworkPolicies."""
 
+    def _type_hint(self, meant: str) -> str:
+        """Return what may be wrong with the type when another field needs the type `meant`, to be added to the error."""
+        if "type" not in self.model_fields_set:
+            return f" (type is {self.type} where it is left out; write type: {meant})"
+        return did_you_mean(self.type, BUILT_IN_TYPES)
+
     @field_validator("reward", mode="before")
     @classmethod
     def _one_function(cls, value: Any) -> Any:
@@ -69,7 +75,7 @@ class EnvSpec(RoleSpec):
         if (self.type == "reward") != (self.reward is not None):
             yield (
                 f"reward must be given exactly when type is `reward`, got type {self.type} and reward {self.reward or 'null'}; set both or neither"
-                + did_you_mean(self.type, BUILT_IN_TYPES)
+                + self._type_hint("reward")
             )
 
     @rule(
@@ -90,7 +96,7 @@ class EnvSpec(RoleSpec):
             yield (
                 f"exactly one of agent and command must be given when type is `agent`, none else, got type {self.type}, "
                 f"agent {self.agent or 'null'} and command {'null' if self.command is None else 'given'}; correct it"
-                + did_you_mean(self.type, BUILT_IN_TYPES)
+                + self._type_hint("agent")
             )
 
     @rule(
@@ -105,7 +111,7 @@ class EnvSpec(RoleSpec):
         if (self.type == "environment_factory") != (self.factory is not None):
             yield (
                 f"factory must be given exactly when type is `environment_factory`, got type {self.type} and "
-                f"factory {self.factory or 'null'}; set both or neither" + did_you_mean(self.type, BUILT_IN_TYPES)
+                f"factory {self.factory or 'null'}; set both or neither" + self._type_hint("environment_factory")
             )
 
     @property

@@ -11,24 +11,28 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.alias_generators import to_camel
 
-from rl_core.api.foreign_names import GENERIC, foreign_name
+from rl_core.api.foreign_names import GENERIC, foreign_name, foreign_path
 from rl_core.api.similar import nearest
 
 MOST_NAMES = 15
 """Blocks with more fields than this are not listed in a hint."""
+MOST_INNER = 8
+"""Most settings of an unknown block that a hint names."""
 SIMILAR_ELSEWHERE = 0.8
 """Least similarity (difflib's ratio) of a suggested name in another block."""
 Location = tuple[int | str, ...]
 
 
-def suggest(root: type[BaseModel], loc: Location) -> str:
-    """Return what to do about the unknown field at `loc`, a path of the document."""
+def suggest(root: type[BaseModel], loc: Location, value: Any = None) -> str:
+    """Return what to do about the unknown field at `loc`, a path of the document, which holds `value`."""
     name, block, known = str(loc[-1]), loc[:-1], fields_at(root, loc[:-1])
     camel = to_camel(name)
     if camel != name and camel in known:
         return f"write {camel}"
     if setting := foreign_name(name, ".".join(str(part) for part in block[1:])):
         return f"write {setting.ours}" + (f" ({setting.note.rstrip('.')})" if setting.note else "")
+    if inner := list(dict.fromkeys(_inner(value, tuple(str(part) for part in loc)))):
+        return ", ".join(["write " + inner[0], *inner[1:MOST_INNER]])
     if near := nearest(camel, known) or nearest(name, known):
         return f"did you mean {near}?"
     if not block and (near := nearest(camel, fields_at(root, ("spec",)))):
@@ -38,6 +42,23 @@ def suggest(root: type[BaseModel], loc: Location) -> str:
     if known and len(known) <= MOST_NAMES:
         return f"remove it or use one of: {', '.join(sorted(known))}"
     return "remove it; docs/reference/rljob.md lists the fields" if known else "remove it"
+
+
+def meant_field(root: type[BaseModel], loc: Location) -> str:
+    """Return the field of its block that the unknown field at `loc` is nearest to; "" for none."""
+    return nearest(to_camel(str(loc[-1])), fields_at(root, loc[:-1]))
+
+
+def _inner(value: Any, path: tuple[str, ...]) -> Iterator[str]:
+    """Yield `OURS for THEIRS` for the settings of other libraries inside the unknown block `value` at `path`."""
+    if not isinstance(value, Mapping):
+        return
+    for key, inner in value.items():
+        place = (*path, str(key))
+        if isinstance(inner, Mapping):
+            yield from _inner(inner, place)
+        elif setting := foreign_path(place):
+            yield f"{setting.ours} for {key}"
 
 
 def _elsewhere(root: type[BaseModel], name: str, block: Location) -> str:
@@ -72,6 +93,13 @@ def fields_at(root: type[BaseModel], loc: Iterable[int | str]) -> list[str]:
     """Return the field names (aliases) of the model at a path of the schema; none where there is no model."""
     model = _model_at(root, loc)
     return [field.alias or name for name, field in model.model_fields.items()] if is_model(model) else []
+
+
+def is_required(root: type[BaseModel], loc: Location) -> bool:
+    """Return whether the field at a path of the schema must be given."""
+    model = _model_at(root, loc[:-1])
+    fields = model.model_fields.items() if is_model(model) else ()
+    return any(field.is_required() for name, field in fields if (field.alias or name) == loc[-1])
 
 
 def _model_at(root: type[BaseModel], loc: Iterable[int | str]) -> Any:

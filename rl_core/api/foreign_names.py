@@ -1,7 +1,7 @@
 """The settings of other libraries under the names of this project, read from foreign_names.yaml: for hints and for docs/coming-from.md."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +43,22 @@ def foreign_names() -> tuple[ForeignName, ...]:
         )
         for row in rows
     )
+
+
+def foreign_path(path: Sequence[str]) -> ForeignName | None:
+    """Return the setting that other libraries keep at `path`, blocks and name; None where none does.
+
+    A name of a library matches when the path ends with all of its parts, or, unless it is GENERIC, with its last one. The longest match counts.
+    """
+    found: ForeignName | None = None
+    longest = 0
+    for setting in foreign_names():
+        for name in (name for names in setting.names.values() for name in names):
+            parts = name.split(".")
+            length = next((n for n in (len(parts), 1) if list(path[-n:]) == parts[-n:]), 0)
+            if length > longest and (length == len(parts) > 1 or path[-1] not in GENERIC):
+                found, longest = setting, length
+    return found
 
 
 def foreign_name(name: str, block: str) -> ForeignName | None:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from rl_core.api.field_hints import suggest
+from rl_core.api.field_hints import meant_field, suggest
 from rl_core.api.similar import nearest
 
 QUOTED = re.compile(r"'([^']*)'")
@@ -19,15 +19,20 @@ QUOTED = re.compile(r"'([^']*)'")
 def explained(error: ValidationError, root: type[BaseModel]) -> ValidationError:
     """Return `error` of the schema `root` with texts that say the rule, the value and the way out.
 
-    The types and places of its parts stay. A part that holds several broken rules of a block becomes one for each rule.
+    The types and places of its parts stay. A part that holds several broken rules of a block becomes one for each rule. That a required
+    field is missing is left out where its misspelled name is reported.
     """
+    details = error.errors(include_url=False)
+    unknown = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
+    misspelled = {(*loc[:-1], meant_field(root, loc)) for loc in unknown}
     parts = [
         InitErrorDetails(
             type=PydanticCustomError(detail["type"], text),
             loc=detail["loc"],
             input=detail["input"],
         )
-        for detail in error.errors(include_url=False)
+        for detail in details
+        if detail["type"] != "missing" or detail["loc"] not in misspelled
         for text in _texts(detail, root)
     ]
     return ValidationError.from_exception_data(error.title, parts)
@@ -50,7 +55,7 @@ def _texts(detail: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
 def _text(detail: ErrorDetails, root: type[BaseModel]) -> str:
     got, kind = _show(detail["input"]), detail["type"]
     if kind == "extra_forbidden":
-        return f"is not a known field, got {got}, {suggest(root, detail['loc'])}"
+        return f"is not a known field, got {got}, {suggest(root, detail['loc'], detail['input'])}"
     if kind == "missing":
         return "must be given, got nothing, add it"
     if kind == "model_type":

@@ -7,7 +7,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from rl_core.api.field_hints import fields_at, take_snake_case
+from rl_core.api.field_hints import fields_at, is_required, meant_field, take_snake_case
 from rl_core.api.job import RLJob
 from rl_core.api.problems import problem_lines
 
@@ -52,6 +52,11 @@ def _mend(document: dict[str, Any], details: Iterable[ErrorDetails]) -> None:
             holder[cast(str, last)] = REQUIRED.get(detail["loc"], {} if block else PLACEHOLDER)
         elif detail["loc"] in REQUIRED:
             holder[cast(str, last)] = copy.deepcopy(REQUIRED[detail["loc"]])
+        elif detail["type"] == "extra_forbidden":
+            value = holder.pop(last, None)
+            meant = (*parents, meant_field(RLJob, detail["loc"]))
+            if is_required(RLJob, meant):  # what is in it is checked too
+                holder.setdefault(cast(str, meant[-1]), value)
         elif detail["type"] == "string_type":
             holder[cast(str, last)] = PLACEHOLDER  # a rule of several fields would complain that it is not given
         else:

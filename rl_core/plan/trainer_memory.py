@@ -4,6 +4,8 @@ tests/integration/test_trainer_memory.py compares it with what both backends all
 the result is for the rank that needs most.
 """
 
+from collections import Counter
+
 from rl_core.api.job import RLJobSpec
 from rl_core.plan.model_facts import ModelFacts
 
@@ -14,6 +16,8 @@ MASTER_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8
 """Per parameter: the float32 weight that is updated, a float32 gradient, two float32 moments."""
 CHUNK = 1024
 """Tokens whose logits exist at a time (`algorithms.logprobs`)."""
+BY_INPUTS = ("o_proj", "down_proj")
+"""Layers whose inputs the tensor-parallel ranks divide; of the others they divide the outputs."""
 BLOCK_BYTES = 4 * 2**20
 """float32 logits worked on at a time on a CPU (`algorithms.score_functions`)."""
 ENTROPY_TOKENS = 128
@@ -125,10 +129,15 @@ def _copy_size(job: RLJobSpec) -> int:
 
 
 def _megatron_state(job: RLJobSpec, facts: ModelFacts) -> Parts:
-    """Return weights, gradients, moments and float32 copies of a pipeline stage; the last two are sharded with a distributed optimizer."""
-    stage, width = _models(job) * _stage_parameters(job, facts), WIDTH[job.model.dtype]
-    updated = -(-stage // (job.actor.data_parallel if job.actor.optimizer.distributed else 1))
-    held = {"weights": stage * width, "gradients": stage * GRADIENT_BYTES, "optimizer": updated * MOMENT_BYTES}
+    """Return weights, gradients, moments and float32 copies of a pipeline stage; the last two are sharded with a distributed optimizer.
+
+    With adapters all but the weights are of these only.
+    """
+    stage, adapters, width = _stage_parameters(job, facts), _stage_adapters(job, facts), WIDTH[job.model.dtype]
+    trained = _models(job) * (adapters or stage)
+    updated = -(-trained // (job.actor.data_parallel if job.actor.optimizer.distributed else 1))
+    weights = _models(job) * (stage + adapters) * width
+    held = {"weights": weights, "gradients": trained * GRADIENT_BYTES, "optimizer": updated * MOMENT_BYTES}
     return held if width == MASTER_BYTES else held | {"master": updated * MASTER_BYTES}
 
 
@@ -138,6 +147,22 @@ def _stage_parameters(job: RLJobSpec, facts: ModelFacts) -> int:
     if parallel.pipeline == 1:
         return -(-facts.parameters // parallel.tensor)
     return (facts.layers // parallel.pipeline * facts.layer + embedding) // parallel.tensor
+
+
+def _stage_adapters(job: RLJobSpec, facts: ModelFacts) -> int:
+    """Return the parameters of the adapters of a tensor-parallel rank in the pipeline stage that has most; 0 without adapters."""
+    lora, parallel = job.model.lora, job.actor.parallel
+    if lora is None:
+        return 0
+    each = facts.layers // parallel.pipeline
+    stages = Counter(layer // each for layer in (range(facts.layers) if lora.layers is None else set(lora.layers)))
+    widths = _target_widths(facts)
+    parts = [
+        widths[target][0] // (parallel.tensor if target in BY_INPUTS else 1)
+        + widths[target][1] // (1 if target in BY_INPUTS else parallel.tensor)
+        for target in set(lora.targets)
+    ]
+    return max(stages.values()) * lora.rank * sum(parts)
 
 
 def _wrapped(job: RLJobSpec) -> bool:
@@ -187,8 +212,10 @@ def _activation_bytes(job: RLJobSpec, facts: ModelFacts, logits: int) -> int:
     # The first stage has as many micro-batches under way as there are stages, each in its share of the layers; interleaved some more.
     more = (parallel.pipeline - 1) / (parallel.pipeline * parallel.virtual_pipeline) if parallel.virtual_pipeline else 0
     layers = facts.layers * (1 + more) * _models(job)
-    # The largest gradients of a layer exist when the logits are gone: those of the feed-forward part's two inputs and of the residuals.
-    gradients = _tokens(job, facts) * WIDTH[job.model.dtype] * 2 * (facts.inner // parallel.tensor + facts.hidden)
+    # The largest gradients of a layer exist when the logits are gone: those of the feed-forward part's two inputs and of the residuals,
+    # under megatron beside what adapters add to them.
+    each = 4 if job.model.lora is not None and job.actor.backend == "megatron" else 2
+    gradients = _tokens(job, facts) * WIDTH[job.model.dtype] * each * (facts.inner // parallel.tensor + facts.hidden)
     if not job.actor.gradient_checkpointing:
         return int(layers * layer) + max(0, gradients - logits)
     kept = _tokens(job, facts) * facts.hidden * WIDTH[job.model.dtype] // (parallel.tensor if parallel.sequence else 1)
@@ -204,7 +231,7 @@ def _recomputed_bytes(job: RLJobSpec, facts: ModelFacts, layer: int) -> int:
     """Return how many of the `layer` bytes that a decoder layer keeps are computed again with selective checkpointing."""
     width, parallel = WIDTH[job.model.dtype], job.actor.parallel
     if job.actor.backend == "megatron":
-        return _tokens(job, facts) * width * 5 * facts.inner // parallel.tensor
+        return _tokens(job, facts) * width * _inner_kept(job) * facts.inner // parallel.tensor
     queries, keys = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
     outputs = {"q": queries, "k": keys, "v": keys, "o": facts.hidden}
     outputs |= {"gate": facts.inner, "up": facts.inner, "down": facts.hidden}
@@ -234,18 +261,21 @@ def _layer_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
     """Return the activations that a decoder layer keeps for the backward pass of one micro-batch."""
     width, parallel = WIDTH[job.model.dtype], job.actor.parallel
     queries, keys = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+    targets = set() if job.model.lora is None else set(job.model.lora.targets)
+    scaled = bool(targets & {"q_proj", "k_proj", "v_proj"}) + bool(targets & {"gate_proj", "up_proj"})
     if job.actor.backend == "megatron":
         # The fused query, key and value live on with the value, rotated ones beside them; norms in half precision are made in float32.
         norms = facts.hidden * (28 if width == MASTER_BYTES else 22)
-        shared = width * (3 * queries + 3 * keys + 5 * facts.inner)
+        if job.model.lora is not None:
+            norms = facts.hidden * ((16 if width == MASTER_BYTES else 13) + scaled * width)
+        shared = width * (3 * queries + 3 * keys + _inner_kept(job) * facts.inner)
+        shared += 0 if job.model.lora is None else width * job.model.lora.rank * len(targets) * parallel.tensor
     elif job.model.lora is None:
         norms = (
             2 * facts.hidden * (MASTER_BYTES + 2 * width)
         )  # of each of the two: its input in float32, normalised, scaled
         shared = width * (2 * queries + 2 * keys + 4 * facts.inner)
     else:  # what only the gradients of frozen weights would need is not kept
-        targets = set(job.model.lora.targets)
-        scaled = bool(targets & {"q_proj", "k_proj", "v_proj"}) + bool(targets & {"gate_proj", "up_proj"})
         norms = facts.hidden * (2 * MASTER_BYTES + scaled * width)
         shared = width * (2 * queries + 2 * keys + (3 + ("down_proj" in targets)) * facts.inner)
         shared += 0 if _merges(job) else width * job.model.lora.rank * len(targets)
@@ -258,6 +288,12 @@ def _layer_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
         longest = job.rollout.max_sequence_length or facts.max_length
         shared += facts.heads * longest * (MASTER_BYTES + (width if width != MASTER_BYTES else 0)) + 2 * queries * width
     return _tokens(job, facts) * (norms // (parallel.tensor if parallel.sequence else 1) + shared // parallel.tensor)
+
+
+def _inner_kept(job: RLJobSpec) -> int:
+    """Return how many numbers for each one inside a feed-forward part megatron keeps; the product is kept for the gradient of what follows."""
+    lora = job.model.lora
+    return 5 if lora is None or "down_proj" in lora.targets else 4
 
 
 def _merges(job: RLJobSpec) -> bool:

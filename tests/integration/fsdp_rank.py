@@ -229,6 +229,21 @@ class Rank:
             entries = self.actor.publisher._pull_server.committed.manifest.entries
             self.seen["differ"] = [one.name for one in entries if one.checksum != checksum(state[one.name].to(wire))]
 
+    def offer(self, needs_base: bool) -> None:
+        """Say what is given to the publisher, by name: shape, type and bits."""
+        source, offered = self.actor.manager.publish_source(1 << 12, needs_base=needs_base), {}
+        for bucket in source.buckets("cpu") if self.rank == 0 else ():
+            for index, tensor in zip(bucket.place.entries, bucket.tensors, strict=True):
+                what = [list(tensor.shape), str(tensor.dtype), list(checksum(tensor))]
+                offered[source.entries[index].name] = what
+        source.finish()
+        self.seen.setdefault("offered", []).append(offered)
+
+    def copies(self) -> None:
+        """Say the bits of the adapters of which each tensor-parallel rank has a whole one."""
+        parts = self.actor.manager.master_slices().items()
+        self.seen["copies"] = {name: list(checksum(one.tensor)) for name, (one, *_) in parts if one.replicated}
+
     def die(self, rank: int) -> None:
         """End this process at once if it is `rank`."""
         if self.rank == rank:

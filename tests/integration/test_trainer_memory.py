@@ -60,6 +60,7 @@ CASES |= {
         ("fsdp2", "float32", {}),
         ("fsdp2", "bfloat16", {"model__lora": {"rank": 8}}),
         ("megatron", "bfloat16", {}),
+        ("megatron", "bfloat16", {"model__lora": {"rank": 8}}),
     )
 }
 CASES |= {
@@ -75,10 +76,12 @@ CASES |= {
     for backend in ("fsdp2", "megatron")
 }
 CASES |= {
-    f"fsdp2 {dtype} adapters{' of two layers' * (targets is not None)}": {
+    f"{backend} {dtype} adapters{' of two layers' * (targets is not None)}": {
+        "actor__backend": backend,
         "model__dtype": dtype,
         "model__lora": {"rank": 8} | ({} if targets is None else {"targets": targets}),
     }
+    for backend in ("fsdp2", "megatron")
     for dtype, targets in (("float32", None), ("bfloat16", None), ("float32", ["q_proj", "v_proj"]))
 }
 CASES |= {
@@ -86,6 +89,12 @@ CASES |= {
     for backend, dtype, what, changes in (
         (
             "fsdp2",
+            "bfloat16",
+            "adapters recomputed",
+            {"model__lora": {"rank": 8}, "actor__gradientCheckpointing": True},
+        ),
+        (
+            "megatron",
             "bfloat16",
             "adapters recomputed",
             {"model__lora": {"rank": 8}, "actor__gradientCheckpointing": True},
@@ -126,6 +135,13 @@ ON_TWO_RANKS = {
         "actor__parallel": {"tensor": 2},
     },
     "megatron float32 data 2": {"actor__backend": "megatron"},
+    "megatron bfloat16 tensor 2 adapters": {
+        "actor__backend": "megatron",
+        "model__dtype": "bfloat16",
+        "actor__parallel": {"tensor": 2},
+        "model__lora": {"rank": 8},
+    },
+    "megatron float32 data 2 adapters": {"actor__backend": "megatron", "model__lora": {"rank": 8}},
 }
 """Of Qwen3, two micro-batches each."""
 HEAD_NORMS = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_core.actors import guards, hf, lora
-from rl_core.actors.critic import HEAD, attach_critic, has_own_decoder, is_critic_name
+from rl_core.actors.critic import attach_critic, has_own_decoder, is_critic_name
 from rl_core.actors.forward import SCORE, attach_scoring
 from rl_core.actors.fsdp.compiling import compile_layers
 from rl_core.actors.fsdp.optimizer import (
@@ -23,17 +23,14 @@ from rl_core.actors.fsdp.optimizer import (
 from rl_core.actors.fsdp.recompute import selective_contexts
 from rl_core.actors.fsdp.strategy import FSDP1Strategy, FSDP2Strategy, Strategy
 from rl_core.actors.manager import ModelManager, validated
+from rl_core.actors.published import WholeTensor
 from rl_core.actors.ranks import ParallelSizes
-from rl_core.actors.reference import ReferencePolicy
 from rl_core.actors.schedule import CRITIC, MOMENTS, LRSchedule, OptimizerCounts
 from rl_core.actors.slices import Slices
-from rl_core.actors.source import GatheredSource, GatheringPlan
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.optimizer import OptimizerSpec
-from rl_core.weights.adapters import AdapterSource, sends_adapters
-from rl_core.weights.manifest import is_adapter_name, wire_dtype
-from rl_core.weights.version_source import SourceEntry
+from rl_core.weights.manifest import is_adapter_name
 
 STRATEGIES: dict[str, type[Strategy]] = {"fsdp1": FSDP1Strategy, "fsdp2": FSDP2Strategy}
 """Strategy by the value of actor.backend."""
@@ -88,7 +85,6 @@ class FSDPModelManager(ModelManager):
     def _set_up(self) -> None:
         self.model = self._build()
         self._begin_phase()
-        self._gathering = GatheringPlan(self.named_slices(), self.ranks)
 
     @property
     def model_config(self) -> Any:
@@ -121,15 +117,12 @@ class FSDPModelManager(ModelManager):
         model = self.strategy.wrap(model, device=self.compute_device, aliases=aliases, methods=methods)
         if on_meta:
             hf.load_weights(model, self.cfg.model.path, aliases, slice_of=self.strategy.slice_of)
-        lora.initialize(hf.named_parameters(model), self.cfg.algorithm.seed, self.strategy.slice_of)
+        stored = hf.named_parameters(model).items()
+        lora.initialize({name: [self.strategy.slice_of(tensor)] for name, tensor in stored}, self.cfg.algorithm.seed)
         return model
 
-    def _make_reference(self) -> ReferencePolicy | lora.DisabledAdapters:
-        return super()._make_reference() if self.cfg.model.lora is None else lora.DisabledAdapters(self.model)
-
-    def _is_trained(self, name: str) -> bool:
-        """Return whether the parameter called `name` is trained at all: with adapters these and a value head, otherwise each."""
-        return self.cfg.model.lora is None or is_adapter_name(name) or HEAD in name.split(".")
+    def _layers_with_adapters(self) -> nn.Module:
+        return self.model
 
     def _set_modes(self, model: nn.Module) -> None:
         model.train()
@@ -326,55 +319,8 @@ class FSDPModelManager(ModelManager):
         set_step_counters(self.model, self.optimizer, steps)
         resume_schedule(self.optimizer, self.scheduler, applied=self._applied_in_phase)
 
-    def version_source(self, dtype: str, bucket_bytes: int) -> GatheredSource:
-        """Return the present weights as a source for publishing; floating-point weights in `dtype`. Every rank must call its `finish`.
-
-        Adapters are merged into the weights. Collective.
-        """
-        slices = self.named_slices()
-        adapters = self.cfg.model.lora
-        given = slices if adapters is None else lora.MergedSlices(slices, self._whole_adapters(), adapters.scale)
-        return GatheredSource(
-            self._base_entries(slices, dtype), given, self._gathering, self.ranks, bucket_bytes=bucket_bytes
-        )
-
-    def publish_source(self, bucket_bytes: int, *, needs_base: bool) -> GatheredSource | AdapterSource:
-        """Return the present weights as a source for the publisher; see `ModelManager.publish_source`. Adapters are not merged."""
-        if not sends_adapters(self.cfg):
-            return super().publish_source(bucket_bytes, needs_base=needs_base)
-        if not self.ranks.gather(needs_base)[0]:
-            return AdapterSource(self._whole_adapters(), bucket_bytes=bucket_bytes)
-        slices = self.named_slices()
-        adapters = [name for name in slices if is_adapter_name(name) and not is_critic_name(name)]
-        entries = [
-            *self._base_entries(slices, self.cfg.model.dtype),
-            *(SourceEntry(name, slices[name][0].shape, "float32") for name in adapters),
-        ]
-        return GatheredSource(entries, slices, self._gathering, self.ranks, bucket_bytes=bucket_bytes)
-
-    def _base_entries(self, slices: Slices, dtype: str) -> list[SourceEntry]:
-        stored = {name: slices[tied or name][0] for name, tied in self.sync_names}
-        return [
-            SourceEntry(name, stored[name].shape, wire_dtype(stored[name].tensor, dtype), tied)
-            for name, tied in self.sync_names
-        ]
-
-    def _adapter_files(self) -> dict[str, bytes]:
-        adapters = self.cfg.model.lora
-        return {} if adapters is None else lora.folder_files(self._whole_adapters(), adapters, base=self.cfg.model.path)
-
-    def _whole_adapters(self) -> dict[str, Tensor]:
-        """Return the policy's adapters by name; they are small, and each rank gets whole ones. Collective."""
-        slices = self.strategy.named_slices(self.model)
-        names = [name for name in slices if is_adapter_name(name) and not is_critic_name(name)]
-        sizes = [math.prod(slices[name].shape) for name in names]
-        flat = torch.zeros(sum(sizes), device=self.compute_device)
-        views = {name: part.view(slices[name].shape) for name, part in zip(names, flat.split(sizes), strict=True)}
-        for name, parts in self._written({name: [slices[name]] for name in names}).items():
-            for box in (box for part in parts for box in part.boxes()):
-                views[name][box.box] = box.tensor
-        whole = self.ranks.sum_over_data_ranks(flat).split(sizes)
-        return {name: part.view(slices[name].shape) for name, part in zip(names, whole, strict=True)}
+    def _whole_shapes(self) -> dict[str, WholeTensor]:
+        return {name: WholeTensor(parts[0].shape, parts[0].tensor) for name, parts in self.named_slices().items()}
 
 
 def _dropout(model: nn.Module) -> float:

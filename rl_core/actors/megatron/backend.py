@@ -123,7 +123,7 @@ class MegatronBackend(TrainBackend):
         if manager.parallel.pipeline > 1:
             proceed()  # Once for all micro_batches: stages are in different micro-batches and could not leave the schedule together.
             proceed = _continue
-        with manager.device_context():
+        with manager.device_context(), manager.dropout_context(forward_only=forward_only):
             results: list[Any] = library.get_forward_backward_func()(
                 forward_step_func=partial(self._forward_step, finish=finish, outputs=outputs, proceed=proceed),
                 data_iterator=[iter(micro_batches) for _ in manager.stages],

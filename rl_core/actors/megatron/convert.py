@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from rl_core.actors.critic import HEAD, SEPARATE
+from rl_core.actors.lora import A, B
 from rl_core.actors.slices import LocalSlice, Slices
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
@@ -34,6 +35,10 @@ COLUMNS = {
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
 """Parameters that are cut along their second dimension."""
+ADAPTERS = "adapters"
+"""Name of the submodule with the adapters of a linear layer; in it `<layer of Hugging Face>.lora_A` and `.lora_B`."""
+ADAPTER = re.compile(rf"(self_attention|mlp)\.(\w+)\.{ADAPTERS}\.(\w+)\.({A}|{B})\.weight")
+BLOCKS = {"self_attention": "self_attn", "mlp": "mlp"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +151,11 @@ class TensorParallelLayout:
         if inner in NORMS:
             return [self._whole(prefix + NORMS[inner], shape)]
         if inner in COLUMNS:
-            rows, columns = shape
-            offset, whole = (0, self.rank * columns), (rows, self.ranks * columns)
-            return [RowMapping(prefix + COLUMNS[inner], (range(rows),), offset, whole, cut_along=1)]
+            return [self._columns(prefix + COLUMNS[inner], shape)]
+        if (match := ADAPTER.fullmatch(inner)) is not None:
+            block, linear, target, part = match.groups()
+            stored = f"{prefix}{BLOCKS[block]}.{target}.{part}.weight"
+            return [self._adapter(stored, shape, part, by_inputs=f"{block}.{linear}.weight" in COLUMNS)]
         if inner == "mlp.linear_fc1.weight":
             half = shape[0] // 2
             parts = {"gate_proj": range(half), "up_proj": range(half, 2 * half)}
@@ -171,6 +178,18 @@ class TensorParallelLayout:
             self._rows(f"{prefix}self_attn.{part}.{kind}", tuple(range(at + low, at + high) for at in starts), row)
             for part, (low, high) in parts.items()
         ]
+
+    def _adapter(self, name: str, shape: tuple[int, ...], part: str, *, by_inputs: bool) -> RowMapping:
+        """Return the mapping of A or B of a layer whose inputs, or else its outputs, the ranks divide."""
+        if by_inputs and part == A:
+            return self._columns(name, shape)
+        return self._whole(name, shape) if by_inputs or part == A else self._rows(name, (range(shape[0]),), shape[1:])
+
+    def _columns(self, name: str, shape: tuple[int, ...]) -> RowMapping:
+        """Return the mapping of a matrix of which each rank has equally many columns."""
+        rows, columns = shape
+        offset, whole = (0, self.rank * columns), (rows, self.ranks * columns)
+        return RowMapping(name, (range(rows),), offset, whole, cut_along=1)
 
     def _rows(self, name: str, ranges: tuple[range, ...], row: tuple[int, ...]) -> RowMapping:
         """Return the mapping of a tensor of which each rank has equally many rows."""

@@ -13,16 +13,23 @@ BIASED = ("Qwen2ForCausalLM",)
 
 def unsupported_settings(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield one line for each setting of a job, or of its model's config.json, that the Megatron backend does not support."""
-    yield from _of_settings(spec)
+    yield from _of_dropout(spec, config)
     yield from _of_layout(spec, config)
     yield from _of_model(config)
 
 
-def _of_settings(spec: RLJobSpec) -> Iterator[str]:
-    if spec.actor.dropout:
-        yield "actor.dropout must be false with actor.backend megatron, got true; remove it or choose fsdp2"
-    if spec.model.lora is not None:
-        yield "model.lora needs actor.backend fsdp2 or fsdp1, got megatron; choose one of them or remove lora"
+def _of_dropout(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator[str]:
+    if not spec.actor.dropout:
+        return
+    field, rate = "actor.dropout", config.get("attention_dropout")
+    if spec.model.lora is None or not spec.model.lora.dropout:
+        yield f"{field} must be false with actor.backend megatron, but for model.lora.dropout above 0, got true; remove it or choose fsdp2"
+    if rate:
+        yield f"{field} of attention needs actor.backend fsdp2, got megatron and attention_dropout {rate} of the model; choose fsdp2"
+    if spec.algorithm.recompute_log_probs:
+        yield (
+            f"{field} must be false with algorithm.recomputeLogProbs, whose ratios it would fill with noise, got true; remove one of them"
+        )
 
 
 def _of_layout(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator[str]:

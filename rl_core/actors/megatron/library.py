@@ -51,8 +51,11 @@ try:
         from megatron.core.packed_seq_params import PackedSeqParams
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.tensor_parallel import (
+            copy_to_tensor_model_parallel_region,
             gather_from_sequence_parallel_region,
             param_is_not_tensor_parallel_duplicate,
+            reduce_from_tensor_model_parallel_region,
+            reduce_scatter_to_sequence_parallel_region,
         )
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
         from megatron.core.transformer.module import param_is_not_shared
@@ -87,6 +90,7 @@ __all__ = [
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "clip_grad_by_total_norm_fp32",
+    "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
@@ -100,4 +104,6 @@ __all__ = [
     "parallel_state",
     "param_is_not_shared",
     "param_is_not_tensor_parallel_duplicate",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
 ]

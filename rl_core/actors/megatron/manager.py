@@ -7,23 +7,22 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rl_core.actors import guards, hf
+from rl_core.actors import guards, hf, lora
 from rl_core.actors.critic import SEPARATE, is_critic_name
 from rl_core.actors.manager import ModelManager, validated
 from rl_core.actors.megatron import cpu, library
 from rl_core.actors.megatron.convert import EMBEDDING, TensorParallelLayout, global_parameters
+from rl_core.actors.megatron.lora import attach_adapters, dropout_drawn_from
 from rl_core.actors.megatron.model import build_model, rotary_embedding, transformer_config
 from rl_core.actors.megatron.optimizer import OptimizerShard, build_optimizer, gradient_norm, open_shards
+from rl_core.actors.published import WholeTensor
 from rl_core.actors.ranks import ParallelSizes
 from rl_core.actors.schedule import CRITIC, MOMENTS, LRSchedule, peak_rate
 from rl_core.actors.slices import LocalSlice, Slices
-from rl_core.actors.source import GatheredSource, GatheringPlan
 from rl_core.api.job import RLJobSpec
-from rl_core.weights.manifest import wire_dtype
-from rl_core.weights.version_source import SourceEntry
+from rl_core.weights.manifest import is_adapter_name
 
 _RECOMPUTED: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
@@ -63,6 +62,14 @@ class MegatronModelManager(ModelManager):
         """Return a context manager inside which megatron computes on this rank's device, in the calling thread."""
         return cpu.cpu_as_cuda() if self.compute_device.type == "cpu" else nullcontext()
 
+    def dropout_context(self, *, forward_only: bool) -> AbstractContextManager[None]:
+        """Return a context manager of one pass over micro-batches: what adapters drop is then repeated by a resumed run."""
+        lora = self.cfg.model.lora
+        if lora is None or not lora.dropout:
+            return nullcontext()
+        place = (self.ranks.data_rank, self.stage_number, int(forward_only))
+        return dropout_drawn_from(self.cfg.algorithm.seed, self.counts.attempted, *place)
+
     # Set-up ---------------------------------------------------------------------------------------------------------
 
     def _set_up(self) -> None:
@@ -70,6 +77,8 @@ class MegatronModelManager(ModelManager):
         self.template = hf.build_model(self._hf_config, dtype=self.dtype)
         aliases = hf.tied_names(self.template)
         self.sync_names = [(name, aliases.get(name)) for name in hf.stored_names(self.template)]
+        if (adapters := self.cfg.model.lora) is not None:
+            lora.attach_adapters(self.template, adapters, layers=self.template.config.num_hidden_layers)
         with self.device_context():
             self._make_groups()
             tensor = self.parallel.tensor
@@ -78,9 +87,12 @@ class MegatronModelManager(ModelManager):
             self.optimizer = build_optimizer(
                 self.cfg.actor, self.stages, dtype=self.dtype, distributed=self._distributed
             )
-            self._shards = open_shards(self.optimizer, self._parameters())
+            trained = {name: one for name, one in self._parameters().items() if one.requires_grad}
+            self._shards = open_shards(self.optimizer, trained)
             self._set_rates()
-            self._gathering = GatheringPlan(self.named_slices(), self.ranks)
+            if self.cfg.model.lora is not None:
+                lora.initialize(self.master_slices(), self.cfg.algorithm.seed)
+                self._copy_masters()
 
     @property
     def model_config(self) -> Any:
@@ -147,7 +159,7 @@ class MegatronModelManager(ModelManager):
 
     def _build_stage(self, hf_config: Any, number: int | None) -> Any:
         state, place = library.parallel_state, {"ignore_virtual": number is None, "vp_stage": number}
-        return build_model(
+        model = build_model(
             hf_config,
             self.config,
             vocabulary=self.cut.padded_vocabulary,
@@ -156,7 +168,12 @@ class MegatronModelManager(ModelManager):
             pre_process=state.is_pipeline_first_stage(**place),
             post_process=state.is_pipeline_last_stage(**place),
             vp_stage=number,
-        ).to(device=self.compute_device, dtype=self.dtype)
+        )
+        if (adapters := self.cfg.model.lora) is not None:
+            attach_adapters(model, adapters, self.cut)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(self._is_trained(name))
+        return model.to(device=self.compute_device, dtype=self.dtype)
 
     def _fill(self, models: Iterable[Any], aliases: Mapping[str, str]) -> None:
         """Read this rank's boxes of the model folder; a critic's decoder starts as the policy's."""
@@ -331,27 +348,34 @@ class MegatronModelManager(ModelManager):
 
     def _resume(self, weights: Slices, moments: Slices, steps: Mapping[str, float]) -> None:
         parameters = self._parameters()
-        with torch.no_grad(), self.device_context():
+        with self.device_context():
             # The slices share memory with what is updated and with the moments; what is computed with follows it.
-            for name, shard in self._shards.items():
-                flat = parameters[name].view(-1)
-                flat[shard.start : shard.start + shard.values.numel()].copy_(shard.values.view(-1))
+            self._copy_masters()
             for name, shard in self._training().items():
                 shard.state["step"].fill_(steps[self.cut.mappings(name, parameters[name].shape)[0].name])
-            if self._distributed:
-                for stage in self.stages:
-                    stage.start_param_sync(force_sync=True)  # each data rank read its own run
         self._set_rates()
 
-    def version_source(self, dtype: str, bucket_bytes: int) -> GatheredSource:
-        """Return the present weights as a source for publishing; floating-point weights in `dtype`. Every rank must call its `finish`."""
-        self.residency.require_loaded("gathering the weights")
-        shapes = hf.stored_tensors(self.template)
-        entries = [
-            SourceEntry(name, tuple(shapes[tied or name].shape), wire_dtype(shapes[tied or name], dtype), tied)
-            for name, tied in self.sync_names
-        ]
-        return GatheredSource(entries, self.named_slices(), self._gathering, self.ranks, bucket_bytes=bucket_bytes)
+    def _copy_masters(self) -> None:
+        """Copy what is updated to what is computed with."""
+        parameters = self._parameters()
+        for name, shard in self._shards.items():
+            flat = parameters[name].detach().view(-1)
+            flat[shard.start : shard.start + shard.values.numel()].copy_(shard.values.detach().view(-1))
+        if self._distributed:
+            for stage in self.stages:
+                stage.start_param_sync(force_sync=True)  # each data rank has its own run
+
+    def _whole_shapes(self) -> dict[str, WholeTensor]:
+        stored = hf.stored_tensors(self.template).items()
+        return {name: WholeTensor(tuple(tensor.shape), tensor) for name, tensor in stored}
+
+    def _published_slices(self) -> Slices:
+        # Of adapters the float32 weights that are updated.
+        updated = self.master_slices() if self.cfg.model.lora is not None else {}
+        return {**self.named_slices(), **{name: parts for name, parts in updated.items() if is_adapter_name(name)}}
+
+    def _layers_with_adapters(self) -> nn.Module:
+        return nn.ModuleList(stage.module for stage in self.stages)
 
 
 def _moment(name: str, shard: OptimizerShard) -> Tensor:

@@ -11,6 +11,8 @@ from rl_core.actors.manager import validated
 from rl_core.api.errors import ConfigError
 from tests.actor_samples import make_spec as make_mapping
 
+DROPOUT = {"actor__dropout": True, "model__lora": {"dropout": 0.1}}
+
 
 @pytest.fixture
 def config(model_folder):
@@ -20,6 +22,7 @@ def config(model_folder):
 def test_a_job_it_can_train_is_not_refused_and_other_backends_are_not_asked(make_spec, config):
     assert list(unsupported_settings(make_spec(actor__backend="megatron"), config)) == []
     assert list(unsupported_settings(make_spec(), config | {"hidden_act": "gelu"})) == []
+    assert list(unsupported_settings(make_spec(actor__backend="megatron", **DROPOUT), config)) == []
 
 
 @pytest.mark.parametrize(("field", "reason"), [("context", "with Transformer Engine"), ("expert", "has experts")])
@@ -37,6 +40,8 @@ def of_two(**parallel):
     ("changes", "model", "words"),
     [
         ({"actor__dropout": True}, {}, ["actor.dropout", "true"]),
+        (DROPOUT, {"attention_dropout": 0.2}, ["actor.dropout", "attention_dropout 0.2", "fsdp2"]),
+        (DROPOUT | {"algorithm__recomputeLogProbs": True}, {}, ["actor.dropout", "algorithm.recomputeLogProbs"]),
         ({}, {"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ({}, {"mlp_bias": True}, ["mlp_bias", "True"]),
         ({}, {"use_sliding_window": True}, ["use_sliding_window"]),

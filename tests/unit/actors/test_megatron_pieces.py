@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rl_core.actors.megatron.convert import EMBEDDING, TensorParallelLayout
 
-HEADS, GROUPS, HEAD, HIDDEN, INNER, VOCABULARY = 4, 2, 3, 5, 6, 7
+HEADS, GROUPS, HEAD, HIDDEN, INNER, VOCABULARY, RANK = 4, 2, 3, 5, 6, 7, 2
 LAYER = "decoder.layers.1."
 
 
@@ -27,6 +27,11 @@ def shapes(ranks):
         f"{LAYER}self_attention.linear_qkv.bias": (fused,),
         f"{LAYER}self_attention.linear_proj.weight": (HIDDEN, HEADS * HEAD // ranks),
         f"{LAYER}mlp.linear_fc1.weight": (2 * INNER // ranks, HIDDEN),
+        f"{LAYER}mlp.linear_fc1.adapters.up_proj.lora_A.weight": (RANK, HIDDEN),
+        f"{LAYER}mlp.linear_fc1.adapters.up_proj.lora_B.weight": (INNER // ranks, RANK),
+        f"{LAYER}self_attention.linear_qkv.adapters.q_proj.lora_B.weight": (HEADS * HEAD // ranks, RANK),
+        f"{LAYER}self_attention.linear_proj.adapters.o_proj.lora_A.weight": (RANK, HEADS * HEAD // ranks),
+        f"{LAYER}self_attention.linear_proj.adapters.o_proj.lora_B.weight": (HIDDEN, RANK),
     }
 
 

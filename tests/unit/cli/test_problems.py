@@ -121,6 +121,43 @@ def test_a_misspelled_choice_gets_the_nearest_one(spec, place, hint):
     assert problem.startswith(place) and problem.endswith(hint), problem
 
 
+@pytest.mark.parametrize(
+    ("spec", "hint"),
+    [
+        ({"custom_reward_function": {"path": "a.py", "name": "f"}}, "write env.reward for path"),
+        ({"algorithm": {"kl_ctrl": {"kl_coef": 0.1}}}, "write algorithm.rewardKlCoefficient for kl_coef"),
+        (
+            {"trainer": {"total_epochs": 1, "n_gpus_per_node": 8}},
+            "write algorithm.steps for total_epochs, actor.gpus for n_gpus_per_node",
+        ),
+        (
+            {"actor_rollout_ref": {"rollout": {"n": 4}, "actor": {"optim": {"lr": 1e-6}}}},
+            "write algorithm.groupSize for n, actor.optimizer.learningRate for lr",
+        ),
+        ({"nothing": {"path": "a", "n": 3}}, "docs/reference/rljob.md lists the fields"),
+    ],
+)
+def test_a_block_of_another_library_gets_the_names_of_what_is_in_it(spec, hint):
+    (problem,) = find_problems(job(**spec))[1]
+    assert problem.endswith(hint), problem
+
+
+def test_a_misspelled_field_that_must_be_given_is_one_problem_and_what_is_in_it_is_checked():
+    document = job(mdel={"path": 3})
+    del document["spec"]["model"]
+    document["metdata"] = document.pop("metadata")
+    assert find_problems(document)[1] == [
+        "spec.mdel: is not a known field, got {'path': 3}, did you mean model?",
+        "metdata: is not a known field, got {'name': 'a'}, did you mean metadata?",
+        "spec.model.path: must be a valid string, got 3, write a value of that type",
+    ]
+
+
+def test_a_type_that_is_left_out_is_named():
+    (problem,) = find_problems(job(env={"reward": "a:f"}))[1]
+    assert problem.endswith("(type is math where it is left out; write type: reward)")
+
+
 def test_snake_case_is_refused_and_the_value_is_checked_nevertheless():
     problems = find_problems(job(algorithm={"group_size": 1, "prompts_per_step": 8}))[1]
     assert problems[:2] == [
