@@ -42,8 +42,8 @@ class Training(NamedTuple):
     """Of each update."""
     returns: list[float]
     """Mean of the episodes that ended in an update, of the updates in which one did."""
-    processor: float
-    """Seconds of processor time per environment step."""
+    processor: float | None
+    """Seconds of processor time per environment step; None where the run was too short to tell."""
 
 
 def processor_seconds(run: Watched) -> float:
@@ -70,7 +70,7 @@ def ours(folder: Path, updates: int, seed: int, slow: bool) -> Training:
         return [line for line in read_lines(folder / "out" / "metrics.jsonl") if line["step"] > 0]
 
     looks = []
-    for wanted in (WARM, updates - 1):
+    for wanted in (min(WARM, updates - 2), updates - 1):
         ready = lambda wanted=wanted: len(trained()) >= wanted or run.process.poll() is not None  # noqa: E731
         wait_for(ready, timeout=1200, what=f"update {wanted}", poll=0.1)
         looks.append((processor_seconds(run), len(trained())))
@@ -78,7 +78,8 @@ def ours(folder: Path, updates: int, seed: int, slow: bool) -> Training:
     (begun, first), (ended, last) = looks
     lines = trained()
     returns = [line["env/return"] for line in lines if "env/return" in line]
-    return Training([line["time/step"] for line in lines], returns, (ended - begun) / ((last - first) * STEPS))
+    processor = (ended - begun) / ((last - first) * STEPS) if last > first else None
+    return Training([line["time/step"] for line in lines], returns, processor)
 
 
 def plain(updates: int, seed: int, slow: bool) -> Training:
@@ -91,27 +92,27 @@ def plain(updates: int, seed: int, slow: bool) -> Training:
     )
     found = json.loads(done.stdout)
     returns = [statistics.mean(ended) for ended in found["returns"] if ended]
-    return Training(found["seconds"], returns, found["cpu_seconds"] / (updates * STEPS))
+    return Training(found["seconds"], returns, statistics.mean(found["processor_seconds"][WARM:]) / STEPS)
 
 
 def compare(folder: Path, turns: int, updates: int, *, slow: bool) -> dict:
     """Return steps per second, processor time per step and last returns of both, and the ratio of their speeds by turn."""
     rates: dict[str, list[float]] = {"rljob": [], "plain": []}
     returns: dict[str, list[float]] = {"rljob": [], "plain": []}
-    processor: dict[str, list[float]] = {"rljob": [], "plain": []}
+    processor: dict[str, list[float | None]] = {"rljob": [], "plain": []}
     for turn in range(turns):
         for name in ("plain", "rljob"):
             parts = folder / f"{slow}-{turn}"
             done = plain(updates, turn, slow) if name == "plain" else ours(parts, updates, turn, slow)
             rates[name].append(STEPS / statistics.mean(done.seconds[WARM:]))
             returns[name].append(statistics.mean(done.returns[-5:]))
-            processor[name].append(1e6 * done.processor)
+            processor[name].append(None if done.processor is None else round(1e6 * done.processor, 1))
     ratios = [mine / theirs for mine, theirs in zip(rates["rljob"], rates["plain"], strict=True)]
     return {
         "environment_steps": updates * STEPS,
         "steps_per_second": {name: [round(rate) for rate in each] for name, each in rates.items()},
         "ratio": [round(ratio, 3) for ratio in ratios],
-        "processor_us_per_step": {name: [round(one, 1) for one in each] for name, each in processor.items()},
+        "processor_us_per_step": processor,
         "return_of_last_5_updates": {name: [round(one, 1) for one in each] for name, each in returns.items()},
     }
 
@@ -140,6 +141,8 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=60)
     parser.add_argument("--slow-updates", type=int, default=8)
     options = parser.parse_args()
+    if min(options.updates, options.slow_updates) <= WARM:
+        parser.error(f"--updates and --slow-updates must be more than {WARM}, which are not counted")
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

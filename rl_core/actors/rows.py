@@ -100,15 +100,17 @@ class StepRows:
 
     def take(self, indices: Sequence[int]) -> "StepRows":
         """Return the rows at the positions `indices`, in that order, padded to the longest of them."""
-        lengths = [self.lengths[index] for index in indices]
-        width = max(lengths, default=1)
-        if width == self.columns.input_ids.shape[1] and list(indices) == list(range(len(self.numbers))):
+        lengths = list(map(self.lengths.__getitem__, indices))
+        width, present = max(lengths, default=1), self.columns.input_ids.shape[1]
+        if width == present and list(indices) == list(range(len(self.numbers))):
             return self
-        chosen = torch.tensor(list(indices), dtype=torch.int64)
+        chosen = torch.from_numpy(np.array(indices, np.int64))
         return StepRows(
-            numbers=[self.numbers[index] for index in indices],
+            numbers=list(map(self.numbers.__getitem__, indices)),
             lengths=lengths,
-            columns=self.columns.each(lambda column: column[:, :width].index_select(0, chosen)),
+            columns=self.columns.each(
+                lambda column: (column if width == present else column[:, :width]).index_select(0, chosen)
+            ),
             inputs={name: tensor.index_select(0, chosen) for name, tensor in self.inputs.items()},
         )
 

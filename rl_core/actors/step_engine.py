@@ -317,7 +317,7 @@ class StepEngine:
         cuts = plan_microbatches(lengths, token_budget=self._micro_batch_tokens, agree=agree)
         sizes = np.asarray(lengths, np.int64)
         # Rows of like length side by side make attention's dense batches tight.
-        return [[cut[at] for at in np.argsort(-sizes[cut], kind="stable")] for cut in cuts]
+        return [np.array(cut, np.int64)[np.argsort(-sizes[cut], kind="stable")].tolist() for cut in cuts]
 
     def _leave(self) -> None:
         self.prepared, self._records = None, []

@@ -45,8 +45,11 @@ def plan_pass(
     order = np.arange(len(lengths))
     if minibatches > 1:
         order = np.random.default_rng(list(seed)).permutation(len(lengths))
+    parts = [np.sort(part).tolist() for part in np.array_split(order, minibatches)]
+    if ranks == 1:
+        return PassPlan(minibatches=[[part] for part in parts], destination=[0] * len(lengths), imbalance=1.0)
     costs = sequence_costs(lengths, linear=1.0, quadratic=1.0 / (12 * hidden_size))
-    cuts = [_deal(np.sort(part).tolist(), costs, ranks, balance) for part in np.array_split(order, minibatches)]
+    cuts = [_deal(part, costs, ranks, balance) for part in parts]
     destination = np.zeros(len(lengths), np.int64)
     for cut in cuts:
         for rank, rows in enumerate(cut):
@@ -57,8 +60,6 @@ def plan_pass(
 
 
 def _deal(rows: list[int], costs: Sequence[float], ranks: int, balance: bool) -> list[list[int]]:
-    if ranks == 1:
-        return [rows]
     if not balance:
         return [list(part) for part in split_evenly(rows, ranks)]
     # The heaviest part goes to rank 0 in every mini-batch otherwise; ranks wait for each other in each, so it costs nothing.

@@ -112,6 +112,13 @@ def mean_stat(values: Tensor, mask: Tensor, count: Tensor | None = None) -> Stat
     return Stat("mean", total, mask.sum(dtype=torch.float64) if count is None else count)
 
 
+def mean_stats(values: Mapping[str, Tensor], mask: Tensor, count: Tensor) -> dict[str, Stat]:
+    """Return `mean_stat` of several tensors by name, which have the shape of `mask`, in one pass. `count` is the number of true entries."""
+    kept = torch.where(mask, torch.stack([one.detach() for one in values.values()]), 0)
+    totals = kept.flatten(1).sum(dim=1, dtype=torch.float64).unbind()
+    return {name: Stat("mean", total, count) for name, total in zip(values, totals, strict=True)}
+
+
 def std_stat(values: Tensor, mask: Tensor, count: Tensor | None = None) -> Stat:
     """Return the sample deviation of `values` where `mask`, exact over any number of parts; 0 for a single value."""
     kept = torch.where(mask, values.detach(), 0).double()

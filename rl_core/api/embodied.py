@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError
+from pydantic.alias_generators import to_camel
 
 from rl_core.api.backends import EMBODIED_PROGRAMS
 from rl_core.api.base import Spec
@@ -13,6 +14,28 @@ if TYPE_CHECKING:
 
 SIMULATORS = "gymnasium"
 """`env.type` of simulators."""
+POLICY_BACKENDS = ("fsdp1", "fsdp2")
+"""Values of `actor.backend` that train policies that act in simulators."""
+OF_TEXT = (
+    *(f"model.{name}" for name in ("lora", "float32_head")),
+    *(f"data.{name}" for name in ("validation", "sets", "chat_template", "system_prompt", "on_overlong")),
+    *(f"algorithm.{name}" for name in ("recompute_log_probs", "inference", "importance", "sequence_error_threshold")),
+    *(
+        f"algorithm.{name}"
+        for name in ("distillation", "reward_scale", "keep_per_group", "dynamic_sampling", "overlong")
+    ),
+    *(f"algorithm.{name}" for name in ("reward_kl_coefficient", "loss.kl_coefficient", "reference_update_steps")),
+    *(f"algorithm.{name}" for name in ("straggler_seconds", "min_batch_fraction", "max_generation_batches", "on_drop")),
+    *(f"algorithm.{name}" for name in ("max_dropped_groups", "allow_truncated_sampling", "critic.separate")),
+    *(f"actor.{name}" for name in ("attention", "compile", "gradient_checkpointing", "gradient_checkpointing_mode")),
+    *(f"actor.parallel.{name}" for name in ("tensor", "pipeline", "virtual_pipeline", "sequence", "context", "expert")),
+    *(f"rollout.{name}" for name in ("engine", "sampling", "parallel", "compile", "engine_args", "oversample")),
+    *(f"rollout.{name}" for name in ("max_sequence_length", "max_batch", "batching")),
+    *(f"env.{name}" for name in ("reward", "agent", "command", "factory", "max_turns", "processes")),
+    *(f"validation.{name}" for name in ("samples_per_prompt", "temperature", "max_prompts")),
+    "samples",
+)
+"""Fields that the embodied programs do not read."""
 
 
 class EmbodiedOptions(Spec):
@@ -60,18 +83,18 @@ def embodied_options(spec: "RLJobSpec") -> EmbodiedOptions:
     """Return the options of a job's simulators. Raises ConfigError when one is wrong or does not fit the rest of the job."""
     if spec.env.type != SIMULATORS:
         raise ConfigError(f"env.type must be {SIMULATORS} with program {spec.program}, got {spec.env.type}; set it")
-    if spec.model.lora is not None:
+    if idle := fields_of_text(spec):
         raise ConfigError(
-            f"model.lora must be null with program {spec.program}, got rank {spec.model.lora.rank}; remove it"
+            f"{' and '.join(idle)} must be left out with program {spec.program}: only programs of text read it; remove it"
         )
-    own = {"model.float32Head": spec.model.float32_head, "actor.attention": spec.actor.attention != "auto"}
-    own |= {
-        "actor.compile": spec.actor.compile,
-        "algorithm.referenceUpdateSteps": spec.algorithm.reference_update_steps is not None,
-    }
-    if idle := [field for field, chosen in own.items() if chosen]:
+    if spec.algorithm.loss.name == "decoupled_ppo":
         raise ConfigError(
-            f"{' and '.join(idle)} must be left out with program {spec.program}, whose policies have classes of their own; remove it"
+            f"algorithm.loss.name must not be decoupled_ppo with program {spec.program}, whose actors do not compute the log-probabilities "
+            "that it needs; take ppo_clip"
+        )
+    if spec.actor.backend not in POLICY_BACKENDS:
+        raise ConfigError(
+            f"actor.backend must be {' or '.join(POLICY_BACKENDS)} with program {spec.program}, got {spec.actor.backend}; choose one"
         )
     given = spec.env.options
     try:
@@ -92,6 +115,22 @@ def embodied_options(spec: "RLJobSpec") -> EmbodiedOptions:
         )
     check_sizes(spec, options)
     return options
+
+
+def fields_of_text(spec: "RLJobSpec") -> list[str]:
+    """Return the fields of OF_TEXT that a job sets to something else than their default."""
+    found = []
+    for path in OF_TEXT:
+        names = path.split(".")
+        holder: Any = spec
+        for name in names[:-1]:
+            holder = getattr(holder, name, None)
+        if holder is None:
+            continue
+        default = type(holder).model_fields[names[-1]].get_default(call_default_factory=True)
+        if getattr(holder, names[-1]) != default:
+            found.append(".".join(map(to_camel, names)))
+    return found
 
 
 def check_sizes(spec: "RLJobSpec", options: EmbodiedOptions) -> None:

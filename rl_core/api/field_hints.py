@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.alias_generators import to_camel
 
 from rl_core.api.foreign_names import GENERIC, foreign_name, foreign_path
-from rl_core.api.similar import nearest
+from rl_core.api.similar import most_similar, nearest
 
 MOST_NAMES = 15
 """Blocks with more fields than this are not listed in a hint."""
@@ -31,6 +31,8 @@ def suggest(root: type[BaseModel], loc: Location, value: Any = None) -> str:
         return f"write {camel}"
     if setting := foreign_name(name, ".".join(str(part) for part in block[1:])):
         return f"write {setting.ours}" + (f" ({setting.note.rstrip('.')})" if setting.note else "")
+    if near := most_similar(camel, known):
+        return f"did you mean {near}?"
     if inner := list(dict.fromkeys(_inner(value, tuple(str(part) for part in loc)))):
         return ", ".join(["write " + inner[0], *inner[1:MOST_INNER]])
     if near := nearest(camel, known) or nearest(name, known):

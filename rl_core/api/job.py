@@ -69,10 +69,11 @@ ON_DEVICE = (
 )
 SHARES = "$placement.mode != 'disaggregated'"
 BUILT_IN_PROGRAMS = ("reasoning", "asynchronous", *EMBODIED_PROGRAMS)
-RANKS = "($actor.replicas * $actor.processesPerPod / ($actor.parallel.tensor * $actor.parallel.pipeline))"
+PROCESSES = "[self.?actor.?processesPerPod.or(self.?actor.?gpus).orValue(1), 1].max()"
+RANKS = f"($actor.replicas * {PROCESSES} / ($actor.parallel.tensor * $actor.parallel.pipeline))"
 ROWS = "($algorithm.promptsPerStep * $algorithm.groupSize)"
 PARTS = f"({RANKS} * $algorithm.optimizerStepsPerBatch)"
-"""CEL of the actor's data-parallel size, of the rows of a step, and of what they are divided into."""
+"""CEL of the actor's processes in a pod, its data-parallel size, of the rows of a step, and of what they are divided into."""
 HAS_CRITIC = is_named(["gae"], "$algorithm.name")
 OF_CRITIC = (
     "((self.?actor.?optimizer.?valueLearningRate.hasValue() ? ['actor.optimizer.valueLearningRate'] : [])"

@@ -68,6 +68,8 @@ class DatumSpec(TypedDict):
     group_id: NotRequired[str]
     source: NotRequired[str]
     """File and row that it was read from, such as `train.jsonl row 256`."""
+    chat: NotRequired[bool]
+    """Whether the chat template rendered the prompt, so that what an environment says becomes a message too."""
     data_set: NotRequired[str]
     """Name of the data set, where the job has several."""
 

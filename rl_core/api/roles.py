@@ -117,6 +117,10 @@ class OffloadSpec(Spec):
         return frozenset(name for name, leaves in named.items() if not leaves)
 
 
+PROCESSES = "[self.?processesPerPod.or(self.?gpus).orValue(1), 1].max()"
+"""CEL of `ActorSpec.processes`."""
+
+
 class ActorSpec(FabricRoleSpec):
     """The trainer."""
 
@@ -128,8 +132,8 @@ class ActorSpec(FabricRoleSpec):
     """Model parallelism."""
     replicas: int = Field(1, ge=1, le=1024)
     """Number of pods."""
-    processes_per_pod: int = Field(1, ge=1, le=64)
-    """Training processes per pod (one per accelerator on GPU)."""
+    processes_per_pod: int | None = Field(None, ge=1, le=64)
+    """Training processes per pod; each uses one accelerator. null = gpus, and 1 on CPU."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """The optimizer."""
     micro_batch_tokens: int = Field(16384, ge=1, lt=2**31)
@@ -161,9 +165,14 @@ class ActorSpec(FabricRoleSpec):
     """Training steps that torch.profiler records on each process, to `profiles/` in the output folder."""
 
     @property
+    def processes(self) -> int:
+        """Return the number of training processes of a pod."""
+        return self.processes_per_pod or max(1, self.gpus)
+
+    @property
     def world_size(self) -> int:
         """Return the number of training processes."""
-        return self.replicas * self.processes_per_pod
+        return self.replicas * self.processes
 
     @property
     def data_parallel(self) -> int:
@@ -178,18 +187,18 @@ class ActorSpec(FabricRoleSpec):
             field="parallel",
         ),
         Cel(
-            holds="$replicas * $processesPerPod % ($parallel.tensor * $parallel.pipeline) == 0",
+            holds=f"$replicas * {PROCESSES} % ($parallel.tensor * $parallel.pipeline) == 0",
             refusal="replicas x processesPerPod must be divisible by parallel.tensor x pipeline = %d, got %d; change replicas",
-            values=("$parallel.tensor * $parallel.pipeline", "$replicas * $processesPerPod"),
+            values=("$parallel.tensor * $parallel.pipeline", f"$replicas * {PROCESSES}"),
             field="parallel",
         ),
         Cel(
             holds=(
-                "$parallel.replicate == 1 || ($backend != 'megatron' && $replicas * $processesPerPod > $parallel.replicate"
-                " && $replicas * $processesPerPod % $parallel.replicate == 0)"
+                f"$parallel.replicate == 1 || ($backend != 'megatron' && $replicas * {PROCESSES} > $parallel.replicate"
+                f" && $replicas * {PROCESSES} % $parallel.replicate == 0)"
             ),
             refusal="parallel.replicate needs an FSDP backend and processes that it divides, more than it, got %s with %d; change one",
-            values=("$backend", "$replicas * $processesPerPod"),
+            values=("$backend", f"$replicas * {PROCESSES}"),
             field="parallel",
         ),
     )

@@ -9,11 +9,16 @@ SHORT = 3
 """Least length of a name that is suggested because one begins with the other, as `env` for `environment`."""
 
 
+def most_similar(name: str, known: Iterable[str]) -> str:
+    """Return the name of `known` of which `name` is most likely a misspelling; "" for none."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=SIMILAR)), "")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the name of `known` that is most similar to `name`, else one that it begins with or that begins with it; "" for none."""
     choices = list(known)
-    if close := difflib.get_close_matches(name, choices, n=1, cutoff=SIMILAR):
-        return close[0]
+    if close := most_similar(name, choices):
+        return close
     begins = [choice for choice in choices if min(len(choice), len(name)) >= SHORT and name.startswith(choice)]
     if begins:
         return max(begins, key=len)

@@ -1,18 +1,20 @@
 """`rljob plan`: tables of the processes and the memory of a job."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 
+from rl_core.api.job import RLJobSpec
 from rl_core.api.roles import ActorSpec
 from rl_core.cli.job_file import load_job
 from rl_core.cli.validate import GIB, memory_report
 from rl_core.launch.local_plan import LOOPBACK
 from rl_core.plan.capacity import CapacityReport, admit
 from rl_core.plan.launch import LaunchPlan, PodPlan, ProcessPlan, build_launch_plan
+from rl_core.plan.slots import idle_accelerators
 
 
 def show_plan(file: Path, settings: Sequence[str], *, device_memory: float | None = None) -> int:
@@ -31,9 +33,20 @@ def show_plan(file: Path, settings: Sequence[str], *, device_memory: float | Non
     console.print(layout_line(job.spec.actor))
     report = memory_report(job, device_memory)
     console.print(memory_table(report))
+    for line in _remarks(job.spec, report):
+        console.print(line, soft_wrap=True, highlight=False)
     console.print(f"digest {plan.digest}", style="dim")
     admit(report)
     return 0
+
+
+def _remarks(spec: RLJobSpec, report: CapacityReport) -> Iterator[str]:
+    """Yield what the tables do not show: accelerators that nobody uses, the room of the KV pool, and what was not compared."""
+    yield from (f"warning: {problem}" for problem in idle_accelerators(spec))
+    if report.pool is not None:
+        yield str(report.pool)
+    if report.device_memory is None and report.processes.keys() - report.on_cpu:
+        yield "The estimate was compared with no device; give the memory of one in GiB: --device-memory 80"
 
 
 def layout_line(actor: ActorSpec) -> str:

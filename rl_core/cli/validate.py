@@ -142,7 +142,7 @@ def memory_report(job: RLJob, device_memory: float | None) -> "CapacityReport":
 
 
 def _check_memory(job: RLJob, device_memory: float | None) -> Iterator[str]:
-    """Yield the process that exceeds the memory of an accelerator most; nothing where that memory or the model is not known."""
+    """Yield each group whose processes exceed the memory of an accelerator; nothing where that memory or the model is not known."""
     from rl_core.plan.capacity import admit
 
     path = job.spec.model.path
@@ -356,9 +356,10 @@ def check_simulator(spec: RLJobSpec, *, search_path: str, with_policy: bool) -> 
 
 def _check_placement(job: RLJob) -> Iterator[str]:
     from rl_core.plan.launch import build_launch_plan
+    from rl_core.plan.slots import idle_accelerators
 
+    yield from idle_accelerators(job.spec)
     build_launch_plan(job, name=job.metadata.name, uid="validate")
-    yield from ()
 
 
 def _check_schedule(job: RLJob) -> Iterator[str]:

@@ -143,6 +143,7 @@ def _sample(
         )
     return DatumSpec(
         message_log=log,
+        chat=isinstance(prompt, list),
         length=length,
         extra_env_info=env_info(row, data, whole=task_name in PROGRAMS),
         loss_multiplier=1.0,

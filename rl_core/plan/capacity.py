@@ -7,7 +7,7 @@ counted as `device` is host memory.
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rl_core.api.errors import CapacityError
 from rl_core.api.job import RLJob, RLJobSpec
@@ -15,8 +15,9 @@ from rl_core.plan.critic_group import critic_spec
 from rl_core.plan.fitting import changes_that_fit
 from rl_core.plan.groups import ACTOR, ROLLOUT, Group, groups_of
 from rl_core.plan.model_facts import ModelFacts
+from rl_core.plan.rollout_memory import has_pool, rollout_phases, sequences_in_pool, static_fraction
 from rl_core.plan.slots import colocated_rollouts
-from rl_core.plan.trainer_memory import MASTER_BYTES, WIDTH, checkpoint_copy, trainer_host, trainer_phases
+from rl_core.plan.trainer_memory import WIDTH, checkpoint_copy, trainer_host, trainer_phases
 
 __all__ = ["CapacityReport", "CapacityRow", "ModelFacts", "admit", "estimate"]
 
@@ -29,8 +30,10 @@ CONTEXT_BYTES = 1024**3
 """Bytes that every process needs besides its tensors: device context, libraries, allocator."""
 MARGIN = 0.08
 """Share added for fragmentation and for small things that are not counted."""
-LOGIT_BYTES = 8
-"""Bytes per token and vocabulary entry: a float32 logit and its gradient."""
+ROOM = 0.05
+"""Share of a device that settings which are proposed leave free."""
+FEW_SEQUENCES = 8
+"""Sequences of the longest length below which a KV pool is called small."""
 OFFLOADED_FOR_SYNC = frozenset({"optimizer", "master", "gradients", "kv_cache"})
 """Parts that are offloaded to the host during a weight sync between colocated processes."""
 OPTIMIZER_STATE = frozenset({"optimizer", "master"})
@@ -39,7 +42,7 @@ UPDATE = "update"
 """Phase of the optimizer step. It has a row of its own where the optimizer state is on the device in this phase only."""
 
 _WAYS_OUT = {
-    "weights": "use a smaller model, bfloat16 or more actor processes (megatron: a larger actor.parallel)",
+    "weights": "use a smaller model, bfloat16 or more devices (actor.gpus; megatron: a larger actor.parallel too)",
     "reference": "set algorithm.loss.klCoefficient 0 or use more actor processes (megatron: a larger actor.parallel)",
     "gradients": "set actor.accumulateWithoutSync false (fsdp1 and fsdp2) or use more actor processes (megatron: a larger actor.parallel)",
     "optimizer": "set actor.offload.optimizer true or use more actor processes (megatron: a larger actor.parallel)",
@@ -47,7 +50,8 @@ _WAYS_OUT = {
     "gather": "use a smaller model",
     "activations": "lower actor.microBatchTokens or set actor.gradientCheckpointing (mode full)",
     "logits": "lower actor.microBatchTokens or rollout.maxBatch",
-    "kv_cache": "lower rollout.maxBatch or rollout.maxSequenceLength",
+    "kv_cache": "lower rollout.maxSequenceLength, or rollout.maxBatch with engine hf",
+    "engine": "lower rollout.maxSequenceLength or raise mem_fraction_static of rollout.engineArgs",
     "neighbour": "use a smaller model, bfloat16, or placement.mode disaggregated",
     "buckets": "lower weights.bucketBytes",
     "publisher_copy": "set weights.transport auto, which sends weights from host memory where there is no room for the copy",
@@ -90,8 +94,10 @@ class CapacityReport:
     """Bytes of one accelerator; None = unknown, not checked. Groups on CPU are checked against `host_memory`."""
     host_memory: int | None = None
     """Bytes of host memory that a pod may use; None = unknown, not checked."""
-    fits_with: str | None = None
-    """Changes of the actor with which it fits on its devices; None = it does, none was found, or the memory is unknown."""
+    fits_with: Mapping[str, str] = field(default_factory=dict)
+    """Group -> changes with which it fits on its devices, for actor and rollout where they do not and some were found."""
+    pool: "PoolRoom | None" = None
+    """The room of SGLang's KV pool; None = another engine, or the memory is unknown."""
 
     def peak(self, role: str) -> int:
         """Return the largest `device` bytes of a process of the worker group `role` over its phases.
@@ -104,11 +110,11 @@ class CapacityReport:
         return max(sizes)
 
     def check(self, role: str | None = None) -> None:
-        """Raise CapacityError if a process needs more memory than is available.
+        """Raise CapacityError if a process needs more memory than is available, with a line for each group in which one does.
 
-        The error describes the row that lacks most, with its largest part. `role` restricts the check to one worker group; None checks all.
+        A line describes the row that lacks most, with its largest part. `role` restricts the check to one worker group; None checks all.
         """
-        lacking: list[tuple[int, str]] = []
+        lacking: dict[str, tuple[int, str]] = {}
         for row in (row for row in self.rows if role in (None, row.role)):
             on_cpu = row.role in self.on_cpu
             on_host = row.host + (row.device if on_cpu else 0)
@@ -117,10 +123,34 @@ class CapacityReport:
                 needs.append(("device", row.device - row.optional, self.device_memory))
             for place, needed, available in needs:
                 if available is not None and needed > available:
-                    fits_with = self.fits_with if (row.role, place) == (ACTOR, "device") else None
-                    lacking.append((needed - available, _shortage(row, place, needed, available, fits_with)))
+                    fits_with = self.fits_with.get(row.role) if place == "device" else None
+                    found = (needed - available, _shortage(row, place, needed, available, fits_with))
+                    lacking[row.role] = max(lacking.get(row.role, found), found)
         if lacking:
-            raise CapacityError(max(lacking)[1])
+            raise CapacityError("\n".join(line for _, line in lacking.values()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolRoom:
+    """How much SGLang generates at a time with the KV pool that a device has room for."""
+
+    sequences: int
+    """Sequences of `rollout.maxSequenceLength` tokens that the pool holds."""
+    most: int
+    """`rollout.maxBatch`."""
+    fraction: float
+    """`mem_fraction_static`."""
+
+    @property
+    def small(self) -> bool:
+        """Whether sequences of full length would wait for each other most of the time."""
+        return self.sequences < min(FEW_SEQUENCES, self.most)
+
+    def __str__(self) -> str:
+        return (
+            f"rollout: the KV pool of SGLang (mem_fraction_static {self.fraction:g}) holds {self.sequences} sequences of "
+            f"rollout.maxSequenceLength at a time, of {self.most} of rollout.maxBatch; others wait in its queue"
+        )
 
 
 def estimate(
@@ -138,13 +168,23 @@ def estimate(
     job = job.spec if isinstance(job, RLJob) else job
     groups = groups_of(job) if groups is None else groups
 
-    def fits(changed: RLJobSpec) -> bool:
-        needed = max(row.device - row.optional for row in _rows(changed, facts, groups) if row.role == ACTOR)
-        return device_memory is None or not job.actor.gpus or needed <= device_memory
+    def needed(changed: RLJobSpec, group: str) -> int:
+        return max(row.device - row.optional for row in _rows(changed, facts, groups) if row.role == group)
 
+    def way_out(group: str, memory: int) -> str | None:
+        return changes_that_fit(job, group, lambda changed: needed(changed, group) <= memory * (1 - ROOM))
+
+    fits_with, pool = {}, None
+    if device_memory is not None:
+        short = [name for name, gpus in ((ACTOR, job.actor.gpus), (ROLLOUT, job.rollout.gpus)) if gpus]
+        found = {name: way_out(name, device_memory) for name in short if needed(job, name) > device_memory}
+        fits_with = {name: changes for name, changes in found.items() if changes}
+        if has_pool(job):
+            pool = _pool_room(job, facts, device_memory)
     return CapacityReport(
         rows=tuple(_rows(job, facts, groups)),
-        fits_with=None if fits(job) else changes_that_fit(job, fits),
+        fits_with=fits_with,
+        pool=pool,
         processes={name: group.processes_per_pod for name, group in groups.items()},
         on_cpu=frozenset(name for name, group in groups.items() if group.spec.gpus == 0),
         device_memory=device_memory,
@@ -157,14 +197,26 @@ def _rows(job: RLJobSpec, facts: ModelFacts, groups: Mapping[str, Group]) -> lis
     return _colocated(rows) if colocated_rollouts(job) else rows
 
 
+def _pool_room(job: RLJobSpec, facts: ModelFacts, device_memory: int) -> PoolRoom:
+    contexts = 2 * CONTEXT_BYTES if colocated_rollouts(job) else CONTEXT_BYTES
+    sequences = sequences_in_pool(job, facts, device_memory, beside=contexts)
+    return PoolRoom(sequences=sequences, most=job.rollout.max_batch, fraction=static_fraction(job))
+
+
 def admit(report: CapacityReport, role: str | None = None) -> None:
-    """Call `report.check(role)`; with CAPACITY_CHECK=warn in the environment, log a warning instead of raising CapacityError."""
+    """Call `report.check(role)`; with CAPACITY_CHECK=warn in the environment, log a warning instead of raising CapacityError.
+
+    Of a small KV pool a warning is logged.
+    """
+    if role in (None, ROLLOUT) and report.pool is not None and report.pool.small:
+        logger.warning("%s; lower rollout.maxSequenceLength or raise rollout.gpus", report.pool)
     try:
         report.check(role)
     except CapacityError as error:
         if os.environ.get(CHECK_VARIABLE) != "warn":
             raise CapacityError(
-                f"{error}; this is an upper bound: where it is wrong set the variable {CHECK_VARIABLE}=warn, in a job with the role's env"
+                f"{error}\nThe estimate is an upper bound. If it is wrong, set the environment variable {CHECK_VARIABLE}=warn (in the pods of a "
+                "cluster: actor.env), and the job continues with a warning"
             ) from None
         logger.warning("%s=warn, so the job continues: %s", CHECK_VARIABLE, error)
 
@@ -218,23 +270,9 @@ def _offloaded(job: RLJobSpec, phase: str) -> frozenset[str]:
 
 
 def _rollout_rows(name: str, job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
-    width = WIDTH[job.model.dtype]
-    tokens = job.rollout.max_batch * (job.rollout.max_sequence_length or facts.max_length)
-    tokens = job.rollout.engine_args.get("max_total_tokens") or tokens
-    # SGLang is tensor parallel over the accelerators of its pod; it replicates key-value heads where there are fewer than accelerators.
-    ranks = max(1, job.rollout.gpus) if job.rollout.engine == "sglang" else 1
-    weights = {"weights": -(-facts.parameters // ranks) * width}
-    heads = -(-facts.kv_heads // ranks)
-    cache = {"kv_cache": 2 * facts.layers * heads * facts.head_dim * width * tokens}
-    head = facts.hidden * MASTER_BYTES if job.model.float32_head and width != MASTER_BYTES else 0
-    logits = {"logits": -(-facts.vocab // ranks) * (job.rollout.max_batch * LOGIT_BYTES + head)}
-    buckets = 2 * job.weights.bucket_bytes
-    return [
-        _row(name, "load", weights),
-        _row(name, "generate", weights | cache | logits),
-        _row(name, "sync", weights | cache | {"buckets": buckets}, host=buckets),
-        _row(name, "idle", weights | cache),
-    ]
+    host = 2 * job.weights.bucket_bytes
+    phases = rollout_phases(job, facts, context=CONTEXT_BYTES, margin=MARGIN)
+    return [_row(name, phase, parts, host=host if phase == "sync" else 0) for phase, parts in phases.items()]
 
 
 def _policy_rows(name: str, job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:

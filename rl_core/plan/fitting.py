@@ -1,50 +1,82 @@
-"""Finds settings of the trainer with which a job fits into the memory of its devices."""
+"""Finds settings with which the trainer and the rollouts of a job fit into the memory of their devices."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 
 from rl_core.api.job import RLJobSpec
-from rl_core.plan.groups import ACTOR
+from rl_core.plan.groups import ACTOR, ROLLOUT
 
 Change = tuple[str, dict[str, object]]
-"""How a person writes a setting, and the fields of the actor that it changes."""
+"""How a person writes a setting, and the fields of the group that it changes."""
+MOST_IN_A_POD = 8
+"""Accelerators up to which a single pod of the actor is given more of them, before there are more pods."""
 
 
-def changes_that_fit(job: RLJobSpec, fits: Callable[[RLJobSpec], bool]) -> str | None:
-    """Return the fewest changes of the actor, the cheapest first, with which `fits` holds, as text; None when no combination is enough.
+def changes_that_fit(job: RLJobSpec, group: str, fits: Callable[[RLJobSpec], bool]) -> str | None:
+    """Return the fewest changes of the group, the cheapest first, with which `fits` holds, as text.
 
-    More pods are asked for only where settings are not enough. None of the changes has an effect on what is trained, except for the order
-    of floating-point sums.
+    None when no combination is enough, and for groups other than actor and rollout. More devices are asked for only where settings are not
+    enough. None of the changes has an effect on what is trained, except for the order of floating-point sums.
     """
-    settings = list(_settings(job))
-    for pods in ([], *([change] for change in _more_pods(job))):
-        for count in range(len(settings) + 1):
+    settings, devices = {
+        ACTOR: (list(_settings(job)), list(_more_processes(job))),
+        ROLLOUT: (list(_smaller_batches(job)), list(_larger_engines(job))),
+    }.get(group, ([], []))
+    most = len(settings) if group == ACTOR else 1  # the rollout's are alternatives
+    for more in ([], *([change] for change in devices)):
+        for count in range(most + 1):
             for chosen in combinations(settings, count):
-                changes = [*chosen, *pods]
-                update = {name: value for _, fields in changes for name, value in fields.items()}
-                if changes and fits(job.model_copy(update={ACTOR: job.actor.model_copy(update=update)})):
+                changes = [*chosen, *more]
+                if changes and fits(_changed(job, group, changes)):
                     return " and ".join(text for text, _ in changes)
     return None
 
 
+def _changed(job: RLJobSpec, group: str, changes: Sequence[Change]) -> RLJobSpec:
+    update = {name: value for _, fields in changes for name, value in fields.items()}
+    return job.model_copy(update={group: getattr(job, group).model_copy(update=update)})
+
+
 def _settings(job: RLJobSpec) -> Iterator[Change]:
-    """Yield the changes that the job leaves, those that cost least time first."""
+    """Yield the changes that the actor leaves, those that people try first."""
     actor, longest = job.actor, job.rollout.max_sequence_length
     if actor.accumulate_without_sync and actor.backend != "megatron":
         yield "actor.accumulateWithoutSync false", {"accumulate_without_sync": False}
-    smaller = max(actor.micro_batch_tokens // 4, longest or actor.micro_batch_tokens)
-    if smaller < actor.micro_batch_tokens:
-        yield f"actor.microBatchTokens {smaller}", {"micro_batch_tokens": smaller}
     if not actor.gradient_checkpointing or actor.gradient_checkpointing_mode != "full":
         fields: dict[str, object] = {"gradient_checkpointing": True, "gradient_checkpointing_mode": "full"}
         text = "" if actor.gradient_checkpointing_mode == "full" else " with gradientCheckpointingMode full"
         yield f"actor.gradientCheckpointing true{text}", fields
+    smaller = max(actor.micro_batch_tokens // 4, longest or actor.micro_batch_tokens)
+    if smaller < actor.micro_batch_tokens:
+        yield f"actor.microBatchTokens {smaller}", {"micro_batch_tokens": smaller}
     if not actor.offload.optimizer:
         yield "actor.offload.optimizer true", {"offload": actor.offload.model_copy(update={"optimizer": True})}
 
 
-def _more_pods(job: RLJobSpec) -> Iterator[Change]:
+def _more_processes(job: RLJobSpec) -> Iterator[Change]:
     actor = job.actor
+    in_pod = actor.replicas == 1 and actor.gpus > 0 and actor.processes_per_pod is None
     for factor in (2, 4, 8):
-        if job.algorithm.prompts_per_step % (actor.data_parallel * factor) == 0:
+        if job.algorithm.prompts_per_step % (actor.data_parallel * factor):
+            continue
+        if in_pod and actor.gpus * factor <= MOST_IN_A_POD and job.placement.mode == "disaggregated":
+            yield f"actor.gpus {actor.gpus * factor}", {"gpus": actor.gpus * factor}
+        else:
             yield f"actor.replicas {actor.replicas * factor}", {"replicas": actor.replicas * factor}
+
+
+def _smaller_batches(job: RLJobSpec) -> Iterator[Change]:
+    """Yield smaller batches for an engine that allocates its KV cache for them."""
+    batch = job.rollout.max_batch // 2 if job.rollout.engine == "hf" else 0
+    while batch:
+        yield f"rollout.maxBatch {batch}", {"max_batch": batch}
+        batch //= 2
+
+
+def _larger_engines(job: RLJobSpec) -> Iterator[Change]:
+    if job.placement.mode != "disaggregated" or not job.rollout.gpus:
+        return
+    for gpus in (2, 4, 8):
+        if gpus > job.rollout.tensor_parallel:
+            engine = "" if job.rollout.engine == "sglang" else "rollout.engine sglang and "
+            yield f"{engine}rollout.gpus {gpus}", {"engine": "sglang", "gpus": gpus}

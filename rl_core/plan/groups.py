@@ -188,7 +188,7 @@ def groups_of(spec: RLJobSpec) -> dict[str, Group]:
             worker=EMBODIED_WORKERS[ACTOR] if embodied else TRAINERS[actor.backend],
             spec=actor,
             replicas=actor.replicas,
-            processes_per_pod=actor.processes_per_pod,
+            processes_per_pod=actor.processes,
         ),
         Group.of_kind(
             BUILT_IN[ROLLOUT],

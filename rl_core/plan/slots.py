@@ -7,7 +7,7 @@ All pods of a group are equal, so `componentPlacement` must agree with the field
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from rl_core.api.job import RLJobSpec
 
 FIELD = "placement.componentPlacement"
+OWN_WORKERS = "rl_core.groups."
+"""Package of the worker classes of rljob for declared groups. A process of them uses one accelerator."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +113,33 @@ def pod_of(spec: RLJobSpec, job: str, group: str, rank: int) -> str:
 
 def device_count(spec: RLJobSpec) -> int:
     """Return on how many devices the job trains and generates; a process on CPU counts as one, a shared device counts once."""
-    return spec.actor.world_size + _own_count(spec, ROLLOUT, spec.rollout.replicas)
+    return spec.actor.world_size + _own_count(spec, ROLLOUT, spec.rollout.replicas) * spec.rollout.tensor_parallel
+
+
+def idle_accelerators(spec: RLJobSpec) -> Iterator[str]:
+    """Yield one problem for each group whose pods have more accelerators than its processes use.
+
+    A training process, an engine hf and a process of the worker classes of rljob use one each. SGLang uses all of its pod, and a worker
+    class of the user may use all of its process.
+    """
+    actor, rollout = spec.actor, spec.rollout
+    if actor.gpus > actor.processes:
+        yield (
+            f"actor.processesPerPod must be actor.gpus {actor.gpus}, as a training process uses one accelerator, got {actor.processes}; "
+            "remove processesPerPod"
+        )
+    if rollout.gpus > rollout.tensor_parallel:
+        yield (
+            f"rollout.gpus must be 1 with engine {rollout.engine}, which generates on one accelerator, got {rollout.gpus}; "
+            "choose engine sglang, or raise replicas instead"
+        )
+    for group in spec.groups:
+        processes = group.processes_per_pod
+        if group.worker.startswith(OWN_WORKERS) and group.gpus > processes:
+            yield (
+                f"group {group.name}: gpus must be processesPerPod {processes}, as a process of {group.worker} uses one accelerator, "
+                f"got {group.gpus}; raise processesPerPod or replicas, or lower gpus"
+            )
 
 
 def _own_count(spec: RLJobSpec, group: str, replicas: int) -> int:

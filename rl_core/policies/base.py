@@ -54,8 +54,8 @@ def sample_discrete(logits: Tensor, mode: Mode) -> tuple[Tensor, Tensor]:
     log_probs = torch.log_softmax(logits, dim=-1)
     if mode == "train":
         # The largest of log-probabilities with Gumbel noise is a sample of the distribution.
-        noise = -torch.empty_like(log_probs).exponential_().log()
-        chosen = (log_probs + noise).argmax(dim=-1)
+        noise = torch.empty_like(log_probs).exponential_().log_()
+        chosen = (log_probs - noise).argmax(dim=-1)
     else:
         chosen = log_probs.argmax(dim=-1)
     return chosen, log_probs.gather(-1, chosen[..., None])[..., 0]

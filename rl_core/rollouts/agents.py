@@ -9,7 +9,7 @@ model fails its sample; it is never a reward of 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +17,10 @@ import torch
 from rl_core.api.errors import ConfigError, GymTransportError, RolloutDataFailure, RolloutTimeout
 from rl_core.api.records import Completion, FinishReason, PromptGroupRecord
 from rl_core.messages.agents import BRANCHES, MAX_CALLS, MODEL_NAME, REQUEST, RESULT, AgentRequest, AgentResult
+from rl_core.rollouts.chat_template import ChatTemplate
 from rl_core.rollouts.endpoint.episodes import AgentEpisode, Episodes
 from rl_core.rollouts.endpoint.server import Endpoint
 from rl_core.rollouts.endpoint.session import Branch, Turn
-from rl_core.rollouts.endpoint.template import ChatTemplate
 from rl_core.rollouts.episode import Episode, group_name
 from rl_core.rollouts.failed_sample import attach_sample
 from rl_core.rollouts.message_log import as_token_tensor, common_prefix
@@ -37,24 +37,15 @@ TIME_SHARE = 0.9
 """Share of the deadline of an environment step that a program gets, so that its own failure arrives before that of the step."""
 
 
-def agent_template(spec: RLJobSpec, tokenizer: Tokenizer, *, stop_ids: Collection[int]) -> ChatTemplate:
-    """Return the chat template of a job; `stop_ids` end a generation besides the tokenizer's eos token."""
-    ends = {tokenizer.eos_token_id, *stop_ids, *spec.rollout.sampling.stop_token_ids}
-    return ChatTemplate(tokenizer, ends, template=spec.data.chat_template)
-
-
 class AgentEndpoint:
     """The endpoint of a rollout worker, and what the runs of its groups need of it."""
 
-    def __init__(self, spec: RLJobSpec, tokenizer: Tokenizer, engine: Engine, *, stop_ids: Collection[int]) -> None:
+    def __init__(self, spec: RLJobSpec, tokenizer: Tokenizer, engine: Engine, template: ChatTemplate) -> None:
         """Create the endpoint by which agent programs of the job `spec` generate with `engine`.
 
-        A generation ends at the tokenizer's end-of-sequence token and at each token id of `stop_ids`.
-
-        Raises ConfigError without a chat template.
+        Raises ConfigError if there is no chat template.
         """
         sampling = spec.rollout.sampling
-        template = agent_template(spec, tokenizer, stop_ids=stop_ids)
         if not template.present:
             raise ConfigError(
                 "the OpenAI endpoint needs a chat template, got a tokenizer without one; save it with the tokenizer or set data.chatTemplate"

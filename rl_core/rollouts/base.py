@@ -24,6 +24,7 @@ from rl_core.data.tokenizer import Tokenizer
 from rl_core.messages.groups import ProbeAnswer, PromptLease
 from rl_core.messages.members import MemberState
 from rl_core.messages.weights import ReceiverAck
+from rl_core.rollouts.chat_template import ChatTemplate
 from rl_core.rollouts.engine import Engine, Part
 from rl_core.rollouts.environment import RemoteEnvironment
 from rl_core.rollouts.groups import GroupMaker
@@ -146,8 +147,9 @@ class RolloutWorkerBase(WeightMethods):
             waiting=lambda address: self.waiting("environment step", self._env_at(address)),
         )
         tokenizer = Tokenizer.from_files(self.files)
-        agents = self._agent_endpoint(tokenizer, engine)
-        groups = GroupMaker(spec, tokenizer, engine, environment, agents)
+        template = ChatTemplate.of_job(spec, tokenizer, stop_ids=generation_eos_ids(self.files))
+        agents = self._agent_endpoint(tokenizer, engine, template)
+        groups = GroupMaker(spec, tokenizer, engine, environment, template, agents)
         self.report_metrics(lambda: meter.read() | groups.metrics())
         sampling = spec.algorithm.dynamic_sampling
         loop = RolloutLoop(
@@ -168,13 +170,13 @@ class RolloutWorkerBase(WeightMethods):
         # These objects live as long as the process, and a garbage collection over them takes longer than a decode step.
         gc.freeze()
 
-    def _agent_endpoint(self, tokenizer: Tokenizer, engine: Engine) -> AgentEndpoint | None:
+    def _agent_endpoint(self, tokenizer: Tokenizer, engine: Engine, template: ChatTemplate) -> AgentEndpoint | None:
         """Return the endpoint that agent programs call, None in other jobs: they do not load the HTTP server."""
         if not self.spec.env.calls_model:
             return None
         from rl_core.rollouts.agents import AgentEndpoint
 
-        return AgentEndpoint(self.spec, tokenizer, engine, stop_ids=generation_eos_ids(self.files))
+        return AgentEndpoint(self.spec, tokenizer, engine, template)
 
     def _pause(self, engine: Engine, loop: RolloutLoop) -> Pause:
         """Return how the worker pauses before weights change: as `weights.onUpdate` says, groups in flight end or are interrupted."""

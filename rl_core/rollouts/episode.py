@@ -31,6 +31,7 @@ class Episode:
         self.seed = seed
         self.prompt_idx = sample["idx"]
         self.task_name = sample.get("task_name")
+        self.is_chat = bool(sample.get("chat"))
         self.log = [_copy_message(message) for message in sample["message_log"]]
         info = sample.get("extra_env_info")
         self.env_info = None if info is None else copy.deepcopy(info)

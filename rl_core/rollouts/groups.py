@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rl_core.api.records import EnvironmentInterface, PromptGroupRecord
 from rl_core.data.tokenizer import Tokenizer
 from rl_core.messages.groups import ProbeAnswer, PromptLease
+from rl_core.rollouts.chat_template import ChatTemplate
 from rl_core.rollouts.engine import Engine
 from rl_core.rollouts.manager import RolloutManager
 from rl_core.rollouts.sampling import SamplingParams, unique
@@ -28,13 +29,18 @@ class GroupMaker:
         tokenizer: Tokenizer,
         engine: Engine,
         environment: EnvironmentInterface,
+        template: ChatTemplate,
         agents: AgentEndpoint | None = None,
     ) -> None:
-        """Run groups of the job `spec` with `engine` and `environment`; `agents` is for jobs whose episodes agent programs drive."""
+        """Run groups of the job `spec` with `engine` and `environment`.
+
+        `template` renders what the environment says in a conversation; `agents` is for jobs whose episodes agent programs drive.
+        """
         self._spec = spec
         self._tokenizer = tokenizer
         self._engine = engine
         self._environment = environment
+        self._template = template
         self._agents = agents
         self._params = training_params(spec)
         self._training = engine.generator(self._params)
@@ -77,6 +83,7 @@ class GroupMaker:
                 group_seconds=spec.runtime.deadlines.rollout,
                 seed=spec.algorithm.seed,
                 env_step_seconds=spec.runtime.deadlines.env_step,
+                chat_template=self._template,
                 **(self._agents.rollout_options(training=temperature is None) if self._agents is not None else {}),
             )
         return self._managers[kind]

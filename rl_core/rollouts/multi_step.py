@@ -137,7 +137,9 @@ class MultiStepRolloutWorker(WeightMethods):
         dones = tensor_of(env_output.dones)
         if env_output.rewards is None:
             return dones, None
-        rewards = tensor_of(env_output.rewards) * self.options.reward_scale
+        rewards = tensor_of(env_output.rewards)
+        if self.options.reward_scale != 1:
+            rewards = rewards * self.options.reward_scale
         wanted = self.options.auto_reset and self._with_values and self.options.bootstrap != "none"
         if not wanted or env_output.final_obs is None:
             return dones, rewards
@@ -251,32 +253,38 @@ class MultiStepRolloutWorker(WeightMethods):
             for decision in range(decisions + 1):
                 for stage in stages:
                     output = await self.recv_env_output(exchange, stage=stage)
-                    last = decision == decisions
-                    chosen = self._decide(recorders[stage], output, version, last)
-                    if chosen is not None:
-                        self.send_chunk_actions(exchange, chosen, stage=stage)
+                    if decision == decisions:
+                        self._end(recorders[stage], output)
+                        continue
+                    step = self._decide(output, version)
+                    self.send_chunk_actions(exchange, step.actions, stage=stage)
+                    self._observe(recorders[stage], output)  # while the simulators make the actions
+                    recorders[stage].decide(step)
                 self.record_progress("decisions")
             await self._deliver(trajectories, recorders)
         return decisions * options.stages
 
-    def _decide(self, recorder: TrajectoryRecorder, output: EnvOutput, version: int, last: bool) -> Tensor | None:
-        """Record an output and the decision on it; return the actions, None for the last output, of which the value alone counts."""
-        if output.intervene_flags is not None and output.rewards is not None:
-            recorder.intervene(output.intervene_actions, output.intervene_flags)
-        _, rewards = self.get_dones_and_rewards(output)
-        recorder.observe(output, rewards)
-        if last:
-            if not self._rows:
-                self._large = large_observations(output.obs)
-            self._last_values[recorder] = self.predict(output.obs, "eval")[1]["prev_values"]
-            return None
+    def _decide(self, output: EnvOutput, version: int) -> ChunkStepResult:
+        """Return the decision on an output. Raises ConfigError where it lacks values that the job needs."""
         actions, result = self.predict(output.obs)
         if self._with_values and result["prev_values"] is None:
             raise ConfigError(
                 f"predict of the policy must return prev_values with algorithm.name {self.cfg.algorithm.name}, got none; add a value head"
             )
-        recorder.decide(ChunkStepResult(actions=actions, versions=version, **result))
-        return actions
+        return ChunkStepResult(actions=actions, versions=version, **result)
+
+    def _observe(self, recorder: TrajectoryRecorder, output: EnvOutput) -> None:
+        """Record an output. The decision before it must have been recorded, and that on it not yet."""
+        if output.intervene_flags is not None and output.rewards is not None:
+            recorder.intervene(output.intervene_actions, output.intervene_flags)
+        recorder.observe(output, self.get_dones_and_rewards(output)[1])
+
+    def _end(self, recorder: TrajectoryRecorder, output: EnvOutput) -> None:
+        """Record the last output, of which the value alone counts."""
+        self._observe(recorder, output)
+        if not self._rows:
+            self._large = large_observations(output.obs)
+        self._last_values[recorder] = self.predict(output.obs, "eval")[1]["prev_values"]
 
     async def _deliver(self, channel: Channel, recorders: list[TrajectoryRecorder]) -> None:
         round, stages = self._round, self.options.stages

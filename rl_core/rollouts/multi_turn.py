@@ -29,6 +29,7 @@ from rl_core.api.errors import (
 from rl_core.api.records import Completion, EnvironmentReturn, FinishReason, GroupTimes, PromptGroupRecord
 from rl_core.data.tokenizer import head_of
 from rl_core.observability.statistics import add_counts, percentile, prefixed, summarize
+from rl_core.rollouts.chat_template import ChatTemplate
 from rl_core.rollouts.episode import Episode, group_name
 from rl_core.rollouts.failed_sample import attach_sample
 from rl_core.rollouts.generation import RowGenerator
@@ -60,6 +61,7 @@ class AsyncRolloutImpl:
         seed: int = 0,
         env_step_seconds: float = 120.0,
         greedy: bool = False,
+        chat_template: ChatTemplate | None = None,
         **kwargs: Any,
     ) -> None:
         """Create a runner of prompt groups.
@@ -74,6 +76,7 @@ class AsyncRolloutImpl:
             seed: `algorithm.seed`, from which the seed of every sample is derived.
             env_step_seconds: Deadline of one environment step.
             greedy: Whether to take the most likely token at every position.
+            chat_template: Renders what an environment says to a sample with `chat`; None: its text is taken as it is.
             **kwargs: Refused; here so that the error names them.
 
         Raises RolloutConfigError for max_rollout_turns < 1 and for unknown keywords.
@@ -92,6 +95,7 @@ class AsyncRolloutImpl:
         self.seed = seed
         self.env_step_seconds = env_step_seconds
         self.greedy = greedy
+        self.chat_template = chat_template
 
     @property
     def policy_version(self) -> int:
@@ -188,9 +192,9 @@ class AsyncRolloutImpl:
         episode.reward_components, reward = one_reward(returned.rewards, self._env(episode), where)
         episode.add_reward(reward)
         room = self.max_seq_len - input_length - len(assistant["token_ids"])
-        observation = returned.observations[0]
-        ids = self._tokenize(observation["content"], room)
-        episode.add_observation(observation, ids, room, terminated=bool(returned.terminateds[0]))
+        observation, terminated = returned.observations[0], bool(returned.terminateds[0])
+        ids = self._observation_ids(episode, observation, room, ends=terminated or episode.truncated)
+        episode.add_observation(observation, ids, room, terminated=terminated)
         episode.advance(returned.metadata[0], returned.next_stop_strings)
 
     async def _generate_response(
@@ -263,15 +267,34 @@ class AsyncRolloutImpl:
         if release is not None:
             release(episode.key)
 
-    def _tokenize(self, text: str, room: int) -> Tensor:
-        """Return the token ids [n] int64 of `text` without special tokens.
+    def _observation_ids(self, episode: Episode, observation: Mapping[str, str], room: int, *, ends: bool) -> Tensor:
+        """Return the token ids [n] int64 of an observation. Only the head of a very long one is tokenized: more than `room` tokens.
 
-        Only the head of a very long text is tokenized: enough for more than `room` tokens.
+        In a conversation that goes on, an observation is a message: its tokens are all that the chat template writes between what the
+        model said and what it says next. With the role `environment`, and outside of conversations, they are the text alone. `ends` says
+        that the episode is over.
         """
-        if not text or room <= 0:
+        if room <= 0:
             return torch.zeros(0, dtype=torch.int64)
-        encoded = self.tokenizer(head_of(text, self.tokenizer, room), add_special_tokens=False)
+        text, role = head_of(observation["content"], self.tokenizer, room), observation["role"]
+        if self.chat_template is not None and episode.is_chat and role != "environment" and not ends:
+            return self._message_ids(self.chat_template, episode, {"role": role, "content": text})
+        if not text:
+            return torch.zeros(0, dtype=torch.int64)
+        encoded = self.tokenizer(text, add_special_tokens=False)
         return as_token_tensor(encoded["input_ids"] if isinstance(encoded, Mapping) else encoded.input_ids)
+
+    def _message_ids(self, template: ChatTemplate, episode: Episode, message: Mapping[str, str]) -> Tensor:
+        """Return the token ids [n] int64 between the model's last message and its next one, with `message` in between."""
+        said = [{"role": one["role"], "content": one["content"]} for one in episode.log]
+        sampled = episode.log[-1]["token_ids"].tolist()
+        ids = template.after([*said, message], len(said), sampled[-1] if sampled else -1, {})
+        if ids is None:
+            raise RolloutConfigError(
+                f"the chat template must render an observation with the role {message['role']} after the model's message, and does not; "
+                "return another role (`environment`: the text as it is), or correct data.chatTemplate"
+            )
+        return torch.tensor(ids, dtype=torch.int64)
 
     def _aggregate_rollout_metrics(
         self, completions: Sequence[Completion], all_sample_metrics: Sequence[Mapping[str, Any]]

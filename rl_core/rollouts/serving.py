@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 from rl_core.api.backends import ENGINES
 from rl_core.api.user_code import import_reference
 from rl_core.messages.agents import MODEL_NAME
-from rl_core.rollouts.agents import agent_template
+from rl_core.rollouts.chat_template import ChatTemplate
 from rl_core.rollouts.endpoint.episodes import AgentEpisode, Episodes
 from rl_core.rollouts.endpoint.server import Endpoint
 from rl_core.rollouts.endpoint.session import Session
-from rl_core.rollouts.endpoint.template import ChatTemplate
 from rl_core.rollouts.generation import RowGenerator
 from rl_core.rollouts.groups import training_params
 from rl_core.rollouts.model_files import generation_eos_ids, max_positions
@@ -77,7 +76,7 @@ async def serve(
     tensors. `on_stage` is called with what the start of an engine process does. Without a chat template, calls with messages are refused.
     Raises ConfigError for what the engine cannot run, OSError for a port that is taken.
     """
-    template = agent_template(spec, tokenizer, stop_ids=generation_eos_ids(files))
+    template = ChatTemplate.of_job(spec, tokenizer, stop_ids=generation_eos_ids(files))
     build = import_reference(ENGINES[spec.rollout.engine], field="rollout.engine").build_engine
     limit = spec.rollout.max_sequence_length or max_positions(files)
     engine: Any = await asyncio.to_thread(build, spec, files, device, limit, lambda tokens: None, on_stage)

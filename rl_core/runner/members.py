@@ -216,7 +216,9 @@ class Members:
 
         if enough(0.0):
             return
-        with self._board.during(Phase.DEGRADED if begun else Phase.STARTING, on=ROLLOUT):
+        with self._board.during(
+            Phase.DEGRADED if begun else Phase.STARTING, on=ROLLOUT, what=f"to serve version {version}"
+        ):
             self._wait(enough, at, None if roster.patient else limit, lambda: self._describe_rollouts(version))
 
     def await_group(self, name: str, *, limit: float, at: Point) -> None:

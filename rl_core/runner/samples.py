@@ -161,12 +161,14 @@ def _row(sample: KeptSample) -> SampleRow:
 
 
 def _with_texts(sample: KeptSample, pieces: Sequence[str]) -> KeptSample:
-    """Return `sample` with the text of its tokens, `pieces` [T], in messages that have tokens and no text.
+    """Return `sample` with the text of its tokens, `pieces` [T], in messages to the model that have tokens and no text.
 
-    Such messages come from programs that send token ids.
+    Such messages come from programs that send token ids. A completion without text stays so: the model ended it at once.
     """
     messages, begin = [], 0
     for role, content, count in sample.messages:
-        messages.append((role, content or "".join(pieces[begin : begin + count]), count))
+        messages.append(
+            (role, content if content or role == "assistant" else "".join(pieces[begin : begin + count]), count)
+        )
         begin += count
     return replace(sample, messages=tuple(messages))

@@ -1,6 +1,7 @@
 """Starts a run, in this order: the gangs, the weights of the actor (resumed or fresh), their first publication, rollouts and environments."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from rl_core.api.settings import DeadlinesSpec
 from rl_core.plan.groups import ACTOR
@@ -38,8 +39,7 @@ class Startup:
     def run(self, *, at: Point) -> None:
         """Return once enough rollouts serve the present weights. Waits for members call `at()`, at which the run may end."""
         seconds = self._deadlines.wait_ready
-        with self._board.during(Phase.STARTING, on=ACTOR):
-            address = self._start_training_groups(seconds, at=at)
+        address = self._start_training_groups(seconds, at=at)
         self._members.open(address)
         self._members.await_weightless(seconds, at=at)
         self.await_rollouts(at=at)
@@ -47,18 +47,26 @@ class Startup:
     def _start_training_groups(self, seconds: float, *, at: Point) -> str:
         """Return the address of the weight publisher once the groups that train have their weights and those of the policy are published."""
         stops, progress = self._stops, self._progress
-        self._members.await_gangs(seconds, at=at)
+        with self._starting("its processes, which load their libraries"):
+            self._members.await_gangs(seconds, at=at)
         # No device lease is needed yet: rollouts use shared devices only once the first generation begins.
-        for building in [group.init_worker() for group in self._trained]:
-            stops.wait(building, seconds)
+        with self._starting("its model and optimizer"):
+            for building in [group.init_worker() for group in self._trained]:
+                stops.wait(building, seconds)
         with self._schedule.training():
-            self._saving.restore()
-            for group in self._trained:
-                stops.wait(group.set_global_step(progress.version))
-            self._saving.loaded = True
-            address: str = next(answer for answer in stops.wait(self._trained[0].publisher_address()) if answer)
-            self._sync.publish_first(progress.version, lambda result: stops.wait(result, seconds))
+            with self._starting("the weights of its checkpoint"):
+                self._saving.restore()
+                for group in self._trained:
+                    stops.wait(group.set_global_step(progress.version))
+                self._saving.loaded = True
+            with self._starting("its first version of the weights"):
+                address: str = next(answer for answer in stops.wait(self._trained[0].publisher_address()) if answer)
+                self._sync.publish_first(progress.version, lambda result: stops.wait(result, seconds))
         return address
+
+    def _starting(self, what: str) -> AbstractContextManager[None]:
+        """Show that the start waits for `what` of the actor while the block runs."""
+        return self._board.during(Phase.STARTING, on=ACTOR, what=what)
 
     def await_group(self, name: str, *, at: Point) -> None:
         """Wait, as Degraded, until enough members of an elastic group without weights are present."""

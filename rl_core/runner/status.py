@@ -75,7 +75,7 @@ class StatusBoard:
         reasons = {name: group.stall_reason for name, group in roster.groups.items()}
         self._stall = StallDetector(spec.failure_policy.stall.seconds, reasons=reasons)
         self._phase = Phase.STARTING
-        self._on = ""
+        self._on = self._what = ""
         self._phase_since = time.monotonic()
         self._loop_progress = 0
         self._progress_shown = 0
@@ -84,6 +84,7 @@ class StatusBoard:
             "epoch": epoch,
             "step": 0,
             "totalSteps": spec.algorithm.steps,
+            "promptsPerStep": spec.algorithm.prompts_per_step,
             "policyVersion": 0,
             "reward": None,
             "metrics": {},
@@ -109,18 +110,21 @@ class StatusBoard:
         return self._phase
 
     @contextmanager
-    def during(self, phase: Phase, *, on: str | None = None) -> Iterator[None]:
-        """Be in `phase` while the block runs, then in the one before. `on`: the group that the loop waits for (None: that of WAITS_FOR)."""
-        before = self._enter(phase, WAITS_FOR.get(phase, "") if on is None else on)
+    def during(self, phase: Phase, *, on: str | None = None, what: str = "") -> Iterator[None]:
+        """Be in `phase` while the block runs, then in the one before.
+
+        `on`: the group that the loop waits for; None: that of WAITS_FOR. `what`: what it waits for; "" = the phase.
+        """
+        before = self._enter(phase, WAITS_FOR.get(phase, "") if on is None else on, what)
         try:
             yield
         finally:
             self._enter(*before)
 
-    def _enter(self, phase: Phase, on: str = "") -> tuple[Phase, str]:
+    def _enter(self, phase: Phase, on: str = "", what: str = "") -> tuple[Phase, str, str]:
         with self._lock:
-            before = self._phase, self._on
-            self._phase, self._on, self._phase_since = phase, on, time.monotonic()
+            before = self._phase, self._on, self._what
+            self._phase, self._on, self._what, self._phase_since = phase, on, what, time.monotonic()
             self._loop_progress += 1
             if Phase.DEGRADED in (before[0], phase):
                 self._stall.reset()
@@ -276,7 +280,8 @@ class StatusBoard:
         ]
         if self._on:
             seconds = time.monotonic() - self._phase_since
-            edges.append(Wait(who="runner", on=self._on, what=self._phase.value.lower(), since_seconds=seconds))
+            what = self._what or self._phase.value.lower()
+            edges.append(Wait(who="runner", on=self._on, what=what, since_seconds=seconds))
         return edges
 
 

@@ -109,13 +109,14 @@ def encode_message(
 ) -> list[Part]:
     """Return a message as parts of at most FRAME_BYTES for a socket. Raises as `encode`."""
     header, buffers = _packed(kind, obj, LIMITS, False)
-    header |= {"e": epoch, "i": request_id, "s": sender, "m": method}
+    header["e"], header["i"], header["s"], header["m"] = epoch, request_id, sender, method
     if options:
         header["o"] = options
     if len(header["p"]) > SKELETON_BYTES:
         buffers.insert(0, memoryview(header["p"]))
         header["p"] = len(header["p"])
-    return [_head(header, FRAME_BYTES), *(piece for buffer in buffers for piece in _pieces(buffer))]
+    head = _head(header, FRAME_BYTES)
+    return [head, *(piece for buffer in buffers for piece in _pieces(buffer))] if buffers else [head]
 
 
 def _packed(kind: str, obj: Any, limits: Limits, checksum: bool) -> tuple[dict[str, Any], list[memoryview]]:
@@ -137,7 +138,7 @@ def _packed(kind: str, obj: Any, limits: Limits, checksum: bool) -> tuple[dict[s
             )
         table.append([code, list(shape), buffer.nbytes, _crc32c(buffer) if checksum else None])
     header = {"k": kind, "e": None, "i": None, "s": None, "m": None, "p": encoder.skeleton, "t": table}
-    return header, [buffer for _, _, buffer in encoder.frames]
+    return header, [buffer for _, _, buffer in encoder.frames] if table else []
 
 
 def _head(header: dict[str, Any], most: int) -> bytes:

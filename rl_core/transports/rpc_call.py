@@ -35,7 +35,7 @@ class CallFuture(concurrent.futures.Future[Any]):
         self.idempotent = idempotent
         self.waits = waits
         """Whether it is a long poll: it waits at the server for other requests, so it does not count against flow control."""
-        self.nbytes: int = 0 if waits else sum([memoryview(part).nbytes for part in parts])
+        self.nbytes: int = 0 if waits else len(parts[0]) + sum([memoryview(part).nbytes for part in parts[1:]])
         """Bytes that count against flow control."""
         self.sent = self.received = False
         """Whether it left this process, and whether the server confirmed it."""

@@ -11,6 +11,7 @@ because that runs callbacks of others.
 
 import contextlib
 import enum
+import itertools
 import logging
 import os
 import threading
@@ -118,7 +119,8 @@ class Connection:
         """Send `call`, or queue it until the connection and its credit allow."""
         with self._lock:
             self.counters["calls"] += 1
-            self._drop_abandoned()
+            if self._abandoned:
+                self._drop_abandoned()
             closed = self._state is _State.CLOSED
             if not closed:
                 if (
@@ -251,11 +253,12 @@ class Connection:
     def _read_all(self) -> None:
         """Handle what has arrived. Returns at once while another thread does so: it ends only when it finds the socket empty."""
         thread = threading.get_ident()
-        while True:
+        for number in itertools.count():
             with self._lock:
                 if self._reading_thread not in (None, thread):
                     return
-                parts = None if self._state is _State.CLOSED else sockets.receive(self._socket)
+                second = number == 1  # often there is none
+                parts = None if self._state is _State.CLOSED else sockets.receive(self._socket, look=second)
                 self._reading = parts is not None
                 self._reading_thread = thread if self._reading else None
             if parts is None:

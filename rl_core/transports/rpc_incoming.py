@@ -54,6 +54,10 @@ class IncomingCall:
         self.header = header
         self.begun = False
         """Whether it was given to a handler. A request of the same id is not run again after that."""
+        self.came = 0.0
+        """When it was given to a handler, on the clock of the I/O thread."""
+        self.confirmed = False
+        """Whether its caller was told that it was received."""
         self.cancelled = False
         self.on_cancel: Callable[[], None] | None = None
         """Run on the I/O thread when the caller gives up or is gone."""

@@ -111,7 +111,8 @@ class RpcServer:
         """Request ids of lost clients by routing id: a request that a client sends again when it comes back is not run twice."""
         self._instance = os.urandom(8)
         self._probe: sockets.Timer | None = None
-        self._unconfirmed: list[IncomingCall] = []
+        self._confirming = False
+        """Whether a timer will confirm the calls that run for long."""
 
     def start(self) -> "RpcServer":
         """Bind and serve; returns self."""
@@ -186,10 +187,11 @@ class RpcServer:
         self.wake_reader()
 
     def _receive_all(self) -> None:
-        for _ in range(_BATCH):
+        for number in range(_BATCH):
             with self._dispatching:
                 with self._lock:
-                    parts = None if self._socket is None else sockets.receive(self._socket)
+                    second = number == 1  # often there is none
+                    parts = None if self._socket is None else sockets.receive(self._socket, look=second)
                     self._reading = parts is not None
                 if parts is None:
                     return
@@ -322,7 +324,7 @@ class RpcServer:
             call.fail(error)
 
     def _begin(self, call: IncomingCall, handler: Handler) -> None:
-        call.begun = True
+        call.begun, call.came = True, self._io.clock()
         self._confirm_later(call)
         if not getattr(handler, "rpc_scheduling", False):
             self._runner.submit(call, handler)
@@ -335,18 +337,26 @@ class RpcServer:
     def _confirm_later(self, call: IncomingCall) -> None:
         timeout = call.header.options.get("timeout")
         if isinstance(timeout, (int, float)) and timeout <= 2 * rpc_wire.RECEIPT_SECONDS:
+            call.confirmed = True
             self._send(call.peer, "received", call.id)
             return
-        if not self._unconfirmed:
+        if not self._confirming:
+            self._confirming = True
             self._io.call_at(self._io.clock() + rpc_wire.RECEIPT_SECONDS, self._confirm)
-        self._unconfirmed.append(call)
 
     def _confirm(self) -> None:
-        with self._dispatching:
-            calls, self._unconfirmed = self._unconfirmed, []
-        for call in calls:
-            if call.peer.calls.get(call.id) is call:
-                self._send(call.peer, "received", call.id)
+        """Confirm the calls that run since RECEIPT_SECONDS, and come back for the others."""
+        with self._dispatching, self._lock:
+            begun_before = self._io.clock() - rpc_wire.RECEIPT_SECONDS
+            begun = [call for peer in self._peers.values() for call in peer.calls.values() if call.begun]
+            calls = [call for call in begun if not call.confirmed]
+            self._confirming = any(call.came > begun_before for call in calls)
+            for call in calls:
+                if call.came <= begun_before:
+                    call.confirmed = True
+                    self._send(call.peer, "received", call.id)
+            if self._confirming:
+                self._io.call_at(self._io.clock() + rpc_wire.RECEIPT_SECONDS, self._confirm)
 
     def _cancel(self, peer: Peer, number: int) -> None:
         call = peer.calls.get(number)

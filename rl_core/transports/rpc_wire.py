@@ -61,7 +61,8 @@ def rebuild_error(packed: PackedError, *, method: str, peer: str) -> RLJobError:
     if cls is None:
         return RemoteError(f"{method} at {peer} raised {packed.type}: {packed.message}\n{packed.traceback}")
     error = cls(packed.message)
-    error.add_note(f"raised by {method} at {peer}:\n{packed.traceback}")
+    if cls is not RemoteError:  # whose text has the traceback of the user's code
+        error.add_note(f"raised by {method} at {peer}:\n{packed.traceback}")
     return error
 
 

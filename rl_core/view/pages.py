@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-from rl_core.launch.workspace import PRIVATE, is_abandoned
+from rl_core.launch.workspace import is_abandoned
 from rl_core.samples.lines import TRAIN, VALIDATION, Entry
 from rl_core.samples.reader import SampleReader
 from rl_core.view.metrics import MetricColumns
@@ -56,15 +56,8 @@ class RunView:
             "reward": status.get("reward"),
             "epoch": status.get("epoch"),
             "failure": failure.get("message") if isinstance(failure, dict) else None,
-            "groups": self._groups_of_step(),
+            "groups": status.get("promptsPerStep"),
         }
-
-    def _groups_of_step(self) -> int | None:
-        """Return the number of prompt groups of a training step; None where the job does not say, as in a copy of a cluster job's files."""
-        found: Any = _read_json(self.folder / PRIVATE / "job.json")
-        for name in ("spec", "algorithm", "promptsPerStep"):
-            found = found.get(name) if isinstance(found, dict) else None
-        return found if isinstance(found, int) else None
 
 
 class Pages:

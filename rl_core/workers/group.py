@@ -152,7 +152,8 @@ class WorkerGroup:
         return GroupView(self, None, seconds)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        return self._method(method, None)
+        self.__dict__[method] = found = self._method(method, None)
+        return found
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -226,7 +227,8 @@ class GroupView:
         self._seconds = seconds
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        return self._group._method(method, self._ranks, self._seconds)
+        self.__dict__[method] = found = self._group._method(method, self._ranks, self._seconds)
+        return found
 
 
 GROUP_NAMES = frozenset(name for name in dir(WorkerGroup) if not name.startswith("_"))

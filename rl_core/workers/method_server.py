@@ -18,6 +18,7 @@ from typing import Any
 
 from rl_core.api.errors import ConfigError, InfrastructureError, RemoteError, RLJobError, text_of
 from rl_core.api.imports import collection_paused
+from rl_core.api.user_code import own_frames
 from rl_core.messages.calls import MethodResult, WorkerSpec
 from rl_core.messages.members import MemberState
 from rl_core.transports import frames
@@ -220,9 +221,9 @@ class MethodServer:
 
     def _remote(self, method: str, error: BaseException) -> RemoteError:
         identity = self._context.identity
-        trace = "".join(traceback.format_exception(error))
+        trace = own_frames(error) or "".join(traceback.format_exception(error))
         return RemoteError(
-            f"{identity.group} rank {identity.rank}: {method} raised {type(error).__name__}: {text_of(error)}\n{trace}"
+            f"{identity.group} rank {identity.rank}: {method} raised {type(error).__name__}: {text_of(error)}\n{trace.rstrip()}"
         )
 
 

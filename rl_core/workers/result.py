@@ -7,8 +7,10 @@ of the last rank wake threads and coroutines alike.
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Literal, Protocol
 
@@ -82,16 +84,18 @@ class WorkerGroupFuncResult:
         self._cancelled = False
         self._failed_at: float | None = None
         self._consumed = False
-        self._changed = threading.Condition(threading.Lock())
-        """Wakes threads that wait. Its lock guards the three below: ranks end on several threads."""
+        self._lock = threading.Lock()
+        """Guards the three below: ranks end on several threads."""
         self._wakes: list[Callable[[], object]] = []
-        """Wake coroutines that wait."""
+        """Wake threads and coroutines that wait."""
         self._version = 0
         """Rises with each change that ends a wait or makes it shorter."""
         self._running = len(self._calls)
         """Ranks that have not ended."""
+        # by a weak reference: without a cycle, calls that have ended are freed without the garbage collector
+        on_done = functools.partial(_tell, weakref.ref(self))
         for call in self._calls.values():
-            call.future.add_done_callback(self._on_done)
+            call.future.add_done_callback(on_done)
 
     def __await__(self) -> Generator[Any, None, list[Any]]:
         return self.async_wait().__await__()
@@ -141,15 +145,13 @@ class WorkerGroupFuncResult:
     async def async_wait(self, timeout: float | None = None) -> list[Any]:
         """Return the values as `wait` does. Cancelling the waiting task does not cancel the call."""
         wait = self._deadline_wait(timeout)
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
         for version, pause in self._changes(wait):
-            changed.clear()
-            with self._changed:
-                if self._version != version:
-                    continue
-                self._wakes.append(lambda: loop.call_soon_threadsafe(changed.set))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), pause)
+            changed = asyncio.Event()
+            with self._woken(version, functools.partial(loop.call_soon_threadsafe, changed.set)) as unchanged:
+                if unchanged:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(changed.wait(), pause)
         return self._outcome(wait)
 
     def consume_duration(self, reduction: Reduction = "max") -> float:
@@ -189,11 +191,25 @@ class WorkerGroupFuncResult:
     def _wait(self, wait: DeadlineWait) -> None:
         only = next(iter(self._calls.values())).future if len(self._calls) == 1 else None
         for version, pause in self._changes(wait):
-            if isinstance(only, CallFuture) and not only.done() and only.read_until_done(pause):
+            if isinstance(only, CallFuture) and only.read_until_done(pause) and (self.done() or not only.done()):
                 continue
-            with self._changed:
-                if self._version == version:
-                    self._changed.wait(pause)
+            changed = threading.Event()
+            with self._woken(version, changed.set) as unchanged:
+                if unchanged:
+                    changed.wait(pause)
+
+    @contextlib.contextmanager
+    def _woken(self, version: int, wake: Callable[[], object]) -> Iterator[bool]:
+        """Let `wake()` be called at the next change after `version`. The value is false when there was one already."""
+        with self._lock:
+            unchanged = self._version == version
+            if unchanged:
+                self._wakes.append(wake)
+        try:
+            yield unchanged
+        finally:
+            with self._lock, contextlib.suppress(ValueError):
+                self._wakes.remove(wake)
 
     def _changes(self, wait: DeadlineWait) -> Iterator[tuple[int, float]]:
         """Yield the version of which to wait for a change, and how long, until the wait is over."""
@@ -209,7 +225,7 @@ class WorkerGroupFuncResult:
 
     def _on_done(self, future: "concurrent.futures.Future[MethodResult]") -> None:
         failed = _error_of(future) is not None
-        with self._changed:
+        with self._lock:
             self._running -= 1
             first_failure = failed and self._failed_at is None
             if first_failure:
@@ -219,9 +235,8 @@ class WorkerGroupFuncResult:
             self._announce_change()
 
     def _announce_change(self) -> None:
-        with self._changed:
+        with self._lock:
             self._version += 1
-            self._changed.notify_all()
             wakes, self._wakes = self._wakes, []
         for wake in wakes:
             with contextlib.suppress(RuntimeError):  # the event loop of a coroutine that waited was closed
@@ -236,6 +251,8 @@ class WorkerGroupFuncResult:
     def _outcome(self, wait: DeadlineWait) -> list[Any]:
         if self._cancelled:
             raise CallCancelled(f"{self.group}.{self.method} was cancelled after {self._clock() - self._began:.1f} s")
+        if not self._running and self._failed_at is None:
+            return [call.future.result().value for call in self._calls.values()]
         ended = [call.future for call in self._calls.values() if call.future.done()]
         errors = [error for future in ended if (error := _error_of(future)) is not None]
         if len(errors) == 1:
@@ -243,6 +260,8 @@ class WorkerGroupFuncResult:
         if errors:
             first = f"{type(errors[0]).__name__}: {errors[0]}".partition("\n")[0]
             failed = f"{len(errors)} of {len(self._calls)} ranks"
+            # The frames that read an answer explain nothing, and each error would be printed with them.
+            errors = [error.with_traceback(None) for error in errors]
             raise WorkerErrors(f"{self.group}.{self.method} failed on {failed}, the first: {first}", errors)
         if len(ended) < len(self._calls):
             raise DeadlineExceeded(
@@ -252,7 +271,16 @@ class WorkerGroupFuncResult:
         return [future.result().value for future in ended]
 
 
+def _tell(result: "weakref.ref[WorkerGroupFuncResult]", future: "concurrent.futures.Future[MethodResult]") -> None:
+    """Tell the group call that the call to one rank has ended, if somebody still holds it."""
+    if (follower := result()) is not None:
+        follower._on_done(future)
+
+
 def _error_of(future: "concurrent.futures.Future[MethodResult]") -> Exception | None:
     """Return what an ended rank raised; None for a value and for a rank that was cancelled."""
-    error = None if future.cancelled() else future.exception()
+    try:
+        error = future.exception()
+    except concurrent.futures.CancelledError:
+        return None
     return error if isinstance(error, Exception) else None

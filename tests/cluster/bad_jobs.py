@@ -36,19 +36,19 @@ CASES = (
             SAME,
         ),
         "prompts-not-divisible": (
-            {"algorithm": {"promptsPerStep": 3}, "actor": {"replicas": 2}},
+            {"algorithm": {"promptsPerStep": 3}, "actor": {"processesPerPod": 2}},
             "spec.algorithm.promptsPerStep",
             "algorithm.promptsPerStep must be divisible by the actor's data-parallel size 2, got 3; change promptsPerStep or actor.replicas",
             SAME,
         ),
         "default-prompts-not-divisible": (
-            {"actor": {"replicas": 3, "processesPerPod": 2}},
+            {"actor": {"replicas": 3, "gpus": 2}},
             "spec.algorithm.promptsPerStep",
             "algorithm.promptsPerStep must be divisible by the actor's data-parallel size 6, got 32; change promptsPerStep or actor.replicas",
             SAME,
         ),
         "mini-batches-not-divisible": (
-            {"algorithm": {"promptsPerStep": 2, "groupSize": 2, "optimizerStepsPerBatch": 3}},
+            {"algorithm": {"promptsPerStep": 2, "groupSize": 2, "optimizerStepsPerBatch": 3}, "actor": {"gpus": 0}},
             "spec.algorithm.optimizerStepsPerBatch",
             "algorithm.promptsPerStep x groupSize must be divisible by data-parallel size x optimizerStepsPerBatch = 3, got 4; change optimizerStepsPerBatch",
             SAME,

@@ -1,8 +1,11 @@
 """A policy that acts in simulators, in whole runs: a resume changes nothing of what is trained, a lost env worker costs its own episodes."""
 
 import json
+import os
 import shutil
 from pathlib import Path
+
+import pytest
 
 from tests.e2e.harness import Run
 
@@ -48,6 +51,19 @@ def begin(folder, every_steps, *, program="embodied", **algorithm):
     return Run(folder, job)
 
 
+OTHER_HOST = """
+import ctypes, os, sys
+
+if any(os.path.basename(word) == "env-0.json" for word in sys.orig_argv):
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_mounts, private, recursive = 0x20000, 1 << 18, 1 << 14
+    assert libc.unshare(new_mounts) == 0, os.strerror(ctypes.get_errno())
+    assert libc.mount(b"none", b"/", None, private | recursive, None) == 0, os.strerror(ctypes.get_errno())
+    assert libc.mount(b"shm", b"/dev/shm", b"tmpfs", 0, None) == 0, os.strerror(ctypes.get_errno())
+"""
+"""Gives the first env pod a /dev/shm of its own, as it has on another host."""
+
+
 def history(run):
     names = (
         "step",
@@ -86,6 +102,22 @@ def test_a_killed_actor_changes_no_number_and_a_killed_env_worker_costs_its_own_
         assert [line[3] for line in found[step + 1 :]] == [8] * (STEPS - step)
     finally:
         for run in (calm, disturbed):
+            run.end()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes mount namespaces")
+def test_an_env_worker_on_another_host_changes_no_number(tmp_path):
+    """One of two env workers shares no memory with the rollout: its observations come by the channel, those of the other one directly."""
+    together, apart = begin(tmp_path / "together", 100, steps=4), begin(tmp_path / "apart", 100, steps=4)
+    (tmp_path / "apart" / "sitecustomize.py").write_text(OTHER_HOST)
+    try:
+        for run in (together, apart):
+            assert run.run() == 0, run.text + run.logs()
+        assert history(apart) == history(together)
+        assert [line.get("env/repeated_collections") for line in apart.lines("metrics.jsonl")[1:]] == [0] * 4
+        assert [len(list(run.job.parent.glob("shared-memory-*"))) for run in (together, apart)] == [1, 2]
+    finally:
+        for run in (together, apart):
             run.end()
 
 

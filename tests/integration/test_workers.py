@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 
 import pytest
 
@@ -175,6 +176,12 @@ def test_errors_of_the_api_keep_their_type_and_others_tell_group_rank_method_typ
     with pytest.raises(ExceptionGroup) as several:
         gang.group.fail_on([0, 1]).wait(30)
     assert [type(error) for error in several.value.exceptions] == [RemoteError, RemoteError]
+    for rank, error in enumerate(several.value.exceptions):
+        shown = "".join(traceback.format_exception(error))
+        assert shown.count("Traceback (most recent call last)") == 1, (
+            "that of the user's code, without frames of rl_core"
+        )
+        assert f"actor rank {rank}: fail_on raised ValueError: bad luck" in shown and "method_server.py" not in shown
 
 
 def test_a_systemexit_in_a_method_is_an_error_and_not_the_end_of_the_worker(gang):

@@ -35,7 +35,6 @@ QUOTED = (
     "algorithm.seed",
     "actor.backend",
     "actor.replicas",
-    "actor.processesPerPod",
     "actor.gpus",
     "rollout.engine",
     "rollout.gpus",

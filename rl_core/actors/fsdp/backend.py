@@ -46,7 +46,7 @@ class FSDPBackend(TrainBackend):
             columns = rows.columns.to(manager.compute_device)
             result = objective(self._scores(rows), columns, normalizers)
             # FSDP averages gradients over the ranks, but the shares of the loss must be summed.
-            (result.loss * manager.ranks.size).backward()
+            (result.loss if manager.ranks.size == 1 else result.loss * manager.ranks.size).backward()
         return result.metrics
 
     def _scores(self, rows: StepRows) -> Scores:

@@ -44,6 +44,10 @@ class PolicyModelManager(FSDPModelManager):
         self.sync_names = [(name, aliases.get(name)) for name in hf.stored_names(model)]
         return self.strategy.wrap(model, device=self.compute_device, aliases=aliases, methods=[FORWARD])
 
+    def _models(self) -> list[list[nn.Parameter]]:
+        """Return the parameters as those of one model: the gradients of a policy are clipped together, those of its values included."""
+        return [[parameter for group in self.optimizer.param_groups for parameter in group["params"]]]
+
     def set_global_step(self, global_step: int) -> None:
         """Set the last trained step, and tell the policy where it wants to know. Raises as `ModelManager.set_global_step`."""
         super().set_global_step(global_step)
@@ -67,7 +71,9 @@ class PolicyBackend(FSDPBackend):
         log_probs, entropy = (by_level(outputs[name].float(), self._level) for name in ("log_probs", "entropy"))
         values = outputs.get("values")
         if values is not None:
-            values = values.float().reshape(len(log_probs), -1)[:, :1].expand_as(log_probs)
+            values = values.float().reshape(len(log_probs), -1)
+            if values.shape != log_probs.shape:
+                values = values[:, :1].expand_as(log_probs)
         return Scores(log_probs, entropy, values)
 
     def score_rows(
@@ -86,5 +92,6 @@ class PolicyBackend(FSDPBackend):
 def by_level(values: Tensor, level: str) -> Tensor:
     """Return numbers per token or dimension [B, C, D] as [B, S]: summed per chunk, per action, or as they are."""
     if level == "chunk":
-        return values.flatten(1).sum(dim=1, keepdim=True)
+        rows = values.flatten(1)
+        return rows if rows.shape[1] == 1 else rows.sum(dim=1, keepdim=True)
     return values.sum(dim=2) if level == "action" else values.flatten(1)

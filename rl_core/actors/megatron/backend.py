@@ -123,23 +123,36 @@ class MegatronBackend(TrainBackend):
         if manager.parallel.pipeline > 1:
             proceed()  # Once for all micro_batches: stages are in different micro-batches and could not leave the schedule together.
             proceed = _continue
+        longest = max(
+            sum(-(-length // self._multiple) * self._multiple for length in rows.lengths) for rows in micro_batches
+        )
+        decoders = manager.stages[0].module.decoders(log_probs=outputs.log_probs, values=outputs.values)
         with manager.device_context(), manager.dropout_context(forward_only=forward_only):
             results: list[Any] = library.get_forward_backward_func()(
-                forward_step_func=partial(self._forward_step, finish=finish, outputs=outputs, proceed=proceed),
+                forward_step_func=partial(
+                    self._forward_step, finish=finish, outputs=outputs, proceed=proceed, longest=longest
+                ),
                 data_iterator=[iter(micro_batches) for _ in manager.stages],
                 model=manager.stages,
                 num_microbatches=len(micro_batches),
-                seq_length=manager.cfg.actor.micro_batch_tokens,
-                micro_batch_size=1,
+                seq_length=longest,
+                micro_batch_size=len(decoders),
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
             )
         return results
 
     def _forward_step(
-        self, rows_left: Iterator[StepRows], stage: Any, *, finish: Finish, outputs: Outputs, proceed: Proceed
+        self,
+        rows_left: Iterator[StepRows],
+        stage: Any,
+        *,
+        finish: Finish,
+        outputs: Outputs,
+        proceed: Proceed,
+        longest: int,
     ) -> tuple[Tensor, Callable[..., Any]]:
-        """Run one pipeline stage over the next micro-batch.
+        """Run one pipeline stage over the next micro-batch; `longest` is the number of tokens of the longest one.
 
         Returns the hidden states of the stage and a function of the last stage's, which the schedule calls for the result.
         """
@@ -151,6 +164,8 @@ class MegatronBackend(TrainBackend):
             position_ids=batch.rows.position_ids,
             attention_mask=None,
             packed_seq_params=PackedSequenceParams.of(batch),
+            tokens=sum(batch.layout.lengths) // self._multiple,
+            sent=longest // self._multiple,
             log_probs=outputs.log_probs,
             values=outputs.values,
         )
@@ -205,16 +220,21 @@ class MegatronBackend(TrainBackend):
             total=lambda tensor: dist.all_reduce(tensor, group=group),
         )
 
+    @property
+    def _multiple(self) -> int:
+        """Over how many tensor ranks the tokens of a micro-batch are divided. Rows are padded to a multiple of it."""
+        parallel = self.manager.parallel
+        return parallel.tensor if parallel.sequence else 1
+
     def _pack(self, rows: StepRows) -> PackedBatch:
-        columns, parallel = rows.columns, self.manager.parallel
-        multiple = parallel.tensor if parallel.sequence else 1
+        columns = rows.columns
         return PackedBatch.of(
             columns.input_ids,
             rows.lengths,
             columns.loss_mask,
             self.manager.compute_device,
             candidates=columns.candidates,
-            multiple=multiple,
+            multiple=self._multiple,
             attention=self.manager.cfg.actor.attention,
         )
 

@@ -6,7 +6,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -101,6 +101,8 @@ def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
         (torch.cuda, "manual_seed", helping(torch.manual_seed)),
         (random, "_get_cuda_rng_state", get_state),
         (random, "_set_cuda_rng_state", set_state),
+        # It would exchange the state of the CPU's generator, which megatron leaves alone on a device.
+        (random.CudaRNGStatesTracker, "fork", helping(lambda *_args, **_kwargs: nullcontext())),
     ]
 
 

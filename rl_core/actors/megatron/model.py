@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 
 from rl_core.actors.critic import HEAD, SEPARATE
 from rl_core.actors.megatron.convert import head_size
@@ -38,24 +38,35 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         """Receive the output of the previous stage, a tensor or a list of one."""
         self._arrived = input_tensor if isinstance(input_tensor, list) else [input_tensor]
 
-    def forward(self, *, log_probs: bool = True, values: bool = False, **inputs: Any) -> Tensor:
-        """Return the hidden states that the requested scores need, those of the policy first.
-
-        All stages must be called with the same `log_probs` and `values`. `inputs` are those of GPTModel.
-        """
+    def decoders(self, *, log_probs: bool, values: bool) -> "list[PolicyModel]":
+        """Return the models that compute the requested scores."""
         critic = getattr(self, SEPARATE, None)
         wanted = [(self, True)] if critic is None else [(self, log_probs), (critic, values)]
-        running = [model for model, asked in wanted if asked]
+        return [model for model, asked in wanted if asked]
+
+    def forward(self, *, tokens: int, sent: int, log_probs: bool = True, values: bool = False, **inputs: Any) -> Tensor:
+        """Return the hidden states that the requested scores need, those of the policy first.
+
+        All stages must be called with the same `log_probs` and `values`. `inputs` are those of GPTModel. A tensor rank has `tokens` of the
+        micro-batch. Between stages hidden states have the length `sent`, which is that of the longest micro-batch: stages that expect
+        it need not tell each other shapes, for which they would wait for their devices.
+        """
+        running = self.decoders(log_probs=log_probs, values=values)
         (arrived,) = self._arrived
-        together = arrived is None or len(running) == 1
-        parts = [arrived] * len(running) if together else arrived.split(1, dim=1)
+        parts = [arrived] * len(running) if arrived is None else arrived[:tokens].split(1, dim=1)
         states = [model._run(part, inputs) for model, part in zip(running, parts, strict=True)]
-        return states[0] if len(states) == 1 else torch.cat(states, dim=1)
+        hidden = states[0] if len(states) == 1 else torch.cat(states, dim=1)
+        return hidden if self.post_process else pad(hidden, (0, 0, 0, 0, 0, sent - tokens))
 
     def _run(self, arrived: Tensor | None, inputs: dict[str, Any]) -> Tensor:
         self.decoder.set_input_tensor(arrived)
         hidden: Tensor = super().forward(**inputs)
         return hidden
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **inputs: Any) -> tuple[Any, ...]:
+        """Return what GPTModel does, with the rotary angles [L, 1, D] of the packed tokens in place of those of all positions."""
+        embedded, angles, *others = super()._preprocess(input_ids, position_ids, **inputs)
+        return embedded, angles[position_ids[0], 0], *others
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
@@ -112,9 +123,6 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Stages tell each other how long a micro-batch is; megatron asks for this dispatcher with it, experts or not.
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",
         # Fused kernels of Apex and Transformer Engine, which the images do not have.
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,

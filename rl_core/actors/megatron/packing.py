@@ -17,22 +17,19 @@ from rl_core.actors.megatron.library import PackedSeqParams
 
 @dataclass
 class PackedSequenceParams(PackedSeqParams):  # type: ignore[misc]
-    """megatron's parameters of packed rows, and the layout of the rows."""
+    """megatron's parameters of packed rows, and the layout of the rows.
+
+    They do not have the rows' boundaries, which megatron would read from the device in each layer to rotate queries and keys. `PolicyModel`
+    gives it the angles of all tokens.
+    """
 
     layout: PackedLayout | None = None
 
     @classmethod
     def of(cls, batch: PackedBatch) -> "PackedSequenceParams":
         """Return the parameters of a packed micro-batch."""
-        offsets, longest = batch.layout.cu_seqlens, batch.layout.max_length
-        return cls(
-            qkv_format="thd",
-            cu_seqlens_q=offsets,
-            cu_seqlens_kv=offsets,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            layout=batch.layout,
-        )
+        longest = batch.layout.max_length
+        return cls(qkv_format="thd", max_seqlen_q=longest, max_seqlen_kv=longest, layout=batch.layout)
 
 
 class PackedAttention(nn.Module):  # type: ignore[misc]

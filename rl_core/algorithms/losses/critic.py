@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from rl_core.algorithms.aggregation import LossNormalizers
 from rl_core.algorithms.arguments import require_bool, require_float32, require_same_shape
@@ -35,14 +36,14 @@ def critic_loss(
     require_float32(values=values, returns=returns, old_values=old_values)
     require_same_shape(values=values, returns=returns, mask=mask, old_values=old_values)
     kept, target = torch.where(mask, values, 0.0), torch.where(mask, returns.detach(), 0.0)
-    token_loss = _huber(target - kept, huber_delta)
+    token_loss = _huber(kept, target, huber_delta)
     count = mask.sum(dtype=torch.float64)
     metrics = {"values": mean_stat(kept, mask, count), "returns": mean_stat(target, mask, count)}
     if value_clip is not None and old_values is not None:
         old = torch.where(mask, old_values.detach(), 0.0)
         moved = kept - old
         clipped = old + moved.clamp(-value_clip, value_clip)
-        token_loss = torch.maximum(token_loss, _huber(target - clipped, huber_delta))
+        token_loss = torch.maximum(token_loss, _huber(clipped, target, huber_delta))
         metrics["value_clip_ratio"] = mean_stat(moved.abs() > value_clip, mask, count)
     loss = weighted_aggregate(token_loss, mask, None, aggregation, normalizers, max_tokens)
     return LossResult(loss, {"value_loss": sum_stat(loss), **metrics})
@@ -83,9 +84,7 @@ def _check_bounds(value_clip: float | None, huber_delta: float | None, old_value
         )
 
 
-def _huber(error: Tensor, delta: float | None) -> Tensor:
-    square = error**2 / 2
+def _huber(values: Tensor, target: Tensor, delta: float | None) -> Tensor:
     if delta is None:
-        return square
-    size = error.abs()
-    return torch.where(size <= delta, square, delta * (size - delta / 2))
+        return (target - values).square() / 2
+    return functional.huber_loss(values, target, reduction="none", delta=delta)

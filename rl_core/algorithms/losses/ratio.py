@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rl_core.algorithms.arguments import require_bool, require_float32, require_same_shape
-from rl_core.algorithms.stats import Stat, extreme_stats, mean_stat
+from rl_core.algorithms.stats import Stat, extreme_stats, mean_stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,13 @@ def clipped_surrogate(
     Source: Schulman et al., "PPO" (2017), equation 7; Ye et al., "Mastering Complex Control" (2020) for the dual clip.
     """
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    plain, limited = -advantages * ratio, -advantages * clipped_ratio
+    costs = -advantages
+    plain, limited = costs * ratio, costs * clipped_ratio
     clipped = limited > plain
     values = torch.where(clipped, limited, plain)
     if dual_clip is None:
         return ClippedLoss(values, clipped_ratio, clipped, torch.zeros_like(clipped))
-    bound = -advantages * dual_clip
+    bound = costs * dual_clip
     dual_clipped = (advantages < 0) & (values > bound)
     return ClippedLoss(torch.where(dual_clipped, bound, values), clipped_ratio, clipped, dual_clipped)
 
@@ -81,12 +82,12 @@ def ratio_metrics(
 ) -> dict[str, Stat]:
     """Return a ratio-based loss's metrics over trainable tokens; `approx_kl` is the unclamped mean of old - new."""
     count = mask.sum(dtype=torch.float64)
-    return {
-        "ratio_mean": mean_stat(ratio, mask, count),
-        **extreme_stats(ratio, mask, count, prefix="ratio_"),
-        "clipped_ratio": mean_stat(clipped.clipped_ratio, mask, count),
-        "clip_fraction": mean_stat(clipped.clipped, mask, count),
-        "dual_clip_fraction": mean_stat(clipped.dual_clipped, mask, count),
-        "approx_kl": mean_stat(old_log_probs - log_probs.detach(), mask, count),
-        "log_ratio_clamp_fraction": mean_stat(clamp_fraction, mask, count),
+    means = {
+        "ratio_mean": ratio,
+        "clipped_ratio": clipped.clipped_ratio,
+        "clip_fraction": clipped.clipped,
+        "dual_clip_fraction": clipped.dual_clipped,
+        "approx_kl": old_log_probs - log_probs.detach(),
+        "log_ratio_clamp_fraction": clamp_fraction,
     }
+    return mean_stats(means, mask, count) | extreme_stats(ratio, mask, count, prefix="ratio_")

@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 
 from rl_core.api.errors import ConfigError, RolloutDataFailure
 from rl_core.api.records import FinishReason
+from rl_core.rollouts.chat_template import ChatTemplate
 from rl_core.rollouts.endpoint import history
 from rl_core.rollouts.endpoint.errors import EndpointError, bad_request, not_permitted
 from rl_core.rollouts.endpoint.session import Prompt, Session
-from rl_core.rollouts.endpoint.template import ChatTemplate
 from rl_core.rollouts.generation import RowGenerator
 from rl_core.rollouts.rows import GenerationOutput, OnTokens
 from rl_core.rollouts.sampling import sample_seed

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl_core.rollouts.chat_template import ChatTemplate
 from rl_core.rollouts.endpoint import history
-from rl_core.rollouts.endpoint.template import ChatTemplate
 from rl_core.rollouts.rows import GenerationOutput
 
 

@@ -191,7 +191,7 @@ def test_a_process_in_a_pod_is_who_the_plan_says_and_may_do_no_more(started):
 )
 def test_colocated_actor_and_rollout_see_the_same_accelerators(started, shape, allocation):
     role = {"gpus": 2, "replicas": 2} | allocation
-    pods = started(lambda plan: colocate(plan, shape=shape), actor=role, rollout=role, env={})
+    pods = started(lambda plan: colocate(plan, shape=shape), actor=role | {"processesPerPod": 1}, rollout=role, env={})
     pairs = []
     for index in (0, 1):
         actor = pods[f"sums-actor-{index}"]

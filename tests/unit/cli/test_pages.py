@@ -92,6 +92,12 @@ def test_each_job_and_each_fragment_of_one_on_a_page_is_valid(page):
         assert find_problems(whole)[1] == [], yaml.safe_dump(document)
 
 
+def test_the_index_of_the_pages_names_each_of_them():
+    index = (ROOT / "docs/README.md").read_text()
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("**/*.md")} - {"README.md"}
+    assert pages == set(re.findall(r"^- \[[\w/.-]+\]\(([\w/.-]+)\):", index, re.MULTILINE))
+
+
 def test_pages_show_yaml_in_fenced_blocks_only():
     """An indented block would not be validated."""
     for page in PAGES:

@@ -1,9 +1,15 @@
 """`rljob plan` shows where each process runs, in its pod and where one machine has all of them."""
 
+import json
+
+import pytest
 from rich.console import Console
 
+from rl_core.api.errors import CapacityError
 from rl_core.api.job import RLJobSpec
-from rl_core.cli.plan import layout_line, process_table
+from rl_core.cli.job_file import JobProblems
+from rl_core.cli.plan import layout_line, process_table, show_plan
+from rl_core.cli.validate import validate_file
 from rl_core.plan.launch import build_launch_plan
 
 
@@ -56,3 +62,62 @@ def test_the_ranks_of_a_model_that_is_cut_are_processes_like_others_and_the_layo
     ]
     assert ranks == [(f"sums-actor-{rank // 4}", rank, "8") for rank in range(8)]
     assert layout_line(spec.actor) == "actor: megatron, 8 ranks = data 2 x tensor 2 x pipeline 2"
+
+
+MODEL = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+}  # fmt: skip
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Return a function that writes a job of a model of 8B parameters with the given blocks and returns its file."""
+
+    def write(**blocks):
+        (tmp_path / "config.json").write_text(json.dumps(MODEL))
+        rollout = {"engine": "sglang", "gpus": 1, "maxSequenceLength": 4096}
+        spec = {
+            "model": {"path": str(tmp_path), "dtype": "bfloat16"},
+            "data": {"train": "t"},
+            "actor": {"gpus": 8, "gradientCheckpointing": True},
+            "rollout": rollout,
+        }
+        job = {"apiVersion": "rljob.dev/v1alpha1", "kind": "RLJob", "metadata": {"name": "sums"}, "spec": spec | blocks}
+        file = tmp_path / "job.yaml"
+        file.write_text(json.dumps(job))
+        return file
+
+    return write
+
+
+def test_accelerators_of_the_actor_have_a_process_each(written, capsys):
+    assert show_plan(written(), []) == 0
+    assert "actor: fsdp2, 8 ranks" in capsys.readouterr().out
+
+
+def test_a_plan_that_was_compared_with_no_device_says_so(written, capsys):
+    words = "The estimate was compared with no device; give the memory of one in GiB: --device-memory 80\n"
+    show_plan(written(), [])
+    assert words in capsys.readouterr().out
+    show_plan(written(), [], device_memory=80)
+    compared = capsys.readouterr().out
+    assert words not in compared and "holds 89 sequences of rollout.maxSequenceLength at a time, of 128" in compared
+    show_plan(written(actor={}, rollout={}), [])
+    assert words not in capsys.readouterr().out, "a job on a CPU has no device"
+
+
+def test_a_plan_tells_all_groups_that_do_not_fit_and_accelerators_that_are_idle(written, capsys):
+    file = written(actor={"gpus": 2, "processesPerPod": 1}, rollout={"gpus": 1, "maxSequenceLength": 4096})
+    with pytest.raises(
+        CapacityError, match=r"(?s)^role actor,.*\nrole rollout,.*\nThe estimate is an upper bound\. If it is"
+    ):
+        show_plan(file, [], device_memory=80)
+    assert "warning: actor.processesPerPod must be actor.gpus 2" in capsys.readouterr().out
+    with pytest.raises(JobProblems) as refused:
+        validate_file(file, [], device_memory=80)
+    assert {"actor.processesPerPod must be", "role actor, phase", "role rollout, phase"} <= {
+        start
+        for start in ("actor.processesPerPod must be", "role actor, phase", "role rollout, phase")
+        if start in str(refused.value)
+    }

@@ -135,6 +135,7 @@ def test_a_misspelled_choice_gets_the_nearest_one(spec, place, hint):
             "write algorithm.groupSize for n, actor.optimizer.learningRate for lr",
         ),
         ({"nothing": {"path": "a", "n": 3}}, "docs/reference/rljob.md lists the fields"),
+        ({"rollouts": {"temperature": 1.0}}, "did you mean rollout?"),
     ],
 )
 def test_a_block_of_another_library_gets_the_names_of_what_is_in_it(spec, hint):

@@ -77,6 +77,23 @@ class Echo(Scripted):
         return observation, reward + float(action), *rest
 
 
+FAULTY_SEEDS = 4
+"""Of so many seeds an episode of `Faulty` fails."""
+
+
+class Faulty(Echo):
+    """An `Echo` whose episodes of every fourth seed fail by `fault` at step `fault_at`."""
+
+    def __init__(self, ends, fault, fault_at):
+        super().__init__(ends, fault_at=fault_at)
+        self.kind = fault
+
+    def reset(self, seed=None):
+        answer = super().reset(seed)
+        self.fault = self.kind if seed % FAULTY_SEEDS == 0 else None
+        return answer
+
+
 class Picture(Echo):
     """An `Echo` that also shows an image, whose pixels are (seed, step, 0) of the observation."""
 

@@ -11,9 +11,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from rl_core.data.tokenizer import Tokenizer
 from rl_core.rollouts.agents import AgentRolloutImpl
+from rl_core.rollouts.chat_template import ChatTemplate
 from rl_core.rollouts.endpoint.episodes import Episodes
 from rl_core.rollouts.endpoint.server import Endpoint
-from rl_core.rollouts.endpoint.template import ChatTemplate
 from rl_core.rollouts.rows import GenerationOutput
 
 SPECIALS = ["<pad>", "<eos>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>"]
@@ -119,6 +119,7 @@ def sample(tokenizer):
     ids = torch.tensor(tokenizer(QUESTION, add_special_tokens=False)["input_ids"])
     return {
         "message_log": [{"role": "user", "content": "hi", "token_ids": ids}],
+        "chat": True,
         "length": len(ids),
         "extra_env_info": {"prompt": "hi"},
         "loss_multiplier": 1.0,

@@ -14,9 +14,10 @@ from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
 from rl_core.batching.collate import collate_groups
 from rl_core.batching.samples import keep_sample
 from rl_core.envs.agent import AgentEnvironment
+from rl_core.rollouts.chat_template import ChatTemplate
 from rl_core.rollouts.failed_sample import ATTRIBUTE
 from rl_core.rollouts.multi_turn import AsyncRolloutImpl
-from tests.unit.endpoint.conftest import AFTER, QUESTION, TURNS, SampledText, rollouts, sample, scripted
+from tests.unit.endpoint.conftest import QUESTION, TURNS, SampledText, rollouts, sample, scripted
 
 
 class GoOn(EnvironmentInterface):
@@ -25,7 +26,7 @@ class GoOn(EnvironmentInterface):
     def step(self, message_log_batch, metadata_batch):
         turns = [sum(message["role"] == "assistant" for message in log) for log in message_log_batch]
         over = [turn == len(TURNS) for turn in turns]
-        observations = [{"role": "user", "content": "" if done else AFTER} for done in over]
+        observations = [{"role": "user", "content": "" if done else "go on"} for done in over]
         rewards = torch.tensor([float(done) for done in over])
         return EnvironmentReturn(observations, [None] * len(turns), None, rewards, torch.tensor(over), None)
 
@@ -144,14 +145,19 @@ def programs(monkeypatch):
     monkeypatch.setitem(sys.modules, "agent_programs", module)
 
 
+def own_episodes(tokenizer):
+    """What runs the same conversations without a program: turns of policy and environment."""
+    policy, template = SampledText(tokenizer, scripted), ChatTemplate(tokenizer, {1, 3})
+    return AsyncRolloutImpl(tokenizer, {"agent": GoOn()}, 2, 2048, policy, seed=1, chat_template=template)
+
+
 def agent(program):
     return AgentEnvironment({"agent": f"agent_programs:{program}"})
 
 
 @pytest.mark.parametrize("program", ["talk", "talk_in_thread", "talk_by_responses", "talk_by_messages"])
 async def test_an_agent_gives_the_rows_of_our_own_episodes(chatml, program):
-    own = AsyncRolloutImpl(chatml, {"agent": GoOn()}, 2, 2048, SampledText(chatml, scripted), seed=1)
-    expected = await own.run_rollout(sample(chatml))
+    expected = await own_episodes(chatml).run_rollout(sample(chatml))
     async with rollouts(chatml, agent(program)) as agents:
         record = await agents.run_rollout(sample(chatml))
     ours, theirs = (collate_groups([group], pad_token_id=0, max_length=2048) for group in (expected, record))

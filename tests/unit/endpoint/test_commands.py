@@ -15,9 +15,8 @@ from rl_core.batching.collate import collate_groups
 from rl_core.envs.agent import AgentEnvironment
 from rl_core.envs.command import OUTPUT_BYTES, Command
 from rl_core.envs.source import env_source
-from rl_core.rollouts.multi_turn import AsyncRolloutImpl
-from tests.unit.endpoint.conftest import AFTER, SampledText, rollouts, sample, scripted
-from tests.unit.endpoint.test_agents import GoOn
+from tests.unit.endpoint.conftest import AFTER, rollouts, sample
+from tests.unit.endpoint.test_agents import own_episodes
 
 TALK = """
 import json, os, sys, urllib.request
@@ -55,8 +54,7 @@ def program(tmp_path):
 
 
 async def test_a_program_gives_the_rows_of_our_own_episodes(chatml, program):
-    own = AsyncRolloutImpl(chatml, {"agent": GoOn()}, 2, 2048, SampledText(chatml, scripted), seed=1)
-    expected = await own.run_rollout(sample(chatml))
+    expected = await own_episodes(chatml).run_rollout(sample(chatml))
     text = "print('a log'); print(json.dumps({'reward': 1, 'parts': {'turns': 3}}))"
     async with rollouts(chatml, program(text)) as agents:
         record = await agents.run_rollout(sample(chatml))

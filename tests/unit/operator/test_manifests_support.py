@@ -211,7 +211,9 @@ def test_canonical_json_is_one_text_per_value():
 def test_volcano_is_told_the_queue_and_what_the_group_asks_for():
     resources = {"requests": {"cpu": "1500m", "memory": "2Gi"}, "limits": {"memory": "3Gi", "ephemeral-storage": "1G"}}
     found = gang_of(
-        gang.VOLCANO, actor={"replicas": 3, "gpus": 2, "resources": resources}, scheduling={"queue": "gold"}
+        gang.VOLCANO,
+        actor={"replicas": 3, "gpus": 2, "processesPerPod": 1, "resources": resources},
+        scheduling={"queue": "gold"},
     )
     spec = next(one["spec"] for one in found.objects if "-actor-" in one["metadata"]["name"])
     assert spec["queue"] == "gold" and spec["minMember"] == 3

@@ -21,7 +21,7 @@ def job(actor=1, rollout=1, gpus=1, rollout_gpus=None, **role):
     spec = {
         "model": {"path": "m"},
         "data": {"train": "t"},
-        "actor": {"replicas": actor, "gpus": gpus} | role,
+        "actor": {"replicas": actor, "gpus": gpus, "processesPerPod": 1} | role,
         "rollout": {"replicas": rollout, "gpus": gpus if rollout_gpus is None else rollout_gpus} | role,
         "algorithm": {"promptsPerStep": 24 * actor},
     }

@@ -12,6 +12,7 @@ from rl_core.api.job import RLJobSpec
 from rl_core.api.settings import PlacementSpec
 from rl_core.plan.launch import build_launch_plan
 from rl_core.plan.placement import Placement
+from rl_core.plan.slots import device_count, idle_accelerators
 
 ROLES = ("actor", "rollout", "env")
 
@@ -216,6 +217,41 @@ def test_env_on_accelerators_of_others_is_refused():
         PlacementError, match=r"must give env resources of its own.*write ranks that no other group has"
     ):
         plan(spec({"actor": "0-3", "rollout": "4-7", "env": "0"}, **GPUS, env={"gpus": 1}))
+
+
+@settings(max_examples=60, deadline=None)
+@given(replicas=st.integers(1, 3), gpus=st.integers(0, 8), engine=st.sampled_from(["hf", "sglang"]))
+def test_each_accelerator_of_an_actor_has_a_process_unless_the_job_says_how_many_there_are(replicas, gpus, engine):
+    blocks = {"actor": {"replicas": replicas, "gpus": gpus}, "rollout": {"engine": engine, "gpus": 1}}
+    written = spec(**blocks, algorithm={"promptsPerStep": replicas * max(gpus, 1)})
+    assert written.actor.world_size == replicas * max(gpus, 1)
+    found = devices(plan(written))["actor"]
+    assert found == [str(number) for number in range(gpus)] * replicas if gpus else [""] * replicas
+    assert not list(idle_accelerators(written))
+
+
+JUDGE = {"name": "judge", "worker": "rl_core.groups.judge:Judge"}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "words"),
+    [
+        ({"actor": {"gpus": 8, "processesPerPod": 1}}, "actor.processesPerPod must be actor.gpus 8, as a training process uses one accelerator, got 1; remove processesPerPod"),
+        ({"actor": {"gpus": 4, "processesPerPod": 4}}, None),
+        ({"actor": {"processesPerPod": 4}}, None),
+        ({"rollout": {"gpus": 2}}, "rollout.gpus must be 1 with engine hf, which generates on one accelerator, got 2; choose engine sglang, or raise replicas instead"),
+        ({"rollout": {"gpus": 2, "engine": "sglang"}}, None),
+        ({"groups": [JUDGE | {"gpus": 2}]}, "group judge: gpus must be processesPerPod 1, as a process of rl_core.groups.judge:Judge uses one accelerator, got 2; raise processesPerPod or replicas, or lower gpus"),
+        ({"groups": [JUDGE | {"gpus": 2, "processesPerPod": 2}]}, None),
+        ({"groups": [JUDGE | {"gpus": 2, "worker": "own:Judge"}]}, None),
+    ],
+)  # fmt: skip
+def test_accelerators_that_no_process_would_use_are_named_with_the_way_out(blocks, words):
+    assert list(idle_accelerators(spec(**blocks))) == ([words] if words else [])
+
+
+def test_throughput_is_per_device_also_where_an_engine_has_several():
+    assert device_count(spec(**{**GPUS, "rollout": GPUS["rollout"] | {"engine": "sglang"}})) == 4 + 2 * 2
 
 
 def test_range_errors_keep_their_type():

@@ -229,12 +229,14 @@ def test_a_wait_for_rollouts_is_told(begun, phase):
     run, told = Run(Cluster(member(state=MemberState.JOINING))), []
 
     def look():
-        told.extend(run.board.snapshot()["waits"])
+        status = run.board.snapshot()
+        assert status["phase"].lower() == phase
+        told.extend(status["waits"])
         raise Stopped("suspend")
 
     with pytest.raises(Stopped):
         run.members.await_rollouts(3, begun=begun, limit=60.0, at=look)
-    assert [(wait["who"], wait["on"], wait["what"]) for wait in told] == [("runner", "rollout", phase)]
+    assert [(wait["who"], wait["on"], wait["what"]) for wait in told] == [("runner", "rollout", "to serve version 3")]
 
 
 def test_a_join_wakes_the_wait():

@@ -124,9 +124,12 @@ def test_a_message_of_a_program_that_sends_token_ids_has_the_text_of_its_tokens(
     trackers = Trackers([table])
     samples = make(tmp_path, trackers)
     messages = (("user", "", 2), ("assistant", "said", 3))
-    samples.add_step(1, 0, lambda: Answer(StepSamples(samples=(kept(messages=messages, row=0),), log_probs=())))
+    empty = (("user", "2+2=", 4), ("assistant", "", 1))
+    answer = StepSamples(samples=(kept(messages=messages, row=0), kept(messages=empty, row=1)), log_probs=())
+    samples.add_step(1, 0, lambda: Answer(answer))
     samples.close()
-    (sample,) = read(tmp_path)
+    sample, ended_at_once = read(tmp_path)
+    assert ended_at_once["messages"][1]["content"] == ""
     assert [message["content"] for message in sample["messages"]] == [chr(0) + chr(1), "said"]
     trackers.log(1, {})
     assert table.tables[0][2][0].prompt == chr(0) + chr(1)

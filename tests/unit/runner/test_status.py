@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.job import RLJobSpec
 from rl_core.messages.members import DeclaredWait, MemberState
 from rl_core.runner.group_table import GroupState
@@ -53,6 +54,7 @@ def test_a_role_tells_ready_lost_versions_and_lag():
     rollout = next(role for role in status["roles"] if role["name"] == "rollout")
     assert rollout == {"name": "rollout", "desired": 2, "ready": 1, "lost": 1, "versions": {"4": 1}, "lag": 1}
     assert (status["epoch"], status["step"], status["totalSteps"]) == (2, 5, 200)
+    assert status["promptsPerStep"] == AlgorithmSpec().prompts_per_step
 
 
 def test_members_are_told_in_the_words_of_the_protocol_and_in_detail():
@@ -95,6 +97,20 @@ def test_waits_of_members_and_of_the_runner_form_the_graph():
     with told.during(Phase.GENERATING):
         waits = {(wait["who"], wait["on"]) for wait in snapshot(told)["waits"]}
     assert waits == {("rollout:0", "env:0"), ("runner", "rollout")}
+
+
+def test_the_runner_says_what_it_waits_for_where_the_phase_does_not():
+    told = board([])
+
+    def runner():
+        return [(wait["on"], wait["what"]) for wait in snapshot(told)["waits"] if wait["who"] == "runner"]
+
+    with told.during(Phase.STARTING, on="actor", what="its model"):
+        assert runner() == [("actor", "its model")]
+        with told.during(Phase.TRAINING):
+            assert runner() == [("actor", "training")]
+        assert runner() == [("actor", "its model")]
+    assert runner() == []
 
 
 @pytest.mark.parametrize("state", ["suspect", "lost"])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rl_core.api.errors import FrameError, InfrastructureError
-from rl_core.transports import tokens
+from rl_core.transports import direct, tokens
 from rl_core.transports.arrays import HEAD, MAX_BYTES, ArrayCodec
 from rl_core.transports.direct import Connection, Listener, Mailbox
 
@@ -221,3 +221,32 @@ def test_messages_of_another_collection_are_forgotten(pair):
     taken(mailbox, "2 a")
     mailbox.keep("2 ")
     assert mailbox.take("1 a") is None
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.003])
+def test_messages_that_follow_each_other_closely_or_not_arrive_in_order(pair, pause):
+    other, connection, mailbox, own = pair
+
+    def answer():
+        for number in range(200):
+            mailbox.send(own, "back", {"n": taken(mailbox, "there")[0]["n"] + 1})
+            if number % 20 == 0:
+                threading.Event().wait(pause)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    for number in range(200):
+        other.send(connection, "there", {"n": np.array(number)})
+        assert taken(other, "back")[0]["n"] == number + 1
+    thread.join()
+    assert not other.wait(0.0) and not other.wait(0.001)
+
+
+@pytest.mark.parametrize(
+    ("text", "most"), [("max 100000", None), ("50000 100000", 0.5), ("1000000 100000", None), ("?", None)]
+)
+def test_cores_are_those_of_the_container(tmp_path, monkeypatch, text, most):
+    (tmp_path / "cpu.max").write_text(text)
+    monkeypatch.setattr(direct, "CGROUP_CPU", tmp_path / "cpu.max")
+    here = len(os.sched_getaffinity(0))
+    assert direct.cores() == min(here, most or (10 if text.startswith("10") else here))

@@ -163,9 +163,8 @@ def test_the_reason_of_a_failure_and_the_size_of_a_step_are_told(browse, tmp_pat
     folder = make_run(tmp_path / "run")
     browser = browse(folder)
     assert browser.json("runs")[0]["groups"] is None
-    (folder / "status.json").write_text(json.dumps({"phase": "Failed", "failure": {"message": "bad row"}}))
-    (folder / ".rljob").mkdir()
-    (folder / ".rljob/job.json").write_text(json.dumps({"spec": {"algorithm": {"promptsPerStep": 16}}}))
+    status = {"phase": "Failed", "failure": {"message": "bad row"}, "promptsPerStep": 16}
+    (folder / "status.json").write_text(json.dumps(status))
     (run,) = browser.json("runs")
     assert (run["failure"], run["groups"]) == ("bad row", 16)
 

@@ -1,7 +1,9 @@
 """What a group call gives back: values in rank order, failures soon, missing ranks by name; sync and async faces agree."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from concurrent.futures import Future
 
 import pytest
@@ -242,3 +244,26 @@ def test_a_cancelled_call_is_over():
     _, result = make()
     result.cancel()
     assert result.wait_done(0.0)
+
+
+def test_a_call_that_has_ended_is_freed_without_the_garbage_collector():
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        (first, second), result = make(2)
+        first.end(1)
+        second.end(2)
+        assert result.wait() == [1, 2]
+        gone = weakref.ref(result)
+        del result
+        assert gone() is None
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def test_a_call_that_nobody_holds_ends_all_the_same():
+    (only,), result = make(1)
+    del result
+    only.end(1)
+    assert only.future.result().value == 1

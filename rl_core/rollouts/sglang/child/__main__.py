@@ -76,7 +76,7 @@ def _build(source: EngineSettings) -> Any:
             ports.instance_id = source.owner
             return super()._launch_scheduler_processes(args, ports, *more, **named)
 
-    stages.tell("the scheduler is started")
+    stages.tell("the scheduler starts and imports SGLang")
     return Engine(**source.options, port=port, nccl_port=nccl_port)
 
 

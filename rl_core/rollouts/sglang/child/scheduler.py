@@ -28,7 +28,6 @@ def pieces_action(turn: int, turns: int) -> str:
 
 def run(settings: Any, *arguments: Any) -> None:
     """Run SGLang's scheduler with its `ServerArgs` and further arguments. Called in a process of its own."""
-    stages.tell("the scheduler imports SGLang")
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     if settings.device == "cpu" and settings.enable_lora:

@@ -10,10 +10,13 @@ history up to an assistant message is never tokenized again: only what the templ
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_core.api.errors import ConfigError
 from rl_core.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from rl_core.api.job import RLJobSpec
 
 SENTINEL = "\ue000rljob\ue001"
 """Stands for an assistant message in a rendered conversation: characters of private use, which no template changes or strips."""
@@ -27,6 +30,12 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._template = template
         self._stop_texts = {token: tokenizer.decode([token]) for token in sorted(stop_ids)}
+
+    @classmethod
+    def of_job(cls, spec: RLJobSpec, tokenizer: Tokenizer, *, stop_ids: Collection[int]) -> ChatTemplate:
+        """Return the chat template of a job; `stop_ids` end a generation besides the tokenizer's eos token."""
+        ends = {tokenizer.eos_token_id, *stop_ids, *spec.rollout.sampling.stop_token_ids}
+        return cls(tokenizer, ends, template=spec.data.chat_template)
 
     @property
     def present(self) -> bool:
