@@ -1,10 +1,11 @@
 """Steps until the student is within 5 % of the teacher's accuracy: distillation beside GRPO, three seeds. Prints JSON.
 
 Per seed `prepare.py` of examples/arithmetic makes the student and, unspoiled, the teacher. Then `rljob run` trains the student for the same
-number of steps with examples/distillation/job.yaml (2 completions per prompt) and with examples/arithmetic/job.yaml (GRPO, 8 completions
-per prompt), both as they are in the repository apart from seed, steps and validation. `limit` is the teacher's accuracy.
+number of steps with examples/distillation/job.yaml (4 completions per prompt) and with examples/arithmetic/job.yaml (GRPO, 8 completions
+per prompt), both as they are in the repository apart from seed, steps, validation and learning rate, which is the same for both. `limit` is
+the teacher's accuracy.
 
-    python benchmarks/distillation.py [--seeds N] [--steps N] [--every N] [--quick] [--keep DIR]
+    python benchmarks/distillation.py [--seeds N] [--steps N] [--every N] [--learning-rate R] [--quick] [--keep DIR]
 """
 
 import argparse
@@ -28,7 +29,12 @@ SHARE = 0.95
 def train(job: Path, folder: Path, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Run `job` on the models in `folder`; return accuracies by step, and what the steps took."""
     output = folder / f"out-{job.stem}"
-    settings = {"algorithm.seed": seed, "algorithm.steps": options.steps, "validation.everySteps": options.every}
+    settings = {
+        "algorithm.seed": seed,
+        "algorithm.steps": options.steps,
+        "validation.everySteps": options.every,
+        "actor.optimizer.learningRate": options.learning_rate,
+    }
     chosen = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
     command = [RLJOB, "run", str(job), "--output", str(output), "--no-progress", *chosen]
     watched = Watched(command, cwd=folder, env=os.environ, log=folder / f"{job.stem}.txt")
@@ -74,6 +80,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, default=2, help="steps between two validations")
+    parser.add_argument("--learning-rate", type=float, default=3.0e-4)
     parser.add_argument("--quick", action="store_true", help="models of 0.25M parameters")
     parser.add_argument("--keep", type=Path, help="folder for the runs' files; default: a temporary one")
     options = parser.parse_args()

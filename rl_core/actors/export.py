@@ -83,7 +83,7 @@ def staged(target: Path, what: str) -> Iterator[Path]:
     except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
         if isinstance(error, OSError):
-            raise write_failure(what, target, error) from error
+            raise write_failure(what, target, error, way_out="free space") from error
         raise
 
 

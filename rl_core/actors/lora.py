@@ -147,9 +147,10 @@ def _merged(weight: Tensor, down: Tensor | None, up: Tensor | None, scale: float
 
 
 def initialize(slices: Slices, seed: int) -> None:
-    """Set the initial values of the adapters among `slices`, the parts that this rank stores: A uniform in +-1/sqrt(inputs), B zero.
+    """Fill the adapters in `slices`, the parts that this rank stores, with their initial values. Other tensors are left as they are.
 
-    The values depend on `seed` and the parameter's name only, so that they are equal in every parallel layout.
+    A (rank x inputs) is uniform between -1/sqrt(inputs) and 1/sqrt(inputs), and B (outputs x rank) is zero. The values depend only on `seed`
+    and on name and shape of the whole parameter, so that they are equal in every parallel layout.
     """
     for name, parts in slices.items():
         if is_adapter_name(name):
@@ -164,9 +165,9 @@ def initialize(slices: Slices, seed: int) -> None:
 
 
 def whole_adapters(shapes: Mapping[str, Sequence[int]], slices: Slices, ranks: Ranks) -> dict[str, Tensor]:
-    """Return the adapters of `shapes` as whole float32 tensors on each rank; they are small. Collective.
+    """Return each adapter in `shapes` as a whole float32 tensor on every rank. Collective.
 
-    Of the `slices` of all ranks, each element of an adapter must be in exactly one.
+    Each element must be in the `slices` of exactly one rank. This is not checked: elements of several ranks are added up, missing ones are 0.
     """
     flat = torch.zeros(sum(map(math.prod, shapes.values())), device=ranks.device)
     views = _cut(flat, shapes)

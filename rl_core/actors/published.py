@@ -1,4 +1,4 @@
-"""The weights of a trainer as sources for the publisher and the export, with adapters (LoRA) merged into them or beside them."""
+"""Provides the weights of a trainer to the publisher and to the export. Adapters (LoRA) are merged into the weights or given separately."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -35,13 +35,13 @@ class PublishedState(ABC):
     ranks: Ranks
     residency: OffloadManager
     gathering: GatheringPlan
-    """Says which rank sends which parts of the published weights to rank 0."""
+    """The parts of the published weights that each rank sends to rank 0."""
     sync_names: list[tuple[str, str | None]]
     """Names to sync and export in the model's order: (name, the name it is tied to or None). Adapters are not among them."""
 
     @abstractmethod
     def _whole_shapes(self) -> Mapping[str, WholeTensor]:
-        """Return the policy's tensors by Hugging Face name, tied ones once. Equal on all ranks."""
+        """Return shape and type of the model's whole tensors by Hugging Face name, tied ones once. Equal on all ranks."""
 
     @abstractmethod
     def _published_slices(self) -> Slices:
@@ -49,12 +49,12 @@ class PublishedState(ABC):
 
     @abstractmethod
     def _written_adapters(self) -> Slices:
-        """Return the parts of the adapters, float32, that this rank gives. Each element is given by exactly one rank."""
+        """Return the float32 parts of trained tensors, adapters among them, that this rank contributes. Exactly one rank has each element."""
 
     def version_source(self, dtype: str, bucket_bytes: int) -> GatheredSource:
         """Return the present weights as a source for publishing; floating-point weights in `dtype`. Every rank must call its `finish`.
 
-        Adapters are merged into the weights. Collective.
+        Adapters are merged into the weights. Collective. Raises RuntimeError if the weights are offloaded.
         """
         self.residency.require_loaded("gathering the weights")
         slices, adapters = self._published_slices(), self.cfg.model.lora
@@ -64,7 +64,9 @@ class PublishedState(ABC):
     def publish_source(self, bucket_bytes: int, *, needs_base: bool) -> GatheredSource | AdapterSource:
         """Return the present weights as a source for the publisher. Every rank must call its `finish`. Collective.
 
-        With adapters it has base and adapters, or adapters only unless rank 0's publisher `needs_base`.
+        Without LoRA, and where the syncer cannot send adapters, the source has the weights with adapters merged into them. Otherwise it has
+        the adapters, and also the frozen weights if `needs_base` is true on rank 0; that of other ranks does not matter. Raises
+        RuntimeError if the weights are offloaded.
         """
         if not sends_adapters(self.cfg):
             return self.version_source(self.cfg.model.dtype, bucket_bytes)

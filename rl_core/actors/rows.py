@@ -183,8 +183,9 @@ def move_rows(ranks: Ranks, rows: StepRows, destination: Sequence[int]) -> StepR
 
 
 def _ascending(rows: StepRows) -> StepRows:
-    order = sorted(range(len(rows.numbers)), key=rows.numbers.__getitem__)
-    return rows if order == list(range(len(order))) else rows.take(order)
+    if rows.numbers == sorted(rows.numbers):
+        return rows
+    return rows.take(sorted(range(len(rows.numbers)), key=rows.numbers.__getitem__))
 
 
 def _flat(rows: StepRows, order: Sequence[int], names: Sequence[str], dtype: torch.dtype) -> Tensor:

@@ -281,7 +281,7 @@ class StepEngine:
         )
         report.imbalance = plan.imbalance
         mine = move_rows(self._ranks, rows, plan.destination)
-        place = {number: index for index, number in enumerate(mine.numbers)}
+        place = dict(zip(mine.numbers, range(len(mine.numbers)), strict=True))
         for shares in plan.minibatches:
             self._train_minibatch(mine.take([place[number] for number in shares[self._ranks.data_rank]]), report)
             if report.exceeds(self._ranks, ratio=algorithm.max_policy_ratio, kl=algorithm.max_policy_kl):

@@ -24,12 +24,13 @@ Location = tuple[int | str, ...]
 
 
 def suggest(root: type[BaseModel], loc: Location, value: Any = None) -> str:
-    """Return what to do about the unknown field at `loc`, a path of the document, which holds `value`."""
+    """Return the hint for an unknown field of a job, such as `write algorithm.groupSize`. `loc` is its path, and `value` what it holds."""
     name, block, known = str(loc[-1]), loc[:-1], fields_at(root, loc[:-1])
     camel = to_camel(name)
     if camel != name and camel in known:
         return f"write {camel}"
-    if setting := foreign_name(name, ".".join(str(part) for part in block[1:])):
+    path = [str(part) for part in loc[1:]]
+    if setting := foreign_name(name, ".".join(path[:-1])) or foreign_path(path):
         return f"write {setting.ours}" + (f" ({setting.note.rstrip('.')})" if setting.note else "")
     if near := most_similar(camel, known):
         return f"did you mean {near}?"

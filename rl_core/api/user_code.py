@@ -12,11 +12,8 @@ from typing import Any
 
 from rl_core.api.errors import ConfigError, text_of
 
-LIBRARIES = (
-    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    str(Path(__file__).parents[1]),
-    "<",
-)
+RL_CORE = str(Path(__file__).parents[1])
+LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), RL_CORE, "<")
 """Beginnings of the file names of code that is not the user's: Python, installed packages, rl_core."""
 MAX_CAUSE = 2048
 """Largest number of characters of an error in user code that another error quotes."""
@@ -115,15 +112,17 @@ def own_frames(error: BaseException) -> str:
 def describe(error: BaseException) -> str:
     """Return type, text and place of `error`, as `ValueError: no digits (score.py:7 in score)`.
 
-    The place is the last line outside of installed packages: where a library raised, the line that called it.
+    The place is the last line outside of installed packages: where a library raised, the line that called it. An error of rl_core's call
+    itself, such as a wrong number of arguments, has no place.
     """
     message = " ".join(text_of(error, limit=MAX_CAUSE).split())
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if isinstance(error, SyntaxError):
         return text
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
-    if not frames:
-        return text
     own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-    last = (own or frames)[-1]
+    outside = [frame for frame in frames if not frame.filename.startswith(RL_CORE)]
+    if not outside:
+        return text
+    last = (own or outside)[-1]
     return f"{text} ({last.filename.rpartition('/')[2]}:{last.lineno} in {last.name})"

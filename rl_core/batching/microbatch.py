@@ -23,6 +23,8 @@ def plan_microbatches(
     """
     values = np.asarray(lengths, np.int64).reshape(-1)
     _check_lengths(values, token_budget)
+    if agree is None and values.sum() <= token_budget:
+        return [list(range(len(values)))]
     agreed = agree if agree is not None else int
     count = agreed(1 if values.sum() <= token_budget else _best_fit(values, token_budget))
     while True:

@@ -49,13 +49,19 @@ def relative_files(folder: Path) -> Iterator[tuple[str, Path]]:
             yield path.relative_to(folder).as_posix(), path
 
 
-def write_failure(what: str, path: Path, error: OSError) -> InfrastructureError:
-    """Return the exception for a failed write, which names the file, the cause and the free space; StorageFull if there is none left."""
+FEWER = "free space, or lower checkpoint.keep, checkpoint.keepBest or raise checkpoint.everySteps"
+"""The way out of a full disk with checkpoints on it."""
+
+
+def write_failure(what: str, path: Path, error: OSError, *, way_out: str = FEWER) -> InfrastructureError:
+    """Return the exception for a failed write, which names the file, the cause and the free space; StorageFull if there is none left.
+
+    `way_out` is what to do about a full disk.
+    """
     if error.errno not in NO_ROOM:
         return InfrastructureError(f"{what} could not be written to {path}: {error}; check the storage")
     return StorageFull(
-        f"{what} could not be written to {path}: {os.strerror(error.errno or 0)}, {_free_bytes(path)} bytes free;"
-        " free space, or lower checkpoint.keep, checkpoint.keepBest or raise checkpoint.everySteps"
+        f"{what} could not be written to {path}: {os.strerror(error.errno or 0)}, {_free_bytes(path)} bytes free; {way_out}"
     )
 
 

@@ -16,9 +16,12 @@ from rich.progress import Progress as Bar
 
 from rl_core.cli.local_view import FINAL, run_table, wait_table
 from rl_core.cli.validation_metric import ACCURACY, ValidationMetric
+from rl_core.messages.members import DISK_SPACE
 
 WAITING_S = 5.0
 """Seconds without a line after which it is said what the run waits for."""
+SPACE_S = 30.0
+"""Seconds after which a run that waits for disk space says so again."""
 QUIET_WAIT_S = 5.0
 """Seconds after which a wait is shown."""
 LINE_INTERVAL_S = 0.2
@@ -63,6 +66,8 @@ class ProgressDisplay:
         self._phase = ""
         self._refused = ""
         """The last reported reason for which the storage refused a checkpoint."""
+        self._space_reported: float | None = None
+        """Clock at which the wait for disk space was last reported; None = the run does not wait for it."""
         self._passed_over: list[str] = []
         """Damaged checkpoints that were reported."""
         self._deleted = ""
@@ -108,10 +113,14 @@ class ProgressDisplay:
                 self.say(f"the storage is full: {name} is deleted before its time to make room for the next checkpoint")
                 self._deleted = name
         refused = str(checkpoint.get("error") or "")
-        if refused and refused != self._refused and phase not in {*FINAL, "Restarting"}:
+        space = next((wait for wait in status.get("waits") or () if wait["on"] == DISK_SPACE), None)
+        if space is not None:
+            self._tell_space(space, refused)
+        elif refused and refused != self._refused and phase not in {*FINAL, "Restarting"}:
             behind = f"the newest is {checkpoint.get('lag', '?')} steps behind"
             self.say(f"the run goes on, but without a new checkpoint, {behind}: {refused}")
         self._refused = refused
+        self._space_reported = self._space_reported if space is not None else None
         if phase not in {*FINAL, "Restarting"}:
             self._tell_silence(status)
         if self._live is None:
@@ -123,6 +132,16 @@ class ProgressDisplay:
         waits = [wait for wait in status.get("waits", []) if wait["seconds"] >= QUIET_WAIT_S]
         tables = [run_table(status, self._measured), wait_table(status | {"waits": waits})]
         self._live.update(Group(self._bar, *[table for table in tables if table is not None]))
+
+    def _tell_space(self, wait: dict[str, Any], cause: str) -> None:
+        """Report a wait for disk space at once, and again each SPACE_S seconds."""
+        now = self._clock()
+        if self._space_reported is None or now - self._space_reported >= SPACE_S:
+            self._space_reported = now
+            line = (
+                f"{time.strftime('%H:%M:%S')}  no disk space for {wait['what']} since {wait['seconds']:.0f} s: {cause}"
+            )
+            self.say(f"{line}; the write is repeated, and the run goes on by itself when there is space")
 
     def _tell_silence(self, status: dict[str, Any]) -> None:
         """Report each member without heartbeats once, and again when its heartbeats resume or it is replaced."""
@@ -189,16 +208,17 @@ def waiting_line(status: dict[str, Any], seconds: float) -> str:
     now = time.strftime("%H:%M:%S")
     if not status:
         return f"{now}  starting for {seconds:.0f} s: the runner loads its libraries"
-    waits = sorted(status.get("waits") or [], key=lambda wait: -float(wait["seconds"]))
+    waits = sorted(status.get("waits") or [], key=lambda wait: (wait["on"] != DISK_SPACE, -float(wait["seconds"])))
+    waits = waits[: 1 if waits and waits[0]["on"] == DISK_SPACE else 2]  # the others wait for the runner then
     step = status.get("step")  # 0 until a checkpoint is loaded, also of a run that is resumed
     place = status.get("phase", "Starting") + (f", step {step}" if step else "")
-    told = [f"{wait['who']} waits for {wait['on']}: {wait['what']} ({wait['seconds']:.0f} s)" for wait in waits[:2]]
+    lines = [f"{wait['who']} waits for {wait['on']}: {wait['what']} ({wait['seconds']:.0f} s)" for wait in waits]
     ready = ", ".join(f"{role['name']} {role['ready']}/{role['desired']}" for role in status.get("roles", []))
-    return f"{now}  {place}: {'; '.join(told) or f'ready are {ready}'}"
+    return f"{now}  {place}: {'; '.join(lines) or f'ready are {ready}'}"
 
 
 def step_line(metrics: dict[str, Any], total: int, measured: ValidationMetric = ACCURACY) -> str:
-    """Return one readable line of a step's metrics. It tells what was lost so far: dropped groups, samples of a validation, all rewards.
+    """Return one readable line of a step's metrics. It tells what was lost so far: dropped groups, samples of a validation, trackers, all rewards.
 
     The share of successes is left out while it is 0: most simulators report none.
     """
@@ -216,7 +236,8 @@ def step_line(metrics: dict[str, Any], total: int, measured: ValidationMetric = 
             parts.append(f"{name} {metrics[key]:.{digits}f}")
     if metrics.get("reward/missing") and "reward/mean" not in metrics:
         parts.insert(2, "no sample has a reward")
-    for key, name in (("ledger/dropped", "dropped"), ("val/errors", "val errors")):
+    counts = {"ledger/dropped": "dropped", "val/errors": "val errors", "trackers/disabled": "disabled trackers"}
+    for key, name in counts.items():
         if metrics.get(key):
             parts.append(f"{name} {metrics[key]:.0f}")
     if isinstance(metrics.get("time/step"), int | float):

@@ -123,6 +123,11 @@ def render_names() -> str:
         "Generated from rl_core/api/foreign_names.yaml by `make docs`. Fields of a job are below `spec`, in camelCase; a job that uses another",
         "library's name is refused, and the message gives the name used here. What a field means: [reference](reference/rljob.md). Names of",
         "several versions are listed. The keys of verl below `actor_rollout_ref` are written without it.",
+        "",
+        "Reward functions: ours is called as `score(prompts, completions, **columns)` with lists of texts and columns of the data. One of TRL",
+        "needs `prompts` as its first parameter. One of verl takes a single sample, so `compute_score(data_source, solution_str, ground_truth)`",
+        "becomes `[compute_score(s, c, g) for s, c, g in zip(data_source, completions, ground_truth)]`; see",
+        "[writing an environment](writing-an-env.md).",
     ]
     for library in LIBRARIES:
         lines += ["", f"## {library}", "", f"| {library} | here | note |", "| --- | --- | --- |"]

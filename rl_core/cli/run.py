@@ -191,7 +191,8 @@ def report(job: RLJob, folder: Path, code: int) -> int:
     sys.stderr.write(
         f"rljob: {job.metadata.name} ended with {kind} (exit code {code}) at step {read_step(folder)}: {message}\n"
     )
-    again = "" if code == 4 else f"; continue with --output {folder} --resume auto"  # it would meet the same data
+    goes_on = "continue" if (status.get("checkpoint") or {}).get("lastStep") is not None else "begin again at step 0"
+    again = "" if code == 4 else f"; {goes_on} with --output {folder} --resume auto"  # it would meet the same data
     sys.stderr.write(
         f"rljob: look at it with rljob view {shlex.quote(str(folder))}; logs in {folder / 'logs'}{again}\n"
     )
@@ -206,11 +207,10 @@ def success_text(folder: Path, status: dict[str, Any], measured: ValidationMetri
     ]
     if values:
         lines.append(f"validation {measured.name}: {values[0]:.3f} before, {values[-1]:.3f} after")
-    lines += [
-        f"look at it: rljob view {shlex.quote(str(folder))}",
-        f"model: {folder / 'model'}",
-        f"metrics: {folder / 'metrics.jsonl'}",
-    ]
+    lines.append(f"look at it: rljob view {shlex.quote(str(folder))}")
+    if (folder / "model").is_dir():  # a program without an actor trains none
+        lines.append(f"model: {folder / 'model'}")
+    lines.append(f"metrics: {folder / 'metrics.jsonl'}")
     return "\n".join(lines) + "\n"
 
 

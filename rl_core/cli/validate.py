@@ -142,7 +142,7 @@ def memory_report(job: RLJob, device_memory: float | None) -> "CapacityReport":
 
 
 def _check_memory(job: RLJob, device_memory: float | None) -> Iterator[str]:
-    """Yield each group whose processes exceed the memory of an accelerator; nothing where that memory or the model is not known."""
+    """Yield a problem for each group whose processes need more memory than an accelerator has. Yields none if either number is unknown."""
     from rl_core.plan.capacity import admit
 
     path = job.spec.model.path

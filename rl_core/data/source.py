@@ -120,7 +120,10 @@ def _read_jsonl(path: Path) -> Iterator[Row | DataError]:
             try:
                 row = json.loads(line, object_pairs_hook=_object)
             except (ValueError, RecursionError) as error:
-                yield DataError(f"{path}:{number}: a line must be one JSON object, got {error}; correct the line")
+                cause = (
+                    f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+                )
+                yield DataError(f"{path}:{number}: a line must be one JSON object, got {cause}; correct the line")
                 continue
             if isinstance(row, dict):
                 yield row

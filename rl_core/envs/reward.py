@@ -20,6 +20,8 @@ from rl_core.envs.registry import load_reward
 from rl_core.envs.scores import check_rewards
 
 Metadata = Sequence[dict[str, Any] | None]
+PASSED = ("prompts", "completions")
+"""What a reward function gets by position."""
 
 
 class RewardConfig(EnvConfig):
@@ -40,7 +42,8 @@ class RewardEnvironment(EnvironmentInterface):
         self.config = parse_config(RewardConfig, cfg)
         self._function = load_reward(self.config.reward)
         self._parameters, self._takes_any = _named_parameters(self._function)
-        _check_order(self._function, self.config.reward)
+        self._by_position = _first_two(self._function)
+        _check_order(self._by_position, self.config.reward)
         unknown = sorted(set(self.config.arguments) - set(self._parameters))
         if unknown and not self._takes_any:
             raise ConfigError(
@@ -79,6 +82,12 @@ class RewardEnvironment(EnvironmentInterface):
         columns = {name: [(metadata or {}).get(name) for metadata in metadata_batch] for name in names}
         columns["messages"] = [[{"role": m["role"], "content": m["content"]} for m in log] for log in logs]
         columns |= self.config.arguments
+        taken = [name for name in self._by_position if name in columns and name not in PASSED]
+        if taken:
+            raise RolloutDataFailure(
+                f"env.reward: the first two parameters get prompts and completions, got {self.config.reward}({', '.join(self._by_position)}), and "
+                f"{taken[0]} is a column of the data; begin its parameters with prompts, completions"
+            )
         missing = [name for name, required in self._parameters.items() if required and name not in columns]
         if missing:
             raise RolloutDataFailure(
@@ -86,7 +95,7 @@ class RewardEnvironment(EnvironmentInterface):
                 "add it to the data, set it in env.options.arguments or give the parameter a default"
             )
         if self._takes_any:
-            return {name: column for name, column in columns.items() if name not in ("prompts", "completions")}
+            return {name: column for name, column in columns.items() if name not in PASSED}
         return {name: columns[name] for name in self._parameters if name in columns}
 
     def _failure(self, error: Exception) -> RolloutDataFailure:
@@ -97,12 +106,17 @@ class RewardEnvironment(EnvironmentInterface):
         )
 
 
-def _check_order(function: Any, name: str) -> None:
-    """Raise ConfigError for a function with the two first parameters in the wrong order: they are passed by position."""
+def _first_two(function: Any) -> list[str]:
+    """Return the names of the parameters that get prompts and completions by position; empty where Python does not know them."""
     try:
-        first, second = [*inspect.signature(function).parameters, "", ""][:2]
+        return list(inspect.signature(function).parameters)[: len(PASSED)]
     except (TypeError, ValueError):
-        return
+        return []
+
+
+def _check_order(by_position: list[str], name: str) -> None:
+    """Raise ConfigError for a function with the two first parameters in the wrong order: they are passed by position."""
+    first, second = [*by_position, "", ""][:2]
     if first == "completions" or second == "prompts":
         way_out = (
             "reorder its parameters" if {first, second} >= {"prompts", "completions"} else "add the one that is missing"

@@ -155,6 +155,10 @@ class HelloRefused:
     """Epoch of the hub. With the reason older_epoch the process starts over at this epoch."""
 
 
+DISK_SPACE = "disk space"
+"""What a run waits for that must write to a full disk, in the place of a member."""
+
+
 class WaitCause(StrEnum):
     """The cause of a wait, for waits whose cause cannot be found at the member that is waited for."""
 

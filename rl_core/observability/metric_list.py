@@ -269,6 +269,11 @@ METRICS = (
     Metric(
         "failures_total/<group>/<kind>", "failures", "failures of members so far, such as actor/restart or rollout/lost"
     ),
+    Metric(
+        "trackers/disabled",
+        "trackers",
+        "trackers of the job that could not be opened or have raised; the runner's log says why",
+    ),
     Metric("perf/tokens_per_second", "tokens/s", "tokens of the step, prompts included, over its duration"),
     Metric(
         "perf/tokens_per_second_per_device", "tokens/s", "the same per accelerator, or per process where there is none"

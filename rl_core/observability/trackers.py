@@ -1,6 +1,7 @@
 """Trackers of metrics: JSONL and TensorBoard are built in, W&B and MLflow are optional dependencies. TensorBoard and W&B also show samples.
 
-The runner calls them once per step. A tracker that raises is disabled with a warning, and the run goes on.
+The runner calls them once per step. A tracker that raises is disabled with a warning, and the run goes on; `trackers/disabled`
+counts them.
 """
 
 import json
@@ -288,9 +289,10 @@ class MlflowTracker:
 class Trackers:
     """All trackers of a run."""
 
-    def __init__(self, sinks: Iterable[Tracker]) -> None:
-        """Hold `sinks`."""
+    def __init__(self, sinks: Iterable[Tracker], *, disabled: int = 0) -> None:
+        """Hold `sinks`. `disabled` is the number of trackers of the job that are left out."""
         self._sinks = list(sinks)
+        self._disabled = disabled
         self._tables: list[tuple[str, int, list[SampleRow]]] = []
         """Tables that the next call of `log` shows."""
         self._lock = threading.Lock()
@@ -305,6 +307,7 @@ class Trackers:
         Raises ConfigError for a missing package, OSError for a folder that cannot be written.
         """
         sinks: list[Tracker] = [JsonlTracker(output / "metrics.jsonl")]
+        disabled = 0
         for spec in specs:
             try:
                 sinks.append(_open(spec, name=name, output=output))
@@ -312,7 +315,8 @@ class Trackers:
                 raise
             except Exception:
                 logger.warning("tracker %s could not be opened and is disabled", spec.name, exc_info=True)
-        return cls(sinks)
+                disabled += 1
+        return cls(sinks, disabled=disabled)
 
     def _each(self, method: str, *args: Any, to: type = object) -> None:
         for sink in [sink for sink in self._sinks if isinstance(sink, to)]:
@@ -321,6 +325,7 @@ class Trackers:
             except Exception:
                 logger.warning("tracker %s raised in %s and is disabled", type(sink).__name__, method, exc_info=True)
                 self._sinks.remove(sink)
+                self._disabled += 1
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Pass the job to every tracker."""
@@ -332,7 +337,7 @@ class Trackers:
             tables, self._tables = self._tables, []
         for table in tables:
             self._each("log_samples", *table, to=SampleTracker)
-        self._each("log", step, metrics)
+        self._each("log", step, {**metrics, "trackers/disabled": float(self._disabled)} if self._disabled else metrics)
 
     def add_samples(self, split: str, step: int, rows: Sequence[SampleRow]) -> None:
         """Show samples with the next metrics. May be called from any thread."""

@@ -13,10 +13,12 @@ MOST_IN_A_POD = 8
 
 
 def changes_that_fit(job: RLJobSpec, group: str, fits: Callable[[RLJobSpec], bool]) -> str | None:
-    """Return the fewest changes of the group, the cheapest first, with which `fits` holds, as text.
+    """Return, as text, changes to the settings of `group` after which `fits(job)` is true.
 
-    None when no combination is enough, and for groups other than actor and rollout. More devices are asked for only where settings are not
-    enough. None of the changes has an effect on what is trained, except for the order of floating-point sums.
+    Changes of settings alone are tried before more devices. Among those that fit the shortest combination is returned, and among
+    combinations of the same length the one whose changes come first in the list of the group. `job` itself must not fit: at least one change
+    is made. Returns None if no combination fits, and for groups other than actor and rollout. Changes of the actor have no effect on what is
+    trained, except for the order of floating-point sums.
     """
     settings, devices = {
         ACTOR: (list(_settings(job)), list(_more_processes(job))),

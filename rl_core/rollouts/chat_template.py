@@ -51,8 +51,9 @@ class ChatTemplate:
     ) -> list[int] | None:
         """Return the ids that follow the sampled tokens of `messages[count - 1]`, an assistant message, in the conversation.
 
-        They are the rest of the message's turn without the end-of-turn token `last` if that was the last sampled token, then the
-        messages after it and the generation prompt. None if they cannot be found, because the template does not write the message.
+        They are the rest of the message's turn, then the messages after it and the generation prompt. `last` is the last sampled id, -1 if
+        nothing was sampled. If `last` ends a generation and the template writes it at this place, it is not returned again. Returns None if
+        the template refuses the messages or does not write the content of the assistant message.
         """
         message = messages[count - 1]
         tail = (

@@ -268,11 +268,14 @@ class AsyncRolloutImpl:
             release(episode.key)
 
     def _observation_ids(self, episode: Episode, observation: Mapping[str, str], room: int, *, ends: bool) -> Tensor:
-        """Return the token ids [n] int64 of an observation. Only the head of a very long one is tokenized: more than `room` tokens.
+        """Return the token ids [n] int64 of an observation. There may be more than `room` of them; the caller cuts the rest off.
 
-        In a conversation that goes on, an observation is a message: its tokens are all that the chat template writes between what the
-        model said and what it says next. With the role `environment`, and outside of conversations, they are the text alone. `ends` says
-        that the episode is over.
+        In a conversation that goes on, an observation is a message. Its tokens are all that the chat template writes between the model's last
+        message and its next one. The text alone is tokenized if the role is `environment`, if the sample is not a conversation, if there is
+        no chat template, or if the episode is over (`ends`). The result is empty if `room` is not positive. Of a very long text only a
+        beginning is tokenized, which has more than `room` tokens.
+
+        Raises RolloutConfigError if the chat template does not render the message.
         """
         if room <= 0:
             return torch.zeros(0, dtype=torch.int64)

@@ -273,9 +273,9 @@ class Saving:
             return
         until = self._clock() + self._applied.spec.runtime.deadlines.degraded
         try:
-            self.with_retries(self.save, until)
+            self.with_retries(self.save, until, what="the last checkpoint")
         finally:
-            self.with_retries(self._export, until)
+            self.with_retries(self._export, until, what="the exported model")
 
     def _set_aside_violating_steps(self) -> None:
         """Set aside the checkpoints from the first violating step on, so that a resume starts before it."""
@@ -293,14 +293,24 @@ class Saving:
         except WorkerErrors as errors:
             raise merge_errors(errors) from errors
 
-    def with_retries(self, write: Callable[[], None], until: float | None = None) -> None:
+    def with_retries(
+        self, write: Callable[[], None], until: float | None = None, *, what: str = "the ledger of trained groups"
+    ) -> None:
         """Call `write`, which the run needs in order to continue or to end, and repeat it while the storage is full.
+
+        `what` is written; `/status` shows that it waits for disk space.
 
         Gives up at clock time `until` (seconds; None means deadlines.degraded from now) or when a stop is requested, with a ConfigError: it
         is not an infrastructure failure, because a restart would train the same steps again and find the same full storage. A stop that
         keeps the run resumable raises StorageFull instead.
         """
         until = self._clock() + self._applied.spec.runtime.deadlines.degraded if until is None else until
+        try:
+            self._repeat(write, until, what)
+        finally:
+            self._board.wait_for_space(None)
+
+    def _repeat(self, write: Callable[[], None], until: float, what: str) -> None:
         while True:
             try:
                 write()
@@ -310,7 +320,14 @@ class Saving:
                 if self._stops.kind not in (None, StopKind.FINISH):
                     raise
                 if self._stops.stop_requested or left <= 0:
-                    raise ConfigError(f"{error}; then resume the run from its last checkpoint") from error
+                    saved = self.checkpoints.last_step
+                    way_out = (
+                        "begin the run again, which has no checkpoint"
+                        if saved is None
+                        else f"resume the run from step {saved}"
+                    )
+                    raise ConfigError(f"{error}; then {way_out}") from error
+                self._board.wait_for_space(what)
                 self._report_refusal(error, f"what was trained waits in memory for disk space, {left:.0f} s more")
             with self._board.during(Phase.CHECKPOINTING):
                 self._stops.wait_for_stop_request(min(self._room_pause, left))

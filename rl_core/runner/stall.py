@@ -19,7 +19,7 @@ REASON_BY_CAUSE = {WaitCause.CHANNEL_FULL: "ChannelFull", WaitCause.WEIGHTS: "Wa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
-    """One edge of the waits-for graph: member `who` waits for `on`, the name of a member, a worker group or a channel."""
+    """One edge of the waits-for graph: member `who` waits for `on`, the name of a member, a worker group or a channel, or DISK_SPACE."""
 
     who: str
     on: str

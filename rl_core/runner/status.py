@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_core.api.job import RLJobSpec
 from rl_core.channel import ChannelStats
+from rl_core.messages.members import DISK_SPACE
 from rl_core.plan.groups import ACTOR, ROLLOUT, Group
 from rl_core.runner.history import now_text
 from rl_core.runner.roster import LEAVING, PRESENT, Missing, Roster
@@ -98,6 +99,8 @@ class StatusBoard:
             "streaks": {},
         }
         self._channels: list[dict[str, Any]] = []
+        self._unwritten: tuple[str, float] | None = None
+        """What waits for disk space, and since when, by time.monotonic()."""
 
     def adopt(self, spec: RLJobSpec, generation: int) -> None:
         """Follow a changed spec, which is that of `generation` of the job."""
@@ -140,6 +143,14 @@ class StatusBoard:
         """Return the value of one fact."""
         with self._lock:
             return self._facts[name]
+
+    def wait_for_space(self, what: str | None) -> None:
+        """Show that the run waits for disk space to write `what`, until this is called with None."""
+        with self._lock:
+            if what is None:
+                self._unwritten = None
+            elif self._unwritten is None or self._unwritten[0] != what:
+                self._unwritten = what, time.monotonic()
 
     def count_failure(self, role: str, kind: str) -> None:
         """Count a failure as `failures_total{role,kind}`."""
@@ -282,6 +293,9 @@ class StatusBoard:
             seconds = time.monotonic() - self._phase_since
             what = self._what or self._phase.value.lower()
             edges.append(Wait(who="runner", on=self._on, what=what, since_seconds=seconds))
+        if (unwritten := self._unwritten) is not None:
+            seconds = time.monotonic() - unwritten[1]
+            edges.append(Wait(who="runner", on=DISK_SPACE, what=unwritten[0], since_seconds=seconds))
         return edges
 
 

@@ -51,6 +51,8 @@ class StepState:
     """Entries of the admitted groups by group id."""
     filtered: int = 0
     """Groups without differing rewards, under dynamic sampling."""
+    filtered_rewards: list[float] = field(default_factory=list)
+    """The rewards of these groups, without those of masked samples."""
     surplus: int = 0
     """Finished groups that arrived when the step was complete."""
     stale: int = 0

@@ -10,6 +10,7 @@ the run are stored until the dispatcher takes them.
 import heapq
 import itertools
 import logging
+import math
 from dataclasses import dataclass, field
 
 from rl_core.api.algorithm import AlgorithmSpec
@@ -194,6 +195,7 @@ class TrainingAccount:
             self._requeue(group, "stale", versions)
         elif self._algorithm.dynamic_sampling.enabled and not entry.informative:
             state.filtered += 1
+            state.filtered_rewards += [reward for reward in entry.rewards if math.isfinite(reward)]
             self.ledger.discard([entry.group_id], "filtered")
             self._moves.moves.append((entry.token, None))
             verdict = GroupVerdict.REFUSE
@@ -382,11 +384,13 @@ class TrainingAccount:
             return
         allowed = rounds * self._algorithm.prompts_per_step
         if state.target + state.filtered > allowed:
+            seen = state.filtered_rewards
+            between = f", which were between {min(seen):g} and {max(seen):g}" if seen else ""
             self._fail(
                 SamplingExhausted(
                     f"algorithm.maxGenerationBatches allows {rounds} rounds of {self._algorithm.prompts_per_step} groups, got "
                     f"{len(state.admitted)} of {state.target} informative groups in step {state.step} ({state.filtered} without differing "
-                    "rewards); raise it, or make the task easier or harder"
+                    f"rewards{between}); raise it, or make the task easier or harder"
                 )
             )
 

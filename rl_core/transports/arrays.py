@@ -59,7 +59,7 @@ class ArrayCodec:
                 layout = self._remember(packed)
             arrays = {}
             for name, dtype, shape, size in layout:
-                arrays[name] = np.frombuffer(body, dtype, size, begin).reshape(shape)
+                arrays[name] = np.ndarray(shape, dtype, body, begin)
                 begin += size * dtype.itemsize
         except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
             raise FrameError(f"a message of arrays is malformed: {error}") from error

@@ -30,6 +30,8 @@ SEND_SECONDS = 60
 SLICE = 0.05
 """Seconds after which a wait looks whether it was cancelled or is over."""
 BUFFER_BYTES, READ_BYTES = 2**20, 2**16
+CROWDED_SECONDS, YIELDED_SECONDS = 0.05, 0.001
+"""How long waits sleep after another process wanted the core of one that did not: it ran for longer than YIELDED_SECONDS in between."""
 BUSY_SECONDS = 0.001
 """Longest time for which a wait keeps its core busy. To wake a thread that sleeps takes about 0.05 ms, mostly at the cost of the sender."""
 CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
@@ -202,7 +204,9 @@ class Mailbox:
         self._poll = select.poll()
         self._has_cores = cores() > 1
         self._busy = False
-        """Whether the next wait keeps its core busy: the last one was short."""
+        """Whether the next wait polls before it sleeps. It does when the last wait was short."""
+        self._crowded_until = 0.0
+        """Monotonic time until which all waits sleep."""
         self._connections: dict[int, Connection] = {}
         self._arrived: defaultdict[str, deque[tuple[Message, Connection]]] = defaultdict(deque)
         if listener is not None:
@@ -263,14 +267,21 @@ class Mailbox:
         return bool(events)
 
     def _events(self, seconds: float) -> list[tuple[int, int]]:
-        """Return the first events of `seconds`. Where messages follow each other closely the thread does not sleep, but lets others run."""
-        begun = time.monotonic()
-        busy = min(seconds, BUSY_SECONDS) if self._busy else 0.0
-        while not (events := self._poll.poll(0)) and time.monotonic() - begun < busy:
+        """Wait at most `seconds` for events; return pairs of file descriptor and event mask, none if nothing happened.
+
+        If the last wait was short, the thread polls for at most BUSY_SECONDS and lets other threads run in between, before it sleeps.
+        """
+        begun = now = time.monotonic()
+        busy = min(seconds, BUSY_SECONDS) if self._busy and begun > self._crowded_until else 0.0
+        while not (events := self._poll.poll(0)) and now - begun < busy:
             os.sched_yield()
+            before, now = now, time.monotonic()
+            if now - before > YIELDED_SECONDS:
+                self._crowded_until = now + CROWDED_SECONDS
+                break
         if events or not seconds:
             return events
-        events = self._poll.poll(1000 * (seconds - busy))
+        events = self._poll.poll(1000 * max(seconds - (now - begun), 0.0))
         self._busy = self._has_cores and bool(events) and time.monotonic() - begun < BUSY_SECONDS
         return events
 

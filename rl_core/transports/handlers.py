@@ -56,7 +56,8 @@ class Requests(Protocol):
 class HandlerThreads:
     """At most `most` daemon threads, started when they are needed, that start functions in the order of `submit`.
 
-    With `requests` a thread without work receives the requests itself, which submit the work: they then need no change of threads.
+    With `requests` a thread without work receives the requests itself, which submit the work: those that come one by one then need no change
+    of threads.
     """
 
     def __init__(self, most: int, name: str, requests: Requests | None = None) -> None:
@@ -105,13 +106,18 @@ class HandlerThreads:
         if self._requests is not None:
             self._requests.wake_reader()
 
-    def _next(self) -> Callable[[], None] | None:
-        if self._requests is not None and self._queue.empty():
-            self._requests.read_until(lambda: not self._queue.empty())
-        return self._queue.get()
-
     def _run(self) -> None:
-        while (work := self._next()) is not None:
+        burst = 0  # functions that this thread has run without waiting
+        while True:
+            if self._queue.empty():
+                # after several at once the I/O thread receives the next ones, more of them at a time, while this thread runs the first
+                if self._requests is not None and burst < 2:
+                    self._requests.read_until(lambda: not self._queue.empty())
+                burst = 0
+            work = self._queue.get()
+            if work is None:
+                return
+            burst += 1
             try:
                 work()
             except Exception:
@@ -154,9 +160,10 @@ class HandlerRunner:
         self._start(following)
 
     def limit(self, most: int) -> None:
-        """Bound functions that are submitted from now on, and all coroutines, to `most` at a time.
+        """Let at most `most` functions, and at most `most` coroutine functions, run at a time. `most` must be positive.
 
-        Functions that were submitted before keep their bound and run beside them. Coroutines that run are not interrupted.
+        Functions that were submitted before keep their old limit, so that more than `most` may run for a while. Coroutines that already run
+        go on. Awaitables that plain functions return are not limited.
         """
         with self._lock:
             self.threads.close()

@@ -2,15 +2,23 @@
 
 import concurrent.futures
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-from rl_core.transports.waiting_reader import WaitingReader
+
+class Reader(Protocol):
+    """Receives replies on a thread that waits for them. Implemented by `rpc_connection.Connection`."""
+
+    def read_until(self, done: Callable[[], bool], seconds: float | None) -> bool:
+        """Receive until `done()`, at most for `seconds`; return False at once when this thread is not to receive."""
+
+    def wake_reader(self) -> None:
+        """Let the thread in `read_until` look at `done()` again."""
 
 
 class CallFuture(concurrent.futures.Future[Any]):
     """A request and the future of its reply. Only its connection may use the fields below, under the lock of the connection.
 
-    `result()` may be called on any thread but the I/O thread. It reads the connection on the thread that waits, where no other thread does.
+    `result()` may be called on any thread but the I/O thread. It may read the connection on the thread that waits.
     Callbacks run on the thread that reads, which is the I/O thread otherwise. `cancel()` also cancels the handler on the server.
     """
 
@@ -26,7 +34,7 @@ class CallFuture(concurrent.futures.Future[Any]):
         waits: bool,
         convert: Callable[[Any], Any] | None,
         on_cancel: "Callable[[CallFuture], None]",
-        reader: WaitingReader,
+        reader: Reader,
     ) -> None:
         super().__init__()
         self.id, self.method, self.parts = number, method, parts
@@ -52,7 +60,7 @@ class CallFuture(concurrent.futures.Future[Any]):
     def read_until_done(self, seconds: float | None) -> bool:
         """Read the connection on this thread until the call has ended or `seconds` have passed (None: no limit).
 
-        Returns False at once when another thread does so.
+        Returns False at once when another thread does so or several calls are in flight.
         """
         if self.done():
             return True
@@ -83,7 +91,7 @@ class CallFuture(concurrent.futures.Future[Any]):
 
     def _wake(self) -> None:
         if self._reads:
-            self._reader.wake()
+            self._reader.wake_reader()
 
     def _ends(self) -> bool:
         """Return whether a caller waits for the outcome. True once only: a callback of another call may close the client."""

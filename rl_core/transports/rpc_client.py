@@ -163,7 +163,7 @@ class RpcClient:
             waits=waits,
             convert=convert,
             on_cancel=connection.abandon,
-            reader=connection.reader,
+            reader=connection,
         )
         connection.submit(call)
         return call

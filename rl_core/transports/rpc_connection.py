@@ -84,7 +84,7 @@ class Connection:
         self._reading = False
         """Whether a thread is yet to find the socket empty."""
         self._reading_thread: int | None = None
-        """The thread that takes messages from the socket. They are handled one after the other, in their order."""
+        """Id of the thread that receives and handles messages at present; None if none does. Only one may, so that messages keep their order."""
         self._state = _State.WAITING
         self._server: Caller | None = None
         self._instance: bytes | None = None
@@ -134,6 +134,18 @@ class Connection:
         if closed:
             call.fail(self._closed(call))
 
+    def read_until(self, done: Callable[[], bool], seconds: float | None) -> bool:
+        """Receive replies on this thread until `done()` is true or `seconds` have passed (None: no limit); see `WaitingReader`.
+
+        Returns False at once when another thread reads, and when several calls are in flight: the I/O thread, which is not part of their
+        exchange, then receives more of their replies at a time.
+        """
+        return self._credit_calls <= 1 and self._reader.read_until(done, seconds)
+
+    def wake_reader(self) -> None:
+        """Let the thread in `read_until` look at its condition again."""
+        self._reader.wake()
+
     def abandon(self, call: CallFuture) -> None:
         """Drop `call`. The server is asked to cancel it, or to undo its effect when it has replied to a call that nobody waits for."""
         self._abandoned.append(call)
@@ -178,7 +190,7 @@ class Connection:
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._io.register(self._monitor, self._watch)
         self._io.register(self._socket, self._read_all)
-        self.reader = WaitingReader(
+        self._reader = WaitingReader(
             self._io, self._socket, self._read_all, closed=lambda: self._state is _State.CLOSED, lock=self._lock
         )
         self._socket.connect(self.address)

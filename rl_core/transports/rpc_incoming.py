@@ -57,7 +57,7 @@ class IncomingCall:
         self.came = 0.0
         """When it was given to a handler, on the clock of the I/O thread."""
         self.confirmed = False
-        """Whether its caller was told that it was received."""
+        """Whether a confirmation that the call was received was sent to its caller."""
         self.cancelled = False
         self.on_cancel: Callable[[], None] | None = None
         """Run on the I/O thread when the caller gives up or is gone."""

@@ -31,9 +31,9 @@ class WaitingReader:
         closed: Callable[[], bool],
         lock: "threading.RLock",
     ) -> None:
-        """Read `socket` by `read()`, which must go on until it finds the socket empty or leave the rest to the I/O thread.
+        """Read `socket` by `read()`, which must receive all messages that wait, or have the I/O thread receive the rest.
 
-        `lock` guards the end of the socket: it is unregistered under this lock, after which `closed()` is true.
+        The socket must be unregistered while `lock` is held, and `closed()` must be true from then on.
         """
         self._io, self._number, self._read = io, descriptor(socket), read
         self._closed, self._lock = closed, lock
@@ -49,8 +49,9 @@ class WaitingReader:
     def read_until(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
         """Read until `done()` is true, the socket is closed or `seconds` have passed (None: no limit).
 
-        Whoever makes `done()` true or closes the socket on another thread must call `wake` then. Returns False at once, without reading, when
-        another thread reads or the socket is closed.
+        Another thread that has made `done()` true, or has closed the socket, must call `wake` afterwards. Returns True if this thread has read,
+        also if the time passed or the socket was closed meanwhile: look at `done()` afterwards. Returns False at once, without reading, if
+        another thread reads or the socket is already closed.
         """
         if not self._taken.acquire(blocking=False):
             return False

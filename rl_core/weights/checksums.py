@@ -42,6 +42,18 @@ def copy_bytes(destination: np.ndarray, source: np.ndarray, *, offset: int = 0) 
     return _with_tail(sums, tail, offset + words.size)
 
 
+def copy_and_read_back(destination: np.ndarray, source: np.ndarray, *, offset: int = 0) -> Checksum:
+    """Copy `source` to `destination` as `copy_bytes` does, and return the checksum of `destination`.
+
+    Each block of the destination is read right after it was written, while the processor has it in its cache.
+    """
+    words, tail = _split(source)
+    copy = _words(destination[: words.nbytes])
+    sums = _kernels_for(words)[2](copy, words, np.uint64(offset))
+    destination[words.nbytes :] = tail
+    return _with_tail(sums, destination[words.nbytes :], offset + words.size)
+
+
 def add(first: Checksum, second: Checksum) -> Checksum:
     """Return the checksum of a tensor from the checksums of two disjoint parts of it."""
     return (first[0] + second[0]) & _MASK, (first[1] + second[1]) & _MASK
@@ -52,9 +64,9 @@ def subtract(first: Checksum, second: Checksum) -> Checksum:
     return (first[0] - second[0]) & _MASK, (first[1] - second[1]) & _MASK
 
 
-def _kernels_for(words: np.ndarray) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return (sum, copy and sum): the compiled kernels if `should_compile`, else the numpy functions."""
-    return kernels() if should_compile(words.nbytes) else (_sum_numpy, _copy_numpy)
+def _kernels_for(words: np.ndarray) -> tuple[Callable[..., Any], ...]:
+    """Return what `kernels` does: the compiled functions if `should_compile`, else those of numpy."""
+    return kernels() if should_compile(words.nbytes) else NUMPY
 
 
 def should_compile(nbytes: int) -> bool:
@@ -90,14 +102,14 @@ def has_large_tensor(shapes: Iterable[Sequence[int]]) -> bool:
 
 
 @functools.cache
-def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the functions (sum, copy and sum) for uint32 arrays: compiled if numba is installed, else numpy."""
+def kernels() -> tuple[Callable[..., Any], ...]:
+    """Return the functions (sum, copy and sum, copy and read back) for uint32 arrays: compiled if numba is installed, else numpy."""
     try:
-        from rl_core.weights.kernels import make_copy, make_sum
+        from rl_core.weights.kernels import make_copy, make_copy_read_back, make_sum
     except ImportError:
         logger.warning("numba is not installed; weight checksums use numpy, about 7 times slower")
-        return _sum_numpy, _copy_numpy
-    return make_sum(), make_copy()
+        return NUMPY
+    return make_sum(), make_copy(), make_copy_read_back()
 
 
 _POSITIONS = np.arange(1, BLOCK + 1, dtype=np.uint64)
@@ -116,3 +128,7 @@ def _sum_numpy(words: np.ndarray, offset: np.uint64) -> Checksum:
 def _copy_numpy(destination: np.ndarray, words: np.ndarray, offset: np.uint64) -> Checksum:
     np.copyto(destination, words)
     return _sum_numpy(destination, offset)
+
+
+NUMPY = (_sum_numpy, _copy_numpy, _copy_numpy)
+"""The functions of `kernels` without numba."""

@@ -135,7 +135,7 @@ def kill_with_environment(*settings: str, seconds: float = KILL_SECONDS) -> None
         for pid in pids:
             kill(pid, signal.SIGKILL)
         clean = 0 if pids else clean + 1
-        if time.monotonic() >= deadline:
+        if pids and time.monotonic() >= deadline:
             logger.warning("processes %s with %s are killed and still there", pids, ", ".join(settings))
             return
         time.sleep(_LOOK_PAUSE)

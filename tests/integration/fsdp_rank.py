@@ -253,12 +253,16 @@ class Rank:
 def run_scenario(scenario: dict, rank: int, world_size: int) -> dict:
     """Run the verbs of one scenario on this rank; return what it saw.
 
-    `slow_disk` of the scenario: (a rank, by how many seconds later than the others it opens the files of a model and of a checkpoint).
+    `slow_disk` of the scenario: (a rank, by how many seconds later than the others it opens the first file of a model and of a checkpoint).
     """
     slow, seconds = scenario.get("slow_disk", (None, 0))
     for module in (hf, tensors) if rank == slow else ():
         opened = module.safe_open
-        module.safe_open = lambda *args, opened=opened, **kwargs: (time.sleep(seconds), opened(*args, **kwargs))[1]
+        late = [seconds]
+        module.safe_open = lambda *args, opened=opened, late=late, **kwargs: (
+            time.sleep(late.pop() if late else 0),
+            opened(*args, **kwargs),
+        )[1]
     actor = Rank(scenario["spec"], scenario["groups"], rank, world_size)
     try:
         for verb, *arguments in scenario["verbs"]:

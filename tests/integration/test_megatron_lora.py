@@ -160,6 +160,8 @@ def test_logits_and_gradients_are_those_of_the_written_formula(family, tmp_path)
             position_ids=batch.rows.position_ids,
             attention_mask=None,
             packed_seq_params=PackedSequenceParams.of(batch),
+            tokens=ids.numel(),
+            sent=ids.numel(),
         )
     got, expected = hidden[:, 0] @ module.output_weight.t(), functional_call(theirs, merged, (ids,)).logits[0]
     assert torch.allclose(got, expected, rtol=0, atol=1e-6)

@@ -5,9 +5,9 @@ import pytest
 from tests.actor_samples import make_model, make_spec
 from tests.integration.fsdp_harness import run_ranks, scenario
 
-COLLECTIVE = 1.5
-LATER = 3.0
-"""Seconds by which rank 1 opens each file later."""
+COLLECTIVE = 5.0
+LATER = 7.0
+"""Seconds by which rank 1 opens the first file later."""
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,7 @@ class TestCaller:
     def test_a_call_that_ends_on_another_thread_ends_for_the_thread_that_reads(self, client, service, end, error):
         call = client.call_future("block", timeout=2.0 if error is DeadlineExceeded else 60)
         assert service.started.wait(60)
-        reader = client._connection.reader
+        reader = client._connection._reader
 
         def later():
             wait_for(lambda: reader._thread is not None)
@@ -106,7 +106,7 @@ class TestCaller:
         assert service.started.wait(60)
         with ThreadPoolExecutor(2) as pool:
             waiting = pool.submit(first.result)
-            wait_for(lambda: client._connection.reader._thread is not None)
+            wait_for(lambda: client._connection._reader._thread is not None)
             assert [client.call_sync("add", number, 1, timeout=60) for number in range(100)] == list(range(1, 101))
             service.release.set()
             assert waiting.result(60) == 1
@@ -176,7 +176,7 @@ class TestWorker:
         assert worker.server.counters["malformed"] == worker.server.counters["duplicates"] == 0
 
     def test_a_connection_that_is_cut_again_and_again_loses_and_doubles_no_call(self, worker):
-        """Both ends read on the threads that wait. What may have run without an answer is told as lost, and did not run twice."""
+        """Both ends read on the threads that wait. A call that may have run without an answer fails as lost, and did not run twice."""
         cable = Cable(split_address(worker.server.address)[1])
         client, answered, lost = RpcClient(cable.address), [], []
         stop = threading.Event()

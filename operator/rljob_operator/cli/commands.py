@@ -69,15 +69,15 @@ def resume(name: JobName, namespace: Namespace = None, context: Context = None) 
 
 
 def checkpoint(name: JobName, namespace: Namespace = None, context: Context = None) -> None:
-    """Show the newest and the best checkpoint of a job."""
+    """Show the newest and the best checkpoint of a job on a cluster."""
 
     def command() -> int:
         from rljob_operator.cli import jobs
         from rljob_operator.cli.connection import Connection
 
-        found = (jobs.read(Connection.open(Here(namespace=namespace, context=context)), name).get("status") or {}).get(
-            "checkpoint"
-        )
+        job_name = _job_name(name, "its checkpoints are the folders checkpoints/step-* in it")
+        job = jobs.read(Connection.open(Here(namespace=namespace, context=context)), job_name)
+        found = (job.get("status") or {}).get("checkpoint")
         if not found:
             sys.stdout.write(f"{name}: no checkpoint yet\n")
             return 0

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA) beside megatron-core's linear layers.
 
-megatron-core has no adapters. One of its linear layers takes the place of one, two or three layers of a Hugging Face model; each of these
-has an adapter of its own, so that names and shapes are those of `peft`. Under tensor parallelism the layers that are divided by their
-outputs have a whole A on each rank and their rows of B, those that are divided by their inputs their columns of A and a whole B.
+megatron-core has no adapters. One of its linear layers holds one, two or three layers of a Hugging Face model. Each of these that
+`LoraSpec` selects gets its own adapter, with the names and shapes of `peft`. If tensor parallelism divides a layer's outputs, each rank has
+the whole A and its own rows of B. If it divides the inputs, each rank has its own columns of A and the whole B.
 
 Legend: L tokens, R rank of an adapter, I and O inputs and outputs of a layer on this tensor-parallel rank.
 """
@@ -25,7 +25,7 @@ from rl_core.api.lora import LoraSpec
 
 @dataclass(frozen=True, slots=True)
 class _Fused:
-    """The Hugging Face layers that one of megatron's consists of."""
+    """Says which Hugging Face layers a linear layer of megatron-core holds, and in which order their outputs follow each other."""
 
     targets: tuple[str, ...]
     widths: tuple[int, ...]
@@ -165,7 +165,7 @@ class _AddedInPlace(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of output, hidden and weights for that of the result, [L, 1, O]."""
+        """Return the gradients of `output`, `hidden` and `weights`, given the gradient [L, 1, O] of the result."""
         hidden, *weights = ctx.saved_tensors
         runs = grad.unflatten(-1, (ctx.groups, -1))
         of_hidden, of_weights = [], []

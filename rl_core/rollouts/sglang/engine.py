@@ -283,7 +283,8 @@ class SGLangEngine:
         logger.error("the engine does not come back: %s", error)
         self._failure = error
         self._ready.set()
-        self._back(error)
+        if not self._closed.is_set():  # afterwards nobody waits for another engine, and the worker ends in its own way
+            self._back(error)
 
     def _serve(self, process: EngineProcess) -> str:
         """Handle the child's messages until it is gone, it hangs, or `close` is called; return the reason."""

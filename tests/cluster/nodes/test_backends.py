@@ -8,6 +8,7 @@ from tests.cluster.jobs_on_nodes import SHARED, SPREAD, Job, ended, small
 from tests.e2e.harness import assert_trained_once
 
 MINUTES = 60.0
+LORA = {"rank": 4, "alpha": 8}
 GROUPS = 8
 """Of a step, in jobs that `small` makes."""
 ENGINES = {
@@ -62,12 +63,12 @@ def test_a_megatron_layer_cut_over_two_nodes_survives_the_kill_of_a_pod_and_trai
     assert lines[-1]["weights/content_check_passed_total"] > 0
 
 
-def test_sglang_trains_to_its_end_beside_the_actor_in_its_pod_and_in_a_pod_of_its_own(
+def test_sglang_gets_adapters_beside_the_actor_in_its_pod_and_in_a_pod_of_its_own(
     shared: Path, submit: Callable[[dict], Job]
 ) -> None:
-    """A hybrid job: rollout 0 is a second container of the actor's pod and takes turns with it, rollout 1 has a pod."""
+    """A hybrid job with LoRA: rollout 0 is a second container of the actor's pod and takes turns with it, rollout 1 has a pod."""
     steps = 4
-    job = submit(tiny("engine", steps=steps, placement={"mode": "hybrid"}, **ENGINES))
+    job = submit(tiny("engine", steps=steps, placement={"mode": "hybrid"}, model__lora=LORA, **ENGINES))
     both_are_ready(job)
     pods = {name: [one["name"] for one in pod["spec"]["containers"]] for name, pod in job.pods().items()}
     assert pods == {"engine-actor-0": ["actor", "rollout"], "engine-env-0": ["env"], "engine-rollout-1": ["rollout"]}

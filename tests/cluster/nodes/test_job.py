@@ -90,6 +90,21 @@ class TestFinished:
             time.sleep(0.5)
 
 
+def test_the_example_learns_with_adapters(operator: Access, training: str, finished: Job) -> None:
+    """The weights of the model are frozen, and adapters (LoRA) are trained, checkpointed and sent to the rollouts."""
+    _, manifest = example()
+    manifest["metadata"]["name"] = "adapters"
+    manifest["spec"]["model"]["lora"] = {"rank": 8, "alpha": 16}
+    manifest["spec"]["actor"]["optimizer"]["learningRate"] = 1.0e-3
+    manifest["spec"]["algorithm"]["steps"] = STEPS
+    job = Job(operator, training, "adapters")
+    job.apply(manifest)
+    status = job.wait("the end", lambda status: status.get("phase") in ("Succeeded", "Failed"), seconds=20 * MINUTES)
+    assert (status["phase"], status["step"]) == ("Succeeded", STEPS), job.condition("Failed")
+    assert status["reward"] > 0.7
+    job.delete()
+
+
 def rljob(job: Job, *words: str) -> tuple[list[str], dict[str, str]]:
     """Return the command line of `rljob WORDS` on a job, and its environment."""
     command = [sys.executable, "-m", "rl_core.cli.main", *words, "-n", job.namespace]

@@ -1,13 +1,12 @@
-"""Adapters: gradients of the written formula, frozen weights, merged weights, checkpoints, and the base as the reference policy."""
+"""Adapters: gradients as of peft, frozen weights, merged weights, checkpoints, and the base as the reference policy."""
 
-import importlib
 import json
 import shutil
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from rl_core.actors import hf, lora
@@ -59,7 +58,7 @@ def saved_merged(actor, folder):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_logits_and_gradients_are_those_of_the_written_formula(family, tmp_path):
+def test_logits_and_gradients_are_those_of_peft(family, tmp_path):
     folder = actor_samples.make_model(tmp_path / family, family=family, tied=False)
     ours = hf.build_model(hf.read_config(folder), dtype=torch.float32)
     lora.attach_adapters(ours, LoraSpec(rank=4, alpha=12.0), layers=2)
@@ -69,23 +68,26 @@ def test_logits_and_gradients_are_those_of_the_written_formula(family, tmp_path)
     lora.initialize({name: [hf.LocalSlice.of_whole(tensor)] for name, tensor in stored.items()}, 5)
     fill(ours)
     ours.double()
-    package = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    theirs = getattr(package, f"{family.capitalize()}ForCausalLM").from_pretrained(folder).double()
-    ours_by_name, leaves, merged = dict(ours.named_parameters()), {}, {}
-    for name, weight, down, up in adapted(ours_by_name):
-        a, b = leaves[name] = [one.detach().clone().requires_grad_() for one in (down, up)]
-        merged[name] = weight.detach() + SCALE * b @ a
-    assert len(leaves) == 14
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    settings = LoraConfig(r=4, lora_alpha=12, target_modules=list(LoraSpec(rank=4).targets), bias="none")
+    theirs = get_peft_model(base, settings).double()
+    pairs = []
+    for name, _, *adapter in adapted(dict(ours.named_parameters())):
+        layer = theirs.base_model.model.get_submodule(name.removesuffix(".weight"))
+        pairs += zip(adapter, (layer.lora_A["default"].weight, layer.lora_B["default"].weight), strict=True)
+    assert len(pairs) == 28
+    with torch.no_grad():
+        for mine, their in pairs:
+            their.copy_(mine)
     ids = torch.randint(0, 24, (3, 11), generator=torch.Generator().manual_seed(3))
-    expected, got = functional_call(theirs, merged, (ids,)).logits, ours(ids).logits
+    expected, got = theirs(input_ids=ids).logits, ours(ids).logits
     assert torch.allclose(got, expected, rtol=0, atol=1e-6)
     weight = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     for logits in (expected, got):
         (logits.log_softmax(-1) * weight).sum().backward()
-    for name, _, down, up in adapted(ours_by_name):
-        for mine, leaf in zip((down, up), leaves[name], strict=True):
-            assert leaf.grad.abs().max() > 1e-3
-            assert torch.allclose(mine.grad, leaf.grad, rtol=1e-6, atol=1e-6 * float(leaf.grad.abs().max())), name
+    for mine, their in pairs:
+        largest = float(their.grad.abs().max())
+        assert largest > 1e-3 and torch.allclose(mine.grad, their.grad, rtol=1e-6, atol=1e-6 * largest)
 
 
 @pytest.mark.parametrize("backend", ["fsdp1", "fsdp2"])
@@ -128,21 +130,21 @@ def test_adapters_start_as_nothing_and_alike_for_a_seed(make_actor, model_folder
     assert first.abs().max() <= 48**-0.5 and first.std() == pytest.approx(48**-0.5 / 3**0.5, rel=0.2)
 
 
-def test_the_merged_export_gives_the_logits_of_base_and_adapters_in_transformers(make_lora, records, tmp_path):
+def test_peft_reads_the_export_and_merges_it_to_the_very_weights_of_the_merged_export(
+    make_lora, model_folder, records, tmp_path
+):
     actor = make_lora()
     train(actor, records)
-    theirs = AutoModelForCausalLM.from_pretrained(saved_merged(actor, tmp_path / "merged"))
+    folder = saved_merged(actor, tmp_path / "merged")
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), folder / "adapter")
     ids = torch.randint(0, 24, (3, 11))
     with torch.no_grad():
-        assert torch.allclose(actor.manager.model(ids).logits, theirs(ids).logits, atol=1e-5)
-
-
-def test_the_merged_export_has_the_very_weights_that_peft_merges(make_lora, tmp_path):
-    actor = make_lora()
-    merged = load_file(saved_merged(actor, tmp_path / "merged") / "model.safetensors")
-    for name, weight, down, up in adapted(dict(actor.manager.model.named_parameters())):
-        # The operations of peft's LoraLayer.get_delta_weight and merge, each rounded to float32.
-        assert torch.equal(merged[name], weight.detach() + (up.detach() @ down.detach()) * SCALE), name
+        expected = actor.manager.model(ids).logits
+        assert torch.allclose(theirs(input_ids=ids).logits, expected, atol=1e-5)
+        assert torch.allclose(AutoModelForCausalLM.from_pretrained(folder)(ids).logits, expected, atol=1e-5)
+    weights = theirs.merge_and_unload().state_dict()
+    merged = load_file(folder / "model.safetensors")
+    assert merged and all(torch.equal(tensor, weights[name]) for name, tensor in merged.items())
 
 
 def test_the_exported_adapter_has_the_names_and_settings_of_peft_and_makes_the_merged_weights(

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from rl_core.api.job import RLJob
 from rl_core.cli.local_view import read_status, render, show_top
-from rl_core.cli.progress import ProgressDisplay, step_line
+from rl_core.cli.progress import ProgressDisplay, step_line, waiting_line
 from rl_core.cli.run import read_step, success_text
 from rl_core.cli.validation_metric import validation_metric
 from rl_core.launch.workspace import Workspace
@@ -175,11 +175,20 @@ def test_validation_is_called_accuracy_only_where_the_environment_judges(tmp_pat
     assert f"validation {told}: {shown}" in text
     assert text.splitlines()[2] == f"look at it: rljob view {tmp_path}"
     assert f"val {told}" in step_line(lines[1], 2, measured)
+    assert "model:" not in text  # a program without an actor trains none
+    (tmp_path / "model").mkdir()
+    assert f"model: {tmp_path / 'model'}" in success_text(tmp_path, {}, measured).splitlines()
 
 
 def test_the_line_of_a_step_tells_what_was_lost():
-    lost = {"step": 1, "reward/missing": 8.0, "ledger/dropped": 6.0, "val/errors": 1.0}
-    assert step_line(lost, 2).split("  ")[1:] == ["step 1/2", "no sample has a reward", "dropped 6", "val errors 1"]
+    lost = {"step": 1, "reward/missing": 8.0, "ledger/dropped": 6.0, "val/errors": 1.0, "trackers/disabled": 1.0}
+    assert step_line(lost, 2).split("  ")[1:] == [
+        "step 1/2",
+        "no sample has a reward",
+        "dropped 6",
+        "val errors 1",
+        "disabled trackers 1",
+    ]
     fine = {"step": 1, "reward/mean": 0.5, "reward/missing": 1.0, "ledger/dropped": 0.0, "val/errors": 0.0}
     assert step_line(fine, 2).split("  ")[1:] == ["step 1/2", "reward 0.500"]
 
@@ -221,3 +230,27 @@ def test_the_tables_fit_80_columns():
     text = console.file.getvalue()
     words = "PHASE STEP REWARD VAL VER LAG ROLLOUTS SAVED EPOCH TOK/S S/STEP Initializing 1000/1000 123456 123.45"
     assert "…" not in text and all(word in text for word in words.split())
+
+
+FULL = "the exported model could not be written to o/model: No space left on device, 0 bytes free; free space"
+
+
+def test_a_wait_for_disk_space_is_told_at_once_and_each_30_s_with_its_cause(tmp_path, capsys):
+    now = [100.0]
+    display = ProgressDisplay(tmp_path, total=12, live=False, clock=lambda: now[0])
+    idle = {"who": "rollout:0", "on": "ledger", "what": "prompts", "seconds": 14.0}
+    for second in range(0, 70, 5):
+        now[0] = 100.0 + second
+        waits = [idle, {"who": "runner", "on": "disk space", "what": "the exported model", "seconds": float(second)}]
+        status = {"phase": "Checkpointing", "step": 12, "waits": waits, "checkpoint": {"error": FULL}}
+        display.update(status)
+        assert waiting_line(status, 1.0).endswith(
+            f"step 12: runner waits for disk space: the exported model ({second} s)"
+        )
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("  ")[2] for line in lines] == [
+        f"no disk space for the exported model since {seconds} s: {FULL}; the write is repeated, and the run goes on by itself when there is space"
+        for seconds in (0, 30, 60)
+    ]
+    display.update({"phase": "Finished", "step": 12, "waits": [], "checkpoint": {"error": FULL}})
+    assert capsys.readouterr().out == ""

@@ -183,6 +183,24 @@ def test_every_name_of_another_library_leads_to_a_field_that_exists():
 
 
 @pytest.mark.parametrize(
+    ("spec", "way_out"),
+    [
+        ({"rollout": {"n": 8}}, "write algorithm.groupSize"),
+        (
+            {"algorithm": {"importance_sampling_level": "sequence"}},
+            "write algorithm.loss.name (TRL's `sequence` is `gspo`)",
+        ),
+        ({"algorithm": {"loss_type": "dapo"}}, "write algorithm.loss.aggregation (TRL's `dapo` is `token-mean`"),
+        ({"algorithm": {"epsilon": 0.1}}, "write algorithm.loss.clipLow (Where their setting is one number"),
+        ({"rollout": {"vllm_mode": "colocate"}}, "write placement.mode"),
+    ],
+)
+def test_a_setting_that_means_something_else_here_says_so(spec, way_out):
+    (problem,) = find_problems(job(**spec))[1]
+    assert way_out in problem, problem
+
+
+@pytest.mark.parametrize(
     ("spec", "cause"),
     [
         ({"algorithm": {"maxStaleness": 2}, "rollout": {"replicas": 3, "gpus": 1}}, "algorithm.maxStaleness must be 0"),

@@ -41,6 +41,7 @@ def served_model(folder):
         read_files(model_folder),
         tokenizer,
         lambda wanted: stored_tensors(model_folder, wanted),
+        lambda stage: None,
         device="cpu",
         host="127.0.0.1",
         port=0,

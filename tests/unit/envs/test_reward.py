@@ -107,6 +107,19 @@ def test_a_function_that_would_take_prompts_for_completions_is_refused(user, fun
         env(user, function)
 
 
+async def test_a_function_that_takes_a_column_by_position_is_refused(user):
+    """Rewards written for verl are; they would score the prompt as if it were the answer."""
+    with pytest.raises(
+        RolloutDataFailure, match=r"score\(text, level\), and level is a column .* begin its parameters"
+    ):
+        await step(env(user, lambda text, level: [1.0, 1.0]), LOGS, COLUMNS)
+
+
+async def test_a_call_with_too_many_arguments_is_told_without_a_line_of_ours(user):
+    with pytest.raises(RolloutDataFailure, match=r"it raised TypeError: .*2 were given; correct it"):
+        await step(env(user, lambda: [1.0, 1.0]), LOGS, COLUMNS)
+
+
 async def test_asynchronous_functions_are_awaited(user):
     async def score(prompts, completions, **columns):
         return [1, 2]

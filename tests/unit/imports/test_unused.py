@@ -20,6 +20,7 @@ EXPECTED = {
     "rl_core.actors.manager:ModelManager.load_param_and_grad": "method of the model managers that users of RLinf know",
     "rl_core.actors.manager:ModelManager.offload_param_and_grad": "method of the model managers that users of RLinf know",
     "rl_core.actors.megatron.model:PolicyModel._postprocess": LIBRARY,
+    "rl_core.actors.megatron.model:PolicyModel._preprocess": LIBRARY,
     "rl_core.algorithms.advantages.embodied:action_log_probs": EMBODIED,
     **dict.fromkeys(
         (f"rl_core.rollouts.multi_step:MultiStepRolloutWorker.{name}" for name in ("offload_model", "reload_model")),

@@ -75,13 +75,13 @@ def test_a_tracker_that_raises_is_disabled_and_the_others_go_on(caplog):
             self.steps = []
 
         def log(self, step, metrics):
-            self.steps.append(step)
+            self.steps.append((step, metrics))
 
     good = Good()
     trackers = Trackers([Bad(), good])
     trackers.log(1, {})
     trackers.log(2, {})
-    assert good.steps == [1, 2] and caplog.text.count("is disabled") == 1
+    assert good.steps == [(1, {}), (2, {"trackers/disabled": 1.0})] and caplog.text.count("is disabled") == 1
 
 
 def test_a_tracker_that_cannot_be_opened_is_disabled_and_the_others_go_on(tmp_path, caplog):
@@ -93,7 +93,11 @@ def test_a_tracker_that_cannot_be_opened_is_disabled_and_the_others_go_on(tmp_pa
     for name in ("mlflow", "tensorboard"):
         assert f"tracker {name} could not be opened and is disabled" in caplog.text
     assert {record.levelname for record in caplog.records if "disabled" in record.message} == {"WARNING"}
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "reward/mean": 0.5}
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+        "step": 1,
+        "reward/mean": 0.5,
+        "trackers/disabled": 2.0,
+    }
 
 
 def test_wandb_offline_writes_into_the_output_folder(tmp_path):

@@ -29,6 +29,19 @@ ARGUMENTS = [
     ("managers/tokenizer_control_mixin.py", "TokenizerControlMixin", "end_weight_update", {"obj", "request"}),
     ("managers/tokenizer_control_mixin.py", "TokenizerControlMixin", "update_weights_from_tensor", {"obj", "request"}),
     ("managers/tokenizer_control_mixin.py", "TokenizerControlMixin", "check_weights", {"obj"}),
+    (
+        "managers/tokenizer_control_mixin.py",
+        "TokenizerControlMixin",
+        "_weight_update_session_call",
+        {"communicator", "obj"},
+    ),
+    ("managers/communicator.py", "FanOutCommunicator", "merge_results", {"results"}),
+    (
+        "model_executor/model_runner_components/weight_updater.py",
+        "WeightUpdater",
+        "end_weight_update",
+        {"run_post_load"},
+    ),
     ("managers/tokenizer_control_mixin.py", "TokenizerControlMixin", "get_internal_state", set()),
     ("managers/tokenizer_control_mixin.py", "TokenizerControlMixin", "flush_cache", set()),
     ("managers/tokenizer_control_mixin.py", "TokenizerControlMixin", "release_memory_occupation", {"obj", "request"}),
@@ -38,7 +51,9 @@ ARGUMENTS = [
 FIELDS = [
     ("managers/io_struct.py", "BeginWeightUpdateReqInput", set()),
     ("managers/io_struct.py", "EndWeightUpdateReqInput", set()),
-    ("managers/io_struct.py", "CheckWeightsReqInput", {"action"}),
+    ("managers/io_struct.py", "CheckWeightsReqInput", {"action", "selector"}),
+    ("managers/io_struct.py", "CheckWeightsReqOutput", {"payload"}),
+    ("managers/io_struct.py", "ChecksumInfo", {"checksums"}),
     (
         "managers/io_struct.py",
         "UpdateWeightsFromTensorReqInput",
@@ -100,6 +115,12 @@ def test_a_record_that_is_sent_or_read_has_its_fields(file, cls, names):
     for base in bases & classes(file).keys():
         found |= {node.target.id for node in classes(file)[base].body if isinstance(node, ast.AnnAssign)}
     assert names <= found, names - found
+
+
+def test_requests_of_an_update_that_are_sent_together_have_communicators():
+    text = (SRT / "managers/tokenizer_control_mixin.py").read_text()
+    for name in ("begin_weight_update", "update_weights_from_tensor", "end_weight_update", "check_weights"):
+        assert f'("{name}", ' in text and f"{name}_communicator" in text
 
 
 def test_the_engine_takes_the_settings_that_it_is_given():

@@ -7,11 +7,12 @@ import queue
 import socket
 import subprocess
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
-from rl_core.api.errors import GenerationUnavailable, InfrastructureError, RolloutDataFailure
+from rl_core.api.errors import DeadlineExceeded, GenerationUnavailable, InfrastructureError, RolloutDataFailure
 from rl_core.api.settings import DeadlinesSpec
 from rl_core.messages.engine import EngineOutput, EngineSettings
 from rl_core.rollouts.hf.stopping import StopStrings
@@ -180,6 +181,39 @@ def test_a_child_that_cannot_be_killed_is_reported_to_who_waits_for_the_engine(m
     assert "must end within 10 s of SIGKILL" in str(told.result(60))
     with pytest.raises(InfrastructureError, match="must end within 10 s"):
         engine.await_ready(60)
+
+
+def test_a_child_that_outlives_the_end_of_its_engine_does_not_end_the_worker(monkeypatch):
+    """The callback ends the process of a worker with exit code 3, which must not happen to one that ends anyway."""
+
+    class Immortal(Dying):
+        def await_ready(self, seconds, closed):
+            while not closed():
+                time.sleep(0.01)
+            raise InfrastructureError("the engine was closed")
+
+        def kill(self):
+            raise InfrastructureError("the engine's process 1 must end within 10 s of SIGKILL")
+
+    reports = []
+    monkeypatch.setattr(engine_module, "EngineProcess", Immortal)
+    engine = SGLangEngine(
+        EngineSettings(options={}, family="qwen2", owner="nobody"),
+        environ={},
+        memory=0,
+        start_seconds=0.1,
+        max_seq_len=8,
+        vocab_size=8,
+        tokenizer=LETTERS,
+        silence_seconds=60.0,
+    )
+    engine.watch(lambda reason: None, reports.append)
+    with contextlib.suppress(DeadlineExceeded):
+        engine.start()
+    engine.close()
+    with pytest.raises(InfrastructureError, match="must end within 10 s"):
+        engine.await_ready(60)
+    assert reports == []
 
 
 def test_a_process_that_outlives_its_kill_is_an_infrastructure_error(monkeypatch):

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from rl_core.api.errors import InfrastructureError
-from rl_core.rollouts.sglang.child.layout import LoadedLayout
+from rl_core.rollouts.sglang.child import layout as layouts
+from rl_core.rollouts.sglang.child.layout import LoadedLayout, piece_checksum
 from rl_core.rollouts.sglang.proof import GivenTensors
 
 
@@ -47,13 +48,13 @@ def tensors(seed, dtype):
 class Engine:
     """Two ranks and what they recorded."""
 
-    def __init__(self, dtype):
-        self.dtype = dtype
+    def __init__(self, dtype, sum_copies=False):
+        self.dtype, self.sum_copies = dtype, sum_copies
         self.ranks = [(Model(rank, dtype), LoadedLayout()) for rank in range(2)]
 
     def load(self, given):
         for model, layout in self.ranks:
-            layout.record(model, given.items())
+            layout.record(model, given.items(), sum_copies=self.sum_copies)
 
     def prove(self, given, turn=0, turns=1):
         expected = GivenTensors()
@@ -70,8 +71,10 @@ def engine(request):
     return made
 
 
-def test_ranks_that_hold_what_they_were_given_pass_at_each_update(engine):
+@pytest.mark.parametrize("sum_copies", [False, True])
+def test_ranks_that_hold_what_they_were_given_pass_at_each_update(engine, sum_copies):
     engine.prove(tensors(0, engine.dtype))
+    engine.sum_copies = sum_copies
     for seed in range(1, 20):
         engine.load(tensors(seed, engine.dtype))
         engine.prove(tensors(seed, engine.dtype))
@@ -128,3 +131,69 @@ def test_in_turns_each_tensor_is_read_once_a_round(engine):
         except InfrastructureError as error:
             found.append(str(error))
     assert len(found) == 1 and "['norm']" in found[0]
+
+
+# --- pieces that are read when they are copied ----------------------------------------------------------------------------
+
+
+def load_and_sum(dtype, given, after=lambda model: None):
+    """Return an engine that was given `given`, whose rank 1 runs `after` as SGLang's own code at the end of an update."""
+    engine = Engine(dtype, sum_copies=True)
+    for seed in (given, given):  # the second load has no new tensors
+        engine.load(seed)
+    model, layout = engine.ranks[1]
+    with layout.watch():
+        after(model)
+    return engine
+
+
+def test_pieces_that_follow_the_order_of_the_tensor_are_not_read_a_second_time(monkeypatch):
+    read = []
+    engine = load_and_sum(torch.float32, tensors(0, torch.float32))
+    monkeypatch.setattr(
+        layouts, "piece_checksum", lambda values, source: read.append(source) or piece_checksum(values, source)
+    )
+    engine.prove(tensors(0, torch.float32))
+    assert read == [((0), (7, 3), (6, 1)), ((3), (7, 3), (6, 1))], "the columns of one matrix"
+    engine.prove(tensors(0, torch.float32))
+    assert len(read) > 8, "a checksum that was taken at a copy proves one update"
+
+
+def overwrite(model):
+    model.qk.data[1:4, 2] += 1
+
+
+def replace(model):
+    model.qk.data = model.qk.data.flip(0)
+
+
+def copy_a_shard_over_another(model):
+    model.qk.data[:2].copy_(model.qk.data[3:].clone())
+
+
+@pytest.mark.parametrize("after", [overwrite, replace, copy_a_shard_over_another])
+def test_what_is_written_to_a_piece_after_it_was_read_is_found(after):
+    given = tensors(0, torch.float32)
+    with pytest.raises(InfrastructureError, match="'q'"):
+        load_and_sum(torch.float32, given, after).prove(given)
+
+
+def test_a_tensor_that_is_loaded_over_another_one_is_found():
+    def overlapping(self, given):
+        Model.load_weights(self, given)
+        self.qk.data[2:4].copy_(dict(given)["k"])
+
+    engine, given = Engine(torch.float32, sum_copies=True), tensors(0, torch.float32)
+    model, recorded = engine.ranks[0]
+    engine.load(given)
+    model.load_weights = overlapping.__get__(model)
+    recorded.record(model, given.items(), sum_copies=True)
+    with pytest.raises(InfrastructureError, match=r"2 hold something else \['k', 'q'\]"):
+        engine.prove(given)
+
+
+def test_a_load_whose_copies_are_not_read_leaves_no_older_checksum():
+    engine = load_and_sum(torch.float32, tensors(0, torch.float32))
+    engine.sum_copies = False
+    engine.load(tensors(1, torch.float32))
+    engine.prove(tensors(1, torch.float32))

@@ -215,6 +215,7 @@ def test_dynamic_sampling_fails_when_its_rounds_are_used_up_though_groups_run_ah
     assert not h.failures
     h.finish(leases[2], informative=False)
     assert "maxGenerationBatches allows 2 rounds" in str(h.failures[0])
+    assert "without differing rewards, which were between" in str(h.failures[0])
 
 
 def test_a_changed_bound_holds_from_the_next_question_on():

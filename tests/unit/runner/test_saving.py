@@ -278,9 +278,36 @@ def test_a_finished_run_waits_for_room_and_saves_what_it_came_to():
 
 def test_a_full_storage_ends_the_run_as_no_restart_helps_and_the_model_is_tried_all_the_same():
     run = Run(refusals=1000, patience=3.0)
-    with pytest.raises(ConfigError, match="No space left on device; then resume the run"):
+    with pytest.raises(ConfigError, match="No space left on device; then begin the run again, which has no checkpoint"):
         run.saving.finish(resumable=False)
     assert run.checkpoints.saved == [] and run.exports == ["out/model"]
+
+
+def test_a_run_with_a_checkpoint_is_told_the_step_from_which_it_goes_on():
+    run = Run(patience=3.0)
+    run.checkpoints.last_step = run.progress.step
+
+    def export_hf(path):
+        raise StorageFull("the exported model could not be written: No space left on device")
+
+    run.export_hf = export_hf
+    with pytest.raises(
+        ConfigError,
+        match="exported model could not be written: No space left on device; then resume the run from step 3",
+    ):
+        run.saving.finish(resumable=False)
+
+
+def test_the_status_names_what_waits_for_disk_space_until_it_is_written():
+    run, seen = Run(refusals=3), []
+
+    def look(left):
+        seen.append([(wait.on, wait.what) for wait in run.board._waits([])])
+
+    run.checkpoints.meanwhile = look
+    run.saving.finish(resumable=False)
+    assert seen == [[], [("disk space", "the last checkpoint")], [("disk space", "the last checkpoint")]]
+    assert run.board._waits([]) == []
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,10 @@ def test_copy_and_sum_in_one_pass_equals_copy_then_sum(size, shift):
     source = np.random.default_rng(size).integers(0, 256, size + shift, dtype=np.uint8)[shift:]
     source.flags.writeable = False
     target = np.full(size + shift, 7, np.uint8)[shift:]
-    assert checksums.copy_bytes(target, source, offset=5) == checksums.sum_bytes(source, offset=5)
-    assert np.array_equal(target, source)
+    for copy in (checksums.copy_bytes, checksums.copy_and_read_back):
+        target[:] = 7
+        assert copy(target, source, offset=5) == checksums.sum_bytes(source, offset=5)
+        assert np.array_equal(target, source)
     assert checksums.sum_bytes(source) == (checksum(torch.from_numpy(source.copy())) if size else (0, 0))
 
 
@@ -63,16 +65,14 @@ def test_the_compiled_kernels_are_loaded_for_a_tensor_of_a_mebibyte():
 def test_numpy_fallback_equals_the_compiled_kernels():
     source = np.random.default_rng(0).integers(0, 2**32, checksums.BLOCK * 2 + 17, dtype=np.uint32)
     target = np.zeros_like(source)
-    total, copied = checksums.kernels()
+    total, *copies = checksums.kernels()
     offset = np.uint64(2**33)
     expected = tuple(int(value) for value in total(source, offset))
     assert checksums._sum_numpy(source, offset) == expected
-    assert (
-        checksums._copy_numpy(target, source, offset)
-        == expected
-        == tuple(int(v) for v in copied(target, source, offset))
-    )
-    assert np.array_equal(target, source)
+    for copy in (checksums._copy_numpy, *copies):
+        target[:] = 0
+        assert tuple(int(value) for value in copy(target, source, offset)) == expected
+        assert np.array_equal(target, source)
 
 
 def test_device_checksum_equals_the_host_checksum(monkeypatch):

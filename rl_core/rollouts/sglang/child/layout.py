@@ -4,18 +4,25 @@ Runs in each tensor-parallel process of the engine. While the model loads weight
 recorded as a piece: a part of the tensor and its place in the parameter. This works for every model that SGLang can load, because fused,
 split and padded parameters are recorded as the loader fills them. The checksums of all pieces of a tensor, on all ranks, add up to the
 checksum of the tensor in the manifest (`weights.manifest.checksum`).
+
+In host memory a piece can be read right after it was copied, block by block, while it is in the processor's cache. Such a checksum counts
+as long as torch writes nothing else to that place (`CopiedSums`); otherwise the piece is read again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from rl_core.weights.manifest import checksum
+from rl_core.weights import checksums
+from rl_core.weights.checksums import Checksum
+from rl_core.weights.manifest import checksum, host_bytes
 
 CHUNK = 1 << 22
 """Elements whose checksum is computed at once; it limits the temporary tensors to 32 MiB each."""
@@ -38,23 +45,73 @@ class Piece(NamedTuple):
     place: Region
 
 
+class CopiedSums:
+    """Keeps the checksums computed while pieces were copied. A checksum is dropped when torch writes to the memory of its piece."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, dict[tuple[int, int], tuple[Region, Checksum]]] = {}
+        """Address of the storage -> (first byte, end) of the place -> (part of the given tensor, checksum)."""
+
+    def __bool__(self) -> bool:
+        return bool(self._sums)
+
+    def clear(self) -> None:
+        """Forget all of them: pieces are read when their checksums are asked for."""
+        self._sums.clear()
+
+    def copy(self, place: Tensor, source: Tensor, region: Region) -> None:
+        """Copy `source`, the part `region` of a given tensor, to `place`, and keep the checksum of what is at `place` then."""
+        self.overwritten(place)
+        offset = region.offset * place.element_size() // 4
+        sums = checksums.copy_and_read_back(host_bytes(place), host_bytes(source), offset=offset)
+        self._sums.setdefault(place.untyped_storage().data_ptr(), {})[_span(place)] = region, sums
+
+    def overwritten(self, place: Tensor) -> None:
+        """Forget the checksums of all that shares memory with `place`, which is about to be written."""
+        held = self._sums.get(place.untyped_storage().data_ptr(), {})
+        start, end = _span(place)
+        for span in [span for span in held if span[0] < end and start < span[1]]:
+            del held[span]
+
+    def find(self, place: Tensor, region: Region) -> Checksum | None:
+        """Return the kept checksum of the part `region` of a given tensor at `place`. None if there is none or `place` is not contiguous."""
+        held = self._sums.get(place.untyped_storage().data_ptr(), {})
+        found, sums = held.get(_span(place), (None, None))
+        return sums if found == region and place.is_contiguous() else None
+
+
 class LoadedLayout:
     """The pieces of all checkpoint tensors that were loaded into the model of this rank."""
 
     def __init__(self) -> None:
         self._pieces: dict[str, list[Piece]] = {}
         """By the tensor's name, as of its first load. A later load that writes elsewhere shows in the checksums."""
+        self._sums = CopiedSums()
+        """Of the last load from a source."""
 
-    def record(self, model: torch.nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Let `model` load `tensors`; record the pieces of those that it had not been given before."""
+    def record(
+        self, model: torch.nn.Module, tensors: Iterable[tuple[str, Tensor]], *, sum_copies: bool = False
+    ) -> None:
+        """Let `model` load `tensors`, and record the pieces of those whose names this layout has not seen before.
+
+        With `sum_copies` the checksum of a piece in host memory is computed while it is copied, and kept. Otherwise all kept checksums are
+        dropped, and the method `checksums` reads the pieces.
+        """
         given = list(tensors)
         new = {name: tensor for name, tensor in given if name not in self._pieces}
-        if not new:
+        if not sum_copies:
+            self._sums.clear()
+        if not new and not sum_copies:
             model.load_weights(given)
             return
-        with _Copies(new, dict(model.named_parameters())) as copies:
+        parameters, sums = dict(model.named_parameters()), self._sums if sum_copies else None
+        with _Copies(dict(given) if sum_copies else new, parameters, sums) as copies:
             model.load_weights(given)
-        self._pieces.update(copies.pieces)
+        self._pieces.update({name: copies.pieces[name] for name in new})
+
+    def watch(self) -> AbstractContextManager[Any]:
+        """Return a context in which parameters may be changed after a load: pieces that torch writes there are read again."""
+        return _Copies({}, {}, self._sums) if self._sums else nullcontext()
 
     def names(self) -> frozenset[str]:
         """Return the names of the tensors whose values are in parameters; the model converts or skips all others."""
@@ -73,34 +130,44 @@ class LoadedLayout:
                 continue
             for piece in pieces:
                 values = _view(parameters[piece.parameter], piece.place)
-                first, second = piece_checksum(values, piece.source)
+                first, second = self._sums.find(values, piece.source) or piece_checksum(values, piece.source)
                 sizes, strides = (",".join(map(str, part)) for part in piece.source[1:])
                 found[f"{name} {piece.source.offset} {sizes} {strides}"] = f"{values.numel()} {first} {second}"
+        self._sums.clear()
         return found
 
 
 class _Copies(TorchDispatchMode):  # type: ignore[misc]
-    """Records the copies from given tensors into parameters."""
+    """Records the copies from given tensors into parameters, and keeps `sums` if there are any to keep."""
 
-    def __init__(self, given: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, given: Mapping[str, Tensor], parameters: Mapping[str, Tensor], sums: CopiedSums | None) -> None:
         super().__init__()
         self.pieces: dict[str, list[Piece]] = {name: [] for name in given}
         self._given = _by_address(given)
         self._parameters = _by_address(parameters)
+        self._sums = sums
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.copy_.default:
-            self._record(args[0], args[1])
-        return result
+        if func is torch.ops.aten.copy_.default and self._copy(args[0], args[1]):
+            return args[0]
+        if self._sums is not None and func._schema.is_mutable:
+            for tensor in filter(torch.is_tensor, tree_leaves((args, kwargs))):
+                self._sums.overwritten(tensor)
+        return func(*args, **(kwargs or {}))
 
-    def _record(self, place: Tensor, source: Tensor) -> None:
+    def _copy(self, place: Tensor, source: Tensor) -> bool:
+        """Record a copy that is to be made, if it is one of a piece. Returns whether it was made here."""
         if place.shape != source.shape or place.dtype != source.dtype:
-            return
+            return False
         found, parameter = _owner(self._given, source), _owner(self._parameters, place)
-        if found is not None and parameter is not None:
-            piece = Piece(_region(source, found[1]), parameter[0], _region(place, parameter[1]))
-            self.pieces[found[0]].append(piece)
+        if found is None or parameter is None:
+            return False
+        piece = Piece(_region(source, found[1]), parameter[0], _region(place, parameter[1]))
+        self.pieces[found[0]].append(piece)
+        if self._sums is None or source.device.type != "cpu" or not _is_word_run(place, piece.source):
+            return False
+        self._sums.copy(place, source, piece.source)
+        return True
 
 
 def piece_checksum(values: Tensor, source: Region) -> tuple[int, int]:
@@ -109,9 +176,8 @@ def piece_checksum(values: Tensor, source: Region) -> tuple[int, int]:
     `values` are the elements, of 1, 2 or 4 bytes each; `source` says where in the whole tensor they belong.
     """
     size = values.element_size()
-    start = source.offset * size
-    if values.device.type == "cpu" and values.is_contiguous() and _is_one_run(source) and start % 4 == 0:
-        return checksum(values, offset=start // 4)
+    if values.device.type == "cpu" and _is_word_run(values, source):
+        return checksum(values, offset=source.offset * size // 4)
     integers = values.detach().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[size])
     per_word = 4 // size
     rows = max(1, CHUNK // max(1, integers[:1].numel())) if integers.dim() else 1
@@ -126,8 +192,10 @@ def piece_checksum(values: Tensor, source: Region) -> tuple[int, int]:
     return total[0] & _MASK, total[1] & _MASK
 
 
-def _is_one_run(source: Region) -> bool:
-    """Return whether the elements of `source` follow each other in the whole tensor."""
+def _is_word_run(values: Tensor, source: Region) -> bool:
+    """Return whether the elements follow each other, in `values` as in the whole tensor, there from the start of a 32-bit word on."""
+    if not values.is_contiguous() or source.offset * values.element_size() % 4:
+        return False
     run = 1
     for length, stride in zip(reversed(source.shape), reversed(source.strides), strict=True):
         if length != 1 and stride != run:
@@ -164,6 +232,15 @@ def _owner(tensors: Mapping[int, list[tuple[str, Tensor]]], part: Tensor) -> tup
 def _region(part: Tensor, whole: Tensor) -> Region:
     offset = (part.data_ptr() - whole.data_ptr()) // part.element_size()
     return Region(offset, tuple(part.shape), part.stride())
+
+
+def _span(place: Tensor) -> tuple[int, int]:
+    """Return the addresses of the first byte of `place` and of the one after its last."""
+    start = place.data_ptr()
+    if place.is_contiguous():
+        return start, start + place.nbytes
+    last = sum(stride * (length - 1) for length, stride in zip(place.shape, place.stride(), strict=True))
+    return start, start + (last + 1) * place.element_size()
 
 
 def _view(parameter: Tensor, place: Region) -> Tensor:

@@ -1,9 +1,10 @@
 """What runs in SGLang's scheduler processes, one per tensor-parallel rank, before SGLang's own code.
 
-SGLang's requests reach every process of the engine; two of them are served here:
+SGLang's requests reach every process of the engine; three of them are served here:
 
 - `update_weights_from_tensor` loads the tensors in the request, and records where they are loaded. If the request has a `SourceLoad`
   instead, each process reads the tensors from that source.
+- `end_weight_update` runs SGLang's own code, and notes whether that writes to parameters.
 - `check_weights` with the action of `pieces_action` returns the checksums of these places, and the report of the last load from a source.
 """
 
@@ -51,7 +52,7 @@ def _record_loads() -> None:
     from rl_core.transports import frames
 
     layout = LoadedLayout()
-    handle = WeightChecker.handle
+    handle, end = WeightChecker.handle, WeightUpdater.end_weight_update
     loaders: list[SourceLoader] = []
     reports: list[LoadReport] = []
     """That of the last load from a source, until it is asked for."""
@@ -72,6 +73,10 @@ def _record_loads() -> None:
         layout.record(updater.get_model(), tensors)
         return True, "Success"
 
+    def end_watched(updater: Any, *, run_post_load: bool) -> None:
+        with layout.watch():
+            end(updater, run_post_load=run_post_load)
+
     def check(checker: Any, action: str, *args: Any, role: str, **kwargs: Any) -> Any:
         if not action.startswith(PIECES):
             return handle(checker, action, *args, role=role, **kwargs)
@@ -86,4 +91,5 @@ def _record_loads() -> None:
         }
 
     WeightUpdater._update_weights_from_flattened_bucket = load
+    WeightUpdater.end_weight_update = end_watched
     WeightChecker.handle = check

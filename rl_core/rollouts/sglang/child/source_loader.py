@@ -43,7 +43,7 @@ class SourceLoader:
 
     def __init__(self, layout: LoadedLayout, *, rank: int, device: str, seconds: float) -> None:
         """Load through `layout` on `device`, as process number `rank`. `seconds`: deadline of one operation of the process group."""
-        self._layout, self._rank = layout, rank
+        self._layout, self._rank, self._sum_copies = layout, rank, device == "cpu"
         self._reader = SourceReader(keys=None, device=device, deadlines=Deadlines(collective_seconds=seconds))
 
     def load(self, model: Any, request: SourceLoad) -> LoadReport:
@@ -57,7 +57,7 @@ class SourceLoader:
         try:
             with self._reader.open(source, assembly) as tensors:
                 for count in _counts(manifest, layout, wanted):
-                    self._layout.record(model, islice(tensors, count))
+                    self._layout.record(model, islice(tensors, count), sum_copies=self._sum_copies)
                 next(tensors, None)  # lets the source end
         except Exception as error:  # whatever the model's loader raises: SGLang's scheduler would end with it
             logger.exception("version %s could not be loaded", manifest.version)

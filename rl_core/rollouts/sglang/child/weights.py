@@ -6,11 +6,14 @@ the verified weights or their manifest. Every result of the engine is checked: S
 
 from __future__ import annotations
 
+import asyncio
 import json
 import mmap
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import torch
+from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
     CheckWeightsReqInput,
@@ -72,7 +75,9 @@ class ChildWeightLoader:
 
         Returns what `end` does, and `reports`: the `LoadReport` of each rank.
         """
-        await self.begin()
+        if self._open:
+            await self._close()
+        self.updates += 1
         message = {scheduler.SOURCE: [bytes(part) for part in frames.encode(load)]}
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[MultiprocessingSerializer.serialize(message)] * self._ranks,
@@ -81,16 +86,40 @@ class ChildWeightLoader:
             weight_version=str(version),
             selector="target",  # a draft model would read the source a second time
         )
+        whole, check = self._next_check(turns=turns, whole=load.whole)
+        manager = self._manager
         self.loading_source = True
         try:
-            answer = await self._manager.update_weights_from_tensor(request, None)
+            began, loaded, ended, checked = await self._send_together(
+                (manager.begin_weight_update_communicator, BeginWeightUpdateReqInput()),
+                (manager.update_weights_from_tensor_communicator, request),
+                (manager.end_weight_update_communicator, EndWeightUpdateReqInput()),
+                (manager.check_weights_communicator, check),
+            )
         finally:
             self.loading_source = False
-        held = await self.end(turns=turns, whole=load.whole)
-        reports = [json.loads(rank.pop(scheduler.REPORT, "{}")) for rank in held["ranks"]]
+        for answers in (began, ended, checked):
+            _require(FanOutCommunicator.merge_results(answers))
+        ranks = [dict(rank.checksums) for answer in checked for rank in answer.payload]
+        reports = [json.loads(rank.pop(scheduler.REPORT, "{}")) for rank in ranks]
         if not any(report.get("error") for report in reports):
-            _require(answer)
-        return {**held, "reports": reports}
+            _require(FanOutCommunicator.merge_results(loaded))
+        return {"whole": whole, "ranks": ranks, "reports": reports}
+
+    async def _send_together(self, *requests: tuple[Callable[[Any], Awaitable[list[Any]]], Any]) -> list[list[Any]]:
+        """Send all requests (communicator, request) before the first is answered, and return their answers.
+
+        The scheduler serves them in this order, and the pause waits for one exchange of messages instead of one for each request.
+        """
+        answers: list[list[Any]] = []
+
+        async def send(_: None) -> list[Any]:
+            answers.extend(await asyncio.gather(*(communicator(request) for communicator, request in requests)))
+            return [answer for each in answers for answer in each]
+
+        # SGLang's own calls take the same lock for each request: generation cannot be resumed in between.
+        await self._manager._weight_update_session_call(send, None)
+        return answers
 
     def serialized(self, places: list[TensorPlace]) -> list[bytes]:
         """Return the tensors at `places` as SGLang's flattened bucket, serialised for each rank."""
@@ -124,18 +153,21 @@ class ChildWeightLoader:
 
     async def held(self, *, turns: int, whole: bool = False) -> dict[str, Any]:
         """Return what `end` does, without an update."""
+        whole, check = self._next_check(turns=turns, whole=whole)
+        return {"whole": whole, "ranks": await self._check(check)}
+
+    def _next_check(self, *, turns: int, whole: bool) -> tuple[bool, CheckWeightsReqInput]:
+        """Return whether the next proof reads all tensors, and the request for it."""
         turn, whole = self._proofs, whole or self._proofs == 0
         self._proofs += 1
-        return {"whole": whole, "ranks": await self._check(scheduler.pieces_action(turn, 1 if whole else turns))}
+        return whole, _check_request(scheduler.pieces_action(turn, 1 if whole else turns))
 
     async def checksums_of_ranks(self) -> list[dict[str, str]]:
         """Return the checksums of all tensors of every rank by SGLang; those of a GPU are comparable with earlier ones of that GPU only."""
-        return await self._check("checksum")
+        return await self._check(_check_request("checksum"))
 
-    async def _check(self, action: str) -> list[dict[str, str]]:
-        success, message, ranks, _ = await self._manager.check_weights(
-            CheckWeightsReqInput(action=action, selector="target")
-        )
+    async def _check(self, request: CheckWeightsReqInput) -> list[dict[str, str]]:
+        success, message, ranks, _ = await self._manager.check_weights(request)
         _require((success, message))
         return [rank["checksums"] for rank in ranks]
 
@@ -153,6 +185,10 @@ class ChildWeightLoader:
         """Return the offset of the byte after a tensor."""
         nbytes: int = torch.Size(place.shape).numel() * getattr(torch, place.dtype).itemsize
         return place.offset + nbytes
+
+
+def _check_request(action: str) -> CheckWeightsReqInput:
+    return CheckWeightsReqInput(action=action, selector="target")
 
 
 def _require(answer: tuple[bool, str]) -> None:
