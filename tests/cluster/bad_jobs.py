@@ -8,6 +8,7 @@ import copy
 
 from tests.cluster.bad_checkpoints import CHECKPOINTS
 from tests.cluster.bad_distillation import DISTILLATION
+from tests.cluster.bad_environments import ENVIRONMENTS
 from tests.cluster.bad_failure_policies import FAILURE_POLICIES
 from tests.cluster.bad_groups import GROUPS
 from tests.cluster.bad_placements import OWN, PLACEMENTS, SAME
@@ -27,31 +28,13 @@ CASES = (
     | POD_FIELDS
     | GROUPS
     | DISTILLATION
+    | ENVIRONMENTS
     | {
         # spec, field, message, whether pydantic says the same words
         "group-of-one": (
             {"algorithm": {"groupSize": 1}},
             "spec.algorithm.groupSize",
             "groupSize must be at least 2 for the group-relative advantage grpo, got 1; raise groupSize or use reinforce_plus_plus",
-            SAME,
-        ),
-        "misspelled-environment": (
-            {"env": {"type": "mathh"}},
-            "spec.env.type",
-            "env.type must be one of agent, environment_factory, gymnasium, math, nemo_gym, reasoning_gym, reward, reward_model or module:Class"
-            ", got mathh; correct it, or list in extensions the module that registers it",
-            SAME,
-        ),
-        "turns-of-a-reward-function": (
-            {"env": {"type": "reward", "reward": "mine:score", "maxTurns": 4}},
-            "spec.env.maxTurns",
-            "maxTurns must be 1 with type reward, which ends an episode with its first completion, got 4; remove it, or name a module:Class",
-            SAME,
-        ),
-        "turns-of-the-default-environment": (
-            {"env": {"maxTurns": 2}},
-            "spec.env.maxTurns",
-            "maxTurns must be 1 with type math, which ends an episode with its first completion, got 2; remove it, or name a module:Class",
             SAME,
         ),
         "prompts-not-divisible": (
