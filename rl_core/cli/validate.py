@@ -19,6 +19,7 @@ from rl_core.api.job import RLJob, RLJobSpec
 from rl_core.api.user_code import IMPORT_SECONDS, check_in_child
 from rl_core.cli.job_file import JobProblems, absolute, load_job, path_fields, read_document
 from rl_core.data.hub import HUB_SCHEME, fetch_config, fetch_references, hub_problem, references
+from rl_core.plan.groups import ENV
 
 if TYPE_CHECKING:
     from rl_core.api.data import DataSpec
@@ -102,9 +103,7 @@ def find_file_problems(file: Path, settings: Sequence[str]) -> Iterator[str]:
         if field == "model.path":
             yield from _open_model(path, file.resolve().parent)[1]
         else:
-            read = _reader(
-                path, columns.get(field.rpartition(".")[0]), task_name=_task_of(_at(document, "spec", "env"))
-            )
+            read = _reader(path, columns.get(field.rpartition(".")[0]), task_name=_task_of(_at(document, "spec", ENV)))
             yield from _bad_rows(field, read, hub_hint(path, file.resolve().parent, file="/FILE.parquet"))
 
 
