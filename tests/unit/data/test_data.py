@@ -287,30 +287,6 @@ def test_a_column_that_no_row_has_is_one_problem_for_an_environment_that_needs_i
     ]
 
 
-def test_malformed_lines_and_all_missing_columns_are_told_together(tmp_path, tokenizer):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"question": "1", "reward_model": {"ground_truth": "2"}}\n{oops\n')
-    data = DataSpec(train=str(path), answerKey="reward_model.ground_truth")
-    with pytest.raises(DataError) as error:
-        load_prompts(str(path), data, tokenizer, field="data.train", task_name="math", max_seq_len=10)
-    malformed, prompt, answer = str(error.value).splitlines()
-    assert malformed.startswith(f"{path}:2: a line must be one JSON object")
-    assert prompt.startswith(
-        "data.train must have the column 'prompt' (data.promptKey), got ['question', 'reward_model']"
-    )
-    assert answer.endswith(
-        "correct data.answerKey, or write reward_model.ground_truth of the column 'reward_model' as a column of its own"
-    )
-
-
-def test_a_folder_without_parquet_files_is_told_as_one(tmp_path):
-    (tmp_path / "data-00000-of-00001.arrow").write_text("x")
-    with pytest.raises(
-        ConfigError, match=r"a folder with \.parquet files, got a folder without any: .*; name a file in it"
-    ):
-        read_rows(str(tmp_path), field="data.train")
-
-
 def test_a_column_missing_in_one_of_several_sets_is_named_with_the_setting_of_that_set(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", {"question": "x"})
     with pytest.raises(ConfigError) as error:
