@@ -84,7 +84,9 @@ class WeightPublisher:
         self._patch_encoder = (
             PatchEncoder(self._copies, verify_every=own.verify_every) if own.syncer == "patch" else None
         )
-        self._adapter_encoder = AdapterEncoder(self._copies) if sends_adapters(self.cfg) else None
+        self._adapter_encoder = (
+            AdapterEncoder(self._copies, verify_every=own.verify_every) if sends_adapters(self.cfg) else None
+        )
         self._source_factory = SourceFactory(host, keys=keys, encrypt=self.cfg.weights.encrypt, host_token=host_token)
         self._relays = RelayPool(own.fanout, encrypted=own.encrypt) if own.fanout else None
         self._pull_server = PullServer(self._copies, self._source_factory, self._deadlines, self._relays)
