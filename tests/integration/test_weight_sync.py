@@ -27,7 +27,8 @@ from rl_core.weights.publisher import WeightPublisher
 from tests import ROOT
 from tests.curve_keys import generate_keys
 from tests.integration.weight_world import (
-    QUICK,
+    HASTY,
+    PATIENT,
     SHAPES,
     SPEC,
     Receiver,
@@ -324,6 +325,7 @@ def test_too_few_acknowledgements_name_each_missing_receiver_with_its_state(rece
 def test_a_receiver_that_never_answers_keeps_neither_the_others_from_serving_nor_the_trainer(receivers):
     missing = replace(receivers[1].about, name="rollout:9", address="tcp://127.0.0.1:9")
     with publisher() as source:
+        source._deadlines = HASTY
         report = source.publish(1, model(1), [*about(receivers), missing], 2)
         assert all(serves(receiver, 1, tensors(1)) for receiver in receivers)
         assert (report.late, report.failed, source.current()[0]) == (("rollout:9",), {}, 1)
@@ -365,7 +367,7 @@ def test_syncs_with_keys_over_an_authentic_and_an_encrypted_stream(tmp_path):
                 0,
                 identity=identity,
                 keys=keys,
-                deadlines=QUICK,
+                deadlines=PATIENT,
                 host_token="elsewhere",
             )
             client = RpcClient(receiver.about.address, keys, identity, service="rollout")
