@@ -248,7 +248,7 @@ class WeightPublisher:
         delivery = asyncio.create_task(self._transport.deliver(handshakes, copy, gate, deadlines))
         delivery.add_done_callback(lambda _: self._copies.drop(copy, self))
         # Roles that share devices take turns: a receiver must not load while the trainer computes.
-        shared = self.cfg.placement.mode != "disaggregated"
+        shared = self._shares_devices or self.cfg.placement.mode != "disaggregated"
         await asyncio.wait([delivery] if shared else [delivery, gate.settled], return_when=asyncio.FIRST_COMPLETED)
         if delivery.done():
             delivery.result()
