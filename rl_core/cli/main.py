@@ -19,11 +19,15 @@ app = typer.Typer(
 JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="The job (YAML).", show_default=False)]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="PATH=VALUE", help="Override a field of the job, such as algorithm.steps=100. May be repeated."),
+    typer.Option(
+        "--set", metavar="PATH=VALUE", help="Override a field of the job, such as algorithm.steps=100. May be repeated."
+    ),
 ]
 Target = Annotated[
     str,
-    typer.Argument(metavar="TARGET", help="Output folder of a local run, or name of a job on the cluster.", show_default=False),
+    typer.Argument(
+        metavar="TARGET", help="Output folder of a local run, or name of a job on the cluster.", show_default=False
+    ),
 ]
 Namespace = Annotated[
     str | None, typer.Option("--namespace", "-n", help="Namespace of the job.", show_default="the context's")
@@ -32,7 +36,9 @@ Context = Annotated[str | None, typer.Option(help="Context of the kubeconfig.", 
 
 DeviceMemory = Annotated[
     float | None,
-    typer.Option(min=0, help="Memory of an accelerator in GiB. A job that needs more is refused.", show_default="unknown"),
+    typer.Option(
+        min=0, help="Memory of an accelerator in GiB. A job that needs more is refused.", show_default="unknown"
+    ),
 ]
 
 
@@ -169,7 +175,9 @@ def samples(
         bool, typer.Option("--filtered", help="Samples of groups that dynamic sampling discarded.")
     ] = False,
     group: Annotated[str | None, typer.Option(help="Id of a prompt group.", show_default=False)] = None,
-    validation: Annotated[bool, typer.Option("--validation", help="Samples of validation instead of training.")] = False,
+    validation: Annotated[
+        bool, typer.Option("--validation", help="Samples of validation instead of training.")
+    ] = False,
     limit: Annotated[int, typer.Option(min=1, help="Largest number of samples to print.")] = 8,
     namespace: Namespace = None,
     context: Context = None,
@@ -255,9 +263,7 @@ def serve(
     ],
     engine: Annotated[str | None, typer.Option(help="hf or sglang.", show_default="the run's, else hf")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 = any free port.")] = 8000,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. Who can reach it can call the model.")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on. Who can reach it can call the model.")] = "127.0.0.1",
     settings: Settings = None,
 ) -> None:
     """Serve a model behind the endpoint that agents are trained with, to try an agent. Ctrl-C ends it."""

@@ -136,7 +136,9 @@ METRICS = (
     Metric("train/groups/total", "groups", "prompt groups of the step"),
     Metric("train/groups/degenerate", "groups", "groups with fewer than two samples that have a reward"),
     Metric("train/groups/zero_std", "groups", "groups whose rewards are all equal, so that their advantages are 0"),
-    Metric("train/groups/zero_std/<component>", "groups", "groups in which a part of the reward is equal for all (GDPO)"),
+    Metric(
+        "train/groups/zero_std/<component>", "groups", "groups in which a part of the reward is equal for all (GDPO)"
+    ),
     Metric(
         "train/staleness_<mean,max>",
         "versions",
@@ -151,11 +153,19 @@ METRICS = (
         "nats",
         "KL between engine and trainer over tokens of the same version; `failurePolicy.mismatch` acts on it",
     ),
-    Metric("mismatch/mean_abs_diff", "nats", "mean absolute difference between the log-probabilities of engine and trainer"),
-    Metric("mismatch/max_ratio", "ratio", "largest ratio between the probabilities of engine and trainer"),
-    Metric("mismatch/share_clipped", "share", "tokens whose ratio between engine and trainer is outside the bounds of the loss"),
     Metric(
-        "rollout/mismatch_kl/age_<number>", "nats", "KL between engine and trainer over tokens that are so many versions old"
+        "mismatch/mean_abs_diff", "nats", "mean absolute difference between the log-probabilities of engine and trainer"
+    ),
+    Metric("mismatch/max_ratio", "ratio", "largest ratio between the probabilities of engine and trainer"),
+    Metric(
+        "mismatch/share_clipped",
+        "share",
+        "tokens whose ratio between engine and trainer is outside the bounds of the loss",
+    ),
+    Metric(
+        "rollout/mismatch_kl/age_<number>",
+        "nats",
+        "KL between engine and trainer over tokens that are so many versions old",
     ),
     Metric(
         "rollout/mismatch_kl/length_<number>",

@@ -32,7 +32,8 @@ def register(app: typer.Typer) -> None:
 def submit(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The job (YAML).", show_default=False)],
     code: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder with Python modules of the job, such as a reward function.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder with Python modules of the job, such as a reward function."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Let the API server check the job and store nothing.")
