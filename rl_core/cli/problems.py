@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from pydantic import ValidationError
@@ -20,7 +20,7 @@ def find_problems(document: Any) -> tuple[RLJob | None, list[str]]:
     """Return (job, []) for a valid document, else (None, problems).
 
     Pydantic checks rules over several fields only when each field is valid. Invalid parts are therefore replaced by their defaults, and the
-    document is checked again until nothing new is found. A rule that names a replaced part is not reported: it would quote the default.
+    document is checked again until nothing new is found. A rule that names a replaced value is not reported: it would quote the default.
     """
     attempt = copy.deepcopy(document)
     problems = dict.fromkeys(take_snake_case(RLJob, attempt))
@@ -37,7 +37,7 @@ def find_problems(document: Any) -> tuple[RLJob | None, list[str]]:
         whole = any(detail["loc"] == ("spec",) and detail["type"] == "value_error" for detail in details)
         if len(problems) == before or whole or not isinstance(attempt, dict):
             break
-        replaced += [_mention(detail["loc"][1:]) for detail in details if detail["loc"][1:]]
+        replaced += [_mention(path) for detail in details for path in _given(attempt, detail["loc"])]
         _mend(attempt, details)
     return None, list(problems)
 
@@ -47,9 +47,23 @@ def _is_about(line: str, parts: Iterable[re.Pattern[str]]) -> bool:
     return line.startswith("spec: ") and any(part.search(line.rpartition("; ")[0] or line) for part in parts)
 
 
-def _mention(path: tuple[int | str, ...]) -> re.Pattern[str]:
-    """Return a pattern for a mention of a field below `spec`, or of a field in it, in the text of a rule."""
-    return re.compile(rf"(?<![\w.]){re.escape('.'.join(map(str, path)))}(?:\.\w|(?![\w.]))")
+def _mention(path: Sequence[int | str]) -> re.Pattern[str]:
+    """Return a pattern for a mention of a field below `spec` in the text of a rule."""
+    return re.compile(rf"(?<![\w.]){re.escape('.'.join(map(str, path)))}(?![\w.])")
+
+
+def _given(document: Any, place: Sequence[int | str]) -> Iterator[tuple[int | str, ...]]:
+    """Yield the paths below `spec` of the values that a document gives at a place and in the block there."""
+    if len(place) < 2 or place[0] != "spec":
+        return
+    value = document
+    for part in place:
+        value = value.get(part) if isinstance(value, dict) else None
+    if isinstance(value, dict):
+        for name in value:
+            yield from _given(document, (*place, name))
+    else:
+        yield tuple(place[1:])
 
 
 def _mend(document: dict[str, Any], details: Iterable[ErrorDetails]) -> None:
