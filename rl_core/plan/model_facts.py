@@ -109,12 +109,18 @@ def _layer_parameters(config: Mapping[str, Any], hidden: int, heads: int, kv_hea
     attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
     matrices = 2 if config.get("model_type") in _PLAIN_MLP else 3
     inner = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
-    experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
+    experts = num_experts(config)
     if not experts:
         return int(attention + matrices * hidden * inner + 2 * hidden)
     expert_inner = config.get("moe_intermediate_size") or inner
     shared = config.get("n_shared_experts") or 0
     return int(attention + matrices * hidden * expert_inner * (experts + shared) + hidden * experts + 2 * hidden)
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    """Return how many experts a layer of a mixture of experts has, by the model's config.json; 0 for a dense model."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return next((int(config[name]) for name in names if config.get(name)), 0)
 
 
 def _inner(config: Mapping[str, Any], hidden: int) -> int:
