@@ -84,7 +84,9 @@ def build_model(config: Mapping[str, Any], *, dtype: torch.dtype) -> "PreTrained
 
 def _model_class(architecture: str, family: str) -> Any:
     """Return the class of transformers for an architecture and `model_type` of a config.json. Raises ConfigError if there is none."""
-    package = family.replace("-", "_")
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    package = model_type_to_module_name(family)
     try:
         module = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
         return getattr(module, architecture)

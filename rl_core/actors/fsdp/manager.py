@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rl_core.actors import guards, hf, lora
 from rl_core.actors.critic import attach_critic, has_own_decoder, is_critic_name
+from rl_core.actors.families import check_family
 from rl_core.actors.forward import SCORE, attach_scoring
 from rl_core.actors.fsdp.compiling import compile_layers
 from rl_core.actors.fsdp.optimizer import (
@@ -77,6 +78,7 @@ class FSDPModelManager(ModelManager):
         """
         config = hf.read_config(self.cfg.model.path)
         guards.check(self.cfg, config)
+        check_family(config)
         model = hf.build_model(config, dtype=self.dtype)
         attach_scoring(model, float32_head=self.cfg.model.float32_head)
         if (critic := self.cfg.algorithm.critic_of_actor) is not None:
