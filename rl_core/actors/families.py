@@ -47,7 +47,9 @@ def check_family(config: Mapping[str, Any]) -> None:
             torch.manual_seed(0)
             difference = _difference(small_config(config))
     except (ConfigError, RuntimeError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"a small {architecture} must be computed like one of transformers, got {error}; choose another model") from error
+        raise ConfigError(
+            f"a small {architecture} must be computed like one of transformers, got {error}; choose another model"
+        ) from error
     if not difference < TOLERANCE:
         raise ConfigError(
             f"a model must compute log-probabilities of packed rows as transformers does, a small {architecture} differs by "

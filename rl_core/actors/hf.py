@@ -54,7 +54,9 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     listed = config.get("architectures")
     architecture = listed[0] if isinstance(listed, list) and listed else listed
     if not isinstance(architecture, str) or not architecture.endswith(CAUSAL):
-        raise ConfigError(f"architecture in {path} must end in {CAUSAL}, got {architecture}; choose a causal language model")
+        raise ConfigError(
+            f"architecture in {path} must end in {CAUSAL}, got {architecture}; choose a causal language model"
+        )
     return dict(config)
 
 

@@ -68,7 +68,6 @@ class LocalSlice:
             for part, offset in _boxes(self.tensor, self.shape, start)
         ]
 
-
     def part(self, part: StoredPart) -> "list[LocalSlice]":
         """Return what this slice has of `part` of the tensor, as boxes of the stored tensor: one without elements where it has none."""
         found = []

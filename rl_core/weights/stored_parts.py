@@ -80,11 +80,15 @@ def stored_parts(model: Any) -> dict[str, StoredPart]:
             )
         scale = [whole // size for whole, size in zip(shapes[owner], sizes[owner], strict=True)]
         kept = _kept(tuple(stop - start for start, stop in box), tuple(values.shape))
-        part = StoredPart(owner, tuple((start * k, stop * k) for (start, stop), k in zip(box, scale, strict=True)), kept)
+        part = StoredPart(
+            owner, tuple((start * k, stop * k) for (start, stop), k in zip(box, scale, strict=True)), kept
+        )
         if stored != owner or part.shape != shapes[owner]:
             found[stored] = part
     if lost := [name for name, count in taken.items() if count != probes[name].numel()]:
-        raise ConfigError(f"a model folder must have all of each parameter, {type(model).__name__} leaves out parts of {lost}")
+        raise ConfigError(
+            f"a model folder must have all of each parameter, {type(model).__name__} leaves out parts of {lost}"
+        )
     return found
 
 
@@ -94,7 +98,9 @@ def _box(probe: Tensor, values: Tensor, start: int) -> tuple[tuple[int, int], ..
     box = tuple((int(low), int(high) + 1) for low, high in zip(index.amin(1), index.amax(1), strict=True))
     part = probe[tuple(slice(*interval) for interval in box)]
     squeezed = [size for size in part.shape if size != 1]
-    same = squeezed == [size for size in values.shape if size != 1] and torch.equal(part.reshape(-1), values.reshape(-1))
+    same = squeezed == [size for size in values.shape if size != 1] and torch.equal(
+        part.reshape(-1), values.reshape(-1)
+    )
     return box if same else None
 
 
@@ -114,4 +120,6 @@ def in_folder(names: Iterable[str], parts: Mapping[str, StoredPart]) -> list[str
 def views(tensors: Mapping[str, Tensor], parts: Mapping[str, StoredPart]) -> dict[str, Tensor]:
     """Return the tensors of the folder by name, sharing memory with the whole parameters and buffers `tensors`."""
     names = in_folder(tensors, parts)
-    return {name: parts[name].view(tensors[parts[name].parameter]) if name in parts else tensors[name] for name in names}
+    return {
+        name: parts[name].view(tensors[parts[name].parameter]) if name in parts else tensors[name] for name in names
+    }

@@ -184,7 +184,9 @@ class MegatronModelManager(ModelManager):
                 library.mark_as_cut(parameter, self.cut.mappings(name, parameter.shape)[0].cut_along)
                 for stored_name, boxes in self.cut.boxes(name, parameter.shape, parameter).items():
                     places.setdefault(stored_name, []).extend(boxes)
-        for name, stored, where in hf.stored_readers(hf.named_tensors(self.template), self.template, self.cfg.model.path, aliases):
+        for name, stored, where in hf.stored_readers(
+            hf.named_tensors(self.template), self.template, self.cfg.model.path, aliases
+        ):
             for box in (*places.get(name, ()), *places.get(f"{SEPARATE}.{name}", ())):
                 hf.fill(box, stored, where)
 

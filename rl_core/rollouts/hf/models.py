@@ -73,7 +73,9 @@ def model_from_files(files: Mapping[str, bytes], *, dtype: torch.dtype, device: 
     return empty_transformers_model(raw, dtype=dtype, device=device)
 
 
-def describe_model(raw: Mapping[str, Any], *, dtype: str) -> tuple[dict[str, tuple[tuple[int, ...], str]], tuple[int, ...]]:
+def describe_model(
+    raw: Mapping[str, Any], *, dtype: str
+) -> tuple[dict[str, tuple[tuple[int, ...], str]], tuple[int, ...]]:
     """Return name -> (shape, dtype) of the tensors of a model folder, and the end-of-sequence ids, by its parsed config.json.
 
     No memory is allocated for the tensors. transformers is imported for models that the lean forward does not run.

@@ -97,7 +97,9 @@ class SGLangRolloutEngine:
         folder, buffer = setup.ModelFolder(files), weight_buffer(shapes, adapters)
         options = setup.options(spec, folder.path, device, max_seq_len)
         engine = SGLangEngine(
-            EngineSettings(options=options, architecture=str(next(iter(config.get("architectures") or ()), "")), owner=folder.owner),
+            EngineSettings(
+                options=options, architecture=str(next(iter(config.get("architectures") or ()), "")), owner=folder.owner
+            ),
             environ=setup.variables(folder.path, device),
             memory=buffer.descriptor,
             start_seconds=spec.runtime.deadlines.wait_ready,

@@ -229,7 +229,9 @@ def test_a_process_that_outlives_its_kill_is_an_infrastructure_error(monkeypatch
         lambda *a, **k: SimpleNamespace(pid=child.pid, wait=child.wait, stderr=near.makefile("rb")),
     )
     try:
-        engine = process_module.EngineProcess(EngineSettings(options={}, architecture="Qwen2ForCausalLM", owner="nobody"), {}, 0)
+        engine = process_module.EngineProcess(
+            EngineSettings(options={}, architecture="Qwen2ForCausalLM", owner="nobody"), {}, 0
+        )
         far.close()
         with pytest.raises(InfrastructureError, match="must end within 0.01 s of SIGKILL"):
             engine.kill()
@@ -315,7 +317,10 @@ def test_what_the_start_of_an_engine_does_is_told_by_its_processes(tmp_path, mon
     memory, stages = os.memfd_create("weights"), queue.SimpleQueue()
     try:
         engine = process_module.EngineProcess(
-            EngineSettings(options={}, architecture="Qwen2ForCausalLM", owner="nobody"), {"PATH": os.environ["PATH"]}, memory, stages.put
+            EngineSettings(options={}, architecture="Qwen2ForCausalLM", owner="nobody"),
+            {"PATH": os.environ["PATH"]},
+            memory,
+            stages.put,
         )
         assert [stages.get(timeout=60) for _ in range(2)] == ["the process imports SGLang", "warm-up: the first tokens"]
         engine.kill()
