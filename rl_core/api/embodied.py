@@ -7,13 +7,12 @@ from pydantic.alias_generators import to_camel
 
 from rl_core.api.backends import EMBODIED_PROGRAMS
 from rl_core.api.base import Spec
+from rl_core.api.env import SIMULATORS
 from rl_core.api.errors import ConfigError
 
 if TYPE_CHECKING:
     from rl_core.api.job import RLJobSpec
 
-SIMULATORS = "gymnasium"
-"""`env.type` of simulators."""
 POLICY_BACKENDS = ("fsdp1", "fsdp2")
 """Values of `actor.backend` that train policies that act in simulators."""
 OF_TEXT = (

@@ -1,13 +1,13 @@
 """`spec.env`: the environments of a job."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from rl_core.api.base import rule
-from rl_core.api.cel import Cel
+from rl_core.api.cel import Cel, literal
 from rl_core.api.egress import Egress
 from rl_core.api.pods import Words
 from rl_core.api.roles import RoleSpec
@@ -15,6 +15,18 @@ from rl_core.api.similar import did_you_mean
 
 BUILT_IN_TYPES = ("agent", "environment_factory", "math", "nemo_gym", "reasoning_gym", "reward", "reward_model")
 """Types of environments besides `module:Class` and those that a module of spec.extensions registers."""
+SIMULATORS = "gymnasium"
+"""Type of simulators, in which a policy acts (`program: embodied`)."""
+ONE_TURN = ("math", "reasoning_gym", "reward", "reward_model")
+"""Built-in types that score a completion, which ends the episode."""
+KNOWN_TYPES = sorted((*BUILT_IN_TYPES, SIMULATORS))
+TYPE_IS_KNOWN = Cel(
+    holds=f"$env.type.contains(':') || $env.type in {literal(KNOWN_TYPES)} || self.?extensions.orValue([]).size() > 0",
+    refusal=f"env.type must be one of {', '.join(KNOWN_TYPES)} or module:Class, got %s; correct it, or list in extensions the module that registers it",
+    values=("$env.type",),
+    field="env.type",
+)
+"""A rule of the whole spec, because modules of `extensions` may register further types."""
 PROGRAMS = frozenset({"agent", "environment_factory", "nemo_gym"})
 """Types of environments whose episodes are programs that call the model themselves."""
 
@@ -101,6 +113,21 @@ class EnvSpec(RoleSpec):
 
     @rule(
         Cel(
+            holds=f"$maxTurns == 1 || !($type in {literal(ONE_TURN)})",
+            refusal="maxTurns must be 1 with type %s, which ends an episode with its first completion, got %d; remove it, or name a module:Class",
+            values=("$type", "$maxTurns"),
+            field="maxTurns",
+        )
+    )
+    def _turns_are_taken(self) -> Iterator[str]:
+        if self.type in ONE_TURN and self.max_turns > 1:
+            yield (
+                f"maxTurns must be 1 with type {self.type}, which ends an episode with its first completion, got {self.max_turns}; "
+                "remove it, or name a module:Class"
+            )
+
+    @rule(
+        Cel(
             holds="($type == 'environment_factory') == has(self.factory)",
             refusal="factory must be given exactly when type is `environment_factory`, got type %s and factory %s; set both or neither",
             values=("$type", "has(self.factory) ? self.factory : 'null'"),
@@ -118,3 +145,12 @@ class EnvSpec(RoleSpec):
     def calls_model(self) -> bool:
         """Return whether episodes are programs in the env pods, which call the OpenAI endpoint of rollouts."""
         return self.type in PROGRAMS
+
+
+def unknown_type(env: EnvSpec, extensions: Sequence[str]) -> Iterator[str]:
+    """Yield the violation of TYPE_IS_KNOWN, with the name that a misspelled type is meant to be."""
+    if ":" not in env.type and env.type not in KNOWN_TYPES and not extensions:
+        yield (
+            f"env.type must be one of {', '.join(KNOWN_TYPES)} or module:Class, got {env.type}; correct it, or list in extensions the module "
+            f"that registers it{did_you_mean(env.type, KNOWN_TYPES)}"
+        )

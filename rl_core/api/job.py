@@ -14,7 +14,7 @@ from rl_core.api.cel import Cel, literal, unique
 from rl_core.api.critic import CRITIC_HAS_NO_WARM_UP, CRITIC_IS_A_GANG_OF_ONE, CRITIC_IS_OF_TEXT, wrong_critic
 from rl_core.api.data import DataSpec
 from rl_core.api.distillation import TEACHERS_ARE_GROUPS, unknown_teachers
-from rl_core.api.env import EnvSpec
+from rl_core.api.env import TYPE_IS_KNOWN, EnvSpec, unknown_type
 from rl_core.api.failure import FailurePolicySpec
 from rl_core.api.groups import INFERENCE_HOLDS_THE_POLICY, MOST_GROUPS, WEIGHTS_ARE_WHOLE, GroupSpec, wrong_pulls
 from rl_core.api.identity import ROLES
@@ -200,6 +200,10 @@ class RLJobSpec(Spec):
         if idle and name != "gae":
             yield f"{listed(idle)} needs algorithm.name gae, got {name}; choose it or remove the field"
         yield from idle_dropout(self.model.lora, dropout=actor.dropout)
+
+    @rule(TYPE_IS_KNOWN)
+    def _env_is_known(self) -> Iterator[str]:
+        yield from unknown_type(self.env, self.extensions)
 
     @rule(
         unique("groups", "name"),

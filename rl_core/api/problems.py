@@ -16,13 +16,15 @@ from rl_core.api.similar import nearest
 QUOTED = re.compile(r"'([^']*)'")
 
 
-def explained(error: ValidationError, root: type[BaseModel]) -> ValidationError:
-    """Return `error` of the schema `root` with texts that say the rule, the value and the way out.
+def explained(error: ValidationError, root: type[BaseModel], *, at: tuple[str, ...] = ()) -> ValidationError:
+    """Return `error` of the schema `root`, or of its part at the path `at`, with texts that say the rule, the value and the way out.
 
     The types and places of its parts stay. A part that holds several broken rules of a block becomes one for each rule. That a required
     field is missing is left out where its misspelled name is reported.
     """
     details = error.errors(include_url=False)
+    for detail in details:
+        detail["loc"] = (*at, *detail["loc"])
     unknown = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
     misspelled = {(*loc[:-1], meant_field(root, loc)) for loc in unknown}
     parts = [

@@ -165,6 +165,9 @@ def samples(
     worst: Annotated[bool, typer.Option("--worst", help="Lowest reward first, over all steps.")] = False,
     best: Annotated[bool, typer.Option("--best", help="Highest reward first, over all steps.")] = False,
     failed: Annotated[bool, typer.Option("--failed", help="Samples that have no reward.")] = False,
+    filtered: Annotated[
+        bool, typer.Option("--filtered", help="Samples of groups that dynamic sampling discarded.")
+    ] = False,
     group: Annotated[str | None, typer.Option(help="Id of a prompt group.", show_default=False)] = None,
     validation: Annotated[bool, typer.Option("--validation", help="Of validation, not of training.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Most samples to print.")] = 8,
@@ -179,7 +182,14 @@ def samples(
     def command() -> int:
         place = targets.Place(namespace=namespace, context=context)
         choice = Choice(
-            step=step, group=group, validation=validation, worst=worst, best=best, failed=failed, limit=limit
+            step=step,
+            group=group,
+            validation=validation,
+            worst=worst,
+            best=best,
+            failed=failed,
+            filtered=filtered,
+            limit=limit,
         )
         with readable_run(target, place, only=["samples"]) as (folder, _):
             return show_samples(folder, choice)

@@ -37,13 +37,14 @@ class ProgressDisplay:
         total: int,
         live: bool,
         measured: ValidationMetric = ACCURACY,
+        ending: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Display the run of `total` steps in `folder`; with `live` False, or without a terminal, as lines.
 
-        `measured` is what validation measures.
+        `measured` is what validation measures. Once `ending()` is true, nobody is told what the run waits for.
         """
-        self._measured = measured
+        self._measured, self._ending = measured, ending
         self._clock = clock
         self._began = self._said = clock()
         self._pause = WAITING_S
@@ -121,10 +122,12 @@ class ProgressDisplay:
             self.say(f"the run goes on, but without a new checkpoint, {behind}: {refused}")
         self._refused = refused
         self._space_reported = self._space_reported if space is not None else None
-        if phase not in {*FINAL, "Restarting"}:
+        if phase not in {*FINAL, "Restarting"} and not self._ending():
             self._tell_silence(status)
         if self._live is None:
-            if phase == "Degraded" and phase != self._phase:  # the end is told with its step by who waits for it
+            if (
+                phase == "Degraded" and phase != self._phase and not self._ending()
+            ):  # the end is told with its step by who waits for it
                 self.say(degraded_line(status) or waiting_line(status, self._clock() - self._began))
             self._phase = phase
             return
@@ -154,7 +157,8 @@ class ProgressDisplay:
 
     def tell_waiting(self) -> None:
         """Say what the run waits for when nothing was printed for a while; during the start each 5 s, later at growing intervals."""
-        if self._clock() - self._said < self._pause or self._status.get("phase") in FINAL:
+        quiet = self._ending() or self._status.get("phase") in FINAL
+        if quiet or self._clock() - self._said < self._pause:
             return
         self.say(waiting_line(self._status, self._clock() - self._began))
         if self._status.get("step"):

@@ -60,7 +60,9 @@ def run_job(file: Path, *, output: Path | None, settings: Sequence[str], resume:
         groups=groups_of(job.spec),
     )
     measured = validation_metric(job)
-    with ProgressDisplay(folder, total=job.spec.algorithm.steps, live=progress, measured=measured) as display:
+    with ProgressDisplay(
+        folder, total=job.spec.algorithm.steps, live=progress, measured=measured, ending=lambda: cluster.ending
+    ) as display:
         display.say(f"{job.metadata.name}: {job.spec.algorithm.name}, {job.spec.algorithm.steps} steps -> {folder}")
         if resumed:
             display.say(resumed)

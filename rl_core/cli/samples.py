@@ -5,34 +5,36 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rl_core.api.errors import ConfigError
-from rl_core.samples.lines import TRAIN, VALIDATION
+from rl_core.samples.lines import FILTERED, TRAIN, VALIDATION
 from rl_core.samples.printing import explain_reasons, render_sample
 from rl_core.samples.reader import Found, SampleReader, worst_first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """Which samples are printed; of none of the four kinds: those of one step in their order."""
+    """Which samples are printed; of none of the kinds: those of one step in their order."""
 
     step: int | None = None
-    """Step; None = the newest that has samples, or all steps with `worst`, `best`, `failed` or `group`."""
+    """Step; None = the newest that has samples, or all steps with a kind or `group`."""
     group: str | None = None
     validation: bool = False
     worst: bool = False
     best: bool = False
     failed: bool = False
+    filtered: bool = False
     limit: int = 8
 
 
 def show_samples(folder: Path, choice: Choice) -> int:
     """Print the samples of the run in `folder` that `choice` asks for; return 0. Raises ConfigError when there are none."""
-    if choice.worst + choice.best + choice.failed > 1:
-        raise ConfigError("samples takes one of --worst, --best and --failed, got several; choose one")
+    if choice.worst + choice.best + choice.failed + choice.filtered > 1:
+        raise ConfigError("samples takes one of --worst, --best, --failed and --filtered, got several; choose one")
     reader = SampleReader(folder)
     reader.refresh()
     found = select(reader, choice)
-    if not found and choice.failed and select(reader, replace(choice, failed=False)):
-        sys.stdout.write(f"none of these samples failed; {_known(reader, choice)}\n")
+    wanted = "failed" if choice.failed else "was filtered by dynamic sampling" if choice.filtered else None
+    if not found and wanted and select(reader, replace(choice, failed=False, filtered=False)):
+        sys.stdout.write(f"none of these samples {wanted}; {_known(reader, choice)}\n")
         return 0
     if not found:
         raise ConfigError(f"{folder} must hold samples that match, got none; {_known(reader, choice)}")
@@ -50,7 +52,7 @@ def show_samples(folder: Path, choice: Choice) -> int:
 def select(reader: SampleReader, choice: Choice) -> list[Found]:
     """Return the samples that `choice` asks for, in the order in which they are printed."""
     split = _split(choice)
-    wide = choice.worst or choice.best or choice.failed or choice.group is not None
+    wide = choice.worst or choice.best or choice.failed or choice.filtered or choice.group is not None
     if choice.step is not None:
         found = reader.of_step(split, choice.step)
     elif wide:
@@ -62,6 +64,8 @@ def select(reader: SampleReader, choice: Choice) -> list[Found]:
         found = [one for one in found if one.entry.group == choice.group]
     if choice.failed:
         return [one for one in found if one.entry.reward is None or one.entry.reason == "error"]
+    if choice.filtered:
+        return [one for one in found if one.entry.reason == FILTERED]
     if choice.worst or choice.best:
         ordered = worst_first(found)
         return ordered if choice.worst else ordered[::-1]

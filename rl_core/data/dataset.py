@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from rl_core.api.data import DataSpec
 from rl_core.api.env import PROGRAMS
 from rl_core.api.errors import ConfigError, DataError, shown
 from rl_core.api.records import DatumSpec
-from rl_core.data.source import ROW, Row, collect, read_rows, source_name
+from rl_core.data.source import ROW, Row, UnusableRows, collect, read_rows, source_name
 from rl_core.data.tokenizer import Tokenizer, head_of
 from rl_core.transports import frames
 
@@ -95,8 +95,7 @@ def load_prompts(
     ConfigError if no prompt is left or no row has a column that the job names, and DataError with a line per problem when
     more than data.maxBadRows rows cannot be used.
     """
-    rows = read_rows(reference, field=field, name=name, max_bad_rows=data.max_bad_rows)
-    _check_columns(rows, data, field=field, task_name=task_name)
+    rows = read_columns(reference, data, field=field, name=name, task_name=task_name)
     _check_settings_of_messages(rows, data, field=field, task_name=task_name)
 
     def outcomes() -> Iterator[DatumSpec | DataError]:
@@ -117,6 +116,22 @@ def load_prompts(
             f"{field} must hold a prompt shorter than {max_seq_len} tokens, got {dropped} longer ones; raise rollout.maxSequenceLength"
         )
     return PromptDataset(samples=samples, dropped_overlong=dropped, sizes=(len(samples),))
+
+
+def read_columns(reference: str, data: DataSpec, *, field: str, name: str = "", task_name: str) -> list[Row]:
+    """Return the rows of the data set `reference`, in which some row has each column that the job names.
+
+    Raises ConfigError for missing columns, and DataError for malformed lines, with the missing columns of the others.
+    """
+    try:
+        rows = read_rows(reference, field=field, name=name, max_bad_rows=data.max_bad_rows)
+    except UnusableRows as error:
+        if missing := list(_missing_columns(error.good, data, field=field, task_name=task_name)):
+            raise DataError("\n".join([str(error), *missing])) from error
+        raise
+    if missing := list(_missing_columns(rows, data, field=field, task_name=task_name)):
+        raise ConfigError("\n".join(missing))
+    return rows
 
 
 def _sample(
@@ -165,18 +180,20 @@ def prompt_of(row: Row, data: DataSpec, *, task_name: str) -> Any:
     return [{"role": "user", "content": prompt}] if data.chat and isinstance(prompt, str) and prompt else prompt
 
 
-def _check_columns(rows: list[Row], data: DataSpec, *, field: str, task_name: str) -> None:
-    """Raise ConfigError for a column that the job names and no row has."""
+def _missing_columns(rows: Sequence[Row], data: DataSpec, *, field: str, task_name: str) -> Iterator[str]:
+    """Yield a problem for each column that the job names and no row has; none where there are no rows."""
     gym = task_name == "nemo_gym" and any(GYM_COLUMN in row for row in rows)
     named = {} if gym else {"promptKey": data.prompt_key}
     default = DataSpec.model_fields["answer_key"].default  # jobs without answers keep it
     if task_name in ANSWERED_TASKS or data.answer_key != default:
         named["answerKey"] = data.answer_key
     for name, column in named.items():
-        if not any(column in row for row in rows):
-            raise ConfigError(
+        if rows and not any(column in row for row in rows):
+            outer = column.partition(".")[0]
+            nested = f", or write {column} of the column {outer!r} as a column of its own" * (outer in rows[0])
+            yield (
                 f"{field} must have the column {column!r} ({_beside(field, name)}), got {sorted(rows[0])}; "
-                f"correct {_beside(field, name)}"
+                f"correct {_beside(field, name)}{nested}"
             )
 
 

@@ -109,8 +109,14 @@ class LocalCluster:
         self._listeners: list[Callable[[dict[str, Any]], None]] = []
         self._say: Callable[[str], None] = lambda text: logger.warning("%s", text)
         self._interrupts = 0
+        self._ending = asyncio.Event()
 
     # --- public methods (any thread) ------------------------------------------------------------------------------
+
+    @property
+    def ending(self) -> bool:
+        """Whether a signal arrived or the run is over: what its members wait for is then no news."""
+        return self._interrupts > 0 or self._ending.is_set()
 
     @property
     def epoch(self) -> int:
@@ -214,7 +220,6 @@ class LocalCluster:
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._ending = asyncio.Event()
         try:
             for pod in self._plan.pods:
                 self._start_pod(pod)

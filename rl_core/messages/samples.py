@@ -2,6 +2,8 @@
 
 data rank -> runner    StepSamples, the answer of `take_samples`
 rollout   -> runner    the `samples` of ValidationScores; the `failed` sample of `return_group`
+
+The samples of a filtered group are made by the runner from the record of the group.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -49,6 +51,8 @@ class KeptSample:
     """[T] policy version of each token; -1 where the mask is GIVEN."""
     error: str = ""
     """Why the sample failed; empty for one that did not."""
+    filtered: str = ""
+    """Why dynamic sampling discarded the group; empty for other groups."""
     row: int = -1
     """Number of the row in its training step; -1 in validation."""
     shaped_reward: float | None = None

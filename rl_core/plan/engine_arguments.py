@@ -55,7 +55,7 @@ RESERVED: Mapping[str, str] = {
     **dict.fromkeys(("checkpoint_engine_wait_weights_before_ready", "modelopt_quant", "quantize_and_serve"), WEIGHTS),
 }
 """Argument -> why a job may not pass it, and what to do instead."""
-KEPT_CACHE = ("disable_radix_cache", "disable_overlap_schedule")
+KEPT_CACHE = ("disable_overlap_schedule",)
 """Arguments that `weights.onUpdate: keep_kv` sets to true."""
 TYPES: Mapping[str, tuple[type, ...]] = {
     "boolean": (bool,),

@@ -15,6 +15,7 @@ from rl_core.runner.device_schedule import DeviceSchedule
 from rl_core.runner.dispatcher import serve_leases
 from rl_core.runner.prompts import Prompts
 from rl_core.runner.run import Run
+from rl_core.runner.samples import ANSWER_SECONDS
 from rl_core.runner.saving import Saving
 from rl_core.runner.startup import Startup
 from rl_core.runner.status import Phase
@@ -122,14 +123,23 @@ class ReasoningRunner(TrainingProgram):
         self._ask_for_samples()
 
     def _ask_for_samples(self) -> None:
-        self._keep_failed(self.progress.step)
+        step = self.progress.step
+        self._keep_failed(step)
         if (trained := self._trained) is not None:
             self._trained = None
             actor = self.actor.within(self.applied.spec.runtime.deadlines.rpc)
             self.prompts.samples.add_step(*trained, actor.take_samples)
+        self._keep_filtered(step)
 
     def _keep_failed(self, step: int) -> None:
         self.prompts.samples.add_failed(step, self.progress.version, self.steps.take_failed())
+
+    def _keep_filtered(self, step: int) -> None:
+        """Keep the groups that were filtered up to `step`, after those that it trained."""
+        records = self.prompts.trajectories
+        self.prompts.samples.add_filtered(
+            self.steps.take_filtered(step), lambda token: records.get(key=token, async_op=True, timeout=ANSWER_SECONDS)
+        )
 
     def _while_short(self) -> None:
         """Write the last step and handle requests while too few rollouts serve the weights."""
@@ -267,6 +277,7 @@ class ReasoningRunner(TrainingProgram):
         """Stop the joins and the content check, and close the files of ledger and samples."""
         super().close()
         self._keep_failed(self.progress.step + 1)
+        self._keep_filtered(self.progress.step + 1)
         self.prompts.samples.close()
         if self.sync.check is not None:
             self.sync.check.close()

@@ -15,17 +15,20 @@ from typing import Any, Protocol
 import numpy as np
 
 from rl_core.api.errors import RLJobError
+from rl_core.api.records import PromptGroupRecord
 from rl_core.api.settings import SamplesSpec
+from rl_core.batching.samples import keep_sample
 from rl_core.messages.samples import KeptSample, StepSamples
 from rl_core.observability.trackers import SampleRow, Trackers
+from rl_core.runner.step_state import FilteredGroup
 from rl_core.samples.lines import TRAIN, VALIDATION, sample_line
 from rl_core.samples.writer import SampleWriter
 
 logger = logging.getLogger(__name__)
-MOST_WAITING = 4
-"""Steps that may wait to be written; a further one is left out, so that slow storage does not fill the memory."""
+MOST_WAITING = 8
+"""Writes that may wait, at most three for each step; a further one is left out, so that slow storage does not fill the memory."""
 ANSWER_SECONDS = 60.0
-"""How long the writing thread waits for the samples of the data ranks."""
+"""How long the writing thread waits for the samples of the data ranks, and for the record of a filtered group."""
 CLOSE_SECONDS = 10.0
 """How long the end of a run waits for its last samples."""
 TABLE_ROWS = 8
@@ -37,6 +40,13 @@ class Answer(Protocol):
 
     def wait(self, timeout: float | None = None) -> list[Any]:
         """Return the values in rank order."""
+
+
+class Record(Protocol):
+    """A record on its way from the channel (`AsyncHandle`)."""
+
+    def wait(self, timeout: float | None = None) -> PromptGroupRecord:
+        """Return the record."""
 
 
 class Samples:
@@ -82,6 +92,15 @@ class Samples:
         if kept := samples[: self._spec.groups]:
             self._submit(lambda: self._write(TRAIN, step, version, kept, {}))
 
+    def add_filtered(self, groups: Sequence[FilteredGroup], take: Callable[[str], Record]) -> None:
+        """Keep all samples of groups that dynamic sampling discarded.
+
+        `take` begins to take the record under a lease token off the channel; it must not wait. It is called for each of `groups`, also where
+        the samples are left out.
+        """
+        if taken := [(group, take(group.token)) for group in groups]:
+            self._submit(lambda: self._write_filtered(taken))
+
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Write what waits and close the files. After `seconds` the rest is left out."""
         self._pool.shutdown(wait=False)
@@ -117,6 +136,19 @@ class Samples:
         samples = sorted((sample for part in parts for sample in part.samples), key=lambda sample: sample.row)
         self._write(TRAIN, step, version, samples, log_probs)
 
+    def _write_filtered(self, taken: "Sequence[tuple[FilteredGroup, Record]]") -> None:
+        for group, handle in taken:
+            try:
+                record = handle.wait(ANSWER_SECONDS)
+            except RLJobError as error:
+                logger.info("the samples of the filtered group %s are not kept: %s", group.group_id, error)
+                continue
+            samples = [
+                replace(keep_sample(record, index, group_id=group.group_id), filtered=group.why)
+                for index in range(len(record.completions))
+            ]
+            self._write(TRAIN, group.step, group.version, samples, {})
+
     def _write(
         self,
         split: str,
@@ -144,7 +176,8 @@ class Samples:
             for sample, texts in zip(samples, pieces, strict=True)
         ]
         self._writer.write(lines, name=f"e{self._epoch:04d}-s{step:07d}")
-        self._trackers.add_samples(split, step, [_row(sample) for sample in samples[:TABLE_ROWS]])
+        if rows := [_row(sample) for sample in samples[:TABLE_ROWS] if not sample.filtered]:
+            self._trackers.add_samples(split, step, rows)
 
     def _piece(self, token: int) -> str:
         """Return the text of a token; most come again and again."""

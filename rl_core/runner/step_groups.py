@@ -6,7 +6,7 @@ from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.messages.samples import KeptSample
 from rl_core.runner.dispatcher import Dispatcher
 from rl_core.runner.ledger import HeldGroup
-from rl_core.runner.step_state import StepState, TrainedGroup
+from rl_core.runner.step_state import FilteredGroup, StepState, TrainedGroup
 from rl_core.runner.workload import Workload
 
 
@@ -52,6 +52,11 @@ class StepGroups:
         """Return the samples that failed the groups dropped since the last call."""
         with self._dispatcher.lock_accounts() as accounts:
             return accounts.training.take_failed()
+
+    def take_filtered(self, step: int) -> list[FilteredGroup]:
+        """Return the filtered groups up to `step` whose records the caller has to take off the channel, each once."""
+        with self._dispatcher.lock_accounts() as accounts:
+            return accounts.training.take_filtered(step)
 
     def prompt(self, index: int) -> Any:
         """Return a training prompt by its index in the data set."""

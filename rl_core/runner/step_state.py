@@ -1,5 +1,7 @@
 """The state of one training step: the groups that it admitted, their data ranks, and counts of all others."""
 
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +22,21 @@ class GroupSpan:
     decided: float
     """Runner's clock, in seconds, at which it was admitted or refused."""
     times: GroupTimes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilteredGroup:
+    """A group that dynamic sampling discarded and whose samples are kept."""
+
+    group_id: str
+    token: str
+    """Lease token, under which its record is stored on the channel `trajectories` until it is taken."""
+    step: int
+    """Step for which it was generated."""
+    version: int
+    """Version of the weights that this step trains."""
+    why: str
+    """What its rewards have to fulfil, and what they were."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +108,17 @@ class StepState:
         counts |= {"dropped_groups": self.filtered, "surplus_groups": self.surplus}
         metrics = {f"dynamic_sampling/{name}": float(value) for name, value in counts.items()}
         return metrics | ({"filtered_reward": rewards["reward/mean"]} if rewards else {})
+
+
+def explain_filtered(rewards: Sequence[float], min_std: float) -> str:
+    """Return why rewards, NaN for a masked sample, do not fulfil `algorithm.dynamicSampling` with `min_std`."""
+    given = [reward for reward in rewards if math.isfinite(reward)]
+    if len(given) < 2:
+        return f"algorithm.dynamicSampling needs at least two rewards in a group, got {len(given)}"
+    if len(set(given)) == 1:
+        return f"algorithm.dynamicSampling needs rewards that differ, got {len(given)} times {given[0]:g}"
+    got = statistics.stdev(given)
+    return f"algorithm.dynamicSampling.minStd needs rewards with a deviation above {min_std:g}, got {got:.4g}"
 
 
 def reward_metrics(entries: Sequence[GroupEntry]) -> dict[str, float]:

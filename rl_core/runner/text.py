@@ -187,7 +187,13 @@ def build_dispatcher(
         )
 
     return Dispatcher(
-        TrainingAccount(ledger, spec.algorithm, admission, data_ranks=spec.actor.data_parallel),
+        TrainingAccount(
+            ledger,
+            spec.algorithm,
+            admission,
+            data_ranks=spec.actor.data_parallel,
+            kept_filtered=spec.samples.groups,
+        ),
         workload,
         is_live=is_live,
         is_short=run.roster.short,

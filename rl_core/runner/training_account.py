@@ -21,7 +21,7 @@ from rl_core.runner.admission import Admission, GroupVerdict, StepCapacity
 from rl_core.runner.group_table import Group, GroupState
 from rl_core.runner.ledger import Drop, PromptLedger, group_of
 from rl_core.runner.prompt_order import index_of
-from rl_core.runner.step_state import GroupSpan, StepState, TrainedGroup
+from rl_core.runner.step_state import FilteredGroup, GroupSpan, StepState, TrainedGroup, explain_filtered
 
 logger = logging.getLogger(__name__)
 MAX_FAILED_SAMPLES = 16
@@ -45,11 +45,18 @@ class TrainingAccount:
     """The ledger of the training prompts and the open training step."""
 
     def __init__(
-        self, ledger: PromptLedger, algorithm: AlgorithmSpec, admission: Admission, *, data_ranks: int
+        self,
+        ledger: PromptLedger,
+        algorithm: AlgorithmSpec,
+        admission: Admission,
+        *,
+        data_ranks: int,
+        kept_filtered: int = 0,
     ) -> None:
         """`data_ranks` is the number of data-parallel ranks.
 
-        A step that becomes smaller by drops keeps a number of groups that is a multiple of it.
+        A step that becomes smaller by drops keeps a number of groups that is a multiple of it. `kept_filtered` is the number of filtered
+        groups of a step whose records are left on the channel for `take_filtered`; those of further ones are deleted.
         """
         self.ledger = ledger
         self._algorithm, self._admission, self._data_ranks = algorithm, admission, data_ranks
@@ -60,6 +67,9 @@ class TrainingAccount:
         """
         self._numbers = itertools.count()
         self._moves = RecordMoves()
+        self._kept_filtered = kept_filtered
+        self._filtered: list[FilteredGroup] = []
+        """Filtered groups whose records are on the channel, until `take_filtered`."""
         self._failed: list[KeptSample] = []
         """The sample that failed each dropped group, until `take_failed`; at most MAX_FAILED_SAMPLES."""
         self.failure: RLJobError | None = None
@@ -197,7 +207,7 @@ class TrainingAccount:
             state.filtered += 1
             state.filtered_rewards += [reward for reward in entry.rewards if math.isfinite(reward)]
             self.ledger.discard([entry.group_id], "filtered")
-            self._moves.moves.append((entry.token, None))
+            self._keep_filtered(entry, state)
             verdict = GroupVerdict.REFUSE
         else:
             rank = state.assign(group.position)
@@ -210,6 +220,16 @@ class TrainingAccount:
             span = GroupSpan(group_id=entry.group_id, rank=rank, trains=trains, decided=now, times=entry.times)
             state.spans.append(span)
         return verdict
+
+    def _keep_filtered(self, entry: GroupEntry, state: StepState) -> None:
+        """Leave the record of a filtered group on the channel for `take_filtered`, or delete it where the step has enough of them."""
+        if sum(group.step == state.step for group in self._filtered) >= self._kept_filtered:
+            self._moves.moves.append((entry.token, None))
+            return
+        why = explain_filtered(entry.rewards, self._algorithm.dynamic_sampling.min_std)
+        self._filtered.append(
+            FilteredGroup(group_id=entry.group_id, token=entry.token, step=state.step, version=state.version, why=why)
+        )
 
     def _front(self) -> tuple[Group, GroupEntry] | None:
         """Return the deferred group that is to be decided next; None when no group is deferred."""
@@ -265,6 +285,12 @@ class TrainingAccount:
         """Return the samples that failed the groups dropped since the last call."""
         failed, self._failed = self._failed, []
         return failed
+
+    def take_filtered(self, step: int) -> list[FilteredGroup]:
+        """Return the filtered groups up to `step` whose records the caller has to take off the channel, each once."""
+        taken = [group for group in self._filtered if group.step <= step]
+        self._filtered = [group for group in self._filtered if group.step > step]
+        return taken
 
     def owner_lost(self, owner: str, message: str) -> list[str]:
         """Requeue the groups that a lost process held; return the tokens of its leases."""

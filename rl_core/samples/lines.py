@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from rl_core.messages.samples import GIVEN, KeptSample
 
 TRAIN, VALIDATION = "train", "validation"
+FILTERED = "filtered"
+"""`Entry.reason` of the samples of groups that dynamic sampling discarded."""
 ARRAYS = {"ids": "<i4", "mask": "<u1", "engine": "<f4", "trainer": "<f4", "advantage": "<f4", "token_versions": "<i4"}
 """Arrays of a line by name, with their type; one that is not there is null."""
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, allow_nan=False).encode
@@ -36,6 +38,7 @@ class Entry(NamedTuple):
     """Place in its group."""
     reward: float | None
     reason: str
+    """Why it ended (FinishReason), or FILTERED."""
     tokens: int
     """Tokens of the response: all after the prompt."""
     epoch: int
@@ -71,6 +74,7 @@ def sample_line(
         "parts": {name: finite(part) for name, part in sample.parts.items()},
         "reason": sample.reason,
         "error": sample.error,
+        "filtered": sample.filtered,
         "versions": list(sample.versions),
         "prompt_tokens": given,
         "response_tokens": len(ids) - given,
@@ -98,7 +102,7 @@ def sample_line(
         sample.group_id,
         sample.index,
         reward,
-        sample.reason,
+        FILTERED if sample.filtered else sample.reason,
         len(ids) - given,
         epoch,
         version,
@@ -138,7 +142,7 @@ def entry_of(line: bytes, offset: int) -> Entry | None:
             str(found["group"]),
             int(found["index"]),
             found["reward"],
-            str(found["reason"]),
+            FILTERED if found.get("filtered") else str(found["reason"]),
             int(found["response_tokens"]),
             int(found["epoch"]),
             int(found["version"]),

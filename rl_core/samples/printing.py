@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rl_core.api.records import FinishReason
+from rl_core.samples.lines import FILTERED
 
 REASONS: Mapping[str, str] = {
     FinishReason.ERROR: "the sample failed; it was not trained",
@@ -12,6 +13,7 @@ REASONS: Mapping[str, str] = {
     FinishReason.SEQ_LIMIT: "prompt and completions reached rollout.maxSequenceLength",
     FinishReason.TERMINATED: "the environment ended the episode",
     FinishReason.MAX_TURNS: "the episode reached env.maxTurns",
+    FILTERED: "dynamic sampling discarded the group; it was not trained",
     FinishReason.STOP: "the model ended its completion; the environment did not end the episode",
 }
 """Why a sample ended, in words."""
@@ -61,6 +63,8 @@ def render_sample(sample: Mapping[str, Any]) -> str:
     lines = ["== " + " | ".join(facts)]
     if sample.get("info"):
         lines.append("   " + printable("; ".join(f"{key}: {value}" for key, value in sample["info"].items())))
+    if sample.get("filtered"):
+        lines.append("   filtered, not trained: " + printable(str(sample["filtered"])))
     if sample.get("error"):
         lines.append("   error: " + printable(str(sample["error"])))
     for message in sample["messages"]:

@@ -2,9 +2,11 @@
 
 The manifest lists both, so that its digest proves the base and the adapters of a version. The publisher writes the base to host memory
 once and overwrites the adapters there. A version is also offered as a patch that holds all adapters and applies to every version of the
-same base (`WeightManifest.base_digest`). A receiver that has the base verifies the adapters alone; all others get the whole version.
+same base (`WeightManifest.base_digest`). A receiver that has the base verifies the adapters, and a share of the base in turn; all others
+get the whole version.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -16,6 +18,7 @@ from rl_core.weights import patch
 from rl_core.weights.bucket import Layout
 from rl_core.weights.host_copy import HostCopies, HostCopy, PatchCopy, write_tensor
 from rl_core.weights.manifest import WeightManifest, is_adapter_name
+from rl_core.weights.patch_encoder import tensors_to_verify
 from rl_core.weights.version_source import SourceBucket, SourceEntry, VersionSource
 
 if TYPE_CHECKING:
@@ -56,10 +59,12 @@ class AdapterEncoder:
     Only one thread may write at a time.
     """
 
-    def __init__(self, copies: HostCopies) -> None:
-        self._copies = copies
+    def __init__(self, copies: HostCopies, *, verify_every: int) -> None:
+        """`verify_every`: within this many versions, a receiver reads and checks every tensor of its base once."""
+        self._copies, self._verify_every = copies, verify_every
         self._last: HostCopy | None = None
         """The version that was written last; this object holds it."""
+        self._patches = itertools.count(1)
 
     @property
     def has_base(self) -> bool:
@@ -111,5 +116,7 @@ class AdapterEncoder:
         nbytes = patch.size_of(changes)
         data = self._copies.allocate(nbytes)
         tensors = patch.fill(data.data, changes)
-        made = PatchCopy(base=manifest.base_digest, tensors=tensors, memory=data, nbytes=nbytes, verify=())
+        base = [entry for entry in manifest.entries if not is_adapter_name(entry.name)]
+        verify = tensors_to_verify(base, next(self._patches), self._verify_every)
+        made = PatchCopy(base=manifest.base_digest, tensors=tensors, memory=data, nbytes=nbytes, verify=verify)
         return HostCopy(manifest, last.layout, memory, patch=made)

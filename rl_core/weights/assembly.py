@@ -190,7 +190,8 @@ class Assembly:
     def _adapters(self, source: PatchSource, data: np.ndarray) -> Iterator[tuple[str, "torch.Tensor"]]:
         """Yield the adapters of `source`, whole tensors in `data`. The base is in the engine already, and is not touched.
 
-        Raises DataError unless the adapters are those of the manifest, over the base in memory.
+        Tensors of the base that are named in `source.verify` are read where they are in memory. Raises DataError unless the adapters are
+        those of the manifest, over the base in memory.
         """
         assert self._base is not None
         if self.manifest.base_digest != source.base:
@@ -209,6 +210,11 @@ class Assembly:
             yield from self._whole(entry, values)
         if changes:
             raise DataError(f"adapters must be of the manifest, got {next(iter(changes))!r}")
+        verify = self._memory.keys() & set(source.verify)
+        for entry in (entry for entry in self._entries if entry.name in verify):
+            self._check()
+            if checksums.sum_bytes(self._memory[entry.name]) != entry.checksum:
+                self.bad.append(entry.name)
 
     def _reach(self, entry: WeightEntry, start: int, position: int) -> None:
         so_far = self._partial[1] if self._partial is not None else 0

@@ -33,6 +33,7 @@ from rl_core.plan.groups import ACTOR, SCRIPT_WORKERS, kinds_of_environment
 from rl_core.plan.placement import Placement
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.handlers import HandlerLoop
+from rl_core.transports.names import numeric_address
 from rl_core.transports.rpc import RpcClient, RpcServer
 from rl_core.transports.sockets import split_address
 from rl_core.workers.context import WorkerContext
@@ -230,8 +231,9 @@ class Host:
         address, pod_ip = self._server.address, self.identity.pod_ip
         return address if self._local or not pod_ip else f"tcp://{pod_ip}:{split_address(address)[1]}"
 
-    def _connect_hub(self) -> RpcClient:
-        client = RpcClient(self.identity.hub, self._keys, self.identity, service="hub")
+    async def _connect_hub(self) -> RpcClient:
+        """Return a new client of the hub. Raises InfrastructureError when the name of its host is not resolved in time."""
+        client = RpcClient(await numeric_address(self.identity.hub), self._keys, self.identity, service="hub")
         client.set_epoch(self._context.epoch)
         return client
 

@@ -72,14 +72,15 @@ class Registration:
         self,
         context: WorkerContext,
         *,
-        connect: Callable[[], RpcClient],
+        connect: Callable[[], Awaitable[RpcClient]],
         start_over: Callable[[int], Awaitable[None]],
         kinds: Mapping[str, GroupKind] = BUILT_IN,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare to register the process of `context`.
 
-        `connect` returns a new RPC client of the hub. `start_over(epoch)` drops everything that belongs to older epochs.
-        `kinds` are the groups of the job.
+        `connect` returns a new RPC client of the hub, or raises InfrastructureError. `start_over(epoch)` drops everything that belongs to
+        older epochs. `kinds` are the groups of the job. `clock` returns seconds.
         """
         kind = kinds.get(context.identity.group)
         self.elastic = kind is not None and kind.elastic
@@ -89,6 +90,7 @@ class Registration:
         self._identity = context.identity
         self._connect = connect
         self._start_over = start_over
+        self._clock = clock
         self._count = 0
         self._heartbeat_seconds = FIRST_HEARTBEAT
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -100,10 +102,10 @@ class Registration:
         """Send `hello` to the hub until it is accepted. Raises Ended when the hub refuses this process for good."""
         self._loop = asyncio.get_running_loop()
         self._count += 1
-        began, warned = time.monotonic(), 0.0
+        began, warned = self._clock(), 0.0
         self.report_alive()
         while True:
-            waited = time.monotonic() - began
+            waited = self._clock() - began
             self._check_hello_deadline(waited)
             if waited - warned >= _STILL_WAITING:
                 warned = waited
@@ -114,9 +116,9 @@ class Registration:
 
     async def _say_hello(self) -> bool:
         """Return whether the hub accepted. Raises Ended when it never will."""
-        hub = self._connect()
-        self._context.replace_hub(hub)
         try:
+            hub = await self._connect()
+            self._context.replace_hub(hub)
             answer: HelloAccepted | HelloRefused = await hub.call(
                 "hello", self._report(), timeout=HELLO_TRY, idempotent=True
             )
@@ -193,15 +195,19 @@ class Registration:
     async def keep_in_touch(self) -> None:
         """Send heartbeats until the hub is silent for `deadlines.lost` seconds or no longer knows this process.
 
+        Silence is the time of heartbeats without an answer. A heartbeat counts for no longer than it waits, because what takes longer is a
+        pause of this process, which says nothing about the hub: imports or a full machine can stop it for many seconds.
+
         Returns then, and the caller registers again. Raises Ended when a newer process has taken over the name of this one.
         """
-        last_heard = time.monotonic()
-        while (silence := time.monotonic() - last_heard) < self._lost_seconds:
+        silence = 0.0
+        while silence < self._lost_seconds:
             if silence > RECONNECT:
-                self._context.reconnect_hub(self._connect())
+                await self._reconnect()
             # Cleared before the report is made: what changes while it is under way is reported by the next one, at once.
             self._report_now.clear()
             self.report_alive()
+            began = self._clock()
             try:
                 answer = await self.send_heartbeat()
             except EpochFenced as error:
@@ -209,23 +215,30 @@ class Registration:
             except (DeadlineExceeded, InfrastructureError) as error:
                 logger.debug("heartbeat: %s", error)
                 await asyncio.sleep(RETRY_PAUSE)
+                silence += min(self._clock() - began, self._heartbeat_timeout + RETRY_PAUSE)
                 continue
             if not answer.known:
                 logger.warning("the hub does not know this process")
                 return
-            last_heard = time.monotonic()
+            silence = 0.0
             self._context.hub_answered()
             self._context.num_serving = answer.num_serving
             self._context.update_view(answer.view)
             await self._pause()
         logger.warning("the hub has been silent for %.0f s", self._lost_seconds)
 
+    async def _reconnect(self) -> None:
+        """Look the hub up anew. The present connection stays when its name is not resolved."""
+        try:
+            self._context.reconnect_hub(await self._connect())
+        except InfrastructureError as error:
+            logger.debug("%s", error)
+
     async def send_heartbeat(self) -> HeartbeatAnswer:
         """Send one heartbeat to the hub and return its answer. May be called on any event loop."""
-        timeout = max(self._heartbeat_seconds, 1.0)
         beat = self._context.heartbeat()
         answer: HeartbeatAnswer = await self._context.hub_client().call(
-            "heartbeat", self.id, beat, timeout=timeout, idempotent=True
+            "heartbeat", self.id, beat, timeout=self._heartbeat_timeout, idempotent=True
         )
         return answer
 
@@ -242,6 +255,10 @@ class Registration:
     def id(self) -> MemberId:
         """Name and incarnation of this process, by which the hub knows it."""
         return MemberId(name=self._identity.name, incarnation=self._identity.incarnation)
+
+    @property
+    def _heartbeat_timeout(self) -> float:
+        return max(self._heartbeat_seconds, 1.0)
 
     @property
     def _lost_seconds(self) -> float:

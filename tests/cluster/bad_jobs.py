@@ -8,6 +8,7 @@ import copy
 
 from tests.cluster.bad_checkpoints import CHECKPOINTS
 from tests.cluster.bad_distillation import DISTILLATION
+from tests.cluster.bad_environments import ENVIRONMENTS
 from tests.cluster.bad_failure_policies import FAILURE_POLICIES
 from tests.cluster.bad_groups import GROUPS
 from tests.cluster.bad_placements import OWN, PLACEMENTS, SAME
@@ -27,6 +28,7 @@ CASES = (
     | POD_FIELDS
     | GROUPS
     | DISTILLATION
+    | ENVIRONMENTS
     | {
         # spec, field, message, whether pydantic says the same words
         "group-of-one": (

@@ -131,6 +131,27 @@ def test_bad_samples_within_the_budget_are_dropped_counted_and_replaced(tmp_path
     )
 
 
+def test_groups_that_dynamic_sampling_discards_are_kept_with_the_reason_though_no_step_was_trained(tmp_path, tiny):
+    write(tmp_path, "user_reward.py", "def f(prompts, completions, **columns):\n    return [0.5] * len(completions)\n")
+    spec = {
+        "env": {"type": "reward", "reward": "user_reward:f"},
+        "algorithm": {"dynamicSampling": {"enabled": True}, "maxGenerationBatches": 2},
+        "samples": {"groups": 3},
+        "validation": {"beforeTraining": False},
+    }
+    run = Run(tmp_path / "run", job_document(tiny, **spec), python_path=tmp_path)
+    assert run.run() == 4, run.text + run.logs()
+    assert "between 0.5 and 0.5" in run.text, run.text
+    reader = SampleReader(run.output)
+    reader.refresh()
+    found = [reader.read(one) for one in reader.every(TRAIN)]
+    assert [sample["index"] for sample in found] == [0, 1, 2, 3] * 3 and {sample["step"] for sample in found} == {1}
+    assert {sample["filtered"] for sample in found} == {
+        "algorithm.dynamicSampling needs rewards that differ, got 4 times 0.5"
+    }
+    assert all(sample["reward"] == 0.5 and sample["response_tokens"] and sample["engine"] for sample in found)
+
+
 def test_a_dropped_group_may_shrink_its_step_to_a_multiple_of_the_data_ranks(tmp_path, tiny):
     body = "def f(prompts, completions, **columns):\n    assert not any('003' in prompt for prompt in prompts)\n"
     write(tmp_path, "user_reward.py", f"{body}    return [float(len(c)) for c in completions]\n")

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from rl_core.actors import hf
+from rl_core.actors import hf, rendezvous
 from rl_core.actors.critic import is_critic_name
 from rl_core.actors.source import GatheredSource, GatheringPlan
 from rl_core.api.backends import TRAINERS
@@ -256,6 +256,8 @@ def run_scenario(scenario: dict, rank: int, world_size: int) -> dict:
     `slow_disk` of the scenario: (a rank, by how many seconds later than the others it opens the first file of a model and of a checkpoint).
     """
     slow, seconds = scenario.get("slow_disk", (None, 0))
+    if slow is not None:  # the process group still has the limit of the scenario before
+        rendezvous.limit_collectives(scenario["spec"]["runtime"]["deadlines"]["collective"])
     for module in (hf, tensors) if rank == slow else ():
         opened = module.safe_open
         late = [seconds]

@@ -40,6 +40,9 @@ SCALE = 3.0
 PROMPT = list(range(2, 20))
 DOWN = "model.layers.1.mlp.down_proj.lora_B.weight"
 VALUE = "model.layers.0.self_attn.v_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
+VERIFY_EVERY = 3
+"""Versions in which each tensor of the base is read once."""
 NAMES = ("rollout:0", "rollout:1")
 
 
@@ -66,7 +69,8 @@ class LoraWorld(World):
     """A worker of a job with adapters, and the trainer's side of it."""
 
     def __init__(self, worker, **rollout):
-        super().__init__(worker, max_seq_len=64, spec={"model": {"path": "unused", "lora": LORA}}, **rollout)
+        spec = {"model": {"path": "unused", "lora": LORA}, "weights": {"verifyEvery": VERIFY_EVERY}}
+        super().__init__(worker, max_seq_len=64, spec=spec, **rollout)
         self.state = random_state(1)
 
     def sync(self, seed, *, base=None, receivers=None, adapters=None):
@@ -318,9 +322,18 @@ def test_an_engine_with_another_base_than_the_others_gets_the_base_in_the_same_s
 
 
 @pytest.mark.parametrize("wrong", [0, 1], ids=["sglang", "hf"])
-def test_an_engine_whose_base_was_changed_behind_the_proof_is_named_by_the_content_check(both, wrong):
+def test_a_base_that_was_changed_behind_the_proof_is_named_in_its_turn_and_replaced(both, wrong, caplog):
     put_behind_the_proof(both[wrong], VALUE, random_state(7)[VALUE])
-    assert publish_to(both, 58).patched == NAMES
+    reports = [publish_to(both, 58 + step) for step in range(VERIFY_EVERY)]
+    assert [report.acked for report in reports] == [NAMES] * VERIFY_EVERY
+    assert sorted(report.patched == NAMES for report in reports) == [False] + [True] * (VERIFY_EVERY - 1)
+    assert VALUE in caplog.text
+    assert max(world.difference() for world in both) < 1e-4
+
+
+@pytest.mark.parametrize("wrong", [0, 1], ids=["sglang", "hf"])
+def test_until_then_the_content_check_names_the_engine(both, wrong):
+    put_behind_the_proof(both[wrong], EMBEDDING, random_state(7)[EMBEDDING])
     with pytest.raises(WeightsDiverged, match=f"{NAMES[wrong]} must score a fixed prompt like the trainer"):
         content_check(dict(zip(NAMES, both, strict=True)), merged(both[0]), PROMPT)
 

@@ -52,7 +52,11 @@ class Cable:
             if not self.plugged:
                 near.close()
                 continue
-            far = socket.create_connection(("127.0.0.1", self._target))
+            try:
+                far = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:  # the server has ended
+                near.close()
+                continue
             self._ends += [near, far]
             threading.Thread(target=self._relay, args=(near, far, False), daemon=True).start()
             threading.Thread(target=self._relay, args=(far, near, True), daemon=True).start()

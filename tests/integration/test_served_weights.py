@@ -182,10 +182,12 @@ def test_an_engine_that_computes_with_another_tensor_than_it_was_given_is_seen_b
 
 def test_keys_and_values_of_older_weights_that_serve_a_new_row_are_seen_by_the_content_check(sglang_world):
     world = sglang_world
-    start_from(world, 9)  # the prompt is in the engine's prefix cache
+    start_from(world, 9)  # the prompt is in the engine's prefix cache, in the part of this version
     world.on_loop(world.worker.pause_generation("in_place"))  # an update that finds rows in place keeps the caches
-    after = random_state(10)
-    world.publish_next(after)
+    after, target = random_state(10), world.engine.weight_target
+    target.load(iter(after.items()), world.version)
+    world.on_loop(target.resume(world.version, ""))
+    world.on_loop(world.worker.continue_generation())
     with pytest.raises(WeightsDiverged):
         content_check(world, after)
     assert serves(world, start_from(world, 11))

@@ -57,7 +57,7 @@ async def test_a_call_under_way_is_answered_by_a_hub_that_goes_on_after_others_l
     server = RpcServer("tcp://127.0.0.1:0", hub, None, identity("runner")).start()
     clients = []
 
-    def connect():
+    async def connect():
         clients.append(RpcClient(server.address, None, identity("actor"), service="hub"))
         return clients[-1]
 

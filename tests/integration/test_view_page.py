@@ -39,7 +39,11 @@ def page(tmp_path_factory):
     from tests.unit.samples.kept import line
 
     SampleWriter(run / "samples", limit=10**9).write(
-        [line(kept("0-8", 0), step=4, trainer=trainer)], name="e0000-s0000009"
+        [
+            line(kept("0-8", 0), step=4, trainer=trainer),
+            line(kept("0-7", 0, filtered="rewards must differ"), step=4),
+        ],
+        name="e0000-s0000009",
     )
     never = folder / "never"
     never.mkdir()
@@ -71,7 +75,8 @@ def test_curves_of_all_runs_and_the_groups_of_the_newest_step_are_shown(page):
     dom = page()
     assert texts(dom, r'class="phase [a-z]*">([^<]*)<') == ["Finished", "Finished", "Failed"]
     assert 'class="line run0"' in dom and 'class="line run1"' in dom and 'class="event failure"' in dom
-    assert texts(dom, r'class="name">([^<]*)<') == ["group 0-9", "group 0-8"]
+    assert texts(dom, r'class="name">([^<]*)<') == ["group 0-9", "group 0-8", "group 0-7"]
+    assert dom.count("filtered, not trained") == 1
     assert "2 of 16 groups are kept (samples.groups)" in dom
     assert texts(dom, r'<i class="run1"></i>([^<]*)</button>') == [
         "second, step 2: rollout/worker_lost: 1 more",
@@ -109,6 +114,11 @@ def test_a_group_stands_side_by_side_and_a_long_sample_is_cut_until_asked_for(pa
 def test_filters_of_a_link_apply(page):
     dom = page(run=1, step=2, text="other 1 2")
     assert texts(dom, r'class="name">([^<]*)<') == ["group 0-1"] and dom.count('class="reward r2"') == 1
+
+
+def test_a_filtered_group_is_found_by_its_reason_and_says_why(page):
+    assert texts(page(step=4, reason="filtered"), r'class="name">([^<]*)<') == ["group 0-7"]
+    assert '<dt>filtered</dt><dd dir="auto">rewards must differ</dd>' in page(step=4, group="0-7", sample=0)
 
 
 def test_who_waited_is_drawn_and_a_run_that_never_started_says_so(page):

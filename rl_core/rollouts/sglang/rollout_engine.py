@@ -56,6 +56,7 @@ class SGLangRolloutEngine:
             shapes,
             self._seconds,
             turns=turns,
+            adapter_turns=spec.weights.verify_every,
             ranks=ranks,
             collective_seconds=spec.runtime.deadlines.collective,
             adapters=adapters,

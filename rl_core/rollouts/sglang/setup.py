@@ -80,9 +80,8 @@ def options(spec: RLJobSpec, folder: Path, device: str, max_seq_len: int) -> dic
     if sends_adapters(spec) and spec.model.lora is not None:
         common |= _adapter_options(spec.model.lora)
     elif spec.weights.on_update == "keep_kv":
-        # The prefix cache would hold keys and values of older weights, and a step that overlaps an update would be labelled with the
-        # new version.
-        common |= {"disable_radix_cache": True, "disable_overlap_schedule": True}
+        # A step that overlaps an update would be labelled with the new version.
+        common |= {"disable_overlap_schedule": True}
     if device == "cpu":
         return cpu.options(max_batch=spec.rollout.max_batch, context=context) | own | common
     first = int(device.partition(":")[2] or 0)

@@ -58,6 +58,7 @@ class SGLangWeightTarget:
         seconds: float,
         *,
         turns: int,
+        adapter_turns: int,
         ranks: int,
         collective_seconds: float,
         adapters: AdapterTensors | None = None,
@@ -70,12 +71,15 @@ class SGLangWeightTarget:
             shapes: Name -> (shape, dtype) of the model's tensors.
             seconds: Deadline of one call of the engine.
             turns: After the first version every `turns`-th tensor is read back from the engine at each update, in turn.
+            adapter_turns: The same of the base, where an update has adapters only.
             ranks: Number of tensor-parallel processes of the engine.
             collective_seconds: Deadline of one operation of a process group.
             adapters: Those of a job with LoRA that sends them.
         """
         self._engine, self._buffer, self._shapes, self._seconds = engine, buffer, shapes, seconds
-        self._turns, self._adapters = turns, adapters
+        self._turns, self._adapter_turns, self._adapters = turns, adapter_turns, adapters
+        self._base = GivenTensors()
+        """The base that the engine was given last."""
         self.ranks, self._collective_seconds = ranks, collective_seconds
         self._group: tuple[str, list[int]] = ("", [])
         """Key of the process group of the engine's processes, and their ids: those of another engine are in no group."""
@@ -131,7 +135,7 @@ class SGLangWeightTarget:
     def load(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Load every tensor into the engine. Raises InfrastructureError if the engine's tensors then differ from the given ones.
 
-        Without a tensor of the base, the engine keeps the base that it has.
+        Without a tensor of the base, the engine keeps the base that it has, and a share of it is read.
         """
         adapters: dict[str, Tensor] = {}
         base = self._without_adapters(tensors, adapters)
@@ -140,6 +144,9 @@ class SGLangWeightTarget:
             self._load_base(chain([first], base), version)
         if self._adapters is not None:
             self._load_adapters(self._adapters, adapters, version)
+            if first is None:
+                self._whole = True
+                self._prove(self._base, self._call("held_weights", turns=self._adapter_turns))
 
     def _without_adapters(
         self, tensors: Iterator[tuple[str, Tensor]], adapters: dict[str, Tensor]
@@ -194,7 +201,7 @@ class SGLangWeightTarget:
             self.proof = UNPROVEN
             return
         unknown = given.prove(held["ranks"], whole=held["whole"])
-        self._whole = False
+        self._base, self._whole = given, False
         if held["whole"]:
             self.proof = UNPROVEN if unknown else PROVEN
         if unknown:

@@ -1,7 +1,7 @@
 // The page: its state is the fragment of the address, so that a link shows the same.
 import { chart } from "./charts.js";
 import { ask, el, number, RUN_COLOURS, visible } from "./dom.js";
-import { groupList, groupView, sampleView } from "./samples.js";
+import { FILTERED, groupList, groupView, sampleView } from "./samples.js";
 import { timelineView } from "./timeline.js";
 import { COLOURS } from "./tokens.js";
 
@@ -117,7 +117,7 @@ function filters(now) {
 // A run keeps some groups of each training step: the line says how many of how many.
 function keptGroups(now) {
   const trained = data.runs[now.run]?.groups;
-  const kept = new Set(data.list.samples.filter((one) => one.reason !== "error").map((one) => one.group)).size;
+  const kept = new Set(data.list.samples.filter((one) => one.reason !== "error" && one.reason !== FILTERED).map((one) => one.group)).size;
   if (now.split !== "train" || !trained || kept >= trained || data.list.more || FILTERS.some((name) => name !== "order" && now[name] !== "")) return null;
   return el("p", { class: "dim" }, `${kept} of ${trained} groups are kept (samples.groups)`);
 }

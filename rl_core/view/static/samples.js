@@ -3,6 +3,7 @@ import { ask, el, number, visible } from "./dom.js";
 import { tokenView } from "./tokens.js";
 
 const LONG = 60000;
+export const FILTERED = "filtered";  // the reason of samples of groups that dynamic sampling discarded
 
 function rewardClass(reward, low, high) {
   if (reward === null) return "reward none";
@@ -36,7 +37,7 @@ export function groupList(samples, open) {
     const mean = members.reduce((sum, one) => sum + (one.reward ?? 0), 0) / members.length;
     return el("article", { class: "group" },
       el("header", {}, el("a", { href: "#", class: "name", onclick: (event) => { event.preventDefault(); open(first, null); } }, `group ${first.group}`),
-        el("span", { class: "dim" }, `${members.length} sample${members.length > 1 ? "s" : ""} · mean ${number(mean, 3)}`)),
+        el("span", { class: "dim" }, `${members.length} sample${members.length > 1 ? "s" : ""} · mean ${number(mean, 3)}${first.reason === FILTERED ? " · filtered, not trained" : ""}`)),
       el("pre", { class: "text preview", dir: "auto" }, visible(first.prompt)),
       el("div", { class: "chips" }, members.map((one) => el("button", {
         type: "button", class: rewardClass(one.reward, low, high), title: `${one.reason}, ${one.tokens} tokens`, onclick: () => open(one, one.sample),
@@ -50,6 +51,7 @@ function facts(sample) {
   const rows = [
     ["reward", number(sample.reward) + shaped + (parts.length ? ` (${parts.join(", ")})` : "")],
     ["ended", visible(sample.reason)],
+    ...(sample.filtered ? [["filtered", visible(sample.filtered)]] : []),
     ...(sample.error ? [["error", visible(sample.error)]] : []),
     ["tokens", `${sample.prompt_tokens} + ${sample.response_tokens}`],
     ["version", sample.versions[0] === sample.versions[1] ? `${sample.versions[0]}` : `${sample.versions[0]} to ${sample.versions[1]}`],
@@ -71,7 +73,7 @@ export async function groupView(members, { run, split, open }) {
   return el("div", {}, shared ? el("div", { class: "prompt" }, conversation({ messages: prompts[0] })) : null,
     el("div", { class: "side" }, samples.map((sample, at) => el("article", { class: "column" },
       el("header", {}, el("button", { type: "button", class: rewardClass(sample.reward, low, high), onclick: () => open(members[at], members[at].sample) }, number(sample.reward, 3)),
-        el("span", { class: "dim" }, `${visible(sample.reason)} · ${sample.response_tokens} tokens`)),
+        el("span", { class: "dim" }, `${visible(sample.reason)} · ${sample.response_tokens} tokens${sample.filtered ? " · filtered, not trained" : ""}`)),
       conversation(sample, shared ? sample.prompt_messages : 0)))));
 }
 

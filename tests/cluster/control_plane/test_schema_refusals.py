@@ -67,6 +67,21 @@ def test_rules_of_built_in_names_do_not_meet_functions_of_the_user(control_plane
     assert RLJob.model_validate(document).spec.algorithm
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"env": {"type": "mine:Game", "maxTurns": 4}},
+        {"env": {"type": "of_an_extension", "maxTurns": 4}, "extensions": ["mine"]},
+        {"env": {"type": "agent", "agent": "mine:play", "maxTurns": 4}},
+    ],
+    ids=["of the user", "of an extension", "agent"],
+)
+def test_environments_of_the_user_are_taken_with_several_turns(control_plane, spec):
+    document = merged(GOOD, {"spec": spec})
+    assert judged(control_plane, document) == []
+    assert RLJob.model_validate(document).spec.env.max_turns == 4
+
+
 def test_the_longest_name_is_taken(control_plane):
     document = merged(GOOD, {"metadata": {"name": "a" + "-" * 38 + "9"}})
     assert judged(control_plane, document) == []

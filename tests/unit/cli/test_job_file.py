@@ -81,7 +81,8 @@ def test_weights_cut_short_and_bad_rows_are_told_together_each_on_a_line(tmp_pat
     told = "\n".join(error.value.problems)
     assert "model.safetensors must be a whole safetensors file" in told
     rows = [line for line in error.value.problems if line.startswith("spec.data.train: ")]
-    assert len(rows) == 2 and "train.jsonl:2:" in rows[0] and "train.jsonl:3:" in rows[1]
+    assert len(rows) == 3 and "train.jsonl:2:" in rows[0] and "train.jsonl:3:" in rows[1]
+    assert "must have the column 'answer' (data.answerKey), got ['prompt']" in rows[2]
 
 
 def test_a_program_that_calls_a_model_without_a_chat_template_is_told(tmp_path):
@@ -133,12 +134,29 @@ def test_files_are_looked_at_although_the_schema_is_broken(tmp_path):
     (tmp_path / "job.yaml").write_text((JOB % "a").replace("{}", spec))
     with pytest.raises(JobProblems) as error:
         validate_file(tmp_path / "job.yaml", [])
-    steps, tokenizer, weights, row, validation = error.value.problems
+    steps, tokenizer, weights, row, answer, validation = error.value.problems
     assert steps.startswith("spec.algorithm.steps: must be greater than or equal to 1, got -1")
     assert tokenizer.startswith("spec.model.path: ") and "tokenizer" in tokenizer
     assert weights.startswith("spec.model.path: must hold safetensors weights")
     assert row.startswith("spec.data.train: ") and "train.jsonl:2:" in row
+    assert answer.startswith("spec.data.train: must have the column 'answer' (data.answerKey), got ['prompt']")
     assert validation.startswith("spec.data.validation: must be an existing file")
+
+
+@pytest.mark.parametrize(
+    ("env", "missing"),
+    [("{type: math}", ["question", "answer"]), ("{reward: 'mine:f'}", ["question"]), ("{type: mathh}", ["question"])],
+    ids=["answers", "reward without a type", "misspelled"],
+)
+def test_columns_are_looked_for_beside_settings_that_break_the_schema(tmp_path, env, missing):
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
+    spec = "{data: {train: train.jsonl, promptKey: question}, rollout: {sampling: {temprature: 1}}, env: ENV}"
+    (tmp_path / "job.yaml").write_text((JOB % "a").replace("{}", spec.replace("ENV", env)))
+    with pytest.raises(JobProblems) as error:
+        validate_file(tmp_path / "job.yaml", [])
+    problems = "\n".join(error.value.problems)
+    assert "spec.rollout.sampling.temprature: is not a known field" in problems
+    assert [name for name in ("question", "answer") if f"must have the column '{name}'" in problems] == missing
 
 
 @pytest.mark.parametrize(

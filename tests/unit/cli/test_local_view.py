@@ -132,6 +132,24 @@ def test_a_quiet_run_says_every_five_seconds_what_it_waits_for(tmp_path, capsys)
     ]
 
 
+def test_a_run_that_is_ending_says_no_more_what_it_waits_for(tmp_path, capsys):
+    clock, ending = Clock(), []
+    display = ProgressDisplay(tmp_path, total=4, live=False, clock=clock, ending=lambda: bool(ending))
+    silent = {"who": "hub", "on": "rollout-0", "what": "a heartbeat", "seconds": 6.0}
+    missing = [{"name": "rollout-0", "pod": "a-rollout-0", "role": "rollout", "since": 1.0}]
+    display.update({"phase": "Training", "step": 2})
+    clock.now = 5.0
+    display.tell_waiting()
+    assert "Training, step 2" in capsys.readouterr().out
+    ending.append(True)
+    clock.now = 60.0
+    display.tell_waiting()
+    display.update({"phase": "Degraded", "step": 2, "missing": missing, "waits": [silent]})
+    clock.now = 120.0
+    display.tell_waiting()
+    assert capsys.readouterr().out == ""
+
+
 def test_a_degraded_run_names_the_members_that_are_missing(tmp_path, capsys):
     display = ProgressDisplay(tmp_path, total=4, live=False)
     missing = [

@@ -90,10 +90,10 @@ def test_what_keeping_the_cache_needs_cannot_be_switched_off():
         "weights": {"onUpdate": "keep_kv"},
         "algorithm": {"maxStaleness": 1, "importance": {}, "recomputeLogProbs": True},
     }
-    check_engine_arguments(spec({"disable_radix_cache": False}))
-    check_engine_arguments(spec({"disable_radix_cache": True}, **kept))
-    with pytest.raises(ConfigError, match="disable_radix_cache must not be false with weights.onUpdate keep_kv"):
-        check_engine_arguments(spec({"disable_radix_cache": False}, **kept))
+    check_engine_arguments(spec({"disable_overlap_schedule": False}))
+    check_engine_arguments(spec({"disable_overlap_schedule": True, "disable_radix_cache": False}, **kept))
+    with pytest.raises(ConfigError, match="disable_overlap_schedule must not be false with weights.onUpdate keep_kv"):
+        check_engine_arguments(spec({"disable_overlap_schedule": False}, **kept))
 
 
 @pytest.mark.parametrize("name", ["presencePenalty", "frequencyPenalty", "repetitionPenalty"])

@@ -36,6 +36,8 @@ ARGUMENTS = [
         {"communicator", "obj"},
     ),
     ("managers/communicator.py", "FanOutCommunicator", "merge_results", {"results"}),
+    ("managers/scheduler.py", "Scheduler", "_add_request_to_queue", {"req", "is_retracted"}),
+    ("managers/scheduler.py", "Scheduler", "record_weight_version_change", {"new_version"}),
     (
         "model_executor/model_runner_components/weight_updater.py",
         "WeightUpdater",
@@ -90,7 +92,7 @@ SETTINGS = (
         "port",
     }
     | {"skip_server_warmup", "log_level", "nccl_port", "device", "base_gpu_id", "attention_backend", "sampling_backend"}
-    | {"disable_cuda_graph", "max_total_tokens", "sleep_on_idle", "disable_radix_cache", "disable_overlap_schedule"}
+    | {"disable_cuda_graph", "max_total_tokens", "sleep_on_idle", "disable_overlap_schedule"}
     | {"tp_size", "enable_memory_saver", "enable_weights_cpu_backup", "enable_fp32_lm_head"}
 )
 

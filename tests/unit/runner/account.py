@@ -47,7 +47,9 @@ class Poll:
 class Account:
     """`max_groups` groups are leased by `lease`; `finish` is a rollout's report of them."""
 
-    def __init__(self, *, size=50, data_ranks=1, attempts=2, lease_seconds=60.0, oversample=1.0, **algorithm):
+    def __init__(
+        self, *, size=50, data_ranks=1, attempts=2, lease_seconds=60.0, oversample=1.0, kept_filtered=0, **algorithm
+    ):
         self.clock, self.failures, self.gone, self.short = FakeClock(), [], set(), False
         self.moves, self.closed, self.data_ranks = [], [], data_ranks
         spec = AlgorithmSpec.model_validate({"promptsPerStep": 4, "groupSize": 2, **algorithm})
@@ -58,7 +60,9 @@ class Account:
         )
         bound, per_step = spec.max_staleness, spec.prompts_per_step
         admission = Bounded(bound, per_step) if bound else OnPolicy(oversample)
-        self.training = TrainingAccount(self.ledger, spec, admission, data_ranks=data_ranks)
+        self.training = TrainingAccount(
+            self.ledger, spec, admission, data_ranks=data_ranks, kept_filtered=kept_filtered
+        )
         self.workload = Workload(self.clock)
         self.dispatcher = Dispatcher(
             self.training,

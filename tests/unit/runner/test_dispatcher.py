@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rl_core.api.errors import ConfigError, DataError, InfrastructureError, SamplingExhausted
 from rl_core.messages.groups import GroupEntry, rank_key
-from rl_core.runner.step_state import reward_metrics
+from rl_core.runner.step_state import explain_filtered, reward_metrics
 from tests.unit.runner.account import ADMIT, DEFER, REFUSE, Account
 from tests.unit.samples.kept import kept
 
@@ -200,6 +200,21 @@ def test_uninformative_groups_are_replaced_by_new_prompts():
         "dynamic_sampling/surplus_groups": 1.0,
         "filtered_reward": 0.5,
     }
+
+
+def test_records_of_the_first_filtered_groups_of_a_step_stay_for_the_samples_and_the_others_are_deleted():
+    h = Account(dynamicSampling={"enabled": True, "minStd": 0.6}, maxGenerationBatches=3, kept_filtered=2)
+    h.steps.open(1, 0)
+    leases = h.lease()
+    rewards = ((1.0, 1.0), (0.0, 0.5), (float("nan"), 1.0))
+    found = [h.finish(lease, informative=False, rewards=own)[0] for lease, own in zip(leases, rewards, strict=False)]
+    assert found == [DEFER, DEFER, REFUSE], "the third record is deleted, the others are where the rollout stored them"
+    assert h.steps.take_filtered(0) == []
+    kept = h.steps.take_filtered(1)
+    assert [(one.token, one.step, one.version) for one in kept] == [(lease.token, 1, 0) for lease in leases[:2]]
+    assert "that differ, got 2 times 1" in kept[0].why and "above 0.6, got 0.3536" in kept[1].why
+    assert "at least two rewards in a group, got 1" in explain_filtered(rewards[2], 0.6)
+    assert h.steps.take_filtered(1) == []
 
 
 def test_dynamic_sampling_ends_the_run_when_its_rounds_are_used_up():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rl_core.api.errors import ConfigError
 from rl_core.api.records import FinishReason
 from rl_core.cli.samples import Choice, select, show_samples
-from rl_core.samples.lines import TRAIN, VALIDATION, array_of
+from rl_core.samples.lines import FILTERED, TRAIN, VALIDATION, array_of
 from rl_core.samples.printing import REASONS, printable, render_sample
 from rl_core.samples.reader import SampleReader
 from rl_core.samples.writer import SampleWriter
@@ -143,7 +143,19 @@ def test_each_reason_is_explained_once_after_the_samples(tmp_path, capsys):
         "length: the completion was cut at rollout.sampling.maxNewTokens\n"
         "2 more; --limit 4 prints all\n"
     )
-    assert set(REASONS) == set(FinishReason)
+    assert set(REASONS) == {*FinishReason, FILTERED}
+
+
+def test_samples_of_filtered_groups_are_chosen_and_say_why(tmp_path, capsys):
+    write(tmp_path, [kept("0-1", 0), kept("0-2", 0, filtered="rewards must differ\x1b[0m")]).close()
+    assert show_samples(tmp_path, Choice(filtered=True)) == 0
+    printed = capsys.readouterr().out
+    assert "group 0-2" in printed and "group 0-1" not in printed and "\x1b" not in printed
+    assert "filtered, not trained: rewards must differ\\x1b[0m" in printed and "filtered: dynamic sampling" in printed
+    assert show_samples(tmp_path, Choice(filtered=True, group="0-1")) == 0
+    assert "none of these samples was filtered by dynamic sampling; steps" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="one of --worst, --best, --failed and --filtered"):
+        show_samples(tmp_path, Choice(filtered=True, failed=True))
 
 
 def test_that_no_sample_failed_is_no_error(tmp_path, capsys):

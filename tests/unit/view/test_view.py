@@ -80,6 +80,18 @@ def test_samples_of_a_step_are_filtered_and_ordered(browser, wanted, expected):
     assert found["reasons"] == ["length", "stop"]
 
 
+def test_samples_of_filtered_groups_have_a_reason_of_their_own(browse, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    write(run, [kept("0-1", 0), kept("0-2", 0, filtered="rewards must differ")]).close()
+    browser = browse(run)
+    found = browser.json("samples", run=0, step=1)
+    assert found["reasons"] == ["filtered", "stop"] and len(found["samples"]) == 2
+    (one,) = browser.json("samples", run=0, step=1, reason="filtered")["samples"]
+    assert one["group"] == "0-2"
+    assert browser.json("sample", run=0, step=1, group="0-2", sample=0)["filtered"] == "rewards must differ"
+
+
 def test_a_sample_is_its_line_of_the_file(browser, tmp_path):
     reader = SampleReader(tmp_path / "run")
     reader.refresh()

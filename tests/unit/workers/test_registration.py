@@ -42,7 +42,7 @@ class Hub:
         """Nothing to close."""
 
 
-def registration_at(hub, role="rollout"):
+def registration_at(hub, role="rollout", **options):
     """Return a registration and the epochs it starts over at."""
     epochs = []
     context = WorkerContext(replace(stand_alone_identity(), role=role, group=role, hub="tcp://127.0.0.1:1"))
@@ -51,7 +51,10 @@ def registration_at(hub, role="rollout"):
         epochs.append(epoch)
         context.enter_epoch(epoch)
 
-    return Registration(context, connect=lambda: hub, start_over=start_over), epochs
+    async def connect():
+        return hub
+
+    return Registration(context, connect=connect, start_over=start_over, **options), epochs
 
 
 @pytest.mark.parametrize("error", [DeadlineExceeded("late"), WorkerLost("the hub restarts")], ids=["late", "lost"])
@@ -118,6 +121,41 @@ def test_a_hub_that_forgot_the_process_ends_the_heartbeats_and_a_successor_of_th
     with pytest.raises(Ended) as end:
         asyncio.run(after(EpochFenced("rollout:0 incarnation 0.0 was replaced by 0.1")))
     assert end.value.code == 3
+
+
+class HubWithClock(Hub):
+    """A hub whose unanswered heartbeats take the seconds that are given by a DeadlineExceeded, on a clock of its own."""
+
+    now = 0.0
+
+    async def call(self, method, *args, timeout, idempotent):
+        try:
+            return await super().call(method, *args, timeout=timeout, idempotent=idempotent)
+        except DeadlineExceeded as error:
+            self.now += float(str(error))
+            raise
+
+
+def heartbeats_until_lost(*answers):
+    """Return how many heartbeats a member sends to a hub before it takes it for lost or is forgotten."""
+    hub = HubWithClock(replace(accepted(), heartbeat_seconds=2.0), *answers)
+    process, _ = registration_at(hub, clock=lambda: hub.now)
+
+    async def run():
+        await process.register()
+        process.report_soon()
+        await process.keep_in_touch()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    return len(hub.heard) - 1
+
+
+def test_a_hub_is_lost_after_as_many_seconds_of_heartbeats_without_an_answer():
+    assert heartbeats_until_lost(*[DeadlineExceeded("2.0")] * 20) == 8
+
+
+def test_a_pause_of_the_process_is_no_silence_of_the_hub():
+    assert heartbeats_until_lost(*[DeadlineExceeded("60.0")] * 7, HeartbeatAnswer(known=False)) == 8
 
 
 def test_what_changes_while_a_heartbeat_is_under_way_is_reported_by_the_next_one_at_once():

@@ -6,6 +6,8 @@ SGLang's requests reach every process of the engine; three of them are served he
   instead, each process reads the tensors from that source.
 - `end_weight_update` runs SGLang's own code, and notes whether that writes to parameters.
 - `check_weights` with the action of `pieces_action` returns the checksums of these places, and the report of the last load from a source.
+
+The prefix cache is keyed by the version of the weights: see `_key_cache_by_version`.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ def run(settings: Any, *arguments: Any) -> None:
 
         pinning.disable()
     _record_loads()
+    _key_cache_by_version()
     stages.tell("the scheduler builds the model and the KV cache")
     run_scheduler_process(settings, *arguments)
 
@@ -93,3 +96,33 @@ def _record_loads() -> None:
     WeightUpdater._update_weights_from_flattened_bucket = load
     WeightUpdater.end_weight_update = end_watched
     WeightChecker.handle = check
+
+
+def _key_cache_by_version() -> None:
+    """Have every request use the part of SGLang's prefix cache that belongs to the weights with which it is prefilled.
+
+    `Req.extra_key` names that part. It is set when a request enters the waiting queue, and again when the version changes while it waits
+    there: its keys and values will then be computed with the new weights. A request that is in the batch at an update that keeps the caches
+    stays with the earlier version's part, because that is where its first keys and values are. The parts of earlier versions are evicted as
+    the least recently used ones. The adapters of a job with LoRA are such keys already. Changes this process only.
+    """
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.runtime_context import get_serving
+
+    enqueue, change = Scheduler._add_request_to_queue, Scheduler.record_weight_version_change
+
+    def set_key(request: Any) -> None:
+        if request.lora_id is None:
+            request.extra_key = get_serving().weight_version
+
+    def enqueue_with_key(scheduler: Any, req: Any, is_retracted: bool = False) -> None:
+        set_key(req)
+        enqueue(scheduler, req, is_retracted)
+
+    def change_with_keys(scheduler: Any, new_version: str | None) -> None:
+        change(scheduler, new_version)
+        for req in scheduler.waiting_queue:
+            set_key(req)
+
+    Scheduler._add_request_to_queue = enqueue_with_key
+    Scheduler.record_weight_version_change = change_with_keys

@@ -155,6 +155,7 @@ class EngineServer:
             "load_weights": self._loader.load,
             "load_source": self._loader.load_source,
             "end_weights": self._loader.end,
+            "held_weights": self._loader.held,
             "release_memory": self._memory.release,
             "restore_memory": self._memory.restore,
         }

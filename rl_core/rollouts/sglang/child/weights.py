@@ -149,6 +149,10 @@ class ChildWeightLoader:
         `whole`, and after the first update of this engine; else one of `turns` shares, in turn.
         """
         await self._close()
+        return await self.held(turns=turns, whole=whole)
+
+    async def held(self, *, turns: int, whole: bool = False) -> dict[str, Any]:
+        """Return what `end` does, without an update."""
         whole, check = self._next_check(turns=turns, whole=whole)
         return {"whole": whole, "ranks": await self._check(check)}
 
