@@ -24,23 +24,14 @@ LOWEST, HIGHEST = (
 """CEL expression of the bounds, with the defaults of the mode filled in."""
 
 
-RECIPES = (
-    ("dapo", "DAPO is grpo with loss.clipHigh, dynamicSampling and overlong: docs/algorithms.md"),
-    ("ppo", "PPO is name: gae, and its loss ppo_clip: docs/algorithms.md"),
-    ("cispo", "CISPO is name: grpo with loss.name: cispo: docs/algorithms.md"),
-    ("gspo", "GSPO is name: grpo with loss.name: gspo: docs/algorithms.md"),
-)
-"""Names of algorithms that are written as several fields."""
-
-
-def one_of_or_function(*names: str) -> Pattern:
-    """Return the pattern of a name that is one of `names` or a function of the user."""
+def one_of_or_function(*names: str, recipes: tuple[tuple[str, str], ...] = ()) -> Pattern:
+    """Return the pattern of a name that is one of `names` or a function of the user; see `Pattern.recipes`."""
     return Pattern(
         regex=f"{'|'.join(map(re.escape, names))}|{FUNCTION}",
         rule=f"one of {', '.join(names)} or a function of yours as module:function",
         way_out="correct the name",
         names=names,
-        recipes=RECIPES,
+        recipes=recipes,
     )
 
 
