@@ -5,12 +5,26 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.constructor import ConstructorError
 
 from rl_core.api.errors import ConfigError
 
+MERGE = "tag:yaml.org,2002:merge"
+"""Tag of the key `<<`, which adds the keys of another mapping below those that are written."""
+
 
 class Loader(yaml.SafeLoader):
-    """The safe loader, which also accepts numbers in scientific notation without a dot."""
+    """The safe loader, which also accepts numbers in scientific notation without a dot, and refuses a key that a mapping has twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping. Raises yaml.YAMLError for a repeated key, of which YAML would take the last value in silence."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:
+                if key.value in seen:
+                    raise ConstructorError(None, None, f"the key {key.value!r} twice in one mapping", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 Loader.add_implicit_resolver(

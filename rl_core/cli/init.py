@@ -156,6 +156,8 @@ def job_files(name: str, task: Task, model: Model, gpus: int) -> Iterator[tuple[
         "placement": "  placement: {mode: colocated}           # actor and rollout take turns on one accelerator\n"
         * (gpus == 1),
         "gpus": min(gpus, 1),
+        "memory": "    gradientCheckpointing: true          # less memory for a slower step; `rljob plan job.yaml` says how much\n"
+        * (gpus > 0),
         "engine": "sglang"
         if gpus
         else "hf                           # rljob's own; sglang is quicker on an accelerator",

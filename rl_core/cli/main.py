@@ -177,6 +177,7 @@ def samples(
     """Print completions that a run or a running job kept: texts, rewards, why they ended."""
     from rl_core.cli import targets
     from rl_core.cli.copied_output import readable_run
+    from rl_core.cli.local_view import read_status
     from rl_core.cli.samples import Choice, show_samples
 
     def command() -> int:
@@ -192,6 +193,8 @@ def samples(
             limit=limit,
         )
         with readable_run(target, place, only=["samples"]) as (folder, _):
+            if not (folder / "samples").is_dir():
+                read_status(folder)  # it may be no output folder
             return show_samples(folder, choice)
 
     run_command(command)
@@ -229,7 +232,10 @@ def export(
     ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder that is written.", show_default=False)],
     merge: Annotated[
-        bool, typer.Option("--merge", help="The model with its adapters merged, not the adapters.")
+        bool,
+        typer.Option(
+            "--merge", help="The model with its adapters merged; adapter/ in it has them alone, for the base."
+        ),
     ] = False,
     step: Annotated[str, typer.Option(help="Step of the checkpoint, latest or best.")] = "latest",
     model: Annotated[

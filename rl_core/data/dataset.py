@@ -147,6 +147,11 @@ def _sample(
             f"got {shown(row.get(data.answer_key))}; correct the row or {_beside(field, 'answerKey')}"
         )
     prompt = prompt_of(row, data, task_name=task_name)
+    if task_name not in PROGRAMS and _ends_with_reply(prompt):
+        raise DataError(
+            f"{where}: column {data.prompt_key!r} must end with a message to the model, got a last message of the role assistant, which the "
+            f"model would read as part of its prompt; remove it, and write a reply that the environment needs in a column of its own"
+        )
     log = _message_log(prompt, data, tokenizer, where=where, max_seq_len=max_seq_len)
     length = sum(len(message["token_ids"]) for message in log)
     if not length:
@@ -262,6 +267,11 @@ def _message_log(prompt: Any, data: DataSpec, tokenizer: Tokenizer, *, where: st
         f"{where}: column {data.prompt_key!r} must be text or a list of {{role, content}} with roles {sorted(CHAT_ROLES)}, "
         f"got {str(prompt)[:80]!r}; correct the row"
     )
+
+
+def _ends_with_reply(prompt: Any) -> bool:
+    last = prompt[-1] if isinstance(prompt, list) and prompt else None
+    return isinstance(last, Mapping) and last.get("role") == "assistant"
 
 
 def _is_message(message: Any) -> bool:

@@ -38,6 +38,23 @@ def test_a_file_with_two_jobs_or_none_is_refused(tmp_path, text, told):
         read_document(tmp_path / "job.yaml", [])
 
 
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [("{a: 1, a: 2}", "the key 'a' twice"), ("{a: {b: 1, 'b': 2}}", "the key 'b' twice"), ("[{a: 1}, {a: 2}]", "")],
+)
+def test_a_key_that_a_mapping_has_twice_is_refused_with_its_line(tmp_path, spec, told):
+    file = tmp_path / "job.yaml"
+    file.write_text("kind: RLJob\nspec: %s\n" % spec)  # noqa: UP031 - braces
+    if told:
+        with pytest.raises(ConfigError, match=rf"job\.yaml: must be valid YAML, got {told} in one mapping .*line 2"):
+            read_document(file, [])
+    else:
+        assert len(read_document(file, [])["spec"]) == 2
+    merged = "base: &base {a: 1, b: 1}\nspec: {<<: *base, a: 2}\n"
+    file.write_text(merged)
+    assert read_document(file, [])["spec"] == {"a": 2, "b": 1}
+
+
 def test_what_lies_on_volumes_of_the_actor_is_left_to_the_pods(capsys):
     """The cluster's example is valid on a machine that has neither its model nor its data."""
     file = Path(__file__).parents[3] / "examples" / "arithmetic" / "rljob.yaml"
