@@ -232,10 +232,7 @@ def export(
     ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder that is written.", show_default=False)],
     merge: Annotated[
-        bool,
-        typer.Option(
-            "--merge", help="The model with its adapters merged; adapter/ in it has them alone, for the base."
-        ),
+        bool, typer.Option("--merge", help="The model with its adapters merged, not the adapters.")
     ] = False,
     step: Annotated[str, typer.Option(help="Step of the checkpoint, latest or best.")] = "latest",
     model: Annotated[
