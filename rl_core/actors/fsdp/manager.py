@@ -239,7 +239,9 @@ class FSDPModelManager(ModelManager):
 
         Gradients that FSDP has accumulated without reducing, before the last micro-batch, are kept; the caller reduces them first.
         """
-        self.optimizer.zero_grad(set_to_none=True)
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
         self.strategy.drop_grads(self.model)
 
     # OffloadManager ------------------------------------------------------------------------------------------------------
