@@ -250,6 +250,11 @@ METRICS = (
     Metric("weights/pause_seconds", "s", "longest pause of generation"),
     Metric("weights/bytes", "bytes", "bytes sent to rollouts"),
     Metric("weights/failed_receivers", "rollouts", "rollouts that did not take the version"),
+    Metric(
+        "weights/late_receivers",
+        "rollouts",
+        "rollouts that were slower than the others, and took the version while the run went on",
+    ),
     Metric("weights/patch_share", "share", "bytes of the patch over those of all weights"),
     Metric("weights/patched_receivers", "rollouts", "rollouts that took a patch"),
     Metric("weights/relayed_receivers", "rollouts", "rollouts that got the weights from another rollout"),

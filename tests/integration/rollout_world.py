@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from rl_core.runner.device_schedule import DisaggregatedSchedule
 from rl_core.transports import tokens
 from rl_core.transports.handlers import HandlerLoop
 from rl_core.transports.rpc import RpcClient, RpcServer, inline
+from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.publisher import WeightPublisher
 from tests.weight_samples import StateSource
 
@@ -276,7 +278,8 @@ class World:
         self.engine = self.worker._built().engine
         handlers = {n: getattr(self.worker, n) for n in ("weights_offer", "weights_transfer", "weights_commit")}
         self.server = RpcServer("tcp://127.0.0.1:0", handlers).start()
-        self.publisher = WeightPublisher(self.spec, 0)
+        patient = replace(Deadlines.from_spec(self.spec), straggler_seconds=60)  # no receiver is late that is only slow
+        self.publisher = WeightPublisher(self.spec, 0, deadlines=patient)
         self.trajectories, self.validation = (Channel.create(name, local=True) for name in ("t", "v"))
         self.ledger.trajectories = self.trajectories
         self.show_env(True)
