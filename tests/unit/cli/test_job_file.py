@@ -62,7 +62,9 @@ def test_a_key_that_a_mapping_has_twice_is_refused_with_its_line(tmp_path, spec,
 def test_a_missing_folder_that_a_script_beside_the_job_makes_is_no_name_of_the_hub(tmp_path, script):
     if script:
         (tmp_path / "prepare.py").touch()
-    told = f", or make it with python {tmp_path}/prepare.py" if script else ", or write hf://student/model for that name"
+    told = (
+        f", or make it with python {tmp_path}/prepare.py" if script else ", or write hf://student/model for that name"
+    )
     assert hub_hint(str(tmp_path / "student/model"), tmp_path).startswith(told)
     (tmp_path / "student/model").mkdir(parents=True)
     assert hub_hint(str(tmp_path / "student/model"), tmp_path) == ""
