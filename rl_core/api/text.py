@@ -20,7 +20,7 @@ class Loader(yaml.SafeLoader):
         """Return the mapping as it is written, before `<<` adds keys. Raises yaml.YAMLError for a repeated key, of which YAML would take
         the last value in silence.
         """
-        node: yaml.MappingNode = super().compose_mapping_node(anchor)  # type: ignore[no-untyped-call]
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:
