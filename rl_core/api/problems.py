@@ -41,7 +41,7 @@ def explained(error: ValidationError, root: type[BaseModel], *, at: tuple[str, .
 
 
 def problem_lines(error: ValidationError) -> list[str]:
-    """Return one line for each part of an error that `explained` made, with its path in the document."""
+    """Return one line, `path: text`, for each problem in a validation error. The error must come from `explained`."""
     return [
         f"{'.'.join(map(str, detail['loc'])) or 'job'}: {detail['msg']}" for detail in error.errors(include_url=False)
     ]

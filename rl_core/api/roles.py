@@ -47,7 +47,7 @@ class FabricRoleSpec(RoleSpec):
 
     host_network: bool = False
     """Use the node's network, for RDMA without a device plugin; only where the chart value policy.allowHostNetwork is true, and for
-    actor and rollout alike. NetworkPolicies do not fence such pods."""
+    actor and rollout alike. NetworkPolicies do not apply to such pods."""
     egress: Egress | None = None
     """Destinations that the pods may reach besides the job, DNS and the envs, on a cluster that enforces NetworkPolicies; null = all but
     link-local addresses and the cloud's metadata; [] = none."""
@@ -260,7 +260,7 @@ class SamplingSpec(Spec):
     top_k: int | None = Field(None, ge=1, lt=2**31)
     """Top-k sampling; null = off; a number needs algorithm.allowTruncatedSampling."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Least probability over that of the likeliest token. This and the next four need allowTruncatedSampling too."""
+    """Smallest probability relative to that of the likeliest token. This and the next four need allowTruncatedSampling too."""
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     """Subtracted from logits of tokens generated before in this turn."""
     frequency_penalty: float = Field(0.0, ge=-2, le=2)

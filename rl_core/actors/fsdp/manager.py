@@ -210,16 +210,15 @@ class FSDPModelManager(ModelManager):
         return [[p for group in groups if group[CRITIC] in model for p in group["params"]] for model in models]
 
     def _gradient_norm(self) -> float:
+        self._clipped = self._models()
         # To the CPU one by one: a rank without gradients of a model answers from there.
-        squares = torch.stack(
-            [self.strategy.local_squared_grad_norm(parameters).cpu() for parameters in self._models()]
-        )
+        squares = torch.stack([self.strategy.local_squared_grad_norm(parameters).cpu() for parameters in self._clipped])
         self._norms = [math.sqrt(square) for square in self.ranks.sum_over_data_ranks(squares).tolist()]
         return math.hypot(*self._norms)
 
     def _apply_gradients(self, norm: float) -> None:
         clip = self.cfg.actor.grad_clip
-        for parameters, own in zip(self._models(), self._norms, strict=True):
+        for parameters, own in zip(self._clipped, self._norms, strict=True):
             if clip is not None and own + 1e-6 > clip:
                 self.strategy.scale_grads(parameters, clip / (own + 1e-6))
         self.optimizer.step()

@@ -102,7 +102,8 @@ class Strategy(ABC):
         grads = self._grads(parameters)
         if not grads:
             return torch.zeros((), dtype=torch.float64)
-        return torch.stack(torch._foreach_norm(grads)).double().square().sum() / self._replicas
+        total = torch.stack(torch._foreach_norm(grads)).double().square().sum()
+        return total if self._replicas == 1 else total / self._replicas
 
     def scale_grads(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
         """Multiply all gradients by `factor`."""

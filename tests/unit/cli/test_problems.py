@@ -230,6 +230,17 @@ def test_a_combination_is_refused_by_its_first_cause(spec, cause):
     assert problem.startswith(f"spec: {cause}"), problem
 
 
+def test_a_rule_over_a_field_that_was_replaced_by_its_default_is_left_out():
+    """The rule of colocated devices would say that actor.gpus is 0."""
+    document = job(
+        actor={"gpus": 1, "backend": "megatron", "parallel": {"tensor": 4}},
+        rollout={"engine": "sglang", "gpus": 1},
+        placement={"mode": "colocated"},
+    )
+    (problem,) = find_problems(document)[1]
+    assert problem.startswith("spec.actor: ")
+
+
 def test_independent_problems_are_told_together_with_cross_field_ones():
     spec = {
         "data": {"train": "t", "nonsense": 1},

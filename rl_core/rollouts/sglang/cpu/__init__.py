@@ -30,7 +30,7 @@ def require(config: Mapping[str, Any]) -> None:
 
 
 def variables(path: str) -> dict[str, str]:
-    """Return the environment variables of the engine's processes, given their PYTHONPATH `path`."""
+    """Return the environment variables with which the engine's processes run on a CPU. `path` is their PYTHONPATH, which is extended."""
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
         "THP_MEM_ALLOC_ENABLE": "1",  # torch takes large pages for large tensors: copies and checksums of weights need a fifth less time
