@@ -45,10 +45,10 @@ class CheckpointExport:
     def write_model(self, target: Path) -> None:
         """Write the model folder at `target`, adapters merged. Raises DataError for tensors that are absent or of another shape."""
         if self._spec.model.lora is None:
-            names = [name for name in hf.stored_names(self._model) if name not in self._aliases]
+            names = list(self._stored)
             tensors: Iterator[tuple[str, Tensor]] = ((name, self._read([name])[name]) for name in names)
         else:
-            names = [name for name, _, _ in hf.stored_readers(self._model, self._path, self._aliases)]
+            names = [name for name, _, _ in hf.stored_readers(self._stored, self._model, self._path, self._aliases)]
             tensors = self._merged(self._spec.model.lora)
         plans = [
             export.TensorPlan(
@@ -62,7 +62,7 @@ class CheckpointExport:
 
     def _merged(self, settings: LoraSpec) -> Iterator[tuple[str, Tensor]]:
         """Yield the merged tensors of the model, one at a time."""
-        for name, stored, _ in hf.stored_readers(self._model, self._path, self._aliases):
+        for name, stored, _ in hf.stored_readers(self._stored, self._model, self._path, self._aliases):
             weight = torch.empty_like(self._stored[name], device="cpu").copy_(stored[:])
             (part,) = lora.MergedSlices({name: [LocalSlice.of_whole(weight)]}, self._adapters, settings.scale)[name]
             yield name, part.tensor

@@ -37,7 +37,7 @@ from rl_core.rollouts.embodied import (
 )
 from rl_core.rollouts.observation_rows import ObservationRows, large_observations
 from rl_core.rollouts.pausing_target import pausing
-from rl_core.rollouts.policy_target import PolicyWeightTarget
+from rl_core.rollouts.policy_target import PolicyWeightTarget, saved_tensors
 from rl_core.rollouts.recorder import TrajectoryRecorder
 from rl_core.rollouts.weight_methods import WeightMethods
 from rl_core.transports.direct import Connection, Mailbox
@@ -89,7 +89,7 @@ class MultiStepRolloutWorker(WeightMethods):
         if config is None:
             raise InfrastructureError("a rollout must be given config.json of the policy at registration, got none")
         self.model = build_policy(config, seed=self.cfg.algorithm.seed).to(self.device).eval()
-        self._build_receiver(self.cfg, pausing(PolicyWeightTarget(self.model), self._pause))
+        self._build_receiver(self.cfg, pausing(PolicyWeightTarget(saved_tensors(self.model)), self._pause))
 
     async def start_serving(self) -> None:
         """Report the version that is served: the hub has forgotten that of a member that lost its connection."""

@@ -39,7 +39,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def tokenizer_files() -> dict[str, bytes]:
+def tokenizer_files(config: dict = CONFIG) -> dict[str, bytes]:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     names = ["<pad>", "<eos>", *"abcdefghijklmnopqrstuvwxyz0123456789 +=.,"]
@@ -47,7 +47,7 @@ def tokenizer_files() -> dict[str, bytes]:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     return {
-        "config.json": json.dumps(CONFIG).encode(),
+        "config.json": json.dumps(config).encode(),
         "tokenizer.json": tokenizer.to_str().encode(),
         "tokenizer_config.json": json.dumps({"eos_token": "<eos>", "pad_token": "<pad>"}).encode(),
     }
@@ -258,7 +258,7 @@ class World:
     version = 0
     """Published last by `publish_next`."""
 
-    def __init__(self, worker=HFRolloutWorker, max_seq_len=32, spec=None, **rollout):
+    def __init__(self, worker=HFRolloutWorker, max_seq_len=32, spec=None, config=CONFIG, **rollout):
         self.spec = RLJobSpec.model_validate(
             {
                 "model": {"path": "unused"},
@@ -272,7 +272,7 @@ class World:
         self.ledger = Ledger()
         self.worker = worker(self.spec, {"max_seq_len": max_seq_len})
         context = self.worker._context
-        context.files = tokenizer_files()
+        context.files = tokenizer_files(config)
         context.hub = RpcClient(self.ledger.server.address)
         self.worker.init_worker()
         self.engine = self.worker._built().engine

@@ -121,8 +121,8 @@ class Strategy(ABC):
     # What a rank stores ---------------------------------------------------------------------------------------------
 
     def named_slices(self, model: nn.Module) -> dict[str, LocalSlice]:
-        """Return the part that this rank stores of each tensor of a model folder, by Hugging Face name."""
-        return {name: self.slice_of(tensor) for name, tensor in hf.stored_tensors(model).items()}
+        """Return the part that this rank stores of each parameter and persistent buffer, by its name before wrapping."""
+        return {name: self.slice_of(tensor) for name, tensor in hf.named_tensors(model).items()}
 
     @abstractmethod
     def slice_of(self, tensor: Tensor, like: Tensor | None = None) -> LocalSlice:

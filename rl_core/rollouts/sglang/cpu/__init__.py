@@ -21,12 +21,13 @@ BLOCK = 32
 
 def require(config: Mapping[str, Any]) -> None:
     """Raise RolloutConfigError for a model (its parsed config.json) whose weights cannot be proven on a CPU."""
-    size = int(config["intermediate_size"])
-    if size % BLOCK:
-        raise RolloutConfigError(
-            f"rollout.engine sglang without a GPU needs an intermediate_size that is a multiple of {BLOCK}, got {size}; "
-            "take rollout.engine hf for this model"
-        )
+    for name in ("intermediate_size", "moe_intermediate_size"):
+        size = int(config.get(name) or 0)
+        if size % BLOCK:
+            raise RolloutConfigError(
+                f"rollout.engine sglang without a GPU needs {name} to be a multiple of {BLOCK}, got {size}; "
+                "take rollout.engine hf for this model"
+            )
 
 
 def variables(path: str) -> dict[str, str]:
