@@ -304,10 +304,12 @@ def hub_hint(reference: str, beside: Path, *, file: str = "") -> str:
 
 def _bad_rows(field: str, read: Callable[..., object], hint: str) -> Iterator[str]:
     """Yield the problems of the rows of a data reference, for which `read(field=...)` raises, one line each; warn of prompts left out."""
+    from rl_core.data.dataset import PromptDataset
+
     try:
         found = read(field=field)
-        if dropped := getattr(found, "dropped_overlong", 0):
-            of = dropped + len(found.samples)  # type: ignore[attr-defined]
+        if isinstance(found, PromptDataset) and (dropped := found.dropped_overlong):
+            of = dropped + len(found)
             _warn(
                 f"spec.{field}: {dropped} of {of} prompts are left out, as they leave no room for a completion (data.onOverlong); "
                 "raise rollout.maxSequenceLength to train on them"

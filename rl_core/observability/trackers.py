@@ -308,7 +308,7 @@ class Trackers:
         Raises ConfigError for a missing package, OSError for a folder that cannot be written.
         """
         sinks: list[Tracker] = [JsonlTracker(output / "metrics.jsonl")]
-        disabled = {}
+        disabled: dict[str, str] = {}
         for spec in specs:
             try:
                 sinks.append(_open(spec, name=name, output=output))
