@@ -73,6 +73,8 @@ def _way_out(detail: ErrorDetails) -> str:
         return f"did you mean {meant}?" if meant else "choose one of these"
     if kind.endswith(("_type", "_parsing")):
         return "write a value of that type"
+    if detail["input"] == -1 and kind.startswith("greater_than"):
+        return "leave it out if -1 is meant to switch it off, or change the value"
     return "change the value"
 
 

@@ -185,6 +185,7 @@ def samples(
     """Print completions of a run or a running job, with their rewards and the reasons why they ended."""
     from rl_core.cli import targets
     from rl_core.cli.copied_output import readable_run
+    from rl_core.cli.local_view import read_status
     from rl_core.cli.samples import Choice, show_samples
 
     def command() -> int:
@@ -200,6 +201,8 @@ def samples(
             limit=limit,
         )
         with readable_run(target, place, only=["samples"]) as (folder, _):
+            if not (folder / "samples").is_dir():
+                read_status(folder)  # it may be no output folder
             return show_samples(folder, choice)
 
     run_command(command)

@@ -291,17 +291,29 @@ def _hub_problems(found: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 
 def hub_hint(reference: str, beside: Path, *, file: str = "") -> str:
-    """Return what to write where a path reads like owner/name of the hub: in `beside`, the job's folder, there is no owner/; "" elsewhere."""
+    """Return how to come by a missing path: the script prepare.py of `beside`, the job's folder, or, where the path reads like owner/name of
+    the hub and `beside` has no owner/, its name on the hub; "" elsewhere.
+    """
     path = Path(reference)
+    if path.is_relative_to(beside) and (beside / "prepare.py").is_file() and not path.exists():
+        return f", or make it with python {beside / 'prepare.py'}"
     if (path.suffix and file) or path.parent.parent != beside or path.parent.exists():
         return ""
     return f", or write hf://{path.parent.name}/{path.name}{file} for that name on the Hugging Face hub"
 
 
 def _bad_rows(field: str, read: Callable[..., object], hint: str) -> Iterator[str]:
-    """Yield the problems of the rows of a data reference, for which `read(field=...)` raises, one line each."""
+    """Yield the problems of the rows of a data reference, for which `read(field=...)` raises, one line each; warn of prompts left out."""
+    from rl_core.data.dataset import PromptDataset
+
     try:
-        read(field=field)
+        found = read(field=field)
+        if isinstance(found, PromptDataset) and (dropped := found.dropped_overlong):
+            of = dropped + len(found)
+            _warn(
+                f"spec.{field}: {dropped} of {of} prompts are left out, as they leave no room for a completion (data.onOverlong); "
+                "raise rollout.maxSequenceLength to train on them"
+            )
     except RLJobError as error:
         yield from (f"spec.{field}: {line.removeprefix(field).lstrip(': ')}{hint}" for line in str(error).splitlines())
 

@@ -41,8 +41,6 @@ LORA = FULL | {
     "actor__gradientCheckpointingMode": "selective",
     "model__lora": {"rank": 3, "alpha": 12.0, "targets": ["q_proj", "v_proj", "down_proj"]},
 }
-EXPERTS = FULL | CRITIC_APART
-"""Of the model with experts."""
 CHANGES = {
     "plain": PLAIN,
     "full": FULL,
@@ -50,7 +48,7 @@ CHANGES = {
     "critic": CRITIC,
     "critic apart": CRITIC_APART,
     "lora": LORA,
-    "experts": EXPERTS,
+    "experts": FULL,
 }
 TRAIN_AND_LOOK = [["train", 1], ["train", 2], ["score"], ["weights"]]
 KINDS = ("fsdp1", "fsdp2")
