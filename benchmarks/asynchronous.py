@@ -5,8 +5,9 @@
 `simulated`: the real account and admission in simulated time (tests/unit/runner/schedules.py). A group takes as long as the longest of 8
 samples of lognormal length (sigma 1), cut at 10 medians as maxNewTokens does; 64 groups per step, two rollouts of 16 groups at a time.
 `trainer` is the time of a training step as a share of the time in which the rollouts generate a step's groups when they never wait.
-`go_on` is a version that does not interrupt generation, `drain` one that waits for what is in flight (weights.onUpdate wait). `limit` is
-what is possible: the slower side busy all the time.
+`go_on` is a version that does not interrupt generation, `drain` one that waits for what is in flight (weights.onUpdate wait): the trainer
+goes on a little after the first rollout has it. `8 rollouts` has the same number of slots, four each. `limit` is what is possible: the
+slower side busy all the time.
 `--plot` draws the busy shares by bound, and the ages of what was trained, into an SVG, and prints nothing else.
 `real`: medians of `rljob run` of job.yaml and asynchronous.yaml of examples/arithmetic, one after the other, with one rollout: engine and
 trainer have a core each and cost about the same. `asynchronous over on policy` is the ratio of the step times.
@@ -29,8 +30,10 @@ from _processes import RLJOB  # noqa: E402
 
 from tests.unit.runner.schedules import Schedule  # noqa: E402
 
-PROMPTS, SLOTS, ROLLOUTS, SAMPLES, LONGEST = 64, 16, 2, 8, 10.0
+PROMPTS, SLOTS, ROLLOUTS, SAMPLES, LONGEST = 64, 32, 2, 8, 10.0
 STEPS = 100
+GRACE = 0.05
+"""Time from the first rollout that has a version to its commit, in medians of a sample's length."""
 
 
 def group_seconds(rng: Random) -> float:
@@ -38,26 +41,27 @@ def group_seconds(rng: Random) -> float:
     return min(max(rng.lognormvariate(0, 1) for _ in range(SAMPLES)), LONGEST)
 
 
-def simulate(staleness: int, *, trainer: float, drain: bool) -> dict[str, float]:
+def simulate(staleness: int, *, trainer: float, drain: bool, rollouts: int = ROLLOUTS) -> dict[str, float]:
     """Return who was busy for which share of a run, and the ages of what was trained."""
     rng, sample = Random(1), Random(2)
     mean = statistics.fmean(group_seconds(sample) for _ in range(20_000))
-    step = PROMPTS * mean / (SLOTS * ROLLOUTS)
+    step = PROMPTS * mean / SLOTS
     run = Schedule(
         rng,
         staleness=staleness,
         prompts=PROMPTS,
         steps=STEPS,
-        rollouts=ROLLOUTS,
-        slots=SLOTS,
+        rollouts=rollouts,
+        slots=SLOTS // rollouts,
         seconds=lambda: group_seconds(rng),
         train_seconds=lambda: trainer * step,
+        publish_seconds=GRACE if drain else 0.0,
         drain=drain,
     ).run()
     assert run.finished and run.stale == 0
     ages = list(run.trained.values())
     return {
-        "rollout_busy": round(run.rollout_busy / (run.now * ROLLOUTS * SLOTS), 3),
+        "rollout_busy": round(run.rollout_busy / (run.now * SLOTS), 3),
         "trainer_busy": round(run.trainer_busy / run.now, 3),
         "step_over_generation": round(run.now / STEPS / step, 3),
         "age_mean": round(statistics.fmean(ages), 2),
@@ -154,6 +158,7 @@ def main() -> None:
         table = {"limit": {"rollout_busy": round(min(1, 1 / trainer), 3), "trainer_busy": min(1.0, trainer)}}
         table |= {f"staleness {s}, go_on": simulate(s, trainer=trainer, drain=False) for s in (1, 2, 4)}
         table |= {f"staleness {s}, drain": simulate(s, trainer=trainer, drain=True) for s in (0, 2)}
+        table["staleness 2, drain, 8 rollouts"] = simulate(2, trainer=trainer, drain=True, rollouts=8)
         simulated[f"trainer {trainer}"] = table
     result: dict[str, object] = {"simulated": simulated}
     if options.real is not None:

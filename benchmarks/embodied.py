@@ -1,6 +1,7 @@
 """Environment steps per second of `rljob run` on CartPole beside a plain PPO loop, in turns, and the recovery of a simulator. Prints JSON.
 
-Each turn trains as many updates with the same hyper-parameters in both. `slow` is a simulator that costs 1 ms of processor time a step.
+Each turn trains as many updates with the same hyper-parameters in the plain loop and in each program. `slow` is a simulator that costs 1 ms
+of processor time a step. `embodied_async` collects the next trajectories while it trains, one version older.
 `processor_us_per_step` is the time of all processes, user and system, between the first updates and the last: it hardly depends on what else
 the machine does.
 Targets: 0.8 of the plain loop for CartPole, 1.2 for `slow`, 2 s from the death of one of 8 simulators to its next step.
@@ -31,6 +32,8 @@ from rl_core.envs.gymnasium import GymnasiumVectorEnv
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "embodied"
 SLOW = ("env.options.id=_slow_cartpole:SlowCartPole", "env.options.vectorization=process")
+PROGRAMS = {"rljob": (), "embodied_async": ("program=embodied_async", "algorithm.maxStaleness=1")}
+"""Settings of the runs that are compared with the plain loop."""
 STEPS, WARM = 8 * 128, 3
 """Environment steps of an update; updates at the start of a run that are not counted."""
 
@@ -56,12 +59,12 @@ def processor_seconds(run: Watched) -> float:
     return total
 
 
-def ours(folder: Path, updates: int, seed: int, slow: bool) -> Training:
-    """Train by `rljob run`."""
+def ours(folder: Path, updates: int, seed: int, slow: bool, program: tuple[str, ...]) -> Training:
+    """Train by `rljob run` with the settings `program`."""
     shutil.copytree(EXAMPLE, folder)
     shutil.copy(HERE / "_slow_cartpole.py", folder)
     settings = [f"algorithm.steps={updates}", f"algorithm.seed={seed}", "validation.everySteps=100000"]
-    settings += [*SLOW] if slow else []
+    settings += [*program, *(SLOW if slow else ())]
     options = [part for one in settings for part in ("--set", one)]
     command = [RLJOB, "run", str(folder / "cartpole.yaml"), "--output", str(folder / "out"), "--no-progress", *options]
     run = Watched(command, cwd=folder, env=os.environ, log=folder / "run.txt", sampled=False)
@@ -96,22 +99,25 @@ def plain(updates: int, seed: int, slow: bool) -> Training:
 
 
 def compare(folder: Path, turns: int, updates: int, *, slow: bool) -> dict:
-    """Return steps per second, processor time per step and last returns of both, and the ratio of their speeds by turn."""
-    rates: dict[str, list[float]] = {"rljob": [], "plain": []}
-    returns: dict[str, list[float]] = {"rljob": [], "plain": []}
-    processor: dict[str, list[float | None]] = {"rljob": [], "plain": []}
+    """Return steps per second, processor time per step and last returns of all, and the ratio to the plain loop's speed by turn."""
+    names = ("plain", *PROGRAMS)
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    returns: dict[str, list[float]] = {name: [] for name in names}
+    processor: dict[str, list[float | None]] = {name: [] for name in names}
     for turn in range(turns):
-        for name in ("plain", "rljob"):
-            parts = folder / f"{slow}-{turn}"
-            done = plain(updates, turn, slow) if name == "plain" else ours(parts, updates, turn, slow)
+        for name in names:
+            parts = folder / f"{name}-{slow}-{turn}"
+            done = plain(updates, turn, slow) if name == "plain" else ours(parts, updates, turn, slow, PROGRAMS[name])
             rates[name].append(STEPS / statistics.mean(done.seconds[WARM:]))
             returns[name].append(statistics.mean(done.returns[-5:]))
             processor[name].append(None if done.processor is None else round(1e6 * done.processor, 1))
-    ratios = [mine / theirs for mine, theirs in zip(rates["rljob"], rates["plain"], strict=True)]
     return {
         "environment_steps": updates * STEPS,
         "steps_per_second": {name: [round(rate) for rate in each] for name, each in rates.items()},
-        "ratio": [round(ratio, 3) for ratio in ratios],
+        "ratio": {
+            name: [round(mine / theirs, 3) for mine, theirs in zip(rates[name], rates["plain"], strict=True)]
+            for name in PROGRAMS
+        },
         "processor_us_per_step": processor,
         "return_of_last_5_updates": {name: [round(one, 1) for one in each] for name, each in returns.items()},
     }

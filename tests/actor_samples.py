@@ -10,6 +10,8 @@ import torch
 from rl_core.api.records import Completion, PromptGroupRecord
 
 VOCAB = 24
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8}
+"""Settings of the family qwen3_moe for `make_model`."""
 
 
 def make_model(
@@ -20,7 +22,7 @@ def make_model(
 
     logging.disable_progress_bar()
     torch.manual_seed(7)
-    name, package = family.capitalize(), f"transformers.models.{family}"
+    name, package = "".join(map(str.capitalize, family.split("_"))), f"transformers.models.{family}"
     config_class = getattr(importlib.import_module(f"{package}.configuration_{family}"), f"{name}Config")
     model_class = getattr(importlib.import_module(f"{package}.modeling_{family}"), f"{name}ForCausalLM")
     sizes = {

@@ -47,7 +47,7 @@ from rl_core.channel.backend import DEFAULT_KEY
 from rl_core.messages.channel import Key
 from rl_core.messages.groups import rank_key
 from rl_core.messages.samples import StepSamples
-from rl_core.messages.weights import PublishReport, ReceiverAddress
+from rl_core.messages.weights import LateReport, PublishReport, ReceiverAddress
 from rl_core.observability.statistics import aggregate_rollout_metrics
 from rl_core.workers.worker import Worker
 
@@ -273,8 +273,9 @@ class Actor(Worker, ABC):
     ) -> PublishReport | None:
         """Send the weights as version `version` to `receivers` and wait for their acknowledgements.
 
-        `version` None means the global step. The version is committed once `min_acks` receivers have it and the others are too slow. Rank 0
-        publishes and returns the publisher's report. The other ranks send it their parts of the tensors and return None.
+        `version` None means the global step. The version is committed once `min_acks` receivers have it and the others are too slow. Those
+        are not waited for (`late_receivers`). Rank 0 publishes and returns the publisher's report. The other ranks send it their parts of the
+        tensors and return None.
         """
         version = self.global_step if version is None else version
         with self.manager.residency.loaded(moments=False), self.ranks.guard(f"publishing version {version}"):
@@ -288,6 +289,10 @@ class Actor(Worker, ABC):
                 return report
             finally:
                 source.finish()
+
+    async def late_receivers(self) -> LateReport | None:
+        """Return how the last sync ended for the rollouts that were late in it, once it has; None on ranks other than 0. Not collective."""
+        return None if self.publisher is None else await self.publisher.late_receivers()
 
     def publisher_address(self) -> str | None:
         """Return the address from which rollouts that join later pull the weights, None on ranks other than 0. Not collective."""

@@ -9,6 +9,7 @@ from typing import Any
 from rl_core.actors.megatron import guards as megatron
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
+from rl_core.plan.model_facts import num_experts
 
 
 def unsupported_settings(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator[str]:
@@ -16,6 +17,7 @@ def unsupported_settings(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator
     yield from _of_flash_attention(spec, config)
     yield from _of_compile(spec)
     yield from _of_reference(spec)
+    yield from _of_experts(spec, config)
     if spec.actor.backend == "megatron":
         yield from megatron.unsupported_settings(spec, config)
 
@@ -49,6 +51,15 @@ def _of_reference(spec: RLJobSpec) -> Iterator[str]:
         yield f"{field} needs algorithm.loss.klCoefficient or rewardKlCoefficient above 0, got {every} without; set one or remove it"
     if every is not None and spec.model.lora is not None:
         yield f"{field} must be null with model.lora, whose reference policy is the model without adapters, got {every}; remove one"
+
+
+def _of_experts(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator[str]:
+    experts = num_experts(config)
+    if experts and spec.model.lora is not None:
+        yield (
+            f"model.lora must be null for a mixture of experts, whose experts have no adapters, got {experts} experts; remove it, or choose a "
+            "dense model"
+        )
 
 
 def _of_flash_attention(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator[str]:

@@ -9,7 +9,7 @@ import hashlib
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +19,18 @@ from torch import Tensor, nn
 
 from rl_core.actors import attention
 from rl_core.actors.critic import HEAD, SEPARATE, is_critic_name
-from rl_core.actors.slices import LocalSlice
+from rl_core.actors.slices import LocalSlice, Slices
 from rl_core.api.errors import ConfigError
 from rl_core.api.imports import collection_paused
 from rl_core.checkpoint.files import file_digest
 from rl_core.weights.manifest import is_adapter_name
+from rl_core.weights.stored_parts import StoredPart, in_folder, stored_parts, views
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
-"""Architecture in config.json -> model package of transformers."""
+CAUSAL = "ForCausalLM"
+"""How the names of the architectures end that can be trained."""
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -52,9 +53,9 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} must hold an object, got {type(config).__name__}; download it again")
     listed = config.get("architectures")
     architecture = listed[0] if isinstance(listed, list) and listed else listed
-    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or not architecture.endswith(CAUSAL):
         raise ConfigError(
-            f"architecture in {path} must be one of {', '.join(ARCHITECTURES)}, got {architecture}; choose such a model"
+            f"architecture in {path} must end in {CAUSAL}, got {architecture}; choose a causal language model"
         )
     return dict(config)
 
@@ -65,11 +66,9 @@ def build_model(config: Mapping[str, Any], *, dtype: torch.dtype) -> "PreTrained
     Raises ConfigError for a configuration that transformers does not accept.
     """
     architecture = config["architectures"][0]
-    package = f"transformers.models.{ARCHITECTURES[architecture]}"
     with collection_paused():
-        module = importlib.import_module(f"{package}.modeling_{ARCHITECTURES[architecture]}")
+        model_class = _model_class(architecture, str(config.get("model_type")))
         attention.register()
-    model_class = getattr(module, architecture)
     try:
         settings = model_class.config_class.from_dict(dict(config))
         settings._attn_implementation = attention.PACKED
@@ -80,7 +79,36 @@ def build_model(config: Mapping[str, Any], *, dtype: torch.dtype) -> "PreTrained
             f"config.json must describe a {architecture}: {cause}; repair or download it again"
         ) from error
     model.tie_weights()
+    if problem := _untrainable(model):
+        raise ConfigError(f"{architecture} cannot be trained: {problem}; choose another model")
     return model
+
+
+def _model_class(architecture: str, family: str) -> Any:
+    """Return the class of transformers for an architecture and `model_type` of a config.json. Raises ConfigError if there is none."""
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    package = model_type_to_module_name(family)
+    try:
+        module = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
+        return getattr(module, architecture)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"transformers must have the architecture of config.json, got no {architecture} with model_type {family}; choose a model that "
+            "transformers has itself"
+        ) from error
+
+
+def _untrainable(model: Any) -> str:
+    """Return why packed rows cannot be computed or scored with `model`; "" if they can."""
+    head = getattr(model, "lm_head", None)
+    if not isinstance(head, nn.Linear) or not isinstance(getattr(model, "model", None), nn.Module):
+        return "it must have a decoder `model` and an output layer `lm_head`"
+    if head.bias is not None:
+        return "its output layer must have no bias"
+    if not model._supports_attention_backend:
+        return "its attention must be one that transformers lets others compute"
+    return "" if decoder_layer_classes(model) else "it must name the classes of its decoder layers"
 
 
 def _on_meta(model_class: Any, settings: Any, dtype: torch.dtype) -> "PreTrainedModel":
@@ -142,35 +170,35 @@ def load_weights(
     folder: str | Path,
     aliases: Mapping[str, str],
     *,
-    slice_of: Callable[[Tensor], LocalSlice] = LocalSlice.of_whole,
+    slices: Slices | None = None,
 ) -> None:
     """Load every parameter and persistent buffer from the folder's safetensors. Each rank reads the parts that it stores.
 
-    `slice_of` returns the part of a tensor that this rank stores. A critic's decoder starts with the policy's weights and its value head
-    with zeros; adapters are not set. Raises ConfigError as `stored_readers` does, and for shapes that differ.
+    `slices` are the parts of the folder's tensors that this rank stores; None for a model that is not wrapped. A critic's decoder starts
+    with the policy's weights and its value head with zeros; adapters are not set. Raises ConfigError as `stored_readers` does, and for
+    shapes that differ.
     """
-    wanted = stored_tensors(model)
-    for name, stored, where in stored_readers(model, folder, aliases):
-        for place in {name, f"{SEPARATE}.{name}"} & wanted.keys():
-            fill(slice_of(wanted[place]), stored, where)
-    for name, tensor in wanted.items():
-        if HEAD in name:
-            slice_of(tensor).tensor.zero_()
+    if slices is None:
+        slices = {name: [LocalSlice.of_whole(tensor)] for name, tensor in stored_tensors(model).items()}
+    for name, stored, where in stored_readers(slices, model, folder, aliases):
+        for place in {name, f"{SEPARATE}.{name}"} & slices.keys():
+            for part in slices[place]:
+                fill(part, stored, where)
+    for name, parts in slices.items():
+        for part in parts if HEAD in name else ():
+            part.tensor.zero_()
 
 
 def stored_readers(
-    model: "PreTrainedModel", folder: str | Path, aliases: Mapping[str, str]
+    names: Iterable[str], model: "PreTrainedModel", folder: str | Path, aliases: Mapping[str, str]
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield (name in the policy, reader, location) for each tensor in the folder's safetensors. A reader is valid until the next one.
+    """Yield (name, reader, location) for each tensor in the folder's safetensors. A reader is valid until the next one.
 
-    Raises ConfigError listing stored tensors that the model does not have, and tensors of the model that are not stored.
+    `names` are the names of `model`'s tensors as a folder has them; those of a critic and of adapters are left out. Raises ConfigError
+    listing stored tensors that are not among them, and those that are not stored.
     """
     files = weight_files(Path(folder))
-    policy = {
-        name: tensor
-        for name, tensor in stored_tensors(model).items()
-        if not is_critic_name(name) and not is_adapter_name(name)
-    }
+    policy = [name for name in names if not is_critic_name(name) and not is_adapter_name(name)]
     stored_as = _match(policy, files, aliases, model, Path(folder))
     by_file: dict[Path, list[str]] = {}
     for name, stored in stored_as.items():
@@ -229,15 +257,23 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {_unwrapped(name): parameter for name, parameter in model.named_parameters()}
 
 
-def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that a model folder contains, by name: parameters, tied ones once, and persistent buffers."""
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters, tied ones once, and persistent buffers by the names that they had before wrapping."""
     return {**named_parameters(model), **dict(_persistent_buffers(model))}
 
 
-def stored_names(model: nn.Module) -> list[str]:
-    """Return all names of parameters, including every alias, and of persistent buffers, in the model's order."""
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that a model folder contains, by name, sharing memory with a model that is not wrapped; tied ones once."""
+    return views(named_tensors(model), stored_parts(model))
+
+
+def stored_names(model: nn.Module, parts: Mapping[str, StoredPart]) -> list[str]:
+    """Return the names in a model folder of all parameters, including every alias, and of persistent buffers, in the model's order.
+
+    `parts` are the model's `stored_parts`.
+    """
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return parameters + [name for name, _ in _persistent_buffers(model)]
+    return in_folder([*parameters, *(name for name, _ in _persistent_buffers(model))], parts)
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -253,7 +289,7 @@ def _unwrapped(name: str) -> str:
 
 
 def _match(
-    wanted: Mapping[str, Tensor], files: Mapping[str, Path], aliases: Mapping[str, str], model: nn.Module, folder: Path
+    wanted: Sequence[str], files: Mapping[str, Path], aliases: Mapping[str, str], model: nn.Module, folder: Path
 ) -> dict[str, str]:
     """Return name in the model -> name in the files; a tied weight may be stored under any of its names."""
     stored_as = {name: name for name in wanted if name in files}

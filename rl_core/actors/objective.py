@@ -29,7 +29,7 @@ from rl_core.api.errors import ConfigError
 
 
 class ValueObjective:
-    """The loss of a critic that shares no step with a policy, as a callable."""
+    """The value loss of a critic that is trained alone, in a worker group of its own, as a callable."""
 
     def __init__(self, critic: CriticSpec, algorithm: AlgorithmSpec, *, max_tokens: int) -> None:
         """Prepare the loss. `max_tokens` is the response limit, by which `seq-mean-token-sum-norm` divides."""

@@ -102,7 +102,7 @@ class StepRows:
         """Return the rows at the positions `indices`, in that order, padded to the longest of them."""
         lengths = list(map(self.lengths.__getitem__, indices))
         width, present = max(lengths, default=1), self.columns.input_ids.shape[1]
-        if width == present and list(indices) == list(range(len(self.numbers))):
+        if width == present and len(indices) == len(self.numbers) and list(indices) == list(range(len(indices))):
             return self
         chosen = torch.from_numpy(np.array(indices, np.int64))
         return StepRows(

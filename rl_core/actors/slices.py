@@ -9,6 +9,8 @@ from math import prod
 
 from torch import Tensor
 
+from rl_core.weights.stored_parts import StoredPart, in_folder
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSlice:
@@ -66,9 +68,40 @@ class LocalSlice:
             for part, offset in _boxes(self.tensor, self.shape, start)
         ]
 
+    def part(self, part: StoredPart) -> "list[LocalSlice]":
+        """Return what this slice has of `part` of the tensor, as boxes of the stored tensor: one without elements where it has none."""
+        found = []
+        for box in self.boxes():
+            low = [max(start, at) for (start, _), at in zip(part.box, box.offset, strict=True)]
+            high = [min(stop, end) for (_, stop), (_, end) in zip(part.box, box.ranges, strict=True)]
+            if any(stop <= start for start, stop in zip(low, high, strict=True)):
+                continue
+            inside = (slice(a - at, b - at) for a, b, at in zip(low, high, box.offset, strict=True))
+            tensor = box.tensor[tuple(inside)]
+            found.append((tensor.view([tensor.shape[dim] for dim in part.kept]), low))
+        if not found:
+            found = [(self.tensor.new_empty((0,) * len(part.kept)), [start for start, _ in part.box])]
+        return [
+            LocalSlice(
+                tensor=tensor,
+                shape=part.shape,
+                offset=tuple(low[dim] - part.box[dim][0] for dim in part.kept),
+                replicated=self.replicated,
+            )
+            for tensor, low in found
+        ]
+
 
 Slices = Mapping[str, Sequence[LocalSlice]]
 """Hugging Face name -> the parts of that tensor that a rank stores."""
+
+
+def slices_in_folder(slices: Mapping[str, LocalSlice], parts: Mapping[str, StoredPart]) -> Slices:
+    """Return the slices of the tensors of a model folder, given those of the parameters and buffers by their names in the model."""
+    return {
+        name: slices[parts[name].parameter].part(parts[name]) if name in parts else [slices[name]]
+        for name in in_folder(slices, parts)
+    }
 
 
 def _boxes(run: Tensor, shape: tuple[int, ...], start: int) -> Iterator[tuple[Tensor, tuple[int, ...]]]:

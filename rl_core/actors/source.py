@@ -124,7 +124,7 @@ class _Gathered:
         for name, dtype in self._dtypes.items():
             if (whole := self._whole.get(name)) is None:
                 (stored,) = self._slices[name]
-                whole = storage_alias(stored.tensor.view(stored.shape).to(dtype))
+                whole = storage_alias(stored.tensor.reshape(stored.shape).to(dtype))
             yield whole
 
 

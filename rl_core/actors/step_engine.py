@@ -281,9 +281,11 @@ class StepEngine:
         )
         report.imbalance = plan.imbalance
         mine = move_rows(self._ranks, rows, plan.destination)
-        place = dict(zip(mine.numbers, range(len(mine.numbers)), strict=True))
+        alone = self._ranks.data_size == 1  # then the numbers are those of the places
+        place = {} if alone else dict(zip(mine.numbers, range(len(mine.numbers)), strict=True))
         for shares in plan.minibatches:
-            self._train_minibatch(mine.take([place[number] for number in shares[self._ranks.data_rank]]), report)
+            chosen = shares[self._ranks.data_rank]
+            self._train_minibatch(mine.take(chosen if alone else [place[number] for number in chosen]), report)
             if report.exceeds(self._ranks, ratio=algorithm.max_policy_ratio, kl=algorithm.max_policy_kl):
                 break
 
@@ -315,6 +317,8 @@ class StepEngine:
         """Return the micro-batches of this rank's rows, as many as on the other ranks; the rows of each are sorted longest first."""
         agree = self._ranks.all_reduce_max if self._ranks.data_size > 1 else None
         cuts = plan_microbatches(lengths, token_budget=self._micro_batch_tokens, agree=agree)
+        if min(lengths, default=1) == max(lengths, default=1):
+            return cuts
         sizes = np.asarray(lengths, np.int64)
         # Rows of like length side by side make attention's dense batches tight.
         return [np.array(cut, np.int64)[np.argsort(-sizes[cut], kind="stable")].tolist() for cut in cuts]
@@ -374,5 +378,5 @@ def _parts(rows: StepRows, cuts: Sequence[Sequence[int]]) -> list[StepRows]:
 
 def _padding_waste(lengths: Sequence[int], cuts: Sequence[Sequence[int]]) -> Stat:
     """Return the share of the computed tokens that belong to no row. Packed rows have no padding; an empty micro-batch has one token."""
-    idle = torch.tensor(float(sum(not cut for cut in cuts)), dtype=torch.float64)
+    idle = float(sum(not cut for cut in cuts))
     return Stat("mean", idle, idle + float(sum(lengths)))

@@ -34,8 +34,8 @@ def count_normalizers(mask: Tensor, *, reduce: Callable[[Tensor], Tensor] | None
     """
     require_bool(mask=mask)
     trainable = _rows(mask)
-    counts = torch.stack((trainable.sum(), trainable.any(dim=1).sum())).double()
-    tokens, sequences = (reduce(counts) if reduce else counts).tolist()
+    counts = trainable.sum(), trainable.any(dim=1).sum()
+    tokens, sequences = map(float, counts) if reduce is None else reduce(torch.stack(counts).double()).tolist()
     return LossNormalizers(tokens=tokens, sequences=sequences)
 
 

@@ -138,6 +138,7 @@ def names(kind: str) -> tuple[str, ...]:
     return tuple(sorted(_table(kind)))
 
 
+@functools.lru_cache(maxsize=256)
 def option_names(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
     """Return the option names of a resolved function of inputs, and whether it takes any further ones."""
     parameters = list(inspect.signature(function).parameters.values())[1:]

@@ -5,8 +5,7 @@ Every loss and advantage reports Stats; the actor merges them over micro-batches
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -21,39 +20,47 @@ EXTREMES = ("max", "min")
 """Kinds that have no value without data."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Stat:
-    """One metric. `float(stat)` returns its value.
+    """One metric. `float(stat)` returns its value. Immutable.
 
-    `kind` is one of mean (total / count), std (sample deviation), sum, max and min. `total` and `count` are kept as float64 0-d tensors
-    without gradient.
+    `kind` is one of mean (total / count), std (sample deviation), sum, max and min. `total`, `count` and `squares` are float64 0-d tensors
+    without gradient. They are made from what was given when they are asked for: a training step only adds them up, as numbers.
     """
 
+    __slots__ = ("_count", "_squares", "_total", "kind")
     kind: StatKind
     """mean = total / count; std = the sample deviation; sum, max and min = total."""
-    total: Tensor
-    count: Tensor
-    """How many values went in; a max or min of none is dropped when merged."""
-    squares: Tensor | None = None
-    """Sum of the squared values; of kind std only."""
 
-    def __post_init__(self) -> None:
-        require_choice("Stat.kind", self.kind, _KINDS)
-        total = _scalar(self.total, None)
-        if total is not self.total:
-            object.__setattr__(self, "total", total)
-        count = _scalar(self.count, total.device)
-        if count is not self.count:
-            object.__setattr__(self, "count", count)
-        if self.squares is not None:
-            object.__setattr__(self, "squares", _scalar(self.squares, total.device))
+    def __init__(
+        self, kind: StatKind, total: Tensor | float, count: Tensor | float, squares: Tensor | float | None = None
+    ) -> None:
+        """Raises ValueError for another kind. `squares` is the sum of the squared values, of kind std only."""
+        require_choice("Stat.kind", kind, _KINDS)
+        self.kind = kind
+        self._total, self._count = _detached(total), _detached(count)
+        self._squares = None if squares is None else _detached(squares)
+
+    @property
+    def total(self) -> Tensor:
+        """Sum, largest or smallest of the values."""
+        return _scalar(self._total, None)
+
+    @property
+    def count(self) -> Tensor:
+        """How many values went in; a max or min of none is dropped when merged."""
+        return _scalar(self._count, self._total.device if isinstance(self._total, Tensor) else None)
+
+    @property
+    def squares(self) -> Tensor | None:
+        """Sum of the squared values; None for all kinds but std."""
+        return None if self._squares is None else _scalar(self._squares, self.total.device)
 
     def __float__(self) -> float:
         return _finish(self.kind, *(float(part) for part in self.parts()))
 
-    def parts(self) -> list[Tensor]:
-        """Return the tensors from which another process rebuilds it as `Stat(kind, *parts)`: total, count and, for std, squares."""
-        return [self.total, self.count] if self.squares is None else [self.total, self.count, self.squares]
+    def parts(self) -> list[Tensor | float]:
+        """Return what another process rebuilds it from as `Stat(kind, *parts)`: total, count and, for std, squares."""
+        return [self._total, self._count] if self._squares is None else [self._total, self._count, self._squares]
 
 
 def merge_stats(parts: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
@@ -96,12 +103,20 @@ def read_stats(stats: Mapping[str, Stat]) -> dict[str, tuple[Any, ...]]:
     return {name: (stat.kind, *(next(numbers) for _ in stat.parts())) for name, stat in stats.items()}
 
 
-def read_scalars(scalars: list[Tensor]) -> list[float]:
-    """Return the 0-d tensors as numbers with one transfer per device."""
+def read_scalars(scalars: Sequence[Tensor | float]) -> list[float]:
+    """Return 0-d tensors and numbers as numbers, with one transfer per device."""
     numbers = [0.0] * len(scalars)
-    for device in {scalar.device for scalar in scalars}:
-        here = [index for index, scalar in enumerate(scalars) if scalar.device == device]
-        for index, number in zip(here, torch.stack([scalars[index] for index in here]).tolist(), strict=True):
+    elsewhere: dict[torch.device, list[int]] = {}
+    for index, scalar in enumerate(scalars):
+        if not isinstance(scalar, Tensor):
+            numbers[index] = float(scalar)
+        elif scalar.is_cpu:
+            numbers[index] = float(scalar.item())
+        else:
+            elsewhere.setdefault(scalar.device, []).append(index)
+    for here in elsewhere.values():
+        together = torch.stack([torch.as_tensor(scalars[index], dtype=torch.float64) for index in here])
+        for index, number in zip(here, together.tolist(), strict=True):
             numbers[index] = number
     return numbers
 
@@ -127,8 +142,7 @@ def std_stat(values: Tensor, mask: Tensor, count: Tensor | None = None) -> Stat:
 
 def sum_stat(total: Tensor | float) -> Stat:
     """Return a quantity that adds up over parts."""
-    total = torch.as_tensor(total, dtype=torch.float64)
-    return Stat("sum", total, torch.ones_like(total))
+    return Stat("sum", total, 1.0)
 
 
 def extreme_stat(kind: Literal["max", "min"], values: Tensor, mask: Tensor, count: Tensor | None = None) -> Stat:
@@ -152,19 +166,31 @@ def extreme_stats(
 
     On an accelerator emptiness is not asked, which would wait for the device; merging drops the empty ones there.
     """
-    if mask.device.type == "cpu" and not mask.any():
-        return {}
+    if mask.is_cpu:
+        kept = values.detach()[mask]
+        if not len(kept):
+            return {}
+        counted = mask.sum() if count is None else count
+        extremes = dict(zip(("min", "max"), torch.aminmax(kept), strict=True))
+        return {f"{prefix}{kind}": Stat(kind, extremes[kind], counted) for kind in kinds}  # type: ignore[arg-type]
     return {f"{prefix}{kind}": extreme_stat(kind, values, mask, count) for kind in kinds}  # type: ignore[arg-type]
 
 
+def _detached(value: Tensor | float) -> Tensor | float:
+    """Return `value` without gradient and dimensions."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.requires_grad:
+        value = value.detach()
+    return value.reshape(()) if value.dim() else value
+
+
 def _scalar(value: Tensor | float, device: torch.device | None) -> Tensor:
-    """Return `value` as a float64 tensor without dimensions and gradient, on `device`; None keeps the device of `value`."""
+    """Return `value` as a float64 tensor on `device`; None keeps the device of `value`."""
     if not isinstance(value, Tensor):
         # Written by the device: a copy of a number to it would wait for all work before.
         return torch.full((), value, dtype=torch.float64, device=device)
-    if value.dtype is torch.float64 and not value.dim() and not value.requires_grad and device in (None, value.device):
-        return value
-    return value.detach().to(device, torch.float64).reshape(())
+    return value.to(device, torch.float64)
 
 
 def _finish(kind: str, total: float, count: float, squares: float = 0.0) -> float:

@@ -81,7 +81,7 @@ class NodePreference(Spec):
     weight: Weight
     """1 to 100."""
     preference: NodeTerm
-    """The wish."""
+    """The preferred terms."""
 
 
 class NodeAffinity(Spec):
@@ -108,7 +108,7 @@ class PodPreference(Spec):
     weight: Weight
     """1 to 100."""
     pod_affinity_term: PodTerm
-    """The wish."""
+    """The preferred terms."""
 
 
 class PodAffinity(Spec):

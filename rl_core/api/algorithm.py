@@ -55,8 +55,18 @@ def _named(name: Any) -> Any:
     return ADVANTAGE_ALIASES.get(name, name) if isinstance(name, str) else name
 
 
+RECIPES = (
+    ("dapo", "DAPO is grpo with loss.clipHigh, dynamicSampling and overlong: docs/algorithms.md"),
+    ("ppo", "PPO is name: gae, and its loss ppo_clip: docs/algorithms.md"),
+    ("cispo", "CISPO is name: grpo with loss.name: cispo: docs/algorithms.md"),
+    ("gspo", "GSPO is name: grpo with loss.name: gspo: docs/algorithms.md"),
+)
+"""Names of algorithms that are written as several fields."""
 AdvantageName = Annotated[
-    str, Field(max_length=253), BeforeValidator(_named), one_of_or_function(*ADVANTAGES, *ADVANTAGE_ALIASES)
+    str,
+    Field(max_length=253),
+    BeforeValidator(_named),
+    one_of_or_function(*ADVANTAGES, *ADVANTAGE_ALIASES, recipes=RECIPES),
 ]
 
 

@@ -28,11 +28,15 @@ class Pattern:
     """What the user can do about it."""
     names: tuple[str, ...] = ()
     """Names that match, of which the error about a misspelled one suggests the nearest."""
+    recipes: tuple[tuple[str, str], ...] = ()
+    """(name, how it is written here) of what has no name of its own."""
 
     def check(self, value: str | int) -> str | int:
         """Return the value. Raises ValueError when it does not match."""
         if not re.fullmatch(self.regex, str(value), re.ASCII):
-            raise ValueError(f"must be {self.rule}, got {value}; {self.way_out}{did_you_mean(str(value), self.names)}")
+            recipe = dict(self.recipes).get(str(value).lower())
+            hint = f" ({recipe})" if recipe else did_you_mean(str(value), self.names)
+            raise ValueError(f"must be {self.rule}, got {value}; {self.way_out}{hint}")
         return value
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.alias_generators import to_camel
 
-from rl_core.api.foreign_names import GENERIC, foreign_name, foreign_path
+from rl_core.api.foreign_names import GENERIC, foreign_name, foreign_path, is_foreign_block
 from rl_core.api.similar import most_similar, nearest
 
 MOST_NAMES = 15
@@ -32,9 +32,10 @@ def suggest(root: type[BaseModel], loc: Location, value: Any = None) -> str:
     path = [str(part) for part in loc[1:]]
     if setting := foreign_name(name, ".".join(path[:-1])) or foreign_path(path):
         return f"write {setting.ours}" + (f" ({setting.note.rstrip('.')})" if setting.note else "")
-    if near := most_similar(camel, known):
+    inner = list(dict.fromkeys(_inner(value, tuple(str(part) for part in loc))))
+    if not (inner and is_foreign_block(name)) and (near := most_similar(camel, known)):
         return f"did you mean {near}?"
-    if inner := list(dict.fromkeys(_inner(value, tuple(str(part) for part in loc)))):
+    if inner:
         return ", ".join(["write " + inner[0], *inner[1:MOST_INNER]])
     if near := nearest(camel, known) or nearest(name, known):
         return f"did you mean {near}?"

@@ -45,6 +45,16 @@ def foreign_names() -> tuple[ForeignName, ...]:
     )
 
 
+def is_foreign_block(name: str) -> bool:
+    """Return whether another library has a block of settings called `name`."""
+    return any(
+        name in known.split(".")[:-1]
+        for setting in foreign_names()
+        for names in setting.names.values()
+        for known in names
+    )
+
+
 def foreign_path(path: Sequence[str]) -> ForeignName | None:
     """Return the setting that other libraries keep at `path`, blocks and name; None where none does.
 

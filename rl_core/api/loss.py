@@ -24,13 +24,14 @@ LOWEST, HIGHEST = (
 """CEL expression of the bounds, with the defaults of the mode filled in."""
 
 
-def one_of_or_function(*names: str) -> Pattern:
-    """Return the pattern of a name that is one of `names` or a function of the user."""
+def one_of_or_function(*names: str, recipes: tuple[tuple[str, str], ...] = ()) -> Pattern:
+    """Return the pattern of a name that is one of `names` or a function of the user; see `Pattern.recipes`."""
     return Pattern(
         regex=f"{'|'.join(map(re.escape, names))}|{FUNCTION}",
         rule=f"one of {', '.join(names)} or a function of yours as module:function",
         way_out="correct the name",
         names=names,
+        recipes=recipes,
     )
 
 

@@ -16,13 +16,15 @@ from rl_core.api.similar import nearest
 QUOTED = re.compile(r"'([^']*)'")
 
 
-def explained(error: ValidationError, root: type[BaseModel]) -> ValidationError:
-    """Return `error` of the schema `root` with texts that say the rule, the value and the way out.
+def explained(error: ValidationError, root: type[BaseModel], *, at: tuple[str, ...] = ()) -> ValidationError:
+    """Return `error` of the schema `root`, or of its part at the path `at`, with texts that say the rule, the value and the way out.
 
     The types and places of its parts stay. A part that holds several broken rules of a block becomes one for each rule. That a required
     field is missing is left out where its misspelled name is reported.
     """
     details = error.errors(include_url=False)
+    for detail in details:
+        detail["loc"] = (*at, *detail["loc"])
     unknown = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
     misspelled = {(*loc[:-1], meant_field(root, loc)) for loc in unknown}
     parts = [
@@ -39,7 +41,7 @@ def explained(error: ValidationError, root: type[BaseModel]) -> ValidationError:
 
 
 def problem_lines(error: ValidationError) -> list[str]:
-    """Return one line for each part of an error that `explained` made, with its path in the document."""
+    """Return one line, `path: text`, for each problem in a validation error. The error must come from `explained`."""
     return [
         f"{'.'.join(map(str, detail['loc'])) or 'job'}: {detail['msg']}" for detail in error.errors(include_url=False)
     ]
@@ -71,6 +73,8 @@ def _way_out(detail: ErrorDetails) -> str:
         return f"did you mean {meant}?" if meant else "choose one of these"
     if kind.endswith(("_type", "_parsing")):
         return "write a value of that type"
+    if detail["input"] == -1 and kind.startswith("greater_than"):
+        return "leave it out if -1 is meant to switch it off, or change the value"
     return "change the value"
 
 

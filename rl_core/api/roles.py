@@ -47,7 +47,7 @@ class FabricRoleSpec(RoleSpec):
 
     host_network: bool = False
     """Use the node's network, for RDMA without a device plugin; only where the chart value policy.allowHostNetwork is true, and for
-    actor and rollout alike. NetworkPolicies do not fence such pods."""
+    actor and rollout alike. NetworkPolicies do not apply to such pods."""
     egress: Egress | None = None
     """Destinations that the pods may reach besides the job, DNS and the envs, on a cluster that enforces NetworkPolicies; null = all but
     link-local addresses and the cloud's metadata; [] = none."""
@@ -70,7 +70,7 @@ class ParallelSpec(Spec):
     context: int = Field(1, ge=1, le=64)
     """Context-parallel size; only 1, as more needs the attention of Transformer Engine."""
     expert: int = Field(1, ge=1, le=64)
-    """Expert-parallel size; only 1, as no supported architecture has experts."""
+    """Expert-parallel size; only 1, as FSDP shards experts like other weights."""
     replicate: int = Field(1, ge=1, le=1024)
     """FSDP only: number of model replicas, each sharded over consecutive processes (hybrid sharding)."""
 
@@ -88,7 +88,7 @@ class ParallelSpec(Spec):
         ),
         Cel(
             holds="$expert == 1",
-            refusal="expert must be 1, got %d: no supported architecture has experts; use tensor or pipeline",
+            refusal="expert must be 1, got %d: no model that megatron takes here has experts; fsdp2 shards them",
             values=("$expert",),
             field="expert",
         ),
@@ -97,7 +97,7 @@ class ParallelSpec(Spec):
         if self.context > 1:
             yield f"context must be 1, got {self.context}: megatron-core cuts rows only with Transformer Engine, which is not there; use tensor and sequence"
         if self.expert > 1:
-            yield f"expert must be 1, got {self.expert}: no supported architecture has experts; use tensor or pipeline"
+            yield f"expert must be 1, got {self.expert}: no model that megatron takes here has experts; fsdp2 shards them"
 
 
 class OffloadSpec(Spec):
@@ -260,7 +260,7 @@ class SamplingSpec(Spec):
     top_k: int | None = Field(None, ge=1, lt=2**31)
     """Top-k sampling; null = off; a number needs algorithm.allowTruncatedSampling."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Least probability over that of the likeliest token. This and the next four need allowTruncatedSampling too."""
+    """Smallest probability relative to that of the likeliest token. This and the next four need allowTruncatedSampling too."""
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     """Subtracted from logits of tokens generated before in this turn."""
     frequency_penalty: float = Field(0.0, ge=-2, le=2)

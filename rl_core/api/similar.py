@@ -5,13 +5,19 @@ from collections.abc import Iterable
 
 SIMILAR = 0.7
 """Least similarity (difflib's ratio) of a name that is suggested."""
+ABBREVIATION = 4
+"""Most characters of a name whose first letter must be right for another one to be suggested."""
 SHORT = 3
 """Least length of a name that is suggested because one begins with the other, as `env` for `environment`."""
 
 
 def most_similar(name: str, known: Iterable[str]) -> str:
-    """Return the name of `known` of which `name` is most likely a misspelling; "" for none."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=SIMILAR)), "")
+    """Return the name of `known` of which `name` is most likely a misspelling; "" for none.
+
+    Short names with another first letter are other names: `sapo` is not meant to be `gspo`.
+    """
+    choices = [one for one in known if len(name) > ABBREVIATION or one[:1] == name[:1]]
+    return next(iter(difflib.get_close_matches(name, choices, n=1, cutoff=SIMILAR)), "")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -28,5 +34,5 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ` (did you mean NEAREST?)`, to be added to an error about `name`; "" when it is known, and when no known name is near."""
     choices = list(known)
-    found = "" if name in choices else nearest(name, choices)
+    found = "" if name in choices else name.lower() if name.lower() in choices else nearest(name, choices)
     return f" (did you mean {found}?)" if found else ""

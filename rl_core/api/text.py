@@ -5,12 +5,29 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.composer import ComposerError
 
 from rl_core.api.errors import ConfigError
 
+MERGE = "tag:yaml.org,2002:merge"
+"""Tag of the key `<<`, which adds the keys of another mapping below those that are written."""
+
 
 class Loader(yaml.SafeLoader):
-    """The safe loader, which also accepts numbers in scientific notation without a dot."""
+    """The safe loader, which also accepts numbers in scientific notation without a dot, and refuses a key that a mapping has twice."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Return the mapping as it is written, before `<<` adds keys. Raises yaml.YAMLError for a repeated key, of which YAML would take
+        the last value in silence.
+        """
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:
+                if key.value in seen:
+                    raise ComposerError(None, None, f"the key {key.value!r} twice in one mapping", key.start_mark)
+                seen.add(key.value)
+        return node
 
 
 Loader.add_implicit_resolver(

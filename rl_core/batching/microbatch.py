@@ -21,10 +21,10 @@ def plan_microbatches(
     calls it equally often (None: there is one rank). Lists are balanced by length, heaviest first; the last ones may be empty.
     Raises ValueError when a length is outside [1, token_budget].
     """
+    if agree is None and min(lengths, default=1) >= 1 and sum(lengths) <= token_budget:
+        return [list(range(len(lengths)))]
     values = np.asarray(lengths, np.int64).reshape(-1)
     _check_lengths(values, token_budget)
-    if agree is None and values.sum() <= token_budget:
-        return [list(range(len(values)))]
     agreed = agree if agree is not None else int
     count = agreed(1 if values.sum() <= token_budget else _best_fit(values, token_budget))
     while True:

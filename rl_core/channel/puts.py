@@ -5,6 +5,8 @@ put of the same key only after that, so the order of puts is kept. Used by `clie
 """
 
 import concurrent.futures
+import contextlib
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +23,8 @@ Future = concurrent.futures.Future
 MARGIN = 5.0
 """Seconds by which the RPC timeout exceeds the server's own deadline, whose error is more specific."""
 COPY_THREADS = 2
+PIECE_BYTES = 4 * 2**20
+"""Bytes that a copy thread takes at a time of an item of which another one copies too."""
 
 
 class PutSender:
@@ -101,7 +105,8 @@ class LargePut:
     def _write(self, rooms: Sequence[Room]) -> None:
         rpc = self._uplink.rpc
         try:
-            parts = [fill(segment, part) for segment, part in zip(rooms[0].segments, self._parts, strict=True)]
+            copier = self._uplink.copier
+            parts = [fill(copier, segment, part) for segment, part in zip(rooms[0].segments, self._parts, strict=True)]
             if self.future.cancelled():
                 self._abort(rooms)
                 return
@@ -119,12 +124,26 @@ class LargePut:
                 self.future.set_exception(error)
 
 
-def fill(segment: SegmentPart | None, part: Any) -> payload.Part:
-    """Return how `part` stands on the wire: copied into `segment`, or inline when there is none."""
+def fill(copier: concurrent.futures.Executor, segment: SegmentPart | None, part: Any) -> payload.Part:
+    """Return how `part` stands on the wire: copied into `segment`, or inline when there is none. A free thread of `copier` helps to copy."""
     if segment is None:
         return payload.inline(part)
-    view = memoryview(part).cast("B")
-    copy_into(ProcessSharedMemory.shared().reader.view(segment.segment, 0, view.nbytes), view)
+    source = memoryview(part).cast("B")
+    target = ProcessSharedMemory.shared().reader.view(segment.segment, 0, source.nbytes)
+    begins = iter(range(0, source.nbytes, PIECE_BYTES))  # two threads may take from it
+
+    def copy_pieces() -> None:
+        for begin in begins:
+            end = begin + PIECE_BYTES
+            copy_into(target[begin:end], source[begin:end])
+
+    helping = None
+    if source.nbytes > PIECE_BYTES and len(os.sched_getaffinity(0)) > 1:
+        with contextlib.suppress(RuntimeError):  # the client is being closed
+            helping = copier.submit(copy_pieces)
+    copy_pieces()
+    if helping is not None and not helping.cancel():  # it has not begun while the other thread copies another item
+        helping.result()
     return segment
 
 

@@ -34,7 +34,7 @@ def export(source: Path, target: Path, *, step: str, merge: bool, model: str | N
         found.write_model(target)
     else:
         found.write_adapters(target)
-    kind = "adapters" if spec.model.lora is not None and not merge else "model"
+    kind = "model" if spec.model.lora is None else "model with merged adapters" if merge else "adapters"
     sys.stdout.write(f"{target} has the {kind} of step {checkpoint.step}, from {checkpoint.path}\n")
     return 0
 

@@ -120,7 +120,9 @@ def init(folder: Path | None, *, task: str | None, model: str | None, gpus: int 
     )
     _write(folder, files)
     sys.stdout.write("".join(f"wrote {folder / name}\n" for name in files))
-    sys.stdout.write(f"next: cd {folder}; rljob validate job.yaml; rljob run job.yaml --output out\n")
+    sys.stdout.write(
+        f"next: cd {folder}; rljob validate job.yaml; rljob plan job.yaml; rljob run job.yaml --output out\n"
+    )
     return 0
 
 
@@ -156,6 +158,8 @@ def job_files(name: str, task: Task, model: Model, gpus: int) -> Iterator[tuple[
         "placement": "  placement: {mode: colocated}           # actor and rollout take turns on one accelerator\n"
         * (gpus == 1),
         "gpus": min(gpus, 1),
+        "memory": "    gradientCheckpointing: true          # less memory for a slower step; `rljob plan job.yaml` says how much\n"
+        * (gpus > 0),
         "engine": "sglang"
         if gpus
         else "hf                           # rljob's own; sglang is quicker on an accelerator",

@@ -10,7 +10,7 @@ import typer
 
 app = typer.Typer(
     name="rljob",
-    help="RL post-training as a job: run it on this machine, or apply the same YAML to a cluster.",
+    help="Post-train language models with RL. Run a job on this machine, or apply the same YAML to a cluster.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -19,11 +19,15 @@ app = typer.Typer(
 JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="The job (YAML).", show_default=False)]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="PATH=VALUE", help="Override a field, as algorithm.steps=100 (repeatable)."),
+    typer.Option(
+        "--set", metavar="PATH=VALUE", help="Override a field of the job, such as algorithm.steps=100. May be repeated."
+    ),
 ]
 Target = Annotated[
     str,
-    typer.Argument(metavar="TARGET", help="Output folder of a local run, else the name of a job.", show_default=False),
+    typer.Argument(
+        metavar="TARGET", help="Output folder of a local run, or name of a job on the cluster.", show_default=False
+    ),
 ]
 Namespace = Annotated[
     str | None, typer.Option("--namespace", "-n", help="Namespace of the job.", show_default="the context's")
@@ -32,7 +36,9 @@ Context = Annotated[str | None, typer.Option(help="Context of the kubeconfig.", 
 
 DeviceMemory = Annotated[
     float | None,
-    typer.Option(min=0, help="GiB of an accelerator: refuse the job where one has too little.", show_default="unknown"),
+    typer.Option(
+        min=0, help="Memory of an accelerator in GiB. A job that needs more is refused.", show_default="unknown"
+    ),
 ]
 
 
@@ -52,7 +58,7 @@ def init(
         int | None, typer.Option(min=0, help="Accelerators that the job may use.", show_default="those of this machine")
     ] = None,
 ) -> None:
-    """Write a new job that runs as it is: job, example data, a stub of your code, a README. Overwrites nothing."""
+    """Create a folder with a job that runs as it is, example data, a stub of your code and a README."""
     from rl_core.cli import init as new_job
 
     run_command(lambda: new_job.init(folder, task=task, model=model, gpus=gpus))
@@ -78,7 +84,7 @@ def run(
 
 @app.command()
 def validate(file: JobFile, settings: Settings = None, device_memory: DeviceMemory = None) -> None:
-    """Check a job and everything it names; print every problem. Exit code 2 when there are any."""
+    """Check a job, its model, data and user code, and print all problems. The exit code is 2 if there are any."""
     from rl_core.cli.validate import validate_file
 
     run_command(lambda: validate_file(file, settings or [], device_memory=device_memory))
@@ -86,9 +92,9 @@ def validate(file: JobFile, settings: Settings = None, device_memory: DeviceMemo
 
 @app.command()
 def plan(file: JobFile, settings: Settings = None, device_memory: DeviceMemory = None) -> None:
-    """Show the processes, devices and memory that a job needs, without starting it. Of the model only config.json is read.
+    """Show the processes, devices and memory that a job needs, without starting it. Reads only config.json of the model.
 
-    Exit code 2 when a device has too little memory, or when the job or config.json cannot be read.
+    The exit code is 2 if a device has too little memory, or if the job or config.json cannot be read.
     """
     from rl_core.cli.plan import show_plan
 
@@ -97,7 +103,7 @@ def plan(file: JobFile, settings: Settings = None, device_memory: DeviceMemory =
 
 @app.command()
 def status(target: Target, namespace: Namespace = None, context: Context = None) -> None:
-    """Print the state of a run or job as JSON."""
+    """Print the state of a local run or of a job on the cluster as JSON."""
     from rl_core.cli import cluster_view, local_view, targets
 
     def command() -> int:
@@ -116,7 +122,7 @@ def top(
     namespace: Namespace = None,
     context: Context = None,
 ) -> None:
-    """Show a live table of a run or job: step, reward, versions, who waits for whom."""
+    """Show a live table of a run or job: step, reward, policy versions, and what each process waits for."""
     from rl_core.cli import cluster_view, local_view, targets
 
     def command() -> int:
@@ -134,13 +140,13 @@ def logs(
     role: Annotated[str | None, typer.Option(help="actor, rollout or env; all by default.")] = None,
     index: Annotated[int | None, typer.Option(help="Pod index; all by default.")] = None,
     attempt: Annotated[
-        int | None, typer.Option(help="Epoch the pods were created in (cluster); all by default.", show_default=False)
+        int | None, typer.Option(help="Epoch of the run (cluster only); all by default.", show_default=False)
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing as the logs grow.")] = False,
     namespace: Namespace = None,
     context: Context = None,
 ) -> None:
-    """Print the logs of a run's or job's processes."""
+    """Print the logs of the processes of a run or job."""
     from rl_core.api.errors import ConfigError
     from rl_core.cli import cluster_view, local_view, targets
 
@@ -169,14 +175,17 @@ def samples(
         bool, typer.Option("--filtered", help="Samples of groups that dynamic sampling discarded.")
     ] = False,
     group: Annotated[str | None, typer.Option(help="Id of a prompt group.", show_default=False)] = None,
-    validation: Annotated[bool, typer.Option("--validation", help="Of validation, not of training.")] = False,
-    limit: Annotated[int, typer.Option(min=1, help="Most samples to print.")] = 8,
+    validation: Annotated[
+        bool, typer.Option("--validation", help="Samples of validation instead of training.")
+    ] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Largest number of samples to print.")] = 8,
     namespace: Namespace = None,
     context: Context = None,
 ) -> None:
-    """Print completions that a run or a running job kept: texts, rewards, why they ended."""
+    """Print completions of a run or a running job, with their rewards and the reasons why they ended."""
     from rl_core.cli import targets
     from rl_core.cli.copied_output import readable_run
+    from rl_core.cli.local_view import read_status
     from rl_core.cli.samples import Choice, show_samples
 
     def command() -> int:
@@ -192,6 +201,8 @@ def samples(
             limit=limit,
         )
         with readable_run(target, place, only=["samples"]) as (folder, _):
+            if not (folder / "samples").is_dir():
+                read_status(folder)  # it may be no output folder
             return show_samples(folder, choice)
 
     run_command(command)
@@ -205,15 +216,15 @@ def view(
             metavar="TARGET...", help="Output folders of runs, else names of running jobs.", show_default=False
         ),
     ],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 = any free port.")] = 0,
     host: Annotated[
-        str, typer.Option(help="Address to listen on. Others than loopback show the samples to the network.")
+        str, typer.Option(help="Address to listen on. Who can reach it can read the samples.")
     ] = "127.0.0.1",
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
     namespace: Namespace = None,
     context: Context = None,
 ) -> None:
-    """Show runs as a page: curves, samples, tokens, who waited for whom. Works while they run and afterwards."""
+    """Serve a page of one or several runs: curves, samples, tokens, and what each process waited for."""
     from rl_core.cli.targets import Place
     from rl_core.cli.view import serve_view
 
@@ -229,7 +240,7 @@ def export(
     ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder that is written.", show_default=False)],
     merge: Annotated[
-        bool, typer.Option("--merge", help="The model with its adapters merged, not the adapters.")
+        bool, typer.Option("--merge", help="Write the model with merged adapters instead of the adapters.")
     ] = False,
     step: Annotated[str, typer.Option(help="Step of the checkpoint, latest or best.")] = "latest",
     model: Annotated[
@@ -237,7 +248,7 @@ def export(
         typer.Option(help="Folder of the weights that the run began with.", show_default="model.path of the job"),
     ] = None,
 ) -> None:
-    """Write the model of a checkpoint as a Hugging Face folder, of a run with model.lora its adapters as peft loads them."""
+    """Write the model of a checkpoint as a Hugging Face folder; with model.lora, its adapters in the format of peft."""
     from rl_core.cli.export import export as write
 
     run_command(lambda: write(source, folder, step=step, merge=merge, model=model))
@@ -254,13 +265,11 @@ def serve(
         ),
     ],
     engine: Annotated[str | None, typer.Option(help="hf or sglang.", show_default="the run's, else hf")] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.")] = 8000,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. On others than loopback the network can call the model.")
-    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 = any free port.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on. Who can reach it can call the model.")] = "127.0.0.1",
     settings: Settings = None,
 ) -> None:
-    """Serve a model by the endpoint that agents are trained with, to try an agent. Ends with Ctrl-C."""
+    """Serve a model behind the endpoint that agents are trained with, to try an agent. Ctrl-C ends it."""
     from rl_core.cli.serve import serve_model
 
     run_command(lambda: serve_model(target, engine=engine, settings=settings or [], host=host, port=port))
@@ -269,13 +278,13 @@ def serve(
 @app.command()
 def metrics(
     name: Annotated[
-        str | None, typer.Argument(help="Output folder of a run, a metric, or a word of one.", show_default="all")
+        str | None, typer.Argument(help="Output folder of a run, a metric, or a part of its name.", show_default="all")
     ] = None,
     word: Annotated[
-        str | None, typer.Argument(help="After an output folder: a metric, or a word of one.", show_default="all")
+        str | None, typer.Argument(help="After an output folder: a metric, or a part of its name.", show_default="all")
     ] = None,
 ) -> None:
-    """Say what the metrics of a run mean, and after an output folder their last values."""
+    """Explain the metrics of a run. With an output folder, also print their last values."""
     from rl_core.cli.metrics import show_metrics
 
     run_command(lambda: show_metrics(name, word))
@@ -287,12 +296,12 @@ def scale(
     replicas: Annotated[
         int | None, typer.Option(min=1, help="Number of pods of the group.", show_default=False)
     ] = None,
-    group: Annotated[str, typer.Option(help="Elastic group whose pods --replicas counts.")] = "rollout",
+    group: Annotated[str, typer.Option(help="Worker group whose number of pods is changed.")] = "rollout",
     envs: Annotated[int | None, typer.Option("--env", min=1, help="Number of env pods.", show_default=False)] = None,
     namespace: Namespace = None,
     context: Context = None,
 ) -> None:
-    """Change the number of pods of an elastic group of a running job."""
+    """Change the number of pods of an elastic worker group, such as the rollouts, of a running job."""
     from rl_core.api.errors import ConfigError
     from rl_core.cli import cluster_view, local_control, targets
     from rl_core.plan.groups import ENV

@@ -1,7 +1,8 @@
 """All problems of a job, each as one line: `path: rule, got value, what to do`."""
 
 import copy
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from pydantic import ValidationError
@@ -18,24 +19,51 @@ PLACEHOLDER = "placeholder"
 def find_problems(document: Any) -> tuple[RLJob | None, list[str]]:
     """Return (job, []) for a valid document, else (None, problems).
 
-    Cross-field rules are only checked by pydantic once their parts are right; so wrong parts are replaced by their defaults
-    and the document is checked again, until nothing new is found.
+    Pydantic checks rules over several fields only when each field is valid. Invalid parts are therefore replaced by their defaults, and the
+    document is checked again until nothing new is found. A rule that names a replaced value is not reported: it would quote the default.
     """
     attempt = copy.deepcopy(document)
     problems = dict.fromkeys(take_snake_case(RLJob, attempt))
+    replaced: list[re.Pattern[str]] = []
     for _ in range(MAX_PASSES):
         try:
             job = RLJob.model_validate(attempt)
             return (None if problems else job), list(problems)
         except ValidationError as error:
             lines, details = problem_lines(error), error.errors(include_url=False)
+        lines = [line for line in lines if not _is_about(line, replaced)]
         before = len(problems)
         problems.update(dict.fromkeys(lines))
         whole = any(detail["loc"] == ("spec",) and detail["type"] == "value_error" for detail in details)
         if len(problems) == before or whole or not isinstance(attempt, dict):
             break
+        replaced += [_mention(path) for detail in details for path in _given(attempt, detail["loc"])]
         _mend(attempt, details)
     return None, list(problems)
+
+
+def _is_about(line: str, parts: Iterable[re.Pattern[str]]) -> bool:
+    """Return whether a problem is a rule over several fields of `spec` that mentions one of `parts` before its way out."""
+    return line.startswith("spec: ") and any(part.search(line.rpartition("; ")[0] or line) for part in parts)
+
+
+def _mention(path: Sequence[int | str]) -> re.Pattern[str]:
+    """Return a pattern for a mention of a field below `spec` in the text of a rule."""
+    return re.compile(rf"(?<![\w.]){re.escape('.'.join(map(str, path)))}(?![\w.])")
+
+
+def _given(document: Any, place: Sequence[int | str]) -> Iterator[tuple[int | str, ...]]:
+    """Yield the paths below `spec` of the values that a document gives at a place and in the block there."""
+    if len(place) < 2 or place[0] != "spec":
+        return
+    value = document
+    for part in place:
+        value = value.get(part) if isinstance(value, dict) else None
+    if isinstance(value, dict):
+        for name in value:
+            yield from _given(document, (*place, name))
+    else:
+        yield tuple(place[1:])
 
 
 def _mend(document: dict[str, Any], details: Iterable[ErrorDetails]) -> None:

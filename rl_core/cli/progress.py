@@ -73,6 +73,8 @@ class ProgressDisplay:
         """Damaged checkpoints that were reported."""
         self._deleted = ""
         """The last checkpoint whose deletion, to free disk space, was reported."""
+        self._disabled: set[str] = set()
+        """Trackers that were reported as disabled."""
         self._silent: set[str] = set()
         """Members whose missing heartbeats were reported."""
         if live and self._console.is_terminal:
@@ -109,6 +111,10 @@ class ProgressDisplay:
             told = "; ".join(passed_over)
             self.say(f"resumed at step {checkpoint.get('resumedFrom')}, as newer checkpoints are damaged: {told}")
         self._passed_over = passed_over or self._passed_over
+        for name, why in (status.get("disabledTrackers") or {}).items():
+            if name not in self._disabled:
+                self._disabled.add(name)
+                self.say(f"tracker {name} is disabled, its metrics are in metrics.jsonl only: {why}")
         for name in (checkpoint.get("deletedForRoom") or [])[-1:]:
             if name != self._deleted:
                 self.say(f"the storage is full: {name} is deleted before its time to make room for the next checkpoint")
@@ -125,10 +131,9 @@ class ProgressDisplay:
         if phase not in {*FINAL, "Restarting"} and not self._ending():
             self._tell_silence(status)
         if self._live is None:
-            if (
-                phase == "Degraded" and phase != self._phase and not self._ending()
-            ):  # the end is told with its step by who waits for it
-                self.say(degraded_line(status) or waiting_line(status, self._clock() - self._began))
+            degraded = phase == "Degraded" and phase != self._phase and not self._ending()
+            if degraded and (line := degraded_line(status)):  # while none is missing, only a long wait is told
+                self.say(line)
             self._phase = phase
             return
         self._bar.update(self._task, completed=int(status.get("step", 0)), description=phase)
@@ -237,7 +242,11 @@ def step_line(metrics: dict[str, Any], total: int, measured: ValidationMetric = 
     )
     for key, name, digits in shown:
         if isinstance(metrics.get(key), int | float) and (metrics[key] or name != "success"):
-            parts.append(f"{name} {metrics[key]:.{digits}f}")
+            failed, of = metrics.get("val/errors"), metrics.get("val/prompts")
+            partly = f" over {of - failed:.0f} of {of:.0f} prompts" if key == measured.key and failed and of else ""
+            parts.append(f"{name} {metrics[key]:.{digits}f}{partly}")
+    if metrics.get("reward/std") == 0.0 and metrics.get("reward/mean") is not None:
+        parts.append("all rewards are equal")
     if metrics.get("reward/missing") and "reward/mean" not in metrics:
         parts.insert(2, "no sample has a reward")
     counts = {"ledger/dropped": "dropped", "val/errors": "val errors", "trackers/disabled": "disabled trackers"}

@@ -38,7 +38,8 @@ def resume_line(job: RLJob, folder: Path, resume: str) -> str:
     more = f" and {len(listed) - MOST} more" if len(listed) > MOST else ""
     changed = f"; different: {', '.join(listed[:MOST])}{more}" if listed else ""
     step, steps = state.get("step"), job.spec.algorithm.steps
-    finished = f"; nothing is left to train: raise algorithm.steps above {steps}" if step == steps else ""
+    at_end = isinstance(step, int) and step >= steps
+    finished = f"; nothing is left to train: raise algorithm.steps above {step}" if at_end else ""
     return f"resumes at step {step} of {checkpoint.parent.parent}{changed}{finished}"
 
 

@@ -203,12 +203,16 @@ def report(job: RLJob, folder: Path, code: int) -> int:
 
 def success_text(folder: Path, status: dict[str, Any], measured: ValidationMetric) -> str:
     """Return the closing lines of a run that ended well."""
-    values = [line[measured.key] for line in read_metrics(folder) if measured.key in line]
+    values = [(line.get("step"), line[measured.key]) for line in read_metrics(folder) if measured.key in line]
     lines = [
         f"step {status.get('step')}/{status.get('totalSteps')}, policy version {status.get('policyVersion')}, epoch {status.get('epoch')}"
     ]
     if values:
-        lines.append(f"validation {measured.name}: {values[0]:.3f} before, {values[-1]:.3f} after")
+        (first, before), (last, after) = values[0], values[-1]
+        began = (
+            "" if len(values) == 1 else f"{before:.3f} before, " if first == 0 else f"{before:.3f} at step {first}, "
+        )
+        lines.append(f"validation {measured.name}: {began}{after:.3f} {'after' if last else 'before training'}")
     lines.append(f"look at it: rljob view {shlex.quote(str(folder))}")
     if (folder / "model").is_dir():  # a program without an actor trains none
         lines.append(f"model: {folder / 'model'}")

@@ -9,13 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from rl_core.api.backends import EMBODIED_PROGRAMS
 from rl_core.api.embodied import embodied_options, is_embodied
+from rl_core.api.env import EnvSpec
 from rl_core.api.errors import ConfigError, RLJobError
 from rl_core.api.job import RLJob, RLJobSpec
 from rl_core.api.user_code import IMPORT_SECONDS, check_in_child
 from rl_core.cli.job_file import JobProblems, absolute, load_job, path_fields, read_document
 from rl_core.data.hub import HUB_SCHEME, fetch_config, fetch_references, hub_problem, references
+from rl_core.plan.groups import ENV
 
 if TYPE_CHECKING:
     from rl_core.api.data import DataSpec
@@ -85,12 +89,11 @@ def check_references(
 
 def find_file_problems(file: Path, settings: Sequence[str]) -> Iterator[str]:
     """Yield the problems of model and data of a job that breaks the schema; each file is checked by itself."""
-    from rl_core.data.source import read_rows
-
     document = read_document(file, settings)
     if _at(document, "spec", "actor", "volumeMounts"):
         return
     spec = _at(document, "spec")
+    columns = _columns_of(_at(document, "spec", "data"))
     for field, holder, key in references(spec if isinstance(spec, dict) else {}):
         path = absolute(file, holder[key])
         if path.startswith(HUB_SCHEME):
@@ -100,9 +103,33 @@ def find_file_problems(file: Path, settings: Sequence[str]) -> Iterator[str]:
         if field == "model.path":
             yield from _open_model(path, file.resolve().parent)[1]
         else:
-            yield from _bad_rows(
-                field, partial(read_rows, path), hub_hint(path, file.resolve().parent, file="/FILE.parquet")
-            )
+            read = _reader(path, columns.get(field.rpartition(".")[0]), task_name=_task_of(_at(document, "spec", ENV)))
+            yield from _bad_rows(field, read, hub_hint(path, file.resolve().parent, file="/FILE.parquet"))
+
+
+def _columns_of(data: Any) -> dict[str, "DataSpec"]:
+    """Return the settings of each data set of an unvalidated `spec.data` by its field, such as `data.sets.0`; none where they are invalid."""
+    from rl_core.api.data import DataSpec
+
+    try:
+        return {field: part for _, field, part in DataSpec.model_validate(data).parts()}
+    except ValidationError:
+        return {}
+
+
+def _task_of(env: Any) -> str:
+    """Return the type of an unvalidated `spec.env`; "", which needs no answers, where it may be meant to be another."""
+    given = env if isinstance(env, dict) else {}
+    default = "" if given.keys() & {"reward", "agent", "command", "factory"} else EnvSpec.model_fields["type"].default
+    return str(given.get("type", default))
+
+
+def _reader(path: str, data: "DataSpec | None", *, task_name: str) -> Callable[..., object]:
+    """Return a function that reads a data set and, where its settings `data` are known, looks for its columns."""
+    from rl_core.data.dataset import read_columns
+    from rl_core.data.source import read_rows
+
+    return partial(read_rows, path) if data is None else partial(read_columns, path, data, task_name=task_name)
 
 
 def _at(document: Any, *path: str) -> Any:
@@ -161,7 +188,6 @@ def _with_errors(check: Callable[[], Iterator[str]]) -> Iterator[str]:
 def _check_files(job: RLJob, folder: Path, on_volumes: Collection[str]) -> Iterator[str]:
     from rl_core.actors.guards import unsupported_settings
     from rl_core.data.dataset import load_prompts
-    from rl_core.data.source import read_rows
     from rl_core.runner.limits import check_token_ids, sequence_limit
 
     model_is_here = "spec.model.path" not in on_volumes
@@ -195,11 +221,10 @@ def _check_files(job: RLJob, folder: Path, on_volumes: Collection[str]) -> Itera
         if reference.startswith(HUB_SCHEME):
             on_hub.append((field, reference))
             continue
-        read: Callable[..., object]
+        task = job.spec.env.type
         if tokenizer is None:
-            read = partial(read_rows, reference)
+            read = _reader(reference, data, task_name=task)
         else:
-            task = job.spec.env.type
             read = partial(load_prompts, reference, data, tokenizer, name=name, task_name=task, max_seq_len=limit)
         yield from _bad_rows(field, read, hub_hint(reference, folder, file="/FILE.parquet"))
     yield from _hub_problems(on_hub)
@@ -266,17 +291,29 @@ def _hub_problems(found: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 
 def hub_hint(reference: str, beside: Path, *, file: str = "") -> str:
-    """Return what to write where a path reads like owner/name of the hub: in `beside`, the job's folder, there is no owner/; "" elsewhere."""
+    """Return how to come by a missing path: the script prepare.py of `beside`, the job's folder, or, where the path reads like owner/name of
+    the hub and `beside` has no owner/, its name on the hub; "" elsewhere.
+    """
     path = Path(reference)
+    if path.is_relative_to(beside) and (beside / "prepare.py").is_file() and not path.exists():
+        return f", or make it with python {beside / 'prepare.py'}"
     if (path.suffix and file) or path.parent.parent != beside or path.parent.exists():
         return ""
     return f", or write hf://{path.parent.name}/{path.name}{file} for that name on the Hugging Face hub"
 
 
 def _bad_rows(field: str, read: Callable[..., object], hint: str) -> Iterator[str]:
-    """Yield the problems of the rows of a data reference, for which `read(field=...)` raises, one line each."""
+    """Yield the problems of the rows of a data reference, for which `read(field=...)` raises, one line each; warn of prompts left out."""
+    from rl_core.data.dataset import PromptDataset
+
     try:
-        read(field=field)
+        found = read(field=field)
+        if isinstance(found, PromptDataset) and (dropped := found.dropped_overlong):
+            of = dropped + len(found)
+            _warn(
+                f"spec.{field}: {dropped} of {of} prompts are left out, as they leave no room for a completion (data.onOverlong); "
+                "raise rollout.maxSequenceLength to train on them"
+            )
     except RLJobError as error:
         yield from (f"spec.{field}: {line.removeprefix(field).lstrip(': ')}{hint}" for line in str(error).splitlines())
 

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from rl_core.api.data import DataSpec
 from rl_core.api.env import PROGRAMS
 from rl_core.api.errors import ConfigError, DataError, shown
 from rl_core.api.records import DatumSpec
-from rl_core.data.source import ROW, Row, collect, read_rows, source_name
+from rl_core.data.source import ROW, Row, UnusableRows, collect, read_rows, source_name
 from rl_core.data.tokenizer import Tokenizer, head_of
 from rl_core.transports import frames
 
@@ -93,21 +93,28 @@ def load_prompts(
 
     A prompt of `max_seq_len` tokens or more leaves no room for a completion: it is dropped and counted, or refused (data.onOverlong). Raises
     ConfigError if no prompt is left or no row has a column that the job names, and DataError with a line per problem when
-    more than data.maxBadRows rows cannot be used.
+    more than data.maxBadRows rows cannot be used, malformed lines among them.
     """
-    rows = read_rows(reference, field=field, name=name, max_bad_rows=data.max_bad_rows)
-    _check_columns(rows, data, field=field, task_name=task_name)
-    _check_settings_of_messages(rows, data, field=field, task_name=task_name)
 
-    def outcomes() -> Iterator[DatumSpec | DataError]:
-        for index, row in enumerate(rows):
+    def outcomes(rows: Iterable[tuple[int, Row]]) -> Iterator[DatumSpec | DataError]:
+        for index, row in rows:
             try:
                 sample = _sample(row, index, data, tokenizer, field=field, task_name=task_name, max_seq_len=max_seq_len)
                 yield {**sample, "source": f"{source_name(reference)}{ROW}{index + 1}"}
             except DataError as error:
                 yield error
 
-    rows_read = collect(outcomes(), rows=f"{field}: rows that cannot be used", max_bad=data.max_bad_rows)
+    unusable = f"{field}: rows that cannot be used"
+    try:
+        rows = read_columns(reference, data, field=field, name=name, task_name=task_name)
+    except UnusableRows as error:
+        try:
+            collect(outcomes(error.good.items()), rows=unusable)
+        except DataError as further:
+            raise DataError(f"{error}\n{further}") from error
+        raise
+    _check_settings_of_messages(rows, data, field=field, task_name=task_name)
+    rows_read = collect(outcomes(enumerate(rows)), rows=unusable, max_bad=data.max_bad_rows)
     samples = [sample for sample in rows_read if sample["length"] < max_seq_len]
     dropped = len(rows_read) - len(samples)
     if name:
@@ -117,6 +124,22 @@ def load_prompts(
             f"{field} must hold a prompt shorter than {max_seq_len} tokens, got {dropped} longer ones; raise rollout.maxSequenceLength"
         )
     return PromptDataset(samples=samples, dropped_overlong=dropped, sizes=(len(samples),))
+
+
+def read_columns(reference: str, data: DataSpec, *, field: str, name: str = "", task_name: str) -> list[Row]:
+    """Return the rows of the data set `reference`, in which some row has each column that the job names.
+
+    Raises ConfigError for missing columns, UnusableRows for malformed lines, and DataError for both.
+    """
+    try:
+        rows = read_rows(reference, field=field, name=name, max_bad_rows=data.max_bad_rows)
+    except UnusableRows as error:
+        if missing := list(_missing_columns(list(error.good.values()), data, field=field, task_name=task_name)):
+            raise DataError("\n".join([str(error), *missing])) from error
+        raise
+    if missing := list(_missing_columns(rows, data, field=field, task_name=task_name)):
+        raise ConfigError("\n".join(missing))
+    return rows
 
 
 def _sample(
@@ -132,6 +155,11 @@ def _sample(
             f"got {shown(row.get(data.answer_key))}; correct the row or {_beside(field, 'answerKey')}"
         )
     prompt = prompt_of(row, data, task_name=task_name)
+    if task_name not in PROGRAMS and _ends_with_reply(prompt):
+        raise DataError(
+            f"{where}: column {data.prompt_key!r} must end with a message to the model, got a last message of the role assistant, which the "
+            f"model would read as part of its prompt; remove it, and write a reply that the environment needs in a column of its own"
+        )
     log = _message_log(prompt, data, tokenizer, where=where, max_seq_len=max_seq_len)
     length = sum(len(message["token_ids"]) for message in log)
     if not length:
@@ -165,18 +193,20 @@ def prompt_of(row: Row, data: DataSpec, *, task_name: str) -> Any:
     return [{"role": "user", "content": prompt}] if data.chat and isinstance(prompt, str) and prompt else prompt
 
 
-def _check_columns(rows: list[Row], data: DataSpec, *, field: str, task_name: str) -> None:
-    """Raise ConfigError for a column that the job names and no row has."""
+def _missing_columns(rows: Sequence[Row], data: DataSpec, *, field: str, task_name: str) -> Iterator[str]:
+    """Yield a problem for each column that the job names and no row has; none where there are no rows."""
     gym = task_name == "nemo_gym" and any(GYM_COLUMN in row for row in rows)
     named = {} if gym else {"promptKey": data.prompt_key}
     default = DataSpec.model_fields["answer_key"].default  # jobs without answers keep it
     if task_name in ANSWERED_TASKS or data.answer_key != default:
         named["answerKey"] = data.answer_key
     for name, column in named.items():
-        if not any(column in row for row in rows):
-            raise ConfigError(
+        if rows and not any(column in row for row in rows):
+            outer = column.partition(".")[0]
+            nested = f", or write {column} of the column {outer!r} as a column of its own" * (outer in rows[0])
+            yield (
                 f"{field} must have the column {column!r} ({_beside(field, name)}), got {sorted(rows[0])}; "
-                f"correct {_beside(field, name)}"
+                f"correct {_beside(field, name)}{nested}"
             )
 
 
@@ -245,6 +275,11 @@ def _message_log(prompt: Any, data: DataSpec, tokenizer: Tokenizer, *, where: st
         f"{where}: column {data.prompt_key!r} must be text or a list of {{role, content}} with roles {sorted(CHAT_ROLES)}, "
         f"got {str(prompt)[:80]!r}; correct the row"
     )
+
+
+def _ends_with_reply(prompt: Any) -> bool:
+    last = prompt[-1] if isinstance(prompt, list) and prompt else None
+    return isinstance(last, Mapping) and last.get("role") == "assistant"
 
 
 def _is_message(message: Any) -> bool:

@@ -5,7 +5,7 @@ Errors name the file and, for JSONL, the line.
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
@@ -26,19 +26,28 @@ Row = dict[str, Any]
 T = TypeVar("T")
 
 
+class UnusableRows(DataError):
+    """More rows cannot be used than `data.maxBadRows` allows."""
+
+    def __init__(self, message: str, good: Mapping[int, Any]) -> None:
+        super().__init__(message)
+        self.good = good
+        """The others by their index, which also counts the rows that cannot be used."""
+
+
 def collect(outcomes: Iterable[T | DataError], *, rows: str, max_bad: int = 0) -> list[T]:
     """Return the outcomes that are no errors.
 
-    Up to `max_bad` errors are logged; beyond that one DataError lists the first SHOWN_PROBLEMS of them, where equal ones share a line, and
+    Up to `max_bad` errors are logged; beyond that one UnusableRows lists the first SHOWN_PROBLEMS of them, where equal ones share a line, and
     `rows` names the others.
     """
-    good: list[T] = []
+    good: dict[int, T] = {}
     problems: list[str] = []
-    for outcome in outcomes:
+    for index, outcome in enumerate(outcomes):
         if isinstance(outcome, DataError):
             problems.append(str(outcome))
         else:
-            good.append(outcome)
+            good[index] = outcome
     if problems and len(problems) <= max_bad:
         logger.warning(
             "%s: %d left out, of data.maxBadRows %d; the first: %s", rows, len(problems), max_bad, problems[0]
@@ -46,8 +55,8 @@ def collect(outcomes: Iterable[T | DataError], *, rows: str, max_bad: int = 0) -
     elif problems:
         problems = _grouped(problems)
         more = len(problems) - SHOWN_PROBLEMS
-        raise DataError("\n".join(problems[:SHOWN_PROBLEMS] + [f"{rows}: {more} more"] * (more > 0)))
-    return good
+        raise UnusableRows("\n".join(problems[:SHOWN_PROBLEMS] + [f"{rows}: {more} more"] * (more > 0)), good)
+    return list(good.values())
 
 
 def _grouped(problems: list[str]) -> list[str]:
@@ -76,7 +85,7 @@ def read_rows(reference: str, *, field: str, name: str = "", max_bad_rows: int =
 
     Rows without the column SOURCE_COLUMN get `name` as that column if it is not empty.
 
-    Raises ConfigError for a file that is missing, empty or of an unknown kind, and DataError with a line per malformed line when there
+    Raises ConfigError for a file that is missing, empty or of an unknown kind, and UnusableRows with a line per malformed line when there
     are more than `max_bad_rows`.
     """
     rows = _read(reference, field=field, max_bad_rows=max_bad_rows)
@@ -101,6 +110,11 @@ def _read(reference: str, *, field: str, max_bad_rows: int) -> list[Row]:
 def _read_file(path: Path, reference: str, *, field: str, max_bad_rows: int) -> list[Row]:
     if path.is_dir() and (files := sorted(path.glob("*.parquet"))):
         return [row for file in files for row in _read_parquet(file, field=field)]
+    if path.is_dir():
+        raise ConfigError(
+            f"{field} must be a file or a folder with .parquet files, got a folder without any: {reference}; name a file in it, or write "
+            f"the data set with to_parquet or to_json"
+        )
     if not path.is_file():
         raise ConfigError(
             f"{field} must be an existing file, got {reference}; check the path (relative paths start at the job file)"

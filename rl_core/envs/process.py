@@ -96,9 +96,11 @@ class EnvProcess:
         quiet: bool = False,
         call_member: CallMember | None = None,
     ) -> Self:
-        """Start a child and wait until it has built its environment. `deadline` is in seconds; `quiet` discards what its code prints.
+        """Start a child process and wait until it has built its environment.
 
-        `call_member` serves the calls of its code to groups of the job; None refuses them.
+        - `deadline`: seconds until it must have built the environment.
+        - `quiet`: discard what its code prints.
+        - `call_member`: carries out calls of its code to worker groups of the job. None refuses such calls.
 
         Raises ConfigError when the environment cannot be built, DeadlineExceeded, and InfrastructureError when the child ended.
         """

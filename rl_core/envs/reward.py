@@ -102,14 +102,22 @@ class RewardEnvironment(EnvironmentInterface):
         if isinstance(error, RolloutDataFailure):
             return error
         return RolloutDataFailure(
-            f"reward {self.config.reward} must return a score, it raised {describe(error)}; correct it"
+            f"reward {self.config.reward} must return a score, it raised {describe(error)}; {_way_out(error)}"
         )
 
 
+def _way_out(error: Exception) -> str:
+    """Return what to correct; whoever indexes a completion as TRL's lists of messages gets the form that it has here."""
+    if isinstance(error, TypeError) and "string indices" in str(error):
+        return 'write completion for completion[0]["content"]: completions and prompts are texts, the column `messages` has {role, content}'
+    return "correct it"
+
+
 def _first_two(function: Any) -> list[str]:
-    """Return the names of the parameters that get prompts and completions by position; empty where Python does not know them."""
+    """Return the names of the first two parameters, which get prompts and completions by position; empty where Python does not know them."""
     try:
-        return list(inspect.signature(function).parameters)[: len(PASSED)]
+        parameters = list(inspect.signature(function).parameters.values())[: len(PASSED)]
+        return [f"**{one.name}" if one.kind is one.VAR_KEYWORD else one.name for one in parameters]
     except (TypeError, ValueError):
         return []
 
@@ -118,11 +126,10 @@ def _check_order(by_position: list[str], name: str) -> None:
     """Raise ConfigError for a function with the two first parameters in the wrong order: they are passed by position."""
     first, second = [*by_position, "", ""][:2]
     if first == "completions" or second == "prompts":
-        way_out = (
-            "reorder its parameters" if {first, second} >= {"prompts", "completions"} else "add the one that is missing"
-        )
+        missing = [one for one in PASSED if one not in (first, second)]
+        way_out = f"add {' and '.join(missing)}" if missing else "reorder its parameters"
         raise ConfigError(
-            f"env.reward: must take (prompts, completions, ...) in this order, got {name}({first}, {second}); {way_out}"
+            f"env.reward: must take (prompts, completions, ...) in this order, got {name}({', '.join(by_position)}); {way_out}"
         )
 
 

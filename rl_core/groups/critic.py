@@ -196,7 +196,7 @@ class ValueBackend(FSDPBackend):
 
 
 def step_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> StepRows:
-    """Return rows of columns [T], by name, as rows of a step."""
+    """Return rows, each a mapping of column name to array [T], as StepRows with columns [B, T], padded with 0 to the longest row."""
     lengths = [len(row["input_ids"]) for row in rows]
     columns = {
         name: torch.zeros(len(rows), max(lengths, default=1), dtype=COLUMN_DTYPES[name])

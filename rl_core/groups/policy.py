@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rl_core.api.errors import DeadlineExceeded, InfrastructureError
-from rl_core.rollouts.hf.generic import compute_head_in_float32, empty_transformers_model
+from rl_core.rollouts.hf.generic import compute_head_in_float32, empty_transformers_model, folder_tensors
 from rl_core.rollouts.model_files import read_config
 from rl_core.rollouts.pausing_target import pausing
 from rl_core.rollouts.policy_target import PolicyWeightTarget
@@ -53,7 +53,7 @@ class PolicyWorker(WeightMethods):
         )
         if spec.model.float32_head:
             compute_head_in_float32(self._model)
-        self._build_receiver(spec, pausing(PolicyWeightTarget(self._model), self._pause))
+        self._build_receiver(spec, pausing(PolicyWeightTarget(folder_tensors(self._model)), self._pause))
 
     async def start_serving(self) -> None:
         """Report the version that is served: the hub has forgotten that of a member that lost its connection."""

@@ -16,8 +16,8 @@ class EngineSettings:
 
     options: dict[str, Any]
     """Keyword arguments of the engine."""
-    family: str
-    """`model_type` of the model: the engine's module of this name."""
+    architecture: str
+    """Architecture of the model, such as "LlamaForCausalLM"; "" if its configuration does not name it."""
     owner: str
     """Name after which SGLang's file in shared memory is called, see `transports.tokens`."""
 

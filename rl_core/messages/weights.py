@@ -1,6 +1,7 @@
 """The messages of a weight sync between publisher, receivers and runner.
 
 runner    -> actor      sync_model_to_rollout(version, [ReceiverAddress], min_acks) -> PublishReport on rank 0
+runner    -> actor      late_receivers() -> LateReport from rank 0, when the receivers that were late have taken the version or failed
 publisher -> receiver   weights_offer(WeightOffer) -> ReceiverReady | ReceiverApplied | ReceiverAck | ReceiverRefusal | ReceiverFailure
 publisher -> receiver   weights_transfer(WeightTransfer) -> ReceiverApplied | ReceiverReady | ReceiverFailure
 publisher -> receiver   weights_commit(version, digest) -> ReceiverAck | ReceiverRefusal
@@ -41,7 +42,7 @@ class PublishReport:
     acked: tuple[str, ...]
     """Receivers that serve the version."""
     failed: dict[str, str]
-    """Receiver -> last state and reason of those that do not."""
+    """Receiver -> last state and reason of those that do not, and do not load it any more."""
     seconds: float
     """The whole publish."""
     bytes: int
@@ -51,7 +52,7 @@ class PublishReport:
     copy_seconds: float
     """Gathering the weights and copying them to host memory."""
     sync_seconds: float
-    """From OFFER to the last ACK."""
+    """From OFFER to the last ACK of `acked`."""
     apply_seconds: float
     """Longest time a receiver took to load and verify."""
     pause_seconds: float
@@ -62,6 +63,19 @@ class PublishReport:
     """Receivers that got the bytes from another one."""
     patch_share: float | None = None
     """Share of the elements that differ from the version before it; None = there was none to compare with."""
+    late: tuple[str, ...] = ()
+    """Receivers that were slower than the others and still load the version; `LateReport` says how that ended."""
+
+
+@record
+class LateReport:
+    """How a sync ended for the receivers that were late."""
+
+    version: int
+    acked: tuple[str, ...]
+    """Receivers that serve the version."""
+    failed: dict[str, str]
+    """Receiver -> last state and reason of those that do not. Not those to which a newer version is offered meanwhile."""
 
 
 # --- what changed --------------------------------------------------------------------------------------------------------

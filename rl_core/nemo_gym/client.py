@@ -88,10 +88,11 @@ class NemoGymEnvironment:
     async def run_rollouts(
         self, rows: Sequence[Mapping[str, Any]], tokenizer: Any = None, timer_prefix: str = ""
     ) -> AsyncIterator[tuple[int, dict[str, Any] | RowFailure]]:
-        """Yield `(_rowidx, result)` of each row as it finishes: that of `row_result`, or a RowFailure if the row has no answer.
+        """Run all rows concurrently, and yield `(_rowidx, result)` of each row as it finishes.
 
-        `timer_prefix` is not used; NeMo-RL passes it. Closing the generator cancels the rows in flight. Raises RolloutDataFailure for a row
-        that the servers refuse and for a malformed answer.
+        The result is what `row_result` returns for the answer, or a RowFailure if the servers gave no answer. `timer_prefix` is not used;
+        NeMo-RL passes it. Closing the generator cancels the rows in flight. Raises RolloutDataFailure for a row that the servers refuse and
+        for a malformed answer.
         """
         tasks = [asyncio.ensure_future(self._run_row(row, tokenizer)) for row in rows]
         try:

@@ -37,9 +37,10 @@ def descriptor() -> int | None:
 
 
 def report(event: str, **fields: Any) -> None:
-    """Report one event to the parent.
+    """Write one event to the pipe to the parent process, without waiting.
 
-    `fields` must be JSON values, and the line must be shorter than 4 KiB, so that it is written completely or not at all.
+    The event is dropped if there is no pipe, if the pipe is full, or if the parent has ended. `fields` must be JSON values. The line must be
+    shorter than 4 KiB, so that it is written completely or not at all.
     """
     fd = descriptor()
     if fd is None:

@@ -76,7 +76,7 @@ METRICS = (
     Metric(
         "train/approx_kl",
         "nats",
-        "mean difference of log-probabilities before and after updates; `klBlowUp` watches it",
+        "mean difference of log-probabilities before and after updates; `failurePolicy.klBlowUp` acts on it",
     ),
     Metric(
         "train/ratio_<mean,min,max>",
@@ -124,23 +124,25 @@ METRICS = (
     Metric(
         "train/explained_variance",
         "",
-        "1 less the variance of returns minus values over that of returns; 1 is a perfect critic",
+        "1 - Var(return - value) / Var(return); 1 is a perfect critic, 0 one that predicts nothing",
     ),
     Metric("train/returns", "reward", "mean target of the critic"),
     Metric("train/returns/<mean,min,max>", "reward", "returns per trained token"),
     Metric("train/advantages/<mean,min,max>", "", "advantages per trained token"),
     Metric("train/rewards/<mean,std,min,max>", "reward", "rewards after shaping, as advantages are computed from them"),
-    Metric("train/rewards/<mean,std,min,max>/<component>", "reward", "the same per component of the reward (GDPO)"),
+    Metric("train/rewards/<mean,std,min,max>/<component>", "reward", "the same for a part of the reward (GDPO)"),
     Metric("train/rows/total", "samples", "samples of the step"),
     Metric("train/rows/invalid", "samples", "samples left out of the loss because they failed or have no reward"),
     Metric("train/groups/total", "groups", "prompt groups of the step"),
     Metric("train/groups/degenerate", "groups", "groups with fewer than two samples that have a reward"),
-    Metric("train/groups/zero_std", "groups", "groups whose rewards are all equal: they teach nothing"),
-    Metric("train/groups/zero_std/<component>", "groups", "the same per component of the reward (GDPO)"),
+    Metric("train/groups/zero_std", "groups", "groups whose rewards are all equal, so that their advantages are 0"),
+    Metric(
+        "train/groups/zero_std/<component>", "groups", "groups in which a part of the reward is equal for all (GDPO)"
+    ),
     Metric(
         "train/staleness_<mean,max>",
         "versions",
-        "age of the trained groups: the step's version less the oldest version in a group",
+        "age of the trained groups: the step's version minus the oldest version in a group",
     ),
     Metric("train/update_success", "share", "optimizer steps that were applied"),
     Metric("train/skipped_updates", "updates", "optimizer steps skipped so far because the gradient was not finite"),
@@ -149,24 +151,36 @@ METRICS = (
     Metric(
         "mismatch/kl",
         "nats",
-        "KL between engine and trainer over tokens of the same version; `failurePolicy.mismatch` watches it",
+        "KL between engine and trainer over tokens of the same version; `failurePolicy.mismatch` acts on it",
     ),
-    Metric("mismatch/mean_abs_diff", "nats", "mean absolute difference of their log-probabilities"),
-    Metric("mismatch/max_ratio", "ratio", "largest ratio of their probabilities"),
-    Metric("mismatch/share_clipped", "share", "tokens whose ratio is outside the bounds of the loss"),
     Metric(
-        "rollout/mismatch_kl/age_<number>", "nats", "the same KL over tokens of one age in versions, `age_1` and older"
+        "mismatch/mean_abs_diff", "nats", "mean absolute difference between the log-probabilities of engine and trainer"
+    ),
+    Metric("mismatch/max_ratio", "ratio", "largest ratio between the probabilities of engine and trainer"),
+    Metric(
+        "mismatch/share_clipped",
+        "share",
+        "tokens whose ratio between engine and trainer is outside the bounds of the loss",
+    ),
+    Metric(
+        "rollout/mismatch_kl/age_<number>",
+        "nats",
+        "KL between engine and trainer over tokens that are so many versions old",
     ),
     Metric(
         "rollout/mismatch_kl/length_<number>",
         "nats",
-        "the same KL over completions of at least so many tokens, `length_0` and longer",
+        "KL between engine and trainer over completions with so many tokens or more, up to the next length",
     ),
-    Metric("rollout/mismatch_abs_diff/age_<number>", "nats", "the absolute difference over tokens of one age"),
+    Metric(
+        "rollout/mismatch_abs_diff/age_<number>",
+        "nats",
+        "mean absolute difference between log-probabilities of engine and trainer, over tokens that are so many versions old",
+    ),
     Metric(
         "val/accuracy",
         "share",
-        "validation samples with a reward of at least 1; means nothing for rewards on another scale",
+        "validation samples with a reward of at least 1; not meaningful for rewards on another scale",
     ),
     Metric("val/reward_mean", "reward", "mean reward of validation samples"),
     Metric("val/pass@<n>", "share", "validation prompts of which one of n samples has a reward of at least 1"),
@@ -177,9 +191,9 @@ METRICS = (
     Metric(
         "val/<set>/<accuracy,reward_mean,response_length_mean,truncation_rate,prompts,errors>",
         "",
-        "the same over the validation prompts of one of `data.sets`",
+        "the same metrics for the validation prompts of one data set of `data.sets`",
     ),
-    Metric("val/<set>/pass@<n>", "share", "the same over the validation prompts of one of `data.sets`"),
+    Metric("val/<set>/pass@<n>", "share", "pass@n of the validation prompts of one data set of `data.sets`"),
     Metric("rollout/total_reward/<spread>", "reward", f"rewards: {SPREAD}"),
     Metric("rollout/reward/<component>/<spread>", "reward", f"components of the reward by name: {SPREAD}"),
     Metric("rollout/turns_per_sample/<spread>", "turns", f"turns of the model: {SPREAD}, and p95, p99"),
@@ -215,7 +229,7 @@ METRICS = (
     Metric("rollout/queue_depth", "groups", "mean number of groups that wait for a rollout or are generated"),
     Metric("rollout/starved_seconds", "s", "mean time in the step for which a rollout had nothing to generate"),
     Metric("rollout/redispatch_total", "groups", "groups given to another rollout so far"),
-    Metric("rollout/redispatch_total/<kind>", "groups", "the same by cause"),
+    Metric("rollout/redispatch_total/<kind>", "groups", "groups given to another rollout so far, by cause"),
     Metric("rollout/engines_lost_total", "engines", "engines that ended or hung so far"),
     Metric("rollout/<counter>_total", "", "counters of the rollout processes since they started"),
     Metric("rollout/max_consecutive_infra_drops", "groups", "longest series of groups that failed for infrastructure"),
@@ -250,6 +264,11 @@ METRICS = (
     Metric("weights/pause_seconds", "s", "longest pause of generation"),
     Metric("weights/bytes", "bytes", "bytes sent to rollouts"),
     Metric("weights/failed_receivers", "rollouts", "rollouts that did not take the version"),
+    Metric(
+        "weights/late_receivers",
+        "rollouts",
+        "rollouts that were slower than the others, and took the version while the run went on",
+    ),
     Metric("weights/patch_share", "share", "bytes of the patch over those of all weights"),
     Metric("weights/patched_receivers", "rollouts", "rollouts that took a patch"),
     Metric("weights/relayed_receivers", "rollouts", "rollouts that got the weights from another rollout"),

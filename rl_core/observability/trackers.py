@@ -289,10 +289,11 @@ class MlflowTracker:
 class Trackers:
     """All trackers of a run."""
 
-    def __init__(self, sinks: Iterable[Tracker], *, disabled: int = 0) -> None:
-        """Hold `sinks`. `disabled` is the number of trackers of the job that are left out."""
+    def __init__(self, sinks: Iterable[Tracker], *, disabled: Mapping[str, str] | None = None) -> None:
+        """Hold `sinks`. `disabled` are the trackers of the job that are left out, with the reason; None = none."""
         self._sinks = list(sinks)
-        self._disabled = disabled
+        self.disabled = dict(disabled or {})
+        """Names of disabled trackers -> why. Another thread reads them, so this is replaced and never changed."""
         self._tables: list[tuple[str, int, list[SampleRow]]] = []
         """Tables that the next call of `log` shows."""
         self._lock = threading.Lock()
@@ -307,25 +308,26 @@ class Trackers:
         Raises ConfigError for a missing package, OSError for a folder that cannot be written.
         """
         sinks: list[Tracker] = [JsonlTracker(output / "metrics.jsonl")]
-        disabled = 0
+        disabled: dict[str, str] = {}
         for spec in specs:
             try:
                 sinks.append(_open(spec, name=name, output=output))
             except ConfigError:
                 raise
-            except Exception:
+            except Exception as error:
                 logger.warning("tracker %s could not be opened and is disabled", spec.name, exc_info=True)
-                disabled += 1
+                disabled[spec.name] = _reason(error)
         return cls(sinks, disabled=disabled)
 
     def _each(self, method: str, *args: Any, to: type = object) -> None:
         for sink in [sink for sink in self._sinks if isinstance(sink, to)]:
             try:
                 getattr(sink, method)(*args)
-            except Exception:
-                logger.warning("tracker %s raised in %s and is disabled", type(sink).__name__, method, exc_info=True)
+            except Exception as error:
+                name = type(sink).__name__
+                logger.warning("tracker %s raised in %s and is disabled", name, method, exc_info=True)
                 self._sinks.remove(sink)
-                self._disabled += 1
+                self.disabled = {**self.disabled, name.removesuffix("Tracker").lower(): _reason(error)}
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Pass the job to every tracker."""
@@ -337,7 +339,9 @@ class Trackers:
             tables, self._tables = self._tables, []
         for table in tables:
             self._each("log_samples", *table, to=SampleTracker)
-        self._each("log", step, {**metrics, "trackers/disabled": float(self._disabled)} if self._disabled else metrics)
+        self._each(
+            "log", step, {**metrics, "trackers/disabled": float(len(self.disabled))} if self.disabled else metrics
+        )
 
     def add_samples(self, split: str, step: int, rows: Sequence[SampleRow]) -> None:
         """Show samples with the next metrics. May be called from any thread."""
@@ -352,6 +356,12 @@ class Trackers:
     def finish(self, status: str) -> None:
         """Finish every tracker."""
         self._each("finish", status)
+
+
+def _reason(error: Exception) -> str:
+    """Return the type and the text of an error on one line of at most 200 characters."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:200] if text else type(error).__name__
 
 
 def _open(spec: TrackerSpec, *, name: str, output: Path) -> Tracker:

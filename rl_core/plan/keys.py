@@ -57,7 +57,7 @@ def key_files(master: bytes, uid: str, groups: Iterable[str] = BUILT_IN) -> dict
 
 
 def write_key_folder(folder: Path, files: Mapping[str, str]) -> None:
-    """Write key files that only their owner can read (mode 0400) into a folder of mode 0700."""
+    """Write `files` (name -> text) into `folder`, readable for the owner only: files have mode 0400, the folder 0700. Replaces files."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.chmod(0o700)
     for name, text in files.items():

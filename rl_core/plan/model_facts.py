@@ -47,9 +47,13 @@ class ModelFacts:
     head_norms: bool
     """Whether the heads of queries and keys are normalised, as in Qwen3."""
     inner: int
-    """Width of the feed-forward part that a token goes through."""
+    """Width of the feed-forward part that a token goes through: that of all its experts together in a mixture of experts."""
     max_length: int
     """Longest sequence, tokens."""
+    experts: int = 0
+    """Experts of a layer; 0 for a dense model."""
+    experts_per_token: int = 0
+    """Experts that a token goes through, those that all tokens share left out; 0 for a dense model."""
 
     @classmethod
     def from_config(cls, path: str | Path) -> "ModelFacts":
@@ -80,6 +84,8 @@ class ModelFacts:
             head_norms=str(config.get("model_type", "")).startswith("qwen3"),
             inner=_inner(config, hidden),
             max_length=_size(config, "max_length", file),
+            experts=num_experts(config),
+            experts_per_token=_experts_per_token(config),
         )
 
 
@@ -109,18 +115,32 @@ def _layer_parameters(config: Mapping[str, Any], hidden: int, heads: int, kv_hea
     attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
     matrices = 2 if config.get("model_type") in _PLAIN_MLP else 3
     inner = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
-    experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
+    experts = num_experts(config)
     if not experts:
         return int(attention + matrices * hidden * inner + 2 * hidden)
     expert_inner = config.get("moe_intermediate_size") or inner
-    shared = config.get("n_shared_experts") or 0
-    return int(attention + matrices * hidden * expert_inner * (experts + shared) + hidden * experts + 2 * hidden)
+    shared = config.get("shared_expert_intermediate_size") or expert_inner * (config.get("n_shared_experts") or 0)
+    inner = expert_inner * experts + shared
+    return int(attention + matrices * hidden * inner + hidden * experts + 2 * hidden)
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    """Return how many experts a layer of a mixture of experts has, by the model's config.json; 0 for a dense model."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return next((int(config[name]) for name in names if config.get(name)), 0)
+
+
+def _experts_per_token(config: Mapping[str, Any]) -> int:
+    return int(config.get("num_experts_per_tok") or 1) if num_experts(config) else 0
 
 
 def _inner(config: Mapping[str, Any], hidden: int) -> int:
     width = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
-    expert = config.get("moe_intermediate_size")
-    return int(expert * config.get("num_experts_per_tok", 1) if expert else width)
+    if not num_experts(config):
+        return int(width)
+    expert = config.get("moe_intermediate_size") or width
+    shared = config.get("shared_expert_intermediate_size") or expert * (config.get("n_shared_experts") or 0)
+    return int(expert * _experts_per_token(config) + shared)
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

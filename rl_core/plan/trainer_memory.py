@@ -215,7 +215,8 @@ def _activation_bytes(job: RLJobSpec, facts: ModelFacts, logits: int) -> int:
     # The largest gradients of a layer exist when the logits are gone: those of the feed-forward part's two inputs and of the residuals,
     # under megatron beside what adapters add to them.
     each = 4 if job.model.lora is not None and job.actor.backend == "megatron" else 2
-    gradients = _tokens(job, facts) * WIDTH[job.model.dtype] * each * (facts.inner // parallel.tensor + facts.hidden)
+    residuals = facts.hidden * max(1, facts.experts_per_token)
+    gradients = _tokens(job, facts) * WIDTH[job.model.dtype] * each * (facts.inner // parallel.tensor + residuals)
     if not job.actor.gradient_checkpointing:
         return int(layers * layer) + max(0, gradients - logits)
     kept = _tokens(job, facts) * facts.hidden * WIDTH[job.model.dtype] // (parallel.tensor if parallel.sequence else 1)
@@ -282,6 +283,8 @@ def _layer_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
     if facts.head_norms:  # the input of each in float32, and normalised for the gradient of its weight
         shared += (queries + keys) * (MASTER_BYTES + (width if job.model.lora is None else 0))
     shared += 4 * facts.heads  # normalisers of attention
+    # Of each token its copies for its experts and their results, and the probabilities of all experts.
+    shared += 2 * facts.experts_per_token * facts.hidden * width + 3 * facts.experts * MASTER_BYTES
     if (
         job.actor.attention == "eager"
     ):  # probabilities in float32 and as they are multiplied, keys and values for each head

@@ -47,8 +47,12 @@ class ActorCritic(Policy):
 
     def predict(self, obs: dict[str, Tensor], mode: Mode = "train") -> tuple[Tensor, dict[str, Any]]:
         """Return discrete actions [B, C] or continuous ones [B, C, D]; see `Policy.predict`."""
-        observed = obs[self.observation]
-        outputs, values = self._outputs(observed)
+        outputs, values = self._outputs(obs[self.observation])
+        actions, result = self._choose(obs[self.observation], outputs, mode)
+        return actions, result | {"prev_values": values}
+
+    def _choose(self, observed: Tensor, outputs: Tensor, mode: Mode) -> tuple[Tensor, dict[str, Any]]:
+        """Return actions for logits [B, C, V] or means [B, C, D], and what `predict` returns besides but the values."""
         if self.num_actions is not None:
             actions, log_probs = sample_discrete(outputs, mode)
             log_probs = log_probs[..., None]
@@ -57,7 +61,7 @@ class ActorCritic(Policy):
             actions = outputs + spread * torch.randn_like(outputs) if mode == "train" else outputs
             log_probs = torch.distributions.Normal(outputs, spread, validate_args=False).log_prob(actions)
         kept = {self.observation: observed, "actions": actions}
-        return actions, {"prev_logprobs": log_probs, "prev_values": values, "forward_inputs": kept}
+        return actions, {"prev_logprobs": log_probs, "forward_inputs": kept}
 
     def forward_train(self, inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
         """Return log-probabilities, entropies [B, C, D] and values [B, 1]; see `Policy.forward_train`."""
@@ -73,4 +77,8 @@ class ActorCritic(Policy):
     def _outputs(self, observed: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [B, C, V] or means [B, C, D], and values [B, 1]."""
         outputs, values = self.networks(observed)
-        return outputs.view(len(outputs), self.chunk, self.num_actions or self.action_dim), values
+        return self._by_action(outputs), values
+
+    def _by_action(self, outputs: Tensor) -> Tensor:
+        """Return outputs [B, num_outputs] of the networks as logits [B, C, V] or means [B, C, D]."""
+        return outputs.view(len(outputs), self.chunk, self.num_actions or self.action_dim)

@@ -41,6 +41,20 @@ class Policy(nn.Module):  # type: ignore[misc]
         """
 
 
+def splits_values(policy: object) -> bool:
+    """Return whether a rollout may call `act` and `values` of a policy in place of `predict`.
+
+    `act(obs, mode)` returns what `predict` does without prev_values, and `values(obs)` returns those. While the simulators make the actions
+    there is time for the values. It may not where a subclass has another `predict` or other `networks` than the class with `act`.
+    """
+    for kind in type(policy).__mro__:
+        if "act" in vars(kind) and "values" in vars(kind):
+            return True
+        if {"predict", "networks", "act", "values"} & vars(kind).keys():
+            return False
+    return False
+
+
 def layer(inputs: int, outputs: int, gain: float = 2**0.5) -> nn.Linear:
     """Return a linear layer with orthogonal weights and no bias at first, the usual start of PPO."""
     linear = nn.Linear(inputs, outputs)

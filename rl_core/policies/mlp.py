@@ -4,14 +4,14 @@ Legend: B simulators, S numbers of an observation.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from rl_core.policies.actor_critic import ActorCritic
-from rl_core.policies.base import Reduce, layer
+from rl_core.policies.base import Mode, Reduce, layer
 
 NORMALIZED_LIMIT = 10.0
 """Largest number of a normalized observation."""
@@ -48,10 +48,24 @@ class MLPPolicy(ActorCritic):
 
     def networks(self, observed: Tensor) -> tuple[Tensor, Tensor]:
         """Return outputs and values for states [B, S]."""
+        states = self._seen(observed)
+        return _run(self.actor, states), _run(self.critic, states)
+
+    def act(self, obs: dict[str, Tensor], mode: Mode = "train") -> tuple[Tensor, dict[str, Any]]:
+        """Return what `predict` returns, without values."""
+        observed = obs[self.observation]
+        return self._choose(observed, self._by_action(_run(self.actor, self._seen(observed))), mode)
+
+    def values(self, obs: dict[str, Tensor]) -> Tensor:
+        """Return the values [B, 1] that `predict` returns."""
+        return _run(self.critic, self._seen(obs[self.observation]))
+
+    def _seen(self, observed: Tensor) -> Tensor:
+        """Return states [B, S] as the networks see them."""
         states = observed.to(self.critic[-1].weight.dtype)
         if self.normalize:
             states = ((states - self.mean) * (self.variance + 1e-8).rsqrt()).clamp(-NORMALIZED_LIMIT, NORMALIZED_LIMIT)
-        return _run(self.actor, states), _run(self.critic, states)
+        return states
 
     def update_statistics(self, inputs: dict[str, Tensor], reduce: Reduce) -> None:
         """Add the observations of a step to mean and variance; see `Policy.update_statistics`."""

@@ -9,7 +9,7 @@ Legend: B simulators, C actions of a chunk, T decisions.
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 
@@ -25,7 +25,7 @@ from rl_core.channel import Channel
 from rl_core.channel.direct import DirectChannel, PeerLost
 from rl_core.messages.embodied import CollectionRound
 from rl_core.plan.routing import data_rank_of, routes, trajectory_parts
-from rl_core.policies.base import Mode
+from rl_core.policies.base import Mode, splits_values
 from rl_core.policies.folder import build_policy
 from rl_core.rollouts.embodied import (
     bootstrap_rewards,
@@ -37,7 +37,7 @@ from rl_core.rollouts.embodied import (
 )
 from rl_core.rollouts.observation_rows import ObservationRows, large_observations
 from rl_core.rollouts.pausing_target import pausing
-from rl_core.rollouts.policy_target import PolicyWeightTarget
+from rl_core.rollouts.policy_target import PolicyWeightTarget, saved_tensors
 from rl_core.rollouts.recorder import TrajectoryRecorder
 from rl_core.rollouts.weight_methods import WeightMethods
 from rl_core.transports.direct import Connection, Mailbox
@@ -89,7 +89,7 @@ class MultiStepRolloutWorker(WeightMethods):
         if config is None:
             raise InfrastructureError("a rollout must be given config.json of the policy at registration, got none")
         self.model = build_policy(config, seed=self.cfg.algorithm.seed).to(self.device).eval()
-        self._build_receiver(self.cfg, pausing(PolicyWeightTarget(self.model), self._pause))
+        self._build_receiver(self.cfg, pausing(PolicyWeightTarget(saved_tensors(self.model)), self._pause))
 
     async def start_serving(self) -> None:
         """Report the version that is served: the hub has forgotten that of a member that lost its connection."""
@@ -114,11 +114,22 @@ class MultiStepRolloutWorker(WeightMethods):
         """
         if self.model is None:
             raise InfrastructureError("the policy is not built yet; call init_worker first")
-        obs = given = tensors_of(env_obs)
-        if self.device != "cpu":
-            obs = {name: tensor.to(self.device) for name, tensor in given.items()}
+        given = tensors_of(env_obs)
+        obs = self._on_device(given)
         with torch.no_grad():
             actions, result = self.model.predict(obs, mode)
+        return self._kept(given, obs, actions, result)
+
+    def _on_device(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.device == "cpu":
+            return given
+        return {name: tensor.to(self.device) for name, tensor in given.items()}
+
+    @staticmethod
+    def _kept(
+        given: dict[str, Tensor], obs: dict[str, Tensor], actions: Tensor, result: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Return what `predict` of a policy returned, on the CPU. `obs` are the observations `given` on the device of the policy."""
         values = result.get("prev_values")
         return _on_host(actions).contiguous(), {
             "prev_logprobs": _on_host(result["prev_logprobs"]).float(),
@@ -256,22 +267,39 @@ class MultiStepRolloutWorker(WeightMethods):
                     if decision == decisions:
                         self._end(recorders[stage], output)
                         continue
-                    step = self._decide(output, version)
+                    step, values = self._decide(output, version)
                     self.send_chunk_actions(exchange, step.actions, stage=stage)
-                    self._observe(recorders[stage], output)  # while the simulators make the actions
+                    # The rest is done while the simulators make the actions.
+                    if values is not None:
+                        step.prev_values = values()
+                    self._observe(recorders[stage], output)
                     recorders[stage].decide(step)
                 self.record_progress("decisions")
             await self._deliver(trajectories, recorders)
         return decisions * options.stages
 
-    def _decide(self, output: EnvOutput, version: int) -> ChunkStepResult:
-        """Return the decision on an output. Raises ConfigError where it lacks values that the job needs."""
+    def _decide(self, output: EnvOutput, version: int) -> tuple[ChunkStepResult, Callable[[], Tensor] | None]:
+        """Return the decision on an output, and what returns its values where it has none yet.
+
+        Raises ConfigError where it lacks values that the job needs.
+        """
+        if self._with_values and splits_values(self.model):
+            given = tensors_of(output.obs)
+            obs = self._on_device(given)
+            with torch.no_grad():
+                actions, result = self._kept(given, obs, *self.model.act(obs, "train"))  # type: ignore[union-attr]
+            return ChunkStepResult(actions=actions, versions=version, **result), lambda: self._values(obs)
         actions, result = self.predict(output.obs)
         if self._with_values and result["prev_values"] is None:
             raise ConfigError(
                 f"predict of the policy must return prev_values with algorithm.name {self.cfg.algorithm.name}, got none; add a value head"
             )
-        return ChunkStepResult(actions=actions, versions=version, **result)
+        return ChunkStepResult(actions=actions, versions=version, **result), None
+
+    def _values(self, obs: dict[str, Tensor]) -> Tensor:
+        """Return the values [B, 1] of observations on the device of the policy."""
+        with torch.no_grad():
+            return _on_host(self.model.values(obs)).float()  # type: ignore[union-attr]
 
     def _observe(self, recorder: TrajectoryRecorder, output: EnvOutput) -> None:
         """Record an output. The decision before it must have been recorded, and that on it not yet."""

@@ -8,16 +8,19 @@ from torch import Tensor, nn
 from rl_core.weights.storage_alias import storage_alias
 
 
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and the buffers of `model` that are saved, by name; a tied tensor is there once, by its first name."""
+    saved = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return {name: tensor.detach() for name, tensor in (dict(model.named_parameters()) | buffers).items()}
+
+
 class PolicyWeightTarget:
     """Implements `WeightTarget` and `InPlaceTarget` over a module that nobody calls while its weights change."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Write into the parameters and the buffers of `model` that are saved; a tied tensor is there once, by its first name."""
-        saved = model.state_dict().keys()
-        buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
-        self._tensors: dict[str, Tensor] = {
-            name: tensor.detach() for name, tensor in model.named_parameters()
-        } | buffers
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write into `tensors`, which share memory with the module, by the names that the trainer gives them; see `saved_tensors`."""
+        self._tensors = tensors
 
     async def prepare(self, deadline: float) -> None:
         """Do nothing: the worker has paused already."""

@@ -7,6 +7,7 @@ other difference is rejected as a whole.
 
 import threading
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,9 @@ from rl_core.actors.schedule import LRSchedule
 from rl_core.api import document
 from rl_core.api.errors import ConfigError
 from rl_core.api.identity import ROLES
-from rl_core.api.job import MUTABLE_FIELDS, OPERATOR_FIELDS, RLJobSpec
+from rl_core.api.job import MUTABLE_FIELDS, OPERATOR_FIELDS, RLJob, RLJobSpec
 from rl_core.api.pods import PodSpec
+from rl_core.api.problems import explained, problem_lines
 from rl_core.plan.groups import ACTOR, ENV, ROLLOUT, groups_of
 
 POD_FIELDS = frozenset(field.alias or name for name, field in PodSpec.model_fields.items())
@@ -69,10 +71,8 @@ class AppliedSpec:
 
 def merge(present: RLJobSpec, wanted: Mapping[str, Any]) -> RLJobSpec:
     """Return `present` with the mutable fields of `wanted`. Raises ValueError for an invalid spec or a change of an immutable field."""
-    try:
+    with _in_our_words():
         asked = document.read(RLJobSpec, wanted)
-    except ValidationError as error:
-        raise ValueError("; ".join(_lines(error))) from error
     before, after = (_by_name(spec) for spec in (present, asked))
     elastic = [name for name, group in groups_of(present).items() if group.elastic]
     refused = [_refusal(path, old, new) for path, old, new in differences(before, after) if not _taken(path, elastic)]
@@ -83,7 +83,8 @@ def merge(present: RLJobSpec, wanted: Mapping[str, Any]) -> RLJobSpec:
         _block(before, blocks)[field] = _block(after, blocks)[field]
     for name, group in before["groups"].items():
         group["replicas"] = after["groups"][name]["replicas"]
-    merged = RLJobSpec.model_validate(before | {"groups": list(before["groups"].values())})
+    with _in_our_words():
+        merged = RLJobSpec.model_validate(before | {"groups": list(before["groups"].values())})
     old, new = present.algorithm.max_staleness, merged.algorithm.max_staleness
     if (old > 0) != (new > 0):
         raise ValueError(
@@ -180,8 +181,10 @@ def optimizer_steps(spec: RLJobSpec) -> int:
     return algorithm.steps * algorithm.update_epochs * algorithm.optimizer_steps_per_batch
 
 
-def _lines(error: ValidationError) -> Iterator[str]:
-    for detail in error.errors(include_url=False):
-        path = ".".join(["spec", *(str(part) for part in detail["loc"])])
-        got = "" if detail["type"] == "value_error" else f", got {detail['input']!r}"
-        yield f"{path}: {str(detail['msg']).removeprefix('Value error, ')}{got}"
+@contextmanager
+def _in_our_words() -> Iterator[None]:
+    """Raise a ValidationError of a spec as a ValueError with the problems that `rljob validate` prints."""
+    try:
+        yield
+    except ValidationError as error:
+        raise ValueError("; ".join(problem_lines(explained(error, RLJob, at=("spec",))))) from error

@@ -78,7 +78,11 @@ class Runner:
 
     def status(self) -> dict[str, Any]:
         """Return `/status`."""
-        return {**self.run.board.snapshot(), **self.program.status()}
+        return {
+            **self.run.board.snapshot(),
+            "disabledTrackers": self.run.trackers.disabled,
+            **self.program.status(),
+        }
 
     def actions(self) -> Mapping[str, Callable[[Any], Any]]:
         """Return the control calls by `METHOD /path`."""

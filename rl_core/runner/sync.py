@@ -1,11 +1,12 @@
 """Publishes a version of the weights to the members that hold the policy, and records which of them have proved it."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from rl_core.api.errors import DeadlineExceeded
+from rl_core.api.errors import DeadlineExceeded, RLJobError
 from rl_core.messages.weights import PublishReport, ReceiverAddress
 from rl_core.plan.groups import ROLLOUT
 from rl_core.runner.changes import AppliedSpec
@@ -58,7 +59,8 @@ class WeightSync:
         """Send `version` to every live member that has weights, and schedule the content check of the rollouts.
 
         First waits for the content check of the previous version, which raises WeightsDiverged. Raises DeadlineExceeded if fewer than
-        rollout.minReplicas rollouts acknowledge the version in time; those that failed are brought in again in the background.
+        rollout.minReplicas rollouts acknowledge the version in time; those that failed are brought in again in the background. Once enough
+        serve it, those that are slower are not waited for.
         """
         if self.check is not None:
             self.check.confirm()
@@ -72,9 +74,27 @@ class WeightSync:
         if report.failed:
             logger.warning("version %s: out of service until they pull it again: %s", version, report.failed)
             self.members.rejoin(list(report.failed))
+        if report.late:
+            threading.Thread(
+                target=self._follow_late, args=(version, processes), daemon=True, name="late-receivers"
+            ).start()
         if self.check is not None:
             rollouts = {member.name for member in self._cluster.members(ROLLOUT)}
             self.check.schedule(version, [name for name in report.acked if name in rollouts])
+
+    def _follow_late(self, version: int, processes: list[Identity]) -> None:
+        """Wait for the receivers that were late, and record which of them have proved `version`. Those that failed join again."""
+        try:
+            (late,) = self._actor.execute_on(0).late_receivers().wait(self._applied.spec.runtime.deadlines.weight_sync)
+        except RLJobError as error:
+            logger.warning("not known which of the late receivers serve: %s", error)
+            return
+        if late.version != version:  # a newer one is published, and its own late receivers are waited for
+            return
+        self._versions.proved([process for process in processes if process[0] in late.acked], version)
+        if late.failed:
+            logger.warning("version %s: out of service until they pull it again: %s", version, late.failed)
+            self.members.rejoin(list(late.failed))
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics `weights/*`: figures of the last sync, and numbers of content checks."""
@@ -87,6 +107,7 @@ class WeightSync:
                 "weights/pause_seconds": report.pause_seconds,
                 "weights/bytes": float(report.bytes),
                 "weights/failed_receivers": float(len(report.failed)),
+                "weights/late_receivers": float(len(report.late)),
             }
             if report.patch_share is not None:
                 metrics["weights/patch_share"] = report.patch_share

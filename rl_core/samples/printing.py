@@ -48,7 +48,7 @@ def number(value: Any) -> str:
 
 
 def render_sample(sample: Mapping[str, Any]) -> str:
-    """Return a sample as lines of text: a line of facts, then its messages."""
+    """Return a sample as text for a terminal: a line with step, group, reward and reason, then its columns, errors and messages."""
     parts = ", ".join(f"{printable(str(name))} {number(part)}" for name, part in sample["parts"].items())
     versions = sample["versions"]
     version = str(versions[0]) if versions[0] == versions[1] else f"{versions[0]}..{versions[1]}"

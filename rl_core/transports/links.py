@@ -104,11 +104,12 @@ class ClientLoans:
         """
         self._released.append([loan.segment, loan.generation])
         if not self._scheduled:
-            self._scheduled = True
             self._io.call_soon(self._schedule)
 
     def _schedule(self) -> None:
-        self._io.call_at(self._io.clock() + RELEASE_SECONDS, self._flush)
+        if not self._scheduled:  # set here and not by the caller, which an interrupt may end between two instructions
+            self._scheduled = True
+            self._io.call_at(self._io.clock() + RELEASE_SECONDS, self._flush)
 
     def _flush(self) -> None:
         self._scheduled = False  # before the look at the queue: whoever appends later schedules the next flush

@@ -7,6 +7,8 @@ import weakref
 from collections import deque
 from typing import ClassVar, TypeVar
 
+from rl_core.transports.interrupts import Interrupts
+
 Value = TypeVar("Value")
 
 
@@ -38,11 +40,12 @@ class _Completions:
         self._completed.append(future)
         if self._scheduled:
             return
-        self._scheduled = True
         loop = self._loop()
-        if loop is not None:
-            with contextlib.suppress(RuntimeError):  # closed
-                loop.call_soon_threadsafe(self._run)
+        if loop is None:
+            return
+        with Interrupts.deferred(), contextlib.suppress(RuntimeError):  # closed
+            self._scheduled = True
+            loop.call_soon_threadsafe(self._run)
 
     def _run(self) -> None:
         self._scheduled = False  # before the look at the queue: whoever appends later schedules the next run

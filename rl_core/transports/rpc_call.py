@@ -4,6 +4,8 @@ import concurrent.futures
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from rl_core.transports.interrupts import Interrupts
+
 
 class Reader(Protocol):
     """Receives replies on a thread that waits for them. Implemented by `rpc_connection.Connection`."""
@@ -77,7 +79,7 @@ class CallFuture(concurrent.futures.Future[Any]):
         except BaseException as error:
             self.set_exception(error)  # the future carries it to whoever asks
             self._wake()
-            if not isinstance(error, Exception):  # a signal that arrived on the thread that reads
+            if not isinstance(error, Exception):  # of a signal's handler, on the thread that reads
                 raise
         else:
             self.set_result(value)
@@ -103,8 +105,9 @@ class CallFuture(concurrent.futures.Future[Any]):
 
     def cancel(self) -> bool:
         """Cancel the call unless it has ended; return whether it was cancelled."""
-        cancelled = super().cancel()
-        if cancelled:
-            self._wake()
-            self._on_cancel(self)
+        with Interrupts.deferred():
+            cancelled = super().cancel()
+            if cancelled:
+                self._wake()
+                self._on_cancel(self)
         return cancelled

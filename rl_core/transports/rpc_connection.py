@@ -28,6 +28,7 @@ from rl_core.messages.rpc import Caller, Hello, Welcome
 from rl_core.transports import frames, rpc_wire, sockets, tokens
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.frames import FrameHeader
+from rl_core.transports.interrupts import Interrupts
 from rl_core.transports.links import ClientLoans, ProcessSharedMemory
 from rl_core.transports.rpc_call import CallFuture
 from rl_core.transports.sockets import IoThread
@@ -117,7 +118,7 @@ class Connection:
 
     def submit(self, call: CallFuture) -> None:
         """Send `call`, or queue it until the connection and its credit allow."""
-        with self._lock:
+        with Interrupts.deferred(), self._lock:
             self.counters["calls"] += 1
             if self._abandoned:
                 self._drop_abandoned()
@@ -277,7 +278,7 @@ class Connection:
                 return
             try:
                 self._read(parts)
-            except BaseException:  # a signal that arrived on this thread: the I/O thread goes on
+            except BaseException:  # SystemExit of a callback, or what a handler of another signal than SIGINT raises: the I/O thread goes on
                 self._reading_thread = None
                 self._io.call_soon(self._read_all)
                 raise

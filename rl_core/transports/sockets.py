@@ -108,8 +108,8 @@ class IoThread:
     def call_soon(self, callback: Callable[..., None], *args: Any) -> None:
         """Run `callback(*args)` on the thread, in the order of the calls. Takes no lock and is safe in finalizers."""
         self._soon.append((callback, args))
+        # `_sleeping` is left to the thread itself: a caller that an interrupt ended between the two would leave it asleep for good
         if self._sleeping:
-            self._sleeping = False
             os.eventfd_write(self._wake, 1)
 
     def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
@@ -217,7 +217,7 @@ class IoThread:
     def _guarded(self, callback: Callable[..., None], *args: Any) -> None:
         try:
             callback(*args)
-        except Exception:
+        except BaseException:  # SystemExit too: without this thread every call of the process would hang
             logger.exception("callback %r failed on the I/O thread", callback)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import zmq
 
+from rl_core.transports.interrupts import Interrupts
 from rl_core.transports.sockets import LONGEST_SLEEP, IoThread, descriptor
 
 
@@ -51,34 +52,38 @@ class WaitingReader:
 
         Another thread that has made `done()` true, or has closed the socket, must call `wake` afterwards. Returns True if this thread has read,
         also if the time passed or the socket was closed meanwhile: look at `done()` afterwards. Returns False at once, without reading, if
-        another thread reads or the socket is already closed.
+        another thread reads or the socket is already closed. KeyboardInterrupt ends the wait between two messages, never the reading of one,
+        which may be for another thread.
         """
-        if not self._taken.acquire(blocking=False):
-            return False
-        try:
-            if not self._watch(False):
+        with Interrupts.deferred() as interrupts:
+            if not self._taken.acquire(blocking=False):
                 return False
-            self._thread = threading.get_ident()
             try:
-                self._read_until(done, math.inf if seconds is None else time.monotonic() + seconds)
+                if not self._watch(False):
+                    return False
+                self._thread = threading.get_ident()
+                try:
+                    deadline = math.inf if seconds is None else time.monotonic() + seconds
+                    self._read_until(done, deadline, interrupts)
+                finally:
+                    self._thread = None
+                    self._watch(True)
+                return True
             finally:
-                self._thread = None
-                self._watch(True)
-            return True
-        finally:
-            self._taken.release()
+                self._taken.release()
 
     def wake(self) -> None:
         """Let the thread that reads look at `done()`. Does nothing when no other thread reads."""
         if self._thread not in (None, threading.get_ident()):
             os.eventfd_write(self._wake, 1)
 
-    def _read_until(self, done: Callable[[], bool], deadline: float) -> None:
+    def _read_until(self, done: Callable[[], bool], deadline: float, interrupts: Interrupts) -> None:
         while not done() and not self._closed():
             left = deadline - time.monotonic()
             if left <= 0:
                 return
-            for number, _ in self._poll.poll(math.ceil(1000 * min(left, LONGEST_SLEEP))):
+            milliseconds = math.ceil(1000 * min(left, LONGEST_SLEEP))
+            for number, _ in interrupts.allowed(self._poll.poll, milliseconds):
                 if number == self._number:
                     self._read()
                 else:

@@ -47,7 +47,7 @@ class MetricColumns:
         return sorted(set().union(*self.lines()) - {"step"})
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """Return (step, value) where the metric is a number."""
+        """Return the pairs (step, value) of a metric, without the steps in which it is missing or not a number."""
         return [(line["step"], line[name]) for line in self.lines() if _is_number(line.get(name))]
 
     def hours(self) -> list[tuple[int, float]]:

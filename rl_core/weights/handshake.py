@@ -76,6 +76,16 @@ class Handshake:
         return self.state in (HandshakeState.APPLIED, HandshakeState.COMMITTING, HandshakeState.ACKED)
 
     @property
+    def acknowledged(self) -> bool:
+        """Return whether the receiver serves the version."""
+        return self.state is HandshakeState.ACKED
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the conversation is over."""
+        return self.state in (HandshakeState.ACKED, HandshakeState.FAILED)
+
+    @property
     def live(self) -> bool:
         """Return whether the receiver may still apply the version."""
         return self.state in (HandshakeState.OFFERED, HandshakeState.LOADING, HandshakeState.READY)
@@ -182,13 +192,15 @@ class Handshake:
 class CommitGate:
     """Opens when the version is committed: when all live receivers have applied it, or when enough have and the others are slow.
 
-    A receiver that died unnoticed therefore delays the others by `straggler_seconds`, not by its whole deadline.
+    A receiver that died unnoticed therefore delays the others by `straggler_seconds`, not by its whole deadline. `settled` is done once the
+    version is committed, enough receivers serve it, and no other has applied it without an acknowledgement. Slower ones may still load it.
     """
 
     def __init__(self, *, min_acks: int, straggler_seconds: float, opened: Callable[[], None]) -> None:
         self.handshakes: Sequence[Handshake] = ()
         self._min_acks, self._straggler_seconds, self._opened = min_acks, straggler_seconds, opened
         self._decision: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._straggler_timer: asyncio.TimerHandle | None = None
 
     def watch(self, handshakes: "Sequence[Handshake]") -> None:
@@ -205,6 +217,7 @@ class CommitGate:
     def check(self) -> None:
         """Decide if that is possible. Called whenever a handshake changes."""
         if self._decision.done():
+            self._check_settled(committed=self._decision.result())
             return
         applied = sum(handshake.applied and handshake.counts for handshake in self.handshakes)
         if not any(handshake.live for handshake in self.handshakes):
@@ -219,3 +232,9 @@ class CommitGate:
             if commit:
                 self._opened()
             self._decision.set_result(commit)
+
+    def _check_settled(self, *, committed: bool) -> None:
+        waiting = any(handshake.applied and not handshake.acknowledged for handshake in self.handshakes)
+        served = sum(handshake.acknowledged and handshake.counts for handshake in self.handshakes)
+        if committed and not waiting and served >= self._min_acks and not self.settled.done():
+            self.settled.set_result(None)

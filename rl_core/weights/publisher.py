@@ -3,6 +3,7 @@
 Rank 0 of the actor owns the publisher. A version passes three interfaces: a `VersionSource` yields its buckets; `HostCopies` writes them to
 host memory, and `PatchEncoder` makes a patch as well; a `WeightTransport` sends the bytes. `publish` gathers and copies in the caller's
 thread and then lets the event loop of the process talk to the receivers, so the trained tensors may be changed as soon as it returns.
+Receivers that are slower than the others get the version from the host copy afterwards, until the next version is published.
 `weights_pull` is answered from the committed copy at any time between two publishes.
 """
 
@@ -10,13 +11,13 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rl_core.api.errors import ConfigError, DeadlineExceeded
 from rl_core.api.identity import Identity
 from rl_core.api.job import RLJobSpec
-from rl_core.messages.weights import PublishReport, ReceiverAddress
+from rl_core.messages.weights import LateReport, PublishReport, ReceiverAddress
 from rl_core.plan.groups import ROLLOUT, groups_of
 from rl_core.transports import sockets
 from rl_core.transports.curve import KeyRing
@@ -41,6 +42,15 @@ if TYPE_CHECKING:
     from rl_core.weights.device_buffer import DeviceBuffer
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class _LateSync(NamedTuple):
+    """The rest of a sync: receivers that load a version which is committed already."""
+
+    version: int
+    handshakes: list[Handshake]
+    delivery: asyncio.Task[None]
 
 
 class WeightPublisher:
@@ -77,6 +87,8 @@ class WeightPublisher:
         self._clients: dict[str, RpcClient] = {}
         self._publish_lock = threading.Lock()
         """Serialises `publish`: two at a time would write the same memory and send their offers in any order."""
+        self._late: _LateSync | None = None
+        """The receivers that were slow in the last sync. Set on the event loop, and read by the thread that publishes."""
         self._loop = HandlerLoop.shared().loop
         host = sockets.split_address(bind)[0]
         self._copies = HostCopies(ProcessSharedMemory.shared(identity.uid if identity is not None else "").store)
@@ -152,6 +164,7 @@ class WeightPublisher:
     ) -> PublishReport:
         """Publish `version` of `source` to `receivers` and return the report when each of them serves it or has failed.
 
+        Once the version is committed, slower receivers are not waited for, unless the devices are shared: they are `late` in the report.
         Publishing the same version again is harmless: receivers that have it acknowledge without data. Raises DeadlineExceeded, naming each
         missing receiver, if fewer than `min_acks` rollouts acknowledge; ValueError if the version is older than the committed one, or equal
         with other weights.
@@ -163,16 +176,21 @@ class WeightPublisher:
                     f"version must not go back inside an epoch: {self._last[0]} is committed, got {version}"
                 )
             started = time.monotonic()
+            self._stop_late()
             self._pull_server.withdraw()
             try:
                 source = source if self._device_buffer is None else self._device_buffer.copying(source)
                 encoder = self._adapter_encoder or self._patch_encoder or self._copies
                 copy = encoder.write(source, version=version, epoch=self.epoch, device=self._device)
                 copied = time.monotonic()
-                handshakes = self._send(copy, receivers, min_acks, self._deadlines.after(copied - started))
+                ended, late = self._send(copy, receivers, min_acks, self._deadlines.after(copied - started))
             finally:
                 self._loop.call_soon_threadsafe(self._pull_server.settle)
-            return _report(copy, handshakes, min_acks, started=started, copied=copied)
+            return _report(copy, ended, late, min_acks, started=started, copied=copied)
+
+    async def late_receivers(self) -> LateReport:
+        """Wait until each receiver that was late in the last sync serves its version or has failed, and return the report."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._await_late(), self._loop))
 
     def lost(self, name: str, reason: str) -> None:
         """Stop waiting for receiver `name`, which the hub declared dead."""
@@ -182,6 +200,7 @@ class WeightPublisher:
 
     def close(self) -> None:
         """Stop serving and free the host copies."""
+        self._stop_late()
         self._server.close()
         self._source_factory.close()
         self._transport.close()
@@ -194,8 +213,8 @@ class WeightPublisher:
 
     def _send(
         self, copy: HostCopy, receivers: Sequence[ReceiverAddress], min_acks: int, deadlines: Deadlines
-    ) -> list[Handshake]:
-        """Offer `copy` and return the handshakes in their final states."""
+    ) -> tuple[list[Handshake], list[Handshake]]:
+        """Offer `copy`; return the handshakes that have ended, and those of late receivers."""
         manifest = copy.manifest
         if manifest.version == self._last[0] and manifest.digest != self._last[1]:
             raise ValueError(
@@ -212,19 +231,51 @@ class WeightPublisher:
         ]
         for handshake in handshakes:
             self._transport.start(handshake, copy, deadlines)
-        asyncio.run_coroutine_threadsafe(self._sync(copy, handshakes, min_acks, deadlines), self._loop).result()
-        return handshakes
+        late = self._run(self._sync(copy, handshakes, min_acks, deadlines))
+        return [handshake for handshake in handshakes if handshake not in late], late
 
-    async def _sync(self, copy: HostCopy, handshakes: list[Handshake], min_acks: int, deadlines: Deadlines) -> None:
-        """Complete the `handshakes`, whose offers were sent."""
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _sync(
+        self, copy: HostCopy, handshakes: list[Handshake], min_acks: int, deadlines: Deadlines
+    ) -> list[Handshake]:
+        """Complete the `handshakes`, whose offers were sent, and return those of late receivers, which continue in the background."""
+        grace = deadlines.straggler(copy.manifest.total_bytes)
+        gate = CommitGate(min_acks=min_acks, straggler_seconds=grace, opened=lambda: self._commit(copy))
+        gate.watch(handshakes)
         self._copies.hold(copy, self)
-        try:
-            grace = deadlines.straggler(copy.manifest.total_bytes)
-            gate = CommitGate(min_acks=min_acks, straggler_seconds=grace, opened=lambda: self._commit(copy))
-            gate.watch(handshakes)
-            await self._transport.deliver(handshakes, copy, gate, deadlines)
-        finally:
-            self._copies.drop(copy, self)
+        delivery = asyncio.create_task(self._transport.deliver(handshakes, copy, gate, deadlines))
+        delivery.add_done_callback(lambda _: self._copies.drop(copy, self))
+        # Roles that share devices take turns: a receiver must not load while the trainer computes.
+        shared = self._shares_devices or self.cfg.placement.mode != "disaggregated"
+        await asyncio.wait([delivery] if shared else [delivery, gate.settled], return_when=asyncio.FIRST_COMPLETED)
+        if delivery.done():
+            delivery.result()
+            return []
+        late = [handshake for handshake in handshakes if not handshake.ended]
+        self._late = _LateSync(copy.manifest.version, late, delivery)
+        return late
+
+    async def _await_late(self) -> LateReport:
+        late = self._late
+        if late is None:
+            return LateReport(version=self._last[0], acked=(), failed={})
+        await asyncio.wait([late.delivery])
+        if not late.delivery.cancelled() and (error := late.delivery.exception()) is not None:
+            raise error
+        failed = [handshake for handshake in late.handshakes if handshake.state is HandshakeState.FAILED]
+        return LateReport(
+            version=late.version,
+            acked=tuple(handshake.name for handshake in late.handshakes if handshake.acknowledged),
+            failed={} if late.delivery.cancelled() else {handshake.name: handshake.describe() for handshake in failed},
+        )
+
+    def _stop_late(self) -> None:
+        """Stop delivering the last version to late receivers: they are offered the next one, or the publisher closes."""
+        late, self._late = self._late, None
+        if late is not None:
+            self._run(_cancel(late.delivery))
 
     def _commit(self, copy: HostCopy) -> None:
         self._last = (copy.manifest.version, copy.manifest.digest)
@@ -242,14 +293,27 @@ class WeightPublisher:
         return client
 
 
+async def _cancel(delivery: asyncio.Task[None]) -> None:
+    delivery.cancel()
+    await asyncio.wait([delivery])
+
+
 def _report(
-    copy: HostCopy, handshakes: Sequence[Handshake], min_acks: int, *, started: float, copied: float
+    copy: HostCopy,
+    handshakes: Sequence[Handshake],
+    late: Sequence[Handshake],
+    min_acks: int,
+    *,
+    started: float,
+    copied: float,
 ) -> PublishReport:
-    acked = [handshake for handshake in handshakes if handshake.state is HandshakeState.ACKED]
+    """Return the report of a sync whose `handshakes` have ended, but for those of `late` receivers."""
+    acked = [handshake for handshake in handshakes if handshake.acknowledged]
     if sum(handshake.counts for handshake in acked) < min_acks:
-        missing = "; ".join(handshake.describe() for handshake in handshakes if handshake not in acked)
+        missing = "; ".join(handshake.describe() for handshake in (*handshakes, *late) if handshake not in acked)
+        total = len(handshakes) + len(late)
         raise DeadlineExceeded(
-            f"version {copy.manifest.version} must be acknowledged by {min_acks} receivers, got {len(acked)} of {len(handshakes)}"
+            f"version {copy.manifest.version} must be acknowledged by {min_acks} receivers, got {len(acked)} of {total}"
             f"{': ' + missing if missing else ''}; start more rollouts or lower minReplicas"
         )
     now = time.monotonic()
@@ -270,6 +334,7 @@ def _report(
         patched=tuple(handshake.name for handshake in acked if handshake.patched),
         relayed=tuple(handshake.name for handshake in acked if handshake.relayed),
         patch_share=copy.patch_share,
+        late=tuple(handshake.name for handshake in late),
     )
 
 

@@ -38,7 +38,10 @@ class Relay:
         return StreamSource(ticket=self._bulk[encrypted].offer(buffers, share=self._share), encrypted=encrypted)
 
     def withdraw(self) -> None:
-        """End the streams because the memory is about to be written. A chunk that changes while it is sent fails its tag at the receiver."""
+        """Stop offering the version, because its memory is about to be overwritten; streams in progress fail.
+
+        If a chunk changes while it is sent, the receiver rejects it, because its authentication tag does not match.
+        """
         self._digest = ""
 
     def _buffers(

@@ -76,7 +76,7 @@ CASES = (
         "experts-cut-over-processes": (
             {"actor": {"backend": "megatron", "replicas": 2, "parallel": {"expert": 2}}},
             "spec.actor.parallel.expert",
-            "expert must be 1, got 2: no supported architecture has experts; use tensor or pipeline",
+            "expert must be 1, got 2: no model that megatron takes here has experts; fsdp2 shards them",
             SAME,
         ),
         "model-cut-over-other-than-the-pods-accelerators": (

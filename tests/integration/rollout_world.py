@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from rl_core.runner.device_schedule import DisaggregatedSchedule
 from rl_core.transports import tokens
 from rl_core.transports.handlers import HandlerLoop
 from rl_core.transports.rpc import RpcClient, RpcServer, inline
+from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.publisher import WeightPublisher
 from tests.weight_samples import StateSource
 
@@ -37,7 +39,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def tokenizer_files() -> dict[str, bytes]:
+def tokenizer_files(config: dict = CONFIG) -> dict[str, bytes]:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     names = ["<pad>", "<eos>", *"abcdefghijklmnopqrstuvwxyz0123456789 +=.,"]
@@ -45,7 +47,7 @@ def tokenizer_files() -> dict[str, bytes]:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     return {
-        "config.json": json.dumps(CONFIG).encode(),
+        "config.json": json.dumps(config).encode(),
         "tokenizer.json": tokenizer.to_str().encode(),
         "tokenizer_config.json": json.dumps({"eos_token": "<eos>", "pad_token": "<pad>"}).encode(),
     }
@@ -256,7 +258,7 @@ class World:
     version = 0
     """Published last by `publish_next`."""
 
-    def __init__(self, worker=HFRolloutWorker, max_seq_len=32, spec=None, **rollout):
+    def __init__(self, worker=HFRolloutWorker, max_seq_len=32, spec=None, config=CONFIG, **rollout):
         self.spec = RLJobSpec.model_validate(
             {
                 "model": {"path": "unused"},
@@ -270,13 +272,14 @@ class World:
         self.ledger = Ledger()
         self.worker = worker(self.spec, {"max_seq_len": max_seq_len})
         context = self.worker._context
-        context.files = tokenizer_files()
+        context.files = tokenizer_files(config)
         context.hub = RpcClient(self.ledger.server.address)
         self.worker.init_worker()
         self.engine = self.worker._built().engine
         handlers = {n: getattr(self.worker, n) for n in ("weights_offer", "weights_transfer", "weights_commit")}
         self.server = RpcServer("tcp://127.0.0.1:0", handlers).start()
-        self.publisher = WeightPublisher(self.spec, 0)
+        patient = replace(Deadlines.from_spec(self.spec), straggler_seconds=60)  # no receiver is late that is only slow
+        self.publisher = WeightPublisher(self.spec, 0, deadlines=patient)
         self.trajectories, self.validation = (Channel.create(name, local=True) for name in ("t", "v"))
         self.ledger.trajectories = self.trajectories
         self.show_env(True)

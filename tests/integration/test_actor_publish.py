@@ -121,7 +121,7 @@ def receivers(actor):
 
 @pytest.mark.parametrize("end", [None, signal.SIGKILL], ids=["frozen", "killed"])
 def test_a_receiver_lost_in_the_middle_of_a_sync_is_left_behind_and_the_others_serve(actor, receivers, end):
-    """A frozen process keeps its sockets: without the hub's word the sync would wait for its whole deadline."""
+    """A frozen process keeps its sockets: without the hub's word it would be late until its deadline."""
     frozen, healthy = receivers
     frozen.client.call_sync("set_trap", "freeze", timeout=120)
     reports = []
@@ -133,14 +133,14 @@ def test_a_receiver_lost_in_the_middle_of_a_sync_is_left_behind_and_the_others_s
     syncing.start()
     process = psutil.Process(frozen.process.pid)
     while process.status() != psutil.STATUS_STOPPED:
-        assert syncing.is_alive(), reports  # the test's timeout bounds this loop
-        time.sleep(0.01)
+        time.sleep(0.01)  # the test's timeout bounds this loop
     if end is not None:
         process.send_signal(end)
     asyncio.run(actor.receiver_lost("rollout:0", "the hub declared it dead"))
     syncing.join(120)
     (report,) = reports
-    assert report.acked == ("rollout:1",) and list(report.failed) == ["rollout:0"]
-    assert "the hub declared it dead" in report.failed["rollout:0"] or end is not None
+    failed = report.failed or asyncio.run(actor.late_receivers()).failed
+    assert report.acked == ("rollout:1",) and list(failed) == ["rollout:0"]
+    assert "the hub declared it dead" in failed["rollout:0"] or end is not None
     assert healthy.client.call_sync("probe", timeout=120)["current"] == [1, report.digest]
     assert actor.sync_model_to_rollout(2, [healthy.about], 1).acked == ("rollout:1",)

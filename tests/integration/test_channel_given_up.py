@@ -219,9 +219,9 @@ def test_a_large_put_of_a_producer_taken_for_lost_is_no_end_of_the_channel(serve
     channel = Channel.create("c", client=client)
     fill = puts.fill
 
-    def slow(segment, part):
+    def slow(*arguments):
         server._io.run(lambda: [server._release(peer) for peer in list(server._rpc._peers.values())])
-        return fill(segment, part)
+        return fill(*arguments)
 
     monkeypatch.setattr(puts, "fill", slow)
     with pytest.raises(InfrastructureError, match="taken for lost"):

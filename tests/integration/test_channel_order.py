@@ -44,9 +44,9 @@ def written(monkeypatch):
     """Hold the copies of large items until it is set."""
     event, fill = threading.Event(), puts.fill
 
-    def held(segment, part):
+    def held(*arguments):
         assert event.wait(60)
-        return fill(segment, part)
+        return fill(*arguments)
 
     monkeypatch.setattr(puts, "fill", held)
     yield event

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import actor_samples
 from tests.actor_samples import make_model, make_spec
 from tests.integration.fsdp_harness import run_here, run_ranks, scenario
 from tests.trajectory_samples import SIMULATORS, make_embodied_spec, make_policy
@@ -47,6 +48,7 @@ CHANGES = {
     "critic": CRITIC,
     "critic apart": CRITIC_APART,
     "lora": LORA,
+    "experts": FULL,
 }
 TRAIN_AND_LOOK = [["train", 1], ["train", 2], ["score"], ["weights"]]
 KINDS = ("fsdp1", "fsdp2")
@@ -61,7 +63,17 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(folder):
+    make_model(folder / "experts", family="qwen3_moe", **actor_samples.EXPERTS)
     return make_model(folder / "model")
+
+
+def look_at(name: str, folder: Path, model: Path, **changes) -> tuple[dict, list]:
+    """Return the spec and the verbs of a run that is compared with others of that name in `CHANGES`."""
+    spec = make_spec(folder / "experts" if name == "experts" else model, **CHANGES[name], **changes)
+    if name != "experts":
+        return spec, TRAIN_AND_LOOK
+    saved = str(folder / f"{changes.get('actor__backend', 'one')} by-experts")
+    return spec, [["train", 1], ["save", saved, 1], *TRAIN_AND_LOOK[1:]]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +84,7 @@ def policy(folder):
 @pytest.fixture(scope="module")
 def alone(folder, model):
     """What one rank saw: the references, and checkpoints the two ranks load."""
-    seen = {name: run_here(name, make_spec(model, **changes), TRAIN_AND_LOOK) for name, changes in CHANGES.items()}
+    seen = {name: run_here(name, *look_at(name, folder, model)) for name in CHANGES}
     verbs = [["train", 1], ["save", str(folder / "by-one"), 1], ["state"], ["train", 2], ["train", 3]]
     return seen | {"saved": run_here("saved", make_spec(model), verbs)}
 
@@ -91,6 +103,9 @@ def pair(folder, model, alone, policy):
     for kind, other in (("fsdp1", "fsdp2"), ("fsdp2", "fsdp1")):
         verbs = [["load", str(folder / f"{other} by-two")], ["state"], ["save", str(folder / f"{kind} again"), 1]]
         scenarios.append(scenario(f"{kind} from the other", make_spec(model, actor__backend=kind), verbs, world_size=2))
+        spec, (_, _, *rest) = look_at("experts", folder, model, actor__backend=kind)
+        verbs = [["load", str(folder / f"{other} by-experts")], *rest]
+        scenarios.append(scenario(f"{kind} experts from the other", spec, verbs, world_size=2))
     compiled = make_spec(model, actor__compile=True, runtime__deadlines={"collective": 300})
     scenarios.append(scenario("compiled", compiled, TRAIN_AND_LOOK, world_size=2))
     spec = make_spec(model)
@@ -111,7 +126,7 @@ def of_kind(kind: str, folder: Path, model: Path) -> list[dict]:
 
     by_two = str(folder / f"{kind} by-two")
     found = [
-        scenario(f"{kind} {name}", spec(**changes), TRAIN_AND_LOOK, world_size=2) for name, changes in CHANGES.items()
+        scenario(f"{kind} {name}", *look_at(name, folder, model, actor__backend=kind), world_size=2) for name in CHANGES
     ]
     # A step cut short by the runner may leave a rank without groups: it computes and reduces along with the others.
     for name in ("full", "critic"):
@@ -178,6 +193,13 @@ def test_a_reference_that_was_renewed_is_resumed_by_the_other_kind(pair):
     theirs = pair[0]["fsdp2 renewed"]["weights"]
     for tensor, values in pair[0]["fsdp1 renewed by the other"]["weights"].items():
         assert values == pytest.approx(theirs[tensor], abs=2e-5), tensor
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_are_resumed_by_the_other_kind(pair, kind):
+    other = next(one for one in KINDS if one != kind)
+    resumed, through = pair[0][f"{kind} experts from the other"], pair[0][f"{other} experts"]
+    assert_alike(resumed, through | {"metrics": through["metrics"][1:]}, absolute=2e-5)
 
 
 def test_compiled_layers_train_like_others(pair, alone):

@@ -144,6 +144,10 @@ ON_TWO_RANKS = {
     "megatron float32 data 2 adapters": {"actor__backend": "megatron", "model__lora": {"rank": 8}},
 }
 """Of Qwen3, two micro-batches each."""
+WITH_EXPERTS = {
+    "fsdp2 float32": {},
+    "fsdp2 bfloat16 recomputed": {"model__dtype": "bfloat16", "actor__gradientCheckpointing": True},
+}
 HEAD_NORMS = {
     f"{backend} {dtype}{' adapters' * bool(lora)}": {"actor__backend": backend, "model__dtype": dtype} | lora
     for backend, lora in (("fsdp2", {}), ("megatron", {}), ("fsdp2", {"model__lora": {"rank": 8}}))
@@ -180,6 +184,12 @@ def spec_of(model: Path, **changes) -> dict:
 @pytest.mark.parametrize("changes", HEAD_NORMS.values(), ids=HEAD_NORMS)
 def test_the_estimate_counts_the_norms_of_heads(qwen3, changes):
     check_estimate(qwen3, changes)
+
+
+@pytest.mark.parametrize("changes", WITH_EXPERTS.values(), ids=WITH_EXPERTS)
+def test_the_estimate_counts_all_experts_and_what_a_token_takes_through_its_own(tmp_path, changes):
+    settings = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "head_dim": 32}
+    check_estimate(make_model(tmp_path, family="qwen3_moe", **SHAPE | settings), changes)
 
 
 @pytest.mark.parametrize("changes", LLAMA.values(), ids=LLAMA)

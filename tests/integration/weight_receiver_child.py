@@ -31,7 +31,10 @@ def hash_of(tensor):
 
 
 class Engine:
-    """Holds parameters by name; `trap` makes it die, freeze or fail in a load, die of a COMMIT, or stop before it is answered."""
+    """Holds parameters by name.
+
+    `trap` makes it die, freeze or fail in a load, die of a COMMIT, or stop before it is answered; "busy": its rows end when that is cleared.
+    """
 
     def __init__(self):
         dtype = getattr(torch, OPTIONS.get("dtype", "float32"))
@@ -41,6 +44,8 @@ class Engine:
         self.trap = ""
 
     async def prepare(self, deadline):
+        while self.trap == "busy":
+            await asyncio.sleep(0.01)
         self.serving = False
 
     def names_and_shapes(self):

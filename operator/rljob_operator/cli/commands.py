@@ -32,16 +32,17 @@ def register(app: typer.Typer) -> None:
 def submit(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The job (YAML).", show_default=False)],
     code: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of modules the job imports, as a reward function.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder with Python modules of the job, such as a reward function."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Let the API server check the job and store nothing.")
     ] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Tell how it goes until the job has ended.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Report progress until the job has ended.")] = False,
     namespace: Namespace = None,
     context: Context = None,
 ) -> None:
-    """Send a job to the cluster."""
+    """Create a job on the cluster, with the Python modules that it needs."""
 
     def command() -> int:
         from rljob_operator.cli.connection import Connection
@@ -54,12 +55,12 @@ def submit(
 
 
 def suspend(name: JobName, namespace: Namespace = None, context: Context = None) -> None:
-    """Checkpoint a job and free its pods; `rljob resume` goes on from there."""
+    """Save a checkpoint of a job and delete its pods. `rljob resume` continues from the checkpoint."""
     _run(lambda: _suspend(_job_name(name, "stop it with Ctrl-C"), Here(namespace=namespace, context=context)))
 
 
 def resume(name: JobName, namespace: Namespace = None, context: Context = None) -> None:
-    """Let a suspended or paused job go on."""
+    """Continue a suspended or paused job."""
     _run(
         lambda: _resume(
             _job_name(name, "continue it with rljob run FILE --output DIR --resume auto"),

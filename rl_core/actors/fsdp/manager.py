@@ -1,8 +1,9 @@
 """A model, its optimizer and its schedule under FSDP1 or FSDP2. No reinforcement learning here."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from rl_core.actors import guards, hf, lora
 from rl_core.actors.critic import attach_critic, has_own_decoder, is_critic_name
+from rl_core.actors.families import check_family
 from rl_core.actors.forward import SCORE, attach_scoring
 from rl_core.actors.fsdp.compiling import compile_layers
 from rl_core.actors.fsdp.optimizer import (
@@ -26,11 +28,12 @@ from rl_core.actors.manager import ModelManager, validated
 from rl_core.actors.published import WholeTensor
 from rl_core.actors.ranks import ParallelSizes
 from rl_core.actors.schedule import CRITIC, MOMENTS, LRSchedule, OptimizerCounts
-from rl_core.actors.slices import Slices
+from rl_core.actors.slices import LocalSlice, Slices, slices_in_folder
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.optimizer import OptimizerSpec
 from rl_core.weights.manifest import is_adapter_name
+from rl_core.weights.stored_parts import StoredPart, stored_parts
 
 STRATEGIES: dict[str, type[Strategy]] = {"fsdp1": FSDP1Strategy, "fsdp2": FSDP2Strategy}
 """Strategy by the value of actor.backend."""
@@ -42,6 +45,8 @@ class FSDPModelManager(ModelManager):
     model: "nn.Module"
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
+    _parts: Mapping[str, StoredPart] = MappingProxyType({})
+    """What the tensors of a model folder are that are no parameters of that name."""
 
     def __init__(self, cfg: RLJobSpec | Mapping[str, Any], world_size: int, rank: int) -> None:
         """Join the other ranks. `cfg` is the job's spec, or a mapping that is validated into one.
@@ -73,6 +78,7 @@ class FSDPModelManager(ModelManager):
         """
         config = hf.read_config(self.cfg.model.path)
         guards.check(self.cfg, config)
+        check_family(config)
         model = hf.build_model(config, dtype=self.dtype)
         attach_scoring(model, float32_head=self.cfg.model.float32_head)
         if (critic := self.cfg.algorithm.critic_of_actor) is not None:
@@ -99,9 +105,10 @@ class FSDPModelManager(ModelManager):
         model = self.model_provider_func()
         self._set_modes(model)
         aliases = hf.tied_names(model)
+        self._parts = stored_parts(model)
         self.sync_names = [
             (name, aliases.get(name))
-            for name in hf.stored_names(model)
+            for name in hf.stored_names(model, self._parts)
             if not is_critic_name(name) and not is_adapter_name(name)
         ]
         on_meta = any(parameter.is_meta for parameter in model.parameters())
@@ -116,7 +123,8 @@ class FSDPModelManager(ModelManager):
         methods = [SCORE] if hasattr(model, SCORE) else []
         model = self.strategy.wrap(model, device=self.compute_device, aliases=aliases, methods=methods)
         if on_meta:
-            hf.load_weights(model, self.cfg.model.path, aliases, slice_of=self.strategy.slice_of)
+            slices = slices_in_folder(self.strategy.named_slices(model), self._parts)
+            hf.load_weights(model, self.cfg.model.path, aliases, slices=slices)
         stored = hf.named_parameters(model).items()
         lora.initialize({name: [self.strategy.slice_of(tensor)] for name, tensor in stored}, self.cfg.algorithm.seed)
         return model
@@ -210,16 +218,15 @@ class FSDPModelManager(ModelManager):
         return [[p for group in groups if group[CRITIC] in model for p in group["params"]] for model in models]
 
     def _gradient_norm(self) -> float:
+        self._clipped = self._models()
         # To the CPU one by one: a rank without gradients of a model answers from there.
-        squares = torch.stack(
-            [self.strategy.local_squared_grad_norm(parameters).cpu() for parameters in self._models()]
-        )
+        squares = torch.stack([self.strategy.local_squared_grad_norm(parameters).cpu() for parameters in self._clipped])
         self._norms = [math.sqrt(square) for square in self.ranks.sum_over_data_ranks(squares).tolist()]
         return math.hypot(*self._norms)
 
     def _apply_gradients(self, norm: float) -> None:
         clip = self.cfg.actor.grad_clip
-        for parameters, own in zip(self._models(), self._norms, strict=True):
+        for parameters, own in zip(self._clipped, self._norms, strict=True):
             if clip is not None and own + 1e-6 > clip:
                 self.strategy.scale_grads(parameters, clip / (own + 1e-6))
         self.optimizer.step()
@@ -239,7 +246,9 @@ class FSDPModelManager(ModelManager):
 
         Gradients that FSDP has accumulated without reducing, before the last micro-batch, are kept; the caller reduces them first.
         """
-        self.optimizer.zero_grad(set_to_none=True)
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
         self.strategy.drop_grads(self.model)
 
     # OffloadManager ------------------------------------------------------------------------------------------------------
@@ -271,15 +280,16 @@ class FSDPModelManager(ModelManager):
     def get_model_state_dict(self, cpu_offload: bool, full_state_dict: bool) -> dict[str, Tensor]:
         """Return the weights as `ModelManager.get_model_state_dict` does.
 
-        Without `full_state_dict` the tensors share memory with the model, unless copied; under FSDP2 they are DTensors. Adapters are then
-        tensors of their own.
+        Without `full_state_dict` the tensors share memory with the model, unless copied; under FSDP2 they are DTensors. They are then the
+        model's parameters: adapters are tensors of their own, and the experts of a layer are one.
         """
         if full_state_dict:
             return super().get_model_state_dict(cpu_offload, full_state_dict)
         self.residency.require_loaded("get_model_state_dict")
-        stored = hf.stored_tensors(self.model)
-        adapters = [(name, None) for name in stored if is_adapter_name(name) and not is_critic_name(name)]
-        held = {name: self.strategy.shard(stored[tied or name]) for name, tied in [*self.sync_names, *adapters]}
+        stored = hf.named_tensors(self.model)
+        tied = {name: other for name, other in self.sync_names if other is not None}
+        names = [*(name for name in stored if not is_critic_name(name)), *tied]
+        held = {name: self.strategy.shard(stored[tied.get(name, name)]) for name in names}
         return {name: tensor.to("cpu", copy=True) if cpu_offload else tensor for name, tensor in held.items()}
 
     @property
@@ -288,21 +298,25 @@ class FSDPModelManager(ModelManager):
 
     def named_slices(self) -> Slices:
         """Return the parts of the weights that this rank stores, by Hugging Face name; tied weights once. Not collective."""
-        return {name: [part] for name, part in self.strategy.named_slices(self.model).items()}
+        return slices_in_folder(self.strategy.named_slices(self.model), self._parts)
 
     def master_slices(self) -> Slices:
         """Return the parameters that are trained, which are the float32 master weights here, and the buffers. Not collective."""
         frozen = {name for name in hf.named_parameters(self.model) if not self._is_trained(name)}
-        return {name: parts for name, parts in self.named_slices().items() if name not in frozen}
+        slices = self.strategy.named_slices(self.model).items()
+        return slices_in_folder({name: part for name, part in slices if name not in frozen}, self._parts)
 
     def moment_slices(self) -> Slices:
         """Return the parts of the optimizer's moments that this rank stores, sharing memory. Not collective."""
-        return {
-            f"{name}.{moment}": [self.strategy.slice_of(self.optimizer.state[parameter][moment], like=parameter)]
-            for name, parameter in hf.named_parameters(self.model).items()
-            if parameter in self.optimizer.state
-            for moment in MOMENTS
-        }
+        found: dict[str, Sequence[LocalSlice]] = {}
+        for moment in MOMENTS:
+            slices = {
+                name: self.strategy.slice_of(self.optimizer.state[parameter][moment], like=parameter)
+                for name, parameter in hf.named_parameters(self.model).items()
+                if parameter in self.optimizer.state
+            }
+            found |= {f"{name}.{moment}": parts for name, parts in slices_in_folder(slices, self._parts).items()}
+        return found
 
     def _written(self, slices: Slices, *, updated: bool = True) -> Slices:
         if self.ranks.rank >= self.strategy.copy_size:

@@ -11,6 +11,39 @@ from rl_core.actors.schedule import CRITIC, MOMENTS, LRSchedule, peak_rate
 from rl_core.api.optimizer import OptimizerSpec
 
 
+class FusedAdamW(torch.optim.AdamW):  # type: ignore[misc]
+    """`torch.optim.AdamW` with `fused=True`, for groups whose parameters have one type and one device.
+
+    The numbers are the same. With small models the general `step` of PyTorch takes several times as long as the kernel.
+    """
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: None = None) -> None:
+        """Update the parameters that have a gradient. There is no `closure`."""
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not trained:
+                continue
+            states = [self.state[parameter] for parameter in trained]
+            counters = [state["step"] for state in states]
+            beta1, beta2 = group["betas"]
+            torch._foreach_add_(counters, 1)
+            torch._fused_adamw_(
+                trained,
+                [parameter.grad for parameter in trained],
+                *([state[moment] for state in states] for moment in MOMENTS),
+                [],
+                counters,
+                lr=group["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
+
+
 def build_adamw(
     model: nn.Module, spec: OptimizerSpec, dims: Callable[[nn.Parameter], int] = Tensor.dim
 ) -> torch.optim.AdamW:
@@ -33,7 +66,7 @@ def build_adamw(
         for matrices in ([(True,), (False,)] if spec.weight_decay else [(True, False)])
     ]
     beta1, beta2 = spec.betas
-    optimizer = torch.optim.AdamW(
+    optimizer = FusedAdamW(
         [group for group in groups if group["params"]],
         lr=spec.learning_rate,
         betas=(beta1, beta2),

@@ -41,7 +41,7 @@ class PolicyModelManager(FSDPModelManager):
         self._set_modes(model)
         aliases = hf.tied_names(model)
         # The value head is published too: rollouts need the values of what they see.
-        self.sync_names = [(name, aliases.get(name)) for name in hf.stored_names(model)]
+        self.sync_names = [(name, aliases.get(name)) for name in hf.stored_names(model, {})]
         return self.strategy.wrap(model, device=self.compute_device, aliases=aliases, methods=[FORWARD])
 
     def _models(self) -> list[list[nn.Parameter]]:

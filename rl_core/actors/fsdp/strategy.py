@@ -102,7 +102,8 @@ class Strategy(ABC):
         grads = self._grads(parameters)
         if not grads:
             return torch.zeros((), dtype=torch.float64)
-        return torch.stack(torch._foreach_norm(grads)).double().square().sum() / self._replicas
+        total = torch.stack(torch._foreach_norm(grads)).double().square().sum()
+        return total if self._replicas == 1 else total / self._replicas
 
     def scale_grads(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
         """Multiply all gradients by `factor`."""
@@ -120,8 +121,8 @@ class Strategy(ABC):
     # What a rank stores ---------------------------------------------------------------------------------------------
 
     def named_slices(self, model: nn.Module) -> dict[str, LocalSlice]:
-        """Return the part that this rank stores of each tensor of a model folder, by Hugging Face name."""
-        return {name: self.slice_of(tensor) for name, tensor in hf.stored_tensors(model).items()}
+        """Return the part that this rank stores of each parameter and persistent buffer, by its name before wrapping."""
+        return {name: self.slice_of(tensor) for name, tensor in hf.named_tensors(model).items()}
 
     @abstractmethod
     def slice_of(self, tensor: Tensor, like: Tensor | None = None) -> LocalSlice:

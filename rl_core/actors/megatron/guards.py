@@ -5,6 +5,8 @@ from typing import Any
 
 from rl_core.api.job import RLJobSpec
 
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Architectures whose layers `model` and `convert` know."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Types of rotary embeddings with fixed frequencies."""
 BIASED = ("Qwen2ForCausalLM",)
@@ -59,6 +61,12 @@ def _of_layout(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator[str]:
 def _of_model(config: Mapping[str, Any]) -> Iterator[str]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     architecture = next(iter(config.get("architectures") or ()), "")
+    if architecture not in ARCHITECTURES:
+        yield (
+            f"the architecture of the model must be one of {', '.join(ARCHITECTURES)} with actor.backend megatron, got {architecture}; "
+            "choose fsdp2"
+        )
+        return
     settings = {
         "hidden_act": (config.get("hidden_act", "silu"), ("silu",)),
         "mlp_bias": (bool(config.get("mlp_bias")), (False,)),

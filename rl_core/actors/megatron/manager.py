@@ -76,7 +76,7 @@ class MegatronModelManager(ModelManager):
         # Names, shapes and ties as transformers has them; it holds no memory.
         self.template = hf.build_model(self._hf_config, dtype=self.dtype)
         aliases = hf.tied_names(self.template)
-        self.sync_names = [(name, aliases.get(name)) for name in hf.stored_names(self.template)]
+        self.sync_names = [(name, aliases.get(name)) for name in hf.stored_names(self.template, {})]
         if (adapters := self.cfg.model.lora) is not None:
             lora.attach_adapters(self.template, adapters, layers=self.template.config.num_hidden_layers)
         with self.device_context():
@@ -184,7 +184,9 @@ class MegatronModelManager(ModelManager):
                 library.mark_as_cut(parameter, self.cut.mappings(name, parameter.shape)[0].cut_along)
                 for stored_name, boxes in self.cut.boxes(name, parameter.shape, parameter).items():
                     places.setdefault(stored_name, []).extend(boxes)
-        for name, stored, where in hf.stored_readers(self.template, self.cfg.model.path, aliases):
+        for name, stored, where in hf.stored_readers(
+            hf.named_tensors(self.template), self.template, self.cfg.model.path, aliases
+        ):
             for box in (*places.get(name, ()), *places.get(f"{SEPARATE}.{name}", ())):
                 hf.fill(box, stored, where)
 
@@ -366,7 +368,7 @@ class MegatronModelManager(ModelManager):
                 stage.start_param_sync(force_sync=True)  # each data rank has its own run
 
     def _whole_shapes(self) -> dict[str, WholeTensor]:
-        stored = hf.stored_tensors(self.template).items()
+        stored = hf.named_tensors(self.template).items()
         return {name: WholeTensor(tuple(tensor.shape), tensor) for name, tensor in stored}
 
     def _published_slices(self) -> Slices:

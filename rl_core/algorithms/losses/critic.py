@@ -9,7 +9,7 @@ from torch.nn import functional
 from rl_core.algorithms.aggregation import LossNormalizers
 from rl_core.algorithms.arguments import require_bool, require_float32, require_same_shape
 from rl_core.algorithms.losses.types import LossResult, weighted_aggregate
-from rl_core.algorithms.stats import mean_stat, sum_stat
+from rl_core.algorithms.stats import mean_stat, mean_stats, sum_stat
 
 
 def critic_loss(
@@ -38,7 +38,7 @@ def critic_loss(
     kept, target = torch.where(mask, values, 0.0), torch.where(mask, returns.detach(), 0.0)
     token_loss = _huber(kept, target, huber_delta)
     count = mask.sum(dtype=torch.float64)
-    metrics = {"values": mean_stat(kept, mask, count), "returns": mean_stat(target, mask, count)}
+    metrics = mean_stats({"values": kept, "returns": target}, mask, count)
     if value_clip is not None and old_values is not None:
         old = torch.where(mask, old_values.detach(), 0.0)
         moved = kept - old

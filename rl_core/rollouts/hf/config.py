@@ -9,7 +9,7 @@ from typing import Any
 from rl_core.api.errors import RolloutConfigError
 from rl_core.rollouts.model_files import token_ids
 
-FAMILIES = frozenset({"qwen2", "qwen3", "llama"})
+FAMILIES = frozenset({"qwen2", "qwen3", "llama", "mistral"})
 """Values of `model_type` that the built-in forward (`decoder.LeanDecoder`) runs. Other models are run through transformers."""
 ROPE_TYPES = frozenset({"default", "linear", "llama3"})
 DEFAULT_EOS: dict[str, int | None] = {"llama": 2}
@@ -20,7 +20,7 @@ class DecoderConfig:
     """The sizes and options of a model that the built-in forward needs."""
 
     family: str
-    """qwen2, qwen3 or llama."""
+    """One of `FAMILIES`."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -89,7 +89,8 @@ def unsupported(raw: Mapping[str, Any]) -> str | None:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ROPE_TYPES:
         return f"rope_type must be one of {', '.join(sorted(ROPE_TYPES))}, got {rope_type!r}"
-    if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
+    window = raw.get("sliding_window") if family == "mistral" else raw.get("use_sliding_window")
+    if window or "sliding_attention" in (raw.get("layer_types") or ()):
         return "sliding-window attention is not run by the lean forward"
     if raw.get("quantization_config"):
         return "quantised weights are not run by the lean forward"

@@ -1,4 +1,4 @@
-"""`Decoder`, the interface of the engine to a model, and `LeanDecoder`, a built-in forward of Qwen2, Qwen3 and Llama.
+"""`Decoder`, the interface of the engine to a model, and `LeanDecoder`, a built-in forward of Llama, Qwen2, Qwen3 and Mistral.
 
 LeanDecoder runs over a static cache and uses few, fused operations, because on small models the calls cost more than their arithmetic.
 Other models are run by `generic.TransformersDecoder`.

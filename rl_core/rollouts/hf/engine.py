@@ -36,7 +36,7 @@ ADMIT_SHARE = 8
 
 
 class HFEngine:
-    """Generates with the built-in forward for Qwen2, Qwen3 and Llama, and through transformers for other models."""
+    """Generates with the built-in forward for Llama, Qwen2, Qwen3 and Mistral, and through transformers for other models."""
 
     def __init__(
         self,

@@ -16,6 +16,8 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from rl_core.rollouts.hf.weights import checked
+from rl_core.rollouts.policy_target import saved_tensors
+from rl_core.weights.stored_parts import stored_parts, views
 
 
 def empty_transformers_model(raw: Mapping[str, Any], *, dtype: torch.dtype, device: str) -> Any:
@@ -31,14 +33,21 @@ def compute_head_in_float32(model: Any) -> None:
     head.forward = lambda hidden: F.linear(hidden.float(), head.weight.float(), head.bias)
 
 
+def folder_tensors(model: Any) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers of a transformers model as a model folder has them, by name, sharing memory.
+
+    A tied tensor is there once, by its first name.
+    """
+    return views(saved_tensors(model), stored_parts(model))
+
+
 class ModelWeights:
     """`decoder.WeightStore` over the parameters and persistent buffers of a transformers model."""
 
     def __init__(self, model: Any) -> None:
-        stored = model.state_dict()
-        buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
-        self._own: dict[str, Tensor] = dict(model.named_parameters()) | buffers
-        self._aliases = {name: tuple(tensor.shape) for name, tensor in stored.items() if name not in self._own}
+        self._own = folder_tensors(model)
+        own = dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys()
+        self._aliases = {name: tuple(one.shape) for name, one in model.state_dict().items() if name not in own}
 
     def names_and_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name -> shape of every tensor that a load must contain; a tied tensor is there once, by its first name."""
@@ -50,9 +59,8 @@ class ModelWeights:
 
     def destinations(self) -> dict[str, Tensor]:
         """Return the tensors in host memory that may be overwritten in place."""
-        tensors = {name: tensor.detach() for name, tensor in self._own.items()}
         return {
-            name: tensor for name, tensor in tensors.items() if tensor.device.type == "cpu" and tensor.is_contiguous()
+            name: tensor for name, tensor in self._own.items() if tensor.device.type == "cpu" and tensor.is_contiguous()
         }
 
     def stored(self) -> list[Tensor]:
@@ -68,8 +76,7 @@ class ModelWeights:
     def write(self, name: str, tensor: Tensor) -> None:
         """Replace one tensor; its name and shape were checked before."""
         if name not in self._aliases:
-            with torch.no_grad():
-                self._own[name].copy_(tensor)
+            self._own[name].copy_(tensor)
 
 
 class TransformersDecoder:
@@ -92,7 +99,9 @@ class TransformersDecoder:
         for row, prompt in enumerate(prompts):
             ids[row, padded - len(prompt) :] = torch.tensor(prompt)
             mask[row, padded - len(prompt) :] = 1
-        cache = DynamicCache(config=self._model.config)
+        cache = (
+            DynamicCache()
+        )  # keeps all keys of layers with a sliding window too, so that rows of any length can be joined
         index = torch.from_numpy(row_prompts).to(self.device)
         mask = mask.to(self.device)
         logits = self._forward(ids.to(self.device), mask, (mask.cumsum(-1) - 1).clamp(min=0), cache)

@@ -13,7 +13,7 @@ from rl_core.api.errors import RolloutConfigError
 from rl_core.rollouts.hf.config import DecoderConfig, unsupported
 from rl_core.rollouts.hf.decoder import Decoder, LeanDecoder
 from rl_core.rollouts.hf.weights import DecoderWeights
-from rl_core.rollouts.model_files import read_config
+from rl_core.rollouts.model_files import read_config, token_ids
 
 
 def decoder_for(model: Any, *, max_seq_len: int, compile: bool = False, float32_head: bool = False) -> Decoder:
@@ -71,3 +71,25 @@ def model_from_files(files: Mapping[str, bytes], *, dtype: torch.dtype, device: 
     from rl_core.rollouts.hf.generic import empty_transformers_model
 
     return empty_transformers_model(raw, dtype=dtype, device=device)
+
+
+def describe_model(
+    raw: Mapping[str, Any], *, dtype: str
+) -> tuple[dict[str, tuple[tuple[int, ...], str]], tuple[int, ...]]:
+    """Return name -> (shape, dtype) of the tensors of a model folder, and the end-of-sequence ids, by its parsed config.json.
+
+    No memory is allocated for the tensors. transformers is imported for models that the lean forward does not run.
+    """
+    kind = getattr(torch, dtype)
+    if unsupported(raw) is None:
+        config = DecoderConfig.from_dict(raw)
+        weights = DecoderWeights(config, dtype=kind, device="meta")
+        return {name: (shape, dtype) for name, shape in weights.names_and_shapes().items()}, config.eos_token_ids
+    from rl_core.rollouts.hf.generic import ModelWeights, empty_transformers_model
+
+    with torch.device("meta"):
+        model = empty_transformers_model(raw, dtype=kind, device="meta")
+    of_model = ModelWeights(model)
+    dtypes = of_model.dtypes()
+    shapes = {name: (shape, dtypes[name]) for name, shape in of_model.names_and_shapes().items()}
+    return shapes, token_ids(model.config.get_text_config().eos_token_id)

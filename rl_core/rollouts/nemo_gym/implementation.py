@@ -55,7 +55,7 @@ class RolloutTimer(Timers):
 
 
 class AsyncNemoGymRolloutImpl:
-    """Runs prompt groups on NeMo-Gym servers."""
+    """Generates and scores prompt groups by running each sample on NeMo-Gym servers, which call the policy themselves."""
 
     def __init__(
         self,

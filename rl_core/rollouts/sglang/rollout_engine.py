@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
-
-import torch
 
 from rl_core.api.errors import ConfigError, InfrastructureError, RLJobError, RolloutConfigError
 from rl_core.api.job import RLJobSpec
 from rl_core.data.tokenizer import Tokenizer
 from rl_core.messages.engine import EngineSettings
 from rl_core.rollouts.generation import EngineGenerator
-from rl_core.rollouts.hf.config import DecoderConfig, unsupported
-from rl_core.rollouts.hf.weights import DecoderWeights
+from rl_core.rollouts.hf.models import describe_model
 from rl_core.rollouts.meter import EngineLoad
 from rl_core.rollouts.model_files import generation_eos_ids, read_config, token_ids
 from rl_core.rollouts.sampling import SamplingParams
@@ -87,8 +84,13 @@ class SGLangRolloutEngine:
                 "rollout.engine sglang needs the package sglang, found none; install rljob[rollout], or an image that has it "
                 "(worker_images/README.md), or take rollout.engine hf"
             )
-        shapes = _shapes(files, spec.model.dtype)
         config = read_config(files)
+        if "quantization_config" in config:
+            raise RolloutConfigError(
+                f"rollout.engine sglang: weights must be floating-point numbers, as the trainer's are, got {config['quantization_config']} in "
+                "config.json; take the model that is not quantised"
+            )
+        shapes, eos_token_ids = describe_model(config, dtype=spec.model.dtype)
         if device == "cpu":
             cpu.require(config)
         lora = spec.model.lora
@@ -96,14 +98,16 @@ class SGLangRolloutEngine:
         folder, buffer = setup.ModelFolder(files), weight_buffer(shapes, adapters)
         options = setup.options(spec, folder.path, device, max_seq_len)
         engine = SGLangEngine(
-            EngineSettings(options=options, family=str(config["model_type"]), owner=folder.owner),
+            EngineSettings(
+                options=options, architecture=str(next(iter(config.get("architectures") or ()), "")), owner=folder.owner
+            ),
             environ=setup.variables(folder.path, device),
             memory=buffer.descriptor,
             start_seconds=spec.runtime.deadlines.wait_ready,
             max_seq_len=max_seq_len,
             vocab_size=int(config["vocab_size"]),
             tokenizer=Tokenizer.from_files(files),
-            eos_token_ids=_eos_ids(files),
+            eos_token_ids=_eos_ids(files, eos_token_ids),
             on_tokens=on_tokens,
             silence_seconds=spec.runtime.deadlines.engine_silence,
             # On shared devices the trainer may use the memory by the time the engine is lost. The worker ends instead, and its
@@ -157,17 +161,6 @@ class SGLangRolloutEngine:
             self._folder.close()
 
 
-def _shapes(files: Mapping[str, bytes], dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return name -> (shape, dtype) of the model's tensors. Raises RolloutConfigError for a model whose layout is not known."""
-    raw = read_config(files)
-    reason = unsupported(raw)
-    if reason is not None:
-        raise RolloutConfigError(f"rollout.engine sglang: {reason}; take rollout.engine hf for this model")
-    weights = DecoderWeights(DecoderConfig.from_dict(raw), dtype=getattr(torch, dtype), device="meta")
-    return {name: (shape, dtype) for name, shape in weights.names_and_shapes().items()}
-
-
-def _eos_ids(files: Mapping[str, bytes]) -> set[int]:
+def _eos_ids(files: Mapping[str, bytes], of_model: Iterable[int]) -> set[int]:
     """Return the end-of-sequence ids of tokenizer, configuration and generation settings: the same as with the HF engine."""
-    own = DecoderConfig.from_dict(read_config(files)).eos_token_ids
-    return {*own, *generation_eos_ids(files), *token_ids(Tokenizer.from_files(files).eos_token_id)}
+    return {*of_model, *generation_eos_ids(files), *token_ids(Tokenizer.from_files(files).eos_token_id)}

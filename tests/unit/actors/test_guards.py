@@ -34,3 +34,10 @@ def test_flash_attention_is_refused_where_it_has_no_kernel(make_spec, config, ch
     (line,) = unsupported_settings(spec, config | model)
     assert line.startswith("actor.attention flash_attention_2") and "write sdpa" in line
     assert all(word in line for word in words)
+
+
+def test_adapters_of_a_mixture_of_experts_are_refused(make_spec, config):
+    experts = config | {"num_local_experts": 8}
+    assert list(unsupported_settings(make_spec(), experts)) == []
+    (line,) = unsupported_settings(make_spec(model__lora={"rank": 4}), experts)
+    assert line.startswith("model.lora must be null for a mixture of experts") and "got 8 experts" in line

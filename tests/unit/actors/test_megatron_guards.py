@@ -42,6 +42,7 @@ def of_two(**parallel):
         ({"actor__dropout": True}, {}, ["actor.dropout", "true"]),
         (DROPOUT, {"attention_dropout": 0.2}, ["actor.dropout", "attention_dropout 0.2", "fsdp2"]),
         (DROPOUT | {"algorithm__recomputeLogProbs": True}, {}, ["actor.dropout", "algorithm.recomputeLogProbs"]),
+        ({}, {"architectures": ["MixtralForCausalLM"]}, ["architecture", "MixtralForCausalLM", "fsdp2"]),
         ({}, {"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ({}, {"mlp_bias": True}, ["mlp_bias", "True"]),
         ({}, {"use_sliding_window": True}, ["use_sliding_window"]),

@@ -7,7 +7,7 @@ import yaml
 
 from rl_core.api.errors import ConfigError
 from rl_core.cli.job_file import JobProblems, read_document
-from rl_core.cli.validate import validate_file
+from rl_core.cli.validate import hub_hint, validate_file
 from tests.small_models import save_policy
 
 JOB = "apiVersion: rljob.dev/v1alpha1\nkind: RLJob\nmetadata: {name: %s}\nspec: {}\n"
@@ -36,6 +36,38 @@ def test_a_file_with_two_jobs_or_none_is_refused(tmp_path, text, told):
     (tmp_path / "job.yaml").write_text(text)
     with pytest.raises(ConfigError, match=told):
         read_document(tmp_path / "job.yaml", [])
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [("{a: 1, a: 2}", "the key 'a' twice"), ("{a: {b: 1, 'b': 2}}", "the key 'b' twice"), ("[{a: 1}, {a: 2}]", "")],
+)
+def test_a_key_that_a_mapping_has_twice_is_refused_with_its_line(tmp_path, spec, told):
+    file = tmp_path / "job.yaml"
+    file.write_text("kind: RLJob\nspec: %s\n" % spec)  # noqa: UP031 - braces
+    if told:
+        with pytest.raises(ConfigError, match=rf"job\.yaml: must be valid YAML, got {told} in one mapping .*line 2"):
+            read_document(file, [])
+    else:
+        assert len(read_document(file, [])["spec"]) == 2
+    merged = "base: &base {a: 1, b: 1}\nspec: {<<: *base, a: 2}\n"
+    file.write_text(merged)
+    assert read_document(file, [])["spec"] == {"a": 2, "b": 1}
+    merged = "base: &base {a: 1}\nall: {deep: &deep {<<: *base, a: 2}}\nspec: {<<: *deep, b: 1}\n"
+    file.write_text(merged)  # PyYAML adds the keys of `base` to `deep` before it constructs `deep`
+    assert read_document(file, [])["spec"] == {"a": 2, "b": 1}
+
+
+@pytest.mark.parametrize("script", [True, False])
+def test_a_missing_folder_that_a_script_beside_the_job_makes_is_no_name_of_the_hub(tmp_path, script):
+    if script:
+        (tmp_path / "prepare.py").touch()
+    told = (
+        f", or make it with python {tmp_path}/prepare.py" if script else ", or write hf://student/model for that name"
+    )
+    assert hub_hint(str(tmp_path / "student/model"), tmp_path).startswith(told)
+    (tmp_path / "student/model").mkdir(parents=True)
+    assert hub_hint(str(tmp_path / "student/model"), tmp_path) == ""
 
 
 def test_what_lies_on_volumes_of_the_actor_is_left_to_the_pods(capsys):
@@ -81,7 +113,8 @@ def test_weights_cut_short_and_bad_rows_are_told_together_each_on_a_line(tmp_pat
     told = "\n".join(error.value.problems)
     assert "model.safetensors must be a whole safetensors file" in told
     rows = [line for line in error.value.problems if line.startswith("spec.data.train: ")]
-    assert len(rows) == 2 and "train.jsonl:2:" in rows[0] and "train.jsonl:3:" in rows[1]
+    assert len(rows) == 3 and "train.jsonl:2:" in rows[0] and "train.jsonl:3:" in rows[1]
+    assert "must have the column 'answer' (data.answerKey), got ['prompt']" in rows[2]
 
 
 def test_a_program_that_calls_a_model_without_a_chat_template_is_told(tmp_path):
@@ -133,12 +166,29 @@ def test_files_are_looked_at_although_the_schema_is_broken(tmp_path):
     (tmp_path / "job.yaml").write_text((JOB % "a").replace("{}", spec))
     with pytest.raises(JobProblems) as error:
         validate_file(tmp_path / "job.yaml", [])
-    steps, tokenizer, weights, row, validation = error.value.problems
+    steps, tokenizer, weights, row, answer, validation = error.value.problems
     assert steps.startswith("spec.algorithm.steps: must be greater than or equal to 1, got -1")
     assert tokenizer.startswith("spec.model.path: ") and "tokenizer" in tokenizer
     assert weights.startswith("spec.model.path: must hold safetensors weights")
     assert row.startswith("spec.data.train: ") and "train.jsonl:2:" in row
+    assert answer.startswith("spec.data.train: must have the column 'answer' (data.answerKey), got ['prompt']")
     assert validation.startswith("spec.data.validation: must be an existing file")
+
+
+@pytest.mark.parametrize(
+    ("env", "missing"),
+    [("{type: math}", ["question", "answer"]), ("{reward: 'mine:f'}", ["question"]), ("{type: mathh}", ["question"])],
+    ids=["answers", "reward without a type", "misspelled"],
+)
+def test_columns_are_looked_for_beside_settings_that_break_the_schema(tmp_path, env, missing):
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n')
+    spec = "{data: {train: train.jsonl, promptKey: question}, rollout: {sampling: {temprature: 1}}, env: ENV}"
+    (tmp_path / "job.yaml").write_text((JOB % "a").replace("{}", spec.replace("ENV", env)))
+    with pytest.raises(JobProblems) as error:
+        validate_file(tmp_path / "job.yaml", [])
+    problems = "\n".join(error.value.problems)
+    assert "spec.rollout.sampling.temprature: is not a known field" in problems
+    assert [name for name in ("question", "answer") if f"must have the column '{name}'" in problems] == missing
 
 
 @pytest.mark.parametrize(

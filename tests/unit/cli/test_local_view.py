@@ -5,12 +5,14 @@ import json
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from rl_core.api.job import RLJob
 from rl_core.cli.local_view import read_status, render, show_top
+from rl_core.cli.main import app
 from rl_core.cli.progress import ProgressDisplay, step_line, waiting_line
 from rl_core.cli.run import read_step, success_text
-from rl_core.cli.validation_metric import validation_metric
+from rl_core.cli.validation_metric import ACCURACY, REWARD, validation_metric
 from rl_core.launch.workspace import Workspace
 
 
@@ -148,6 +150,58 @@ def test_a_run_that_is_ending_says_no_more_what_it_waits_for(tmp_path, capsys):
     clock.now = 120.0
     display.tell_waiting()
     assert capsys.readouterr().out == ""
+
+
+def test_samples_of_a_folder_that_is_no_output_folder_are_refused(tmp_path):
+    (tmp_path / "job.yaml").write_text("kind: RLJob\n")
+    told = CliRunner().invoke(app, ["samples", str(tmp_path)])
+    assert told.exit_code == 2 and f"{tmp_path} must be the output folder of a run" in told.stderr
+    (tmp_path / "status.json").write_text('{"phase": "Pending"}')
+    told = CliRunner().invoke(app, ["samples", str(tmp_path)])
+    assert told.exit_code == 2 and "must hold samples that match, got none" in told.stderr
+
+
+def test_a_disabled_tracker_is_told_once_with_the_reason(tmp_path, capsys):
+    display = ProgressDisplay(tmp_path, total=4, live=False)
+    for _ in range(2):
+        display.update({"phase": "Training", "step": 1, "disabledTrackers": {"wandb": "UsageError: No API key"}})
+    assert capsys.readouterr().out == (
+        "tracker wandb is disabled, its metrics are in metrics.jsonl only: UsageError: No API key\n"
+    )
+
+
+def test_a_wait_for_weights_in_a_start_is_no_line_of_its_own(tmp_path, capsys):
+    display = ProgressDisplay(tmp_path, total=4, live=False)
+    wait = {"who": "runner", "on": "rollout:", "what": "to serve version 74", "seconds": 0.0}
+    display.update({"phase": "Degraded", "step": 74, "waits": [wait]})
+    assert capsys.readouterr().out == ""
+
+
+def test_a_step_in_which_nothing_can_be_learned_from_the_rewards_says_so():
+    assert "all rewards are equal" in step_line({"step": 1, "reward/mean": 0.5, "reward/std": 0.0}, 2)
+    assert "equal" not in step_line({"step": 1, "reward/mean": 0.5, "reward/std": 0.1}, 2)
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        ([6], "validation accuracy: 0.600 after"),
+        ([0], "validation accuracy: 0.000 before training"),
+        ([3, 6], "validation accuracy: 0.300 at step 3, 0.600 after"),
+    ],
+)
+def test_only_a_validation_before_training_is_called_before(tmp_path, steps, told):
+    lines = [{"step": step, "val/accuracy": step / 10} for step in steps]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert told in success_text(tmp_path, {}, ACCURACY).splitlines()
+
+
+def test_a_measure_over_few_prompts_says_over_how_many():
+    line = step_line({"step": 0, "val/reward_mean": 1.0, "val/errors": 31.0, "val/prompts": 32.0}, 2, REWARD)
+    assert "val reward 1.000 over 1 of 32 prompts" in line
+    assert "over" not in step_line(
+        {"step": 0, "val/reward_mean": 1.0, "val/errors": 0.0, "val/prompts": 32.0}, 2, REWARD
+    )
 
 
 def test_a_degraded_run_names_the_members_that_are_missing(tmp_path, capsys):

@@ -105,6 +105,18 @@ def test_an_unknown_field_gets_the_name_it_has_here(spec, hint):
     ("spec", "place", "hint"),
     [
         ({"algorithm": {"name": "grop"}}, "spec.algorithm.name: ", "(did you mean grpo?)"),
+        (
+            {"algorithm": {"name": "dapo"}},
+            "spec.algorithm.name: ",
+            "(DAPO is grpo with loss.clipHigh, dynamicSampling and overlong: docs/algorithms.md)",
+        ),
+        ({"algorithm": {"loss": {"name": "sapo"}}}, "spec.algorithm.loss.name: ", "; correct the name"),
+        ({"algorithm": {"name": "GRPO"}}, "spec.algorithm.name: ", "(did you mean grpo?)"),
+        (
+            {"rollout": {"sampling": {"topK": -1}}},
+            "spec.rollout.sampling.topK: ",
+            "leave it out if -1 is meant to switch it off, or change the value",
+        ),
         ({"algorithm": {"loss": {"name": "ppo"}}}, "spec.algorithm.loss.name: ", "(did you mean ppo_clip?)"),
         ({"placement": {"mode": "colocate"}}, "spec.placement.mode: ", "did you mean colocated?"),
         ({"rollout": {"engine": "sgl"}}, "spec.rollout.engine: ", "did you mean sglang?"),
@@ -133,6 +145,11 @@ def test_a_misspelled_choice_gets_the_nearest_one(spec, place, hint):
         (
             {"actor_rollout_ref": {"rollout": {"n": 4}, "actor": {"optim": {"lr": 1e-6}}}},
             "write algorithm.groupSize for n, actor.optimizer.learningRate for lr",
+        ),
+        ({"actor": {"fsdp_config": {"param_offload": True}}}, "write actor.offload.params for param_offload"),
+        (
+            {"actor": {"optim": {"lr": 1e-6, "lr_warmup_steps_ratio": 0.1}}},
+            "write actor.optimizer.learningRate for lr, actor.optimizer.schedule.warmupRatio for lr_warmup_steps_ratio",
         ),
         ({"nothing": {"path": "a", "n": 3}}, "docs/reference/rljob.md lists the fields"),
         ({"rollouts": {"temperature": 1.0}}, "did you mean rollout?"),
@@ -190,7 +207,7 @@ def test_every_name_of_another_library_leads_to_a_field_that_exists():
             {"algorithm": {"importance_sampling_level": "sequence"}},
             "write algorithm.loss.name (TRL's `sequence` is `gspo`)",
         ),
-        ({"algorithm": {"loss_type": "dapo"}}, "write algorithm.loss.aggregation (TRL's `dapo` is `token-mean`"),
+        ({"algorithm": {"loss_type": "dapo"}}, "write algorithm.loss.aggregation (`dapo` is `token-mean`"),
         ({"algorithm": {"epsilon": 0.1}}, "write algorithm.loss.clipLow (Where their setting is one number"),
         ({"rollout": {"vllm_mode": "colocate"}}, "write placement.mode"),
     ],
@@ -211,6 +228,17 @@ def test_a_setting_that_means_something_else_here_says_so(spec, way_out):
 def test_a_combination_is_refused_by_its_first_cause(spec, cause):
     (problem,) = find_problems(job(placement={"mode": "colocated"}, **spec))[1]
     assert problem.startswith(f"spec: {cause}"), problem
+
+
+def test_a_rule_over_a_field_that_was_replaced_by_its_default_is_left_out():
+    """The rule of colocated devices would say that actor.gpus is 0."""
+    document = job(
+        actor={"gpus": 1, "backend": "megatron", "parallel": {"tensor": 4}},
+        rollout={"engine": "sglang", "gpus": 1},
+        placement={"mode": "colocated"},
+    )
+    (problem,) = find_problems(document)[1]
+    assert problem.startswith("spec.actor: ")
 
 
 def test_independent_problems_are_told_together_with_cross_field_ones():

@@ -44,6 +44,7 @@ def test_the_step_and_the_folder_are_named(run):
 def test_a_run_that_has_made_its_steps_is_told_how_to_go_on(run):
     told = "; nothing is left to train: raise algorithm.steps above 10"
     assert resume_line(job(algorithm={"steps": 10}), run, "auto").endswith(told)
+    assert resume_line(job(algorithm={"steps": 4}), run, "auto").endswith(told)
 
 
 def test_every_field_that_has_another_value_is_named(run):

@@ -144,7 +144,9 @@ def test_the_tokens_of_the_messages_are_the_conversation_whatever_a_template_mak
 
 def test_a_template_sees_all_of_a_message_and_the_log_its_role_and_text(tmp_path, tokenizer):
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}], "name": None}
-    path = write(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": "go"}, call]})
+    path = write(
+        tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": "go"}, call, {"role": "user", "content": ""}]}
+    )
     template = (
         "{% for m in messages %}{{ m.content }}{% if m.name is defined %}?{% endif %}"
         "{% if m.tool_calls %}={{ m.tool_calls[0].name }}{% endif %}{% endfor %}"

@@ -57,5 +57,8 @@ def test_the_environment_of_the_docs_plays_to_the_end(blocks):
         (0.0, False, "higher\n"),
         (1.0, True, ""),
     ]
+    for guess, told in (("9", "higher\n"), ("100", "lower\n"), ("ten", "higher\n")):
+        said = [[*logs[0][:1], {"role": "assistant", "content": guess}]]
+        assert answers_of(env.step(said, [{"answer": "10"}]), 1, what="guess")[0].observation["content"] == told
     rows = answers_of(env.step(logs[:1], [rows[0].metadata]), 1, what="guess")
     assert rows[0].terminated

@@ -94,12 +94,13 @@ async def test_an_argument_that_is_missing_or_not_taken_is_named(user):
 @pytest.mark.parametrize(
     ("function", "way_out"),
     [
-        (lambda completions, answer: [], "add the one that is missing"),
-        (lambda completions: [], "add the one that is missing"),
-        (lambda text, prompts: [], "add the one that is missing"),
+        (lambda completions, answer: [], "add prompts"),
+        (lambda completions: [], r"\(completions\); add prompts"),
+        (lambda completions, **kw: [], r"\(completions, \*\*kw\); add prompts"),
+        (lambda text, prompts: [], "add completions"),
         (lambda completions, prompts: [], "reorder its parameters"),
     ],
-    ids=["no prompts", "one", "no completions", "order"],
+    ids=["no prompts", "one", "keywords", "no completions", "order"],
 )
 def test_a_function_that_would_take_prompts_for_completions_is_refused(user, function, way_out):
     rule = r"must take \(prompts, completions, ...\) in this order, got user_rewards:score.*"
@@ -118,6 +119,12 @@ async def test_a_function_that_takes_a_column_by_position_is_refused(user):
 async def test_a_call_with_too_many_arguments_is_told_without_a_line_of_ours(user):
     with pytest.raises(RolloutDataFailure, match=r"it raised TypeError: .*2 were given; correct it"):
         await step(env(user, lambda: [1.0, 1.0]), LOGS, COLUMNS)
+
+
+async def test_a_function_that_reads_completions_as_lists_of_messages_is_told_their_form(user):
+    """The usual first line of rewards for chat data in TRL."""
+    with pytest.raises(RolloutDataFailure, match=r"string indices .*; write completion for completion\[0\]"):
+        await step(env(user, lambda p, completions, **kw: [c[0]["content"] for c in completions]), LOGS, COLUMNS)
 
 
 async def test_asynchronous_functions_are_awaited(user):

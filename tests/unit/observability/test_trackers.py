@@ -81,6 +81,7 @@ def test_a_tracker_that_raises_is_disabled_and_the_others_go_on(caplog):
     trackers = Trackers([Bad(), good])
     trackers.log(1, {})
     trackers.log(2, {})
+    assert list(trackers.disabled.values()) == ["OSError: no space left on device"]
     assert good.steps == [(1, {}), (2, {"trackers/disabled": 1.0})] and caplog.text.count("is disabled") == 1
 
 

@@ -19,12 +19,31 @@ QWEN = {
     "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 32768, "tie_word_embeddings": True,
 }  # fmt: skip
 GPT2 = {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}
+QWEN_MOE = {
+    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 40960, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+}  # fmt: skip
+MIXTRAL = {
+    "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768, "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+def test_a_token_goes_through_some_of_the_experts(tmp_path):
+    facts = [ModelFacts.from_config(write(tmp_path / "m", **config)) for config in (QWEN_MOE, MIXTRAL, QWEN)]
+    assert [(one.experts, one.experts_per_token, one.inner) for one in facts] == [
+        (128, 8, 6144),
+        (8, 2, 28672),
+        (0, 0, 4864),
+    ]
 
 
 @pytest.mark.parametrize(
     ("config", "published"),
-    [(QWEN, 494_032_768), (GPT2, 124_439_808)],
-    ids=["Qwen2.5-0.5B", "GPT-2"],
+    [(QWEN, 494_032_768), (GPT2, 124_439_808), (QWEN_MOE, 30_532_122_624), (MIXTRAL, 46_702_792_704)],
+    ids=["Qwen2.5-0.5B", "GPT-2", "Qwen3-30B-A3B", "Mixtral-8x7B"],
 )
 def test_parameters_from_the_configuration_are_within_one_percent_of_the_published(tmp_path, config, published):
     assert ModelFacts.from_config(write(tmp_path / "m", **config)).parameters == pytest.approx(published, rel=0.01)

@@ -5,7 +5,10 @@ import json
 import pytest
 import torch
 
+from rl_core.policies.base import splits_values
+from rl_core.policies.cnn import CNNPolicy
 from rl_core.policies.folder import build_policy
+from rl_core.policies.mlp import MLPPolicy
 
 ROWS, SIDE = 5, 16
 VLA = {
@@ -138,3 +141,36 @@ def test_tokens_are_the_last_ids_of_the_vocabulary_and_stand_for_equal_parts():
     assert torch.allclose(actions.flatten(1), centers[result["forward_inputs"]["tokens"]])
     with pytest.raises(Exception, match=r"bins must be in \[2, 40\]"):
         build_policy(json.dumps({"policy": name, "arguments": arguments | {"bins": 41}}))
+
+
+@pytest.mark.parametrize("case", ["mlp discrete", "mlp normal"])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_act_and_values_are_bit_equal_to_predict(case, mode):
+    name, arguments = CASES[case]
+    policy = build_policy(json.dumps({"policy": name, "arguments": arguments | {"normalize": True}}).encode(), seed=0)
+    obs = {"states": torch.randn(ROWS, 6)}
+    policy.update_statistics({"states": torch.randn(20, 6) * 3 + 1}, None)
+    torch.manual_seed(1)
+    actions, whole = policy.predict(obs, mode)
+    torch.manual_seed(1)
+    chosen, part = policy.act(obs, mode)
+    assert torch.equal(chosen, actions) and torch.equal(part["prev_logprobs"], whole["prev_logprobs"])
+    assert part["forward_inputs"].keys() == whole["forward_inputs"].keys() and "prev_values" not in part
+    assert torch.equal(policy.values(obs), whole["prev_values"])
+
+
+def test_values_are_split_off_only_where_no_subclass_changes_what_they_are_made_of():
+    class Named(MLPPolicy):
+        pass
+
+    class OtherPredict(MLPPolicy):
+        def predict(self, obs, mode="train"):
+            return super().predict(obs, "eval")
+
+    class OtherNetworks(MLPPolicy):
+        def networks(self, observed):
+            return super().networks(2 * observed)
+
+    made = {kind: kind(observation_size=2, num_actions=2) for kind in (MLPPolicy, Named, OtherPredict, OtherNetworks)}
+    assert [splits_values(policy) for policy in made.values()] == [True, True, False, False]
+    assert not splits_values(CNNPolicy(**IMAGE, num_actions=2))

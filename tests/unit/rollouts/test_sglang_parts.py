@@ -109,7 +109,7 @@ def test_a_keeper_that_fails_in_any_way_is_heard_by_who_waits_for_the_engine(mon
         raise ValueError("filedescriptor out of range")
 
     monkeypatch.setattr(engine_module, "EngineProcess", fail)
-    source = EngineSettings(options={}, family="qwen2", owner="nobody")
+    source = EngineSettings(options={}, architecture="Qwen2ForCausalLM", owner="nobody")
     engine = SGLangEngine(
         source,
         environ={},
@@ -164,7 +164,7 @@ def test_a_child_that_cannot_be_killed_is_reported_to_who_waits_for_the_engine(m
 
     told = concurrent.futures.Future()
     monkeypatch.setattr(engine_module, "EngineProcess", Immortal)
-    source = EngineSettings(options={}, family="qwen2", owner="nobody")
+    source = EngineSettings(options={}, architecture="Qwen2ForCausalLM", owner="nobody")
     engine = SGLangEngine(
         source,
         environ={},
@@ -198,7 +198,7 @@ def test_a_child_that_outlives_the_end_of_its_engine_does_not_end_the_worker(mon
     reports = []
     monkeypatch.setattr(engine_module, "EngineProcess", Immortal)
     engine = SGLangEngine(
-        EngineSettings(options={}, family="qwen2", owner="nobody"),
+        EngineSettings(options={}, architecture="Qwen2ForCausalLM", owner="nobody"),
         environ={},
         memory=0,
         start_seconds=0.1,
@@ -229,7 +229,9 @@ def test_a_process_that_outlives_its_kill_is_an_infrastructure_error(monkeypatch
         lambda *a, **k: SimpleNamespace(pid=child.pid, wait=child.wait, stderr=near.makefile("rb")),
     )
     try:
-        engine = process_module.EngineProcess(EngineSettings(options={}, family="qwen2", owner="nobody"), {}, 0)
+        engine = process_module.EngineProcess(
+            EngineSettings(options={}, architecture="Qwen2ForCausalLM", owner="nobody"), {}, 0
+        )
         far.close()
         with pytest.raises(InfrastructureError, match="must end within 0.01 s of SIGKILL"):
             engine.kill()
@@ -241,7 +243,7 @@ def test_a_process_that_outlives_its_kill_is_an_infrastructure_error(monkeypatch
 def test_that_an_engine_is_lost_is_told_before_its_rows_fail(monkeypatch):
     told, ended = [], threading.Event()
     monkeypatch.setattr(engine_module, "EngineProcess", DyingWhenAsked)
-    source = EngineSettings(options={}, family="qwen2", owner="nobody")
+    source = EngineSettings(options={}, architecture="Qwen2ForCausalLM", owner="nobody")
     engine = SGLangEngine(
         source,
         environ={},
@@ -269,7 +271,7 @@ def test_that_an_engine_is_lost_is_told_before_its_rows_fail(monkeypatch):
 def test_an_engine_that_shares_its_device_is_not_started_again_by_its_worker(monkeypatch, restarts, started, words):
     starts, told = [], concurrent.futures.Future()
     monkeypatch.setattr(engine_module, "EngineProcess", lambda *arguments: starts.append(1) or Dying())
-    source = EngineSettings(options={}, family="qwen2", owner="nobody")
+    source = EngineSettings(options={}, architecture="Qwen2ForCausalLM", owner="nobody")
     engine = SGLangEngine(
         source,
         environ={},
@@ -315,7 +317,10 @@ def test_what_the_start_of_an_engine_does_is_told_by_its_processes(tmp_path, mon
     memory, stages = os.memfd_create("weights"), queue.SimpleQueue()
     try:
         engine = process_module.EngineProcess(
-            EngineSettings(options={}, family="qwen2", owner="nobody"), {"PATH": os.environ["PATH"]}, memory, stages.put
+            EngineSettings(options={}, architecture="Qwen2ForCausalLM", owner="nobody"),
+            {"PATH": os.environ["PATH"]},
+            memory,
+            stages.put,
         )
         assert [stages.get(timeout=60) for _ in range(2)] == ["the process imports SGLang", "warm-up: the first tokens"]
         engine.kill()
@@ -331,7 +336,7 @@ def test_a_killed_engine_leaves_no_file_in_memory(monkeypatch):
     memory = os.memfd_create("weights")
     try:
         engine = process_module.EngineProcess(
-            EngineSettings(options={}, family="qwen2", owner=folder.owner), {}, memory
+            EngineSettings(options={}, architecture="Qwen2ForCausalLM", owner=folder.owner), {}, memory
         )
         file.touch()
         engine.kill()
@@ -363,7 +368,7 @@ def read_while_silent(monkeypatch, seconds):
                 raise EOFError
 
     monkeypatch.setattr(engine_module, "EngineProcess", Compiling)
-    source = EngineSettings(options={}, family="qwen2", owner="nobody")
+    source = EngineSettings(options={}, architecture="Qwen2ForCausalLM", owner="nobody")
     engine = SGLangEngine(
         source,
         environ={},

@@ -31,6 +31,8 @@ class Rollout:
     alive: bool = True
     life: int = 0
     running: dict[str, PromptLease] = field(default_factory=dict)
+    updating: bool = False
+    """Whether it leases nothing, because it takes the next version once the groups that it runs have ended."""
 
     @property
     def owner(self) -> str:
@@ -56,8 +58,10 @@ class Schedule:
         drain: bool = True,
         faults: float = 0.0,
     ) -> None:
-        """`seconds()`: of a group. `drain`: a version waits for the groups in flight (weights.onUpdate wait), else they go on under it.
+        """`seconds()`: of a group. `publish_seconds`: from the first rollout that has the version to its commit.
 
+        `drain`: a rollout takes a version when its groups in flight have ended (weights.onUpdate wait), else they go on under it. The step
+        waits for the rollouts that have it at the commit, and not for those that are late.
         `faults`: chance that a rollout dies before it reports a stored record, that a finished group is followed by the death of a rollout,
         that a rollout misses a version.
         """
@@ -82,7 +86,7 @@ class Schedule:
         """Records (lease, version of the oldest token) by key."""
         self.version, self.step, self.phase = 0, 1, "receiving"
         self.trained: dict[str, int] = {}
-        self.stale = 0
+        self.stale, self._committing = 0, False
         self.generated, self.trainer_busy, self.rollout_busy = 0, 0.0, 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -117,11 +121,9 @@ class Schedule:
     # --- rollouts ----------------------------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        if self.phase == "draining":
-            return
         for rollout in self.rollouts:
             free = rollout.slots - len(rollout.running)
-            if not rollout.alive or free < 1:
+            if not rollout.alive or rollout.updating or free < 1:
                 continue
             for lease in self.account.lease(free, rollout.owner, served=rollout.version):
                 rollout.running[lease.token] = lease
@@ -139,7 +141,7 @@ class Schedule:
             self._die(rollout)
             return
         entry = GroupEntry(
-            group_id=lease.group_id, token=token, v_min=lease.policy_version, v_max=self.version, rewards=(0.0, 1.0), tokens=1,
+            group_id=lease.group_id, token=token, v_min=lease.policy_version, v_max=rollout.version, rewards=(0.0, 1.0), tokens=1,
             informative=True,
         )  # fmt: skip
         self.account.finish(entry, rollout.owner, now=self.now)
@@ -156,12 +158,17 @@ class Schedule:
 
     def _returns(self, rollout: Rollout) -> None:
         rollout.alive, rollout.life, rollout.version = True, rollout.life + 1, self.version
+        rollout.updating = self.drain and self.phase == "publishing"
 
     # --- data ranks and trainer --------------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
-        if self.phase == "draining" and not any(rollout.running for rollout in self.rollouts):
-            self._publish()
+        if self.phase == "publishing":
+            self._commit_when_applied()
+        else:
+            for rollout in self.rollouts:  # those that were late
+                if rollout.updating and not rollout.running:
+                    self._takes(rollout)
         self._fill()
         self.account.settle(self.now)
         self._move_records()
@@ -191,24 +198,30 @@ class Schedule:
     def _train_ends(self) -> None:
         self.stale += self.account.close().stale
         assert len(self.account.acknowledge(self.step)) == self.prompts
-        self.phase = "draining"
-        if not self.drain:
-            self.phase = "publishing"
-            self._at(self.publish_seconds, self._published)
+        self.phase, self._committing = "publishing", False
+        for rollout in self.rollouts:
+            rollout.updating = self.drain
 
-    def _publish(self) -> None:
-        self.phase = "publishing"
-        self._at(self.publish_seconds, self._published)
+    def _commit_when_applied(self) -> None:
+        living = [rollout for rollout in self.rollouts if rollout.alive]
+        if not self._committing and (not self.drain or not living or any(not rollout.running for rollout in living)):
+            self._committing = True
+            self._at(self.publish_seconds, self._published)
 
     def _published(self) -> None:
         self.version, self.step, self.phase = self.version + 1, self.step + 1, "receiving"
         for rollout in self.rollouts:
-            if rollout.alive and not self._faulty():
-                rollout.version = self.version
-            else:  # it pulls what it missed a little later
-                self._at(self.rng.random() * 5, lambda r=rollout: self._catches_up(r))
+            if not (rollout.alive and rollout.updating and rollout.running):
+                self._takes(rollout)
         if self.step <= self.steps:
             self.account.open(self.step, self.version)
+
+    def _takes(self, rollout: Rollout) -> None:
+        rollout.updating = False
+        if rollout.alive and not self._faulty():
+            rollout.version = self.version
+        else:  # it pulls what it missed a little later
+            self._at(self.rng.random() * 5, lambda r=rollout: self._catches_up(r))
 
     def _catches_up(self, rollout: Rollout) -> None:
         if rollout.alive:

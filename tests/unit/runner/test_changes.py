@@ -5,8 +5,10 @@ import copy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from rl_core.api.job import MUTABLE_FIELDS, OPERATOR_FIELDS, RLJobSpec
+from rl_core.api.job import MUTABLE_FIELDS, OPERATOR_FIELDS, RLJob, RLJobSpec
+from rl_core.api.problems import problem_lines
 from rl_core.runner.changes import AppliedSpec, differences, for_elastic_roles, merge
 
 BASE = {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"replicas": 2, "maxReplicas": 8}}
@@ -114,6 +116,28 @@ def test_all_refused_fields_are_told_at_once_and_an_invalid_spec_by_its_rule(spe
     put(wanted, "rollout.minReplicas", 7)
     with pytest.raises(ValueError, match=r"spec\.rollout: minReplicas must not exceed replicas 2, got 7"):
         merge(spec, wanted)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("algorithm.steps", "ten"),
+        ("algorithm.steps", 0),
+        ("rollout.engine", "sgl"),
+        ("rollout.minReplicas", 7),
+        ("weights.onUpdate", "keep_kv"),
+    ],
+)
+def test_an_invalid_change_is_refused_in_the_words_of_validate(spec, path, value):
+    wanted = plain(spec)
+    put(wanted, path, value)
+    job = {"apiVersion": "rljob.dev/v1alpha1", "kind": "RLJob", "metadata": {"name": "a"}, "spec": wanted}
+    with pytest.raises(ValueError) as told:
+        merge(spec, wanted)
+    with pytest.raises(ValidationError) as refused:
+        RLJob.model_validate(job)
+    assert str(told.value) == "; ".join(problem_lines(refused.value)), told.value
+    assert "Input should" not in str(told.value) and "Value error" not in str(told.value)
 
 
 def test_steps_that_the_warm_up_does_not_fit_into_are_refused():

@@ -1,6 +1,8 @@
 """A sync and its content check: who serves a version is known, and weights that score a prompt differently end the run."""
 
+import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +11,7 @@ from rl_core.api.errors import DeadlineExceeded, WeightsDiverged, WorkerLost
 from rl_core.api.job import RLJobSpec
 from rl_core.messages.groups import ProbeAnswer
 from rl_core.messages.members import MemberState
-from rl_core.messages.weights import PublishReport
+from rl_core.messages.weights import LateReport, PublishReport
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.content_check import ContentCheck
 from rl_core.runner.device_schedule import DisaggregatedSchedule
@@ -133,6 +135,7 @@ def test_agreeing_rollouts_pass_and_are_known_to_serve():
         "weights/pause_seconds": 0.06,
         "weights/bytes": 8.0,
         "weights/failed_receivers": 0.0,
+        "weights/late_receivers": 0.0,
         "weights/content_check_passed_total": 2.0,
         "weights/content_check_skipped_total": 0.0,
     }
@@ -197,6 +200,50 @@ def test_the_check_can_be_switched_off():
     run = Run({"rollout:0": probe(-9.0)}, content_check=False)
     run.sync.publish(3)
     run.check.confirm()
+
+
+class LateActor(FakeActor):
+    """One receiver is late: `ended` has the report of its end."""
+
+    def __init__(self, cluster):
+        self.ended = Future()
+
+    def sync_model_to_rollout(self, version, receivers, min_acks):
+        (report,) = super().sync_model_to_rollout(version, receivers, min_acks).value
+        return FakeResult([replace(report, acked=("rollout:0",), late=("rollout:1",))])
+
+    def execute_on(self, rank):
+        assert rank == 0
+        return SimpleNamespace(late_receivers=lambda: SimpleNamespace(wait=lambda seconds: [self.ended.result(60)]))
+
+
+def late(**report):
+    """Publish version 3 to one rollout that takes it and one that is late; return the run when that one has ended with `report`."""
+    run = Run({"rollout:0": probe(-1.0), "rollout:1": probe(-1.0, version=2)}, LateActor)
+    run.sync.publish(3)
+    assert run.served == [([("rollout:0", (0, 0))], 3)] and run.roster.serving("rollout", 3) == 1
+    run.check.confirm()
+    assert run.sync.metrics()["weights/late_receivers"] == run.sync.metrics()["weights/content_check_passed_total"] == 1
+    waits = [thread for thread in threading.enumerate() if thread.name == "late-receivers"]
+    run.actor.ended.set_result(LateReport(**report))
+    for thread in waits:
+        thread.join(60)
+    return run
+
+
+def test_a_late_rollout_counts_once_it_serves():
+    run = late(version=3, acked=("rollout:1",), failed={})
+    assert run.served[1:] == [([("rollout:1", (0, 0))], 3)] and run.rejoined == []
+
+
+def test_a_late_rollout_that_fails_joins_again():
+    run = late(version=3, acked=(), failed={"rollout:1": "it did not stop"})
+    assert run.rejoined == ["rollout:1"] and run.versions.version_of(("rollout:1", (0, 0))) == 0
+
+
+def test_what_becomes_of_late_rollouts_at_a_newer_version_says_nothing_of_this_one():
+    run = late(version=4, acked=("rollout:1",), failed={"rollout:1": "it did not stop"})
+    assert len(run.served) == 1 and run.rejoined == []
 
 
 class LosingActor(FakeActor):

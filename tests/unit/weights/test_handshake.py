@@ -25,13 +25,16 @@ class FakeHandshake:
     """Where one receiver stands."""
 
     def __init__(self, counts=True):
-        self.live, self.applied, self.counts = True, False, counts
+        self.live, self.applied, self.acknowledged, self.counts = True, False, False, counts
 
     def apply(self):
         self.live, self.applied = False, True
 
+    def acknowledge(self):
+        self.acknowledged = True
+
     def fail(self):
-        self.live = False
+        self.live = self.applied = False
 
 
 def gate_of(count, min_acks, straggler_seconds=60.0):
@@ -85,6 +88,38 @@ async def test_a_slow_receiver_does_not_hold_enough_others_beyond_the_grace():
     handshakes[1].apply()
     gate.check()
     assert await gate.wait() and opened == [True] and handshakes[2].live
+
+
+async def test_a_sync_is_settled_when_enough_serve_and_nobody_is_between_load_and_acknowledgement():
+    gate, (first, second, slow), _ = gate_of(3, 1, straggler_seconds=0.01)
+    first.apply()
+    second.apply()
+    gate.check()
+    assert await gate.wait()
+    first.acknowledge()
+    gate.check()
+    assert not gate.settled.done()
+    second.acknowledge()
+    gate.check()
+    assert gate.settled.done() and slow.live
+
+
+async def test_a_sync_with_too_few_who_acknowledge_waits_for_the_slow_ones():
+    gate, (first, second, slow), _ = gate_of(3, 2, straggler_seconds=0.01)
+    first.apply()
+    second.apply()
+    gate.check()
+    assert await gate.wait()
+    first.acknowledge()
+    second.fail()
+    gate.check()
+    assert not gate.settled.done()
+    slow.apply()
+    gate.check()
+    assert not gate.settled.done()
+    slow.acknowledge()
+    gate.check()
+    assert gate.settled.done()
 
 
 async def test_only_receivers_that_count_make_a_version_safe_to_commit():

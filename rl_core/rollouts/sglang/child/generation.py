@@ -19,7 +19,8 @@ class Generation:
     async def pause(self, mode: str) -> None:
         """Pause generation, and return when no row is generating any more. `mode` is that of SGLang: in_place, retract or abort.
 
-        Rows with an adapter are always aborted: SGLang would go on with the adapter of before, and the worker requests them again.
+        With adapters, the mode is always abort, because SGLang would continue the rows with the previous adapter. The worker requests them
+        again.
         """
         self._adapters.pause()
         mode = "abort" if self._adapters.enabled else mode

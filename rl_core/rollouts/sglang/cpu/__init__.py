@@ -21,16 +21,17 @@ BLOCK = 32
 
 def require(config: Mapping[str, Any]) -> None:
     """Raise RolloutConfigError for a model (its parsed config.json) whose weights cannot be proven on a CPU."""
-    size = int(config["intermediate_size"])
-    if size % BLOCK:
-        raise RolloutConfigError(
-            f"rollout.engine sglang without a GPU needs an intermediate_size that is a multiple of {BLOCK}, got {size}; "
-            "take rollout.engine hf for this model"
-        )
+    for name in ("intermediate_size", "moe_intermediate_size"):
+        size = int(config.get(name) or 0)
+        if size % BLOCK:
+            raise RolloutConfigError(
+                f"rollout.engine sglang without a GPU needs {name} to be a multiple of {BLOCK}, got {size}; "
+                "take rollout.engine hf for this model"
+            )
 
 
 def variables(path: str) -> dict[str, str]:
-    """Return the environment variables of the engine's processes, given their PYTHONPATH `path`."""
+    """Return the environment variables with which the engine's processes run on a CPU. `path` is their PYTHONPATH, which is extended."""
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
         "THP_MEM_ALLOC_ENABLE": "1",  # torch takes large pages for large tensors: copies and checksums of weights need a fifth less time
