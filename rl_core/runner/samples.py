@@ -29,7 +29,7 @@ MOST_WAITING = 8
 """Writes that may wait, at most three for each step; a further one is left out, so that slow storage does not fill the memory."""
 ANSWER_SECONDS = 60.0
 """How long the writing thread waits for the samples of the data ranks, and for the record of a filtered group."""
-CLOSE_SECONDS = 10.0
+CLOSE_SECONDS = 30.0
 """How long the end of a run waits for its last samples."""
 TABLE_ROWS = 8
 """Samples of a step that trackers show as a table."""
