@@ -251,7 +251,8 @@ class Cluster:
 
     def _on_change(self, change: Change) -> None:
         if change.kind == "lost" or change.member.incarnation > (0, 0):
-            delete_stored(change.member.name)  # again when it is replaced: others may have sent before they knew of the loss
+            # Again when it is replaced: others may have sent before they knew of the loss.
+            delete_stored(change.member.name)
         if change.kind == "lost":
             with self._lock:
                 _, client = self._clients.pop(change.member.name, (None, None))
