@@ -42,7 +42,7 @@ class ProgressDisplay:
     ) -> None:
         """Display the run of `total` steps in `folder`; with `live` False, or without a terminal, as lines.
 
-        `measured` is what validation measures. Once `ending()` is true, nobody is told what the run waits for.
+        `measured` is what validation measures. Once `ending()` is true, waits are no longer reported.
         """
         self._measured, self._ending = measured, ending
         self._clock = clock
@@ -108,13 +108,18 @@ class ProgressDisplay:
         checkpoint = status.get("checkpoint") or {}
         passed_over = list(checkpoint.get("passedOver") or ())
         if passed_over and passed_over != self._passed_over:
-            told = "; ".join(passed_over)
-            self.say(f"resumed at step {checkpoint.get('resumedFrom')}, as newer checkpoints are damaged: {told}")
+            reasons = "; ".join(passed_over)
+            self.say(f"resumed at step {checkpoint.get('resumedFrom')}, as newer checkpoints are damaged: {reasons}")
         self._passed_over = passed_over or self._passed_over
         for name, why in (status.get("disabledTrackers") or {}).items():
             if name not in self._disabled:
                 self._disabled.add(name)
-                self.say(f"tracker {name} is disabled, its metrics are in metrics.jsonl only: {why}")
+                kept = (
+                    "metrics.jsonl lacks the further steps"
+                    if name == "jsonl"
+                    else "its metrics are in metrics.jsonl only"
+                )
+                self.say(f"tracker {name} is disabled, {kept}: {why}")
         for name in (checkpoint.get("deletedForRoom") or [])[-1:]:
             if name != self._deleted:
                 self.say(f"the storage is full: {name} is deleted before its time to make room for the next checkpoint")
@@ -132,7 +137,9 @@ class ProgressDisplay:
             self._tell_silence(status)
         if self._live is None:
             degraded = phase == "Degraded" and phase != self._phase and not self._ending()
-            if degraded and (line := degraded_line(status)):  # while none is missing, only a long wait is told
+            if degraded and (
+                line := degraded_line(status)
+            ):  # without missing members `tell_waiting` reports the wait once it is long
                 self.say(line)
             self._phase = phase
             return
@@ -240,11 +247,11 @@ def step_line(metrics: dict[str, Any], total: int, measured: ValidationMetric = 
         ("perf/tokens_per_second", "tok/s", 0),
         ("perf/env_steps_per_second", "env steps/s", 0),
     )
+    failed, prompts = metrics.get("val/errors"), metrics.get("val/prompts")
+    coverage = f" over {prompts - failed:.0f} of {prompts:.0f} prompts" if failed and prompts else ""
     for key, name, digits in shown:
         if isinstance(metrics.get(key), int | float) and (metrics[key] or name != "success"):
-            failed, of = metrics.get("val/errors"), metrics.get("val/prompts")
-            partly = f" over {of - failed:.0f} of {of:.0f} prompts" if key == measured.key and failed and of else ""
-            parts.append(f"{name} {metrics[key]:.{digits}f}{partly}")
+            parts.append(f"{name} {metrics[key]:.{digits}f}" + coverage * (key == measured.key))
     if metrics.get("reward/std") == 0.0 and metrics.get("reward/mean") is not None:
         parts.append("all rewards are equal")
     if metrics.get("reward/missing") and "reward/mean" not in metrics:
