@@ -43,10 +43,11 @@ from rl_core.api.errors import ChannelClosed, ConfigError, DeadlineExceeded
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import PromptGroupRecord
 from rl_core.batching.collate import TrainingBatch
+from rl_core.batching.samples import keep_sample
 from rl_core.channel.backend import DEFAULT_KEY
 from rl_core.messages.channel import Key
 from rl_core.messages.groups import rank_key
-from rl_core.messages.samples import StepSamples
+from rl_core.messages.samples import KeptSample, StepSamples
 from rl_core.messages.weights import LateReport, PublishReport, ReceiverAddress
 from rl_core.observability.statistics import aggregate_rollout_metrics
 from rl_core.workers.worker import Worker
@@ -237,6 +238,25 @@ class Actor(Worker, ABC):
         """Return what this rank kept of the last step that was trained (`samples.groups`), and forget it. Not collective."""
         sampler = self.engine.sampler
         return StepSamples(samples=(), log_probs=()) if sampler is None else sampler.take()
+
+    async def read_samples(self, channel: Any, groups: Mapping[str, str]) -> tuple[KeptSample, ...]:
+        """Take prompt groups that are not trained off `channel` and return their samples, without the trainer's numbers. Not collective.
+
+        `groups` is the lease token, under which a record is stored, -> group id. Rank 0 reads them; the other ranks return nothing. Raises
+        DeadlineExceeded for a record that does not come within deadlines.rpc.
+        """
+        if self.ranks.rank:
+            return ()
+        seconds = self.cfg.runtime.deadlines.rpc
+        records = {
+            group_id: await channel.get(key=token, async_op=True, timeout=seconds).async_wait()
+            for token, group_id in groups.items()
+        }
+        return tuple(
+            keep_sample(record, index, group_id=group_id)
+            for group_id, record in records.items()
+            for index in range(len(record.completions))
+        )
 
     def _log_cancelled(self, step: int) -> None:
         self.log_info("step %s is cancelled: weights, optimizer, counters and random state are those before it", step)

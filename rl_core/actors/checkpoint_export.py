@@ -18,7 +18,9 @@ from rl_core.weights.manifest import is_adapter_name, wire_dtype
 
 
 class CheckpointExport:
-    """The policy in a checkpoint of a language model. It is what `export_hf` of a trainer in that state writes, byte for byte."""
+    """The policy in a checkpoint of a language model. Model and adapters are what `export_hf` of a trainer in that state writes, byte for
+    byte.
+    """
 
     def __init__(self, checkpoint: Path, spec: RLJobSpec) -> None:
         """Read the counters of `checkpoint`, whose job has the `spec`.
@@ -38,12 +40,17 @@ class CheckpointExport:
 
     def write_adapters(self, target: Path) -> None:
         """Write the folder of the adapters at `target`. Raises DataError for tensors that are absent or of another shape."""
+        settings = self._spec.model.lora
+        assert settings is not None, "only a job with adapters has any to export"
         with export.staged(target, "the exported adapters") as staging:
-            for name, data in self._adapter_files().items():
+            for name, data in lora.folder_files(self._adapters, settings, base=self._path).items():
                 write_file(staging / Path(name).name, data)
 
     def write_model(self, target: Path) -> None:
-        """Write the model folder at `target`, adapters merged. Raises DataError for tensors that are absent or of another shape."""
+        """Write the model folder at `target`, adapters merged and not in a folder of their own.
+
+        Raises DataError for tensors that are absent or of another shape.
+        """
         if self._spec.model.lora is None:
             names = list(self._stored)
             tensors: Iterator[tuple[str, Tensor]] = ((name, self._read([name])[name]) for name in names)
@@ -58,7 +65,7 @@ class CheckpointExport:
             )
             for name in names
         ]
-        export.export_folder(target, source=self._path, plans=plans, tensors=tensors, files=self._adapter_files())
+        export.export_folder(target, source=self._path, plans=plans, tensors=tensors)
 
     def _merged(self, settings: LoraSpec) -> Iterator[tuple[str, Tensor]]:
         """Yield the merged tensors of the model, one at a time."""
@@ -66,10 +73,6 @@ class CheckpointExport:
             weight = torch.empty_like(self._stored[name], device="cpu").copy_(stored[:])
             (part,) = lora.MergedSlices({name: [LocalSlice.of_whole(weight)]}, self._adapters, settings.scale)[name]
             yield name, part.tensor
-
-    def _adapter_files(self) -> dict[str, bytes]:
-        settings = self._spec.model.lora
-        return {} if settings is None else lora.folder_files(self._adapters, settings, base=self._path)
 
     @cached_property
     def _adapters(self) -> dict[str, Tensor]:

@@ -23,8 +23,8 @@ EXTREMES = ("max", "min")
 class Stat:
     """One metric. `float(stat)` returns its value. Immutable.
 
-    `kind` is one of mean (total / count), std (sample deviation), sum, max and min. `total`, `count` and `squares` are float64 0-d tensors
-    without gradient. They are made from what was given when they are asked for: a training step only adds them up, as numbers.
+    `kind` is one of mean (total / count), std (sample deviation), sum, max and min. `total` and `count` are float64 0-d tensors without
+    gradient. They are made from what was given when they are asked for: a training step only adds them up, as numbers.
     """
 
     __slots__ = ("_count", "_squares", "_total", "kind")
@@ -49,11 +49,6 @@ class Stat:
     def count(self) -> Tensor:
         """How many values went in; a max or min of none is dropped when merged."""
         return _scalar(self._count, self._total.device if isinstance(self._total, Tensor) else None)
-
-    @property
-    def squares(self) -> Tensor | None:
-        """Sum of the squared values; None for all kinds but std."""
-        return None if self._squares is None else _scalar(self._squares, self.total.device)
 
     def __float__(self) -> float:
         return _finish(self.kind, *(float(part) for part in self.parts()))

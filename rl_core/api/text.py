@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from yaml.constructor import ConstructorError
+from yaml.composer import ComposerError
 
 from rl_core.api.errors import ConfigError
 
@@ -16,15 +16,18 @@ MERGE = "tag:yaml.org,2002:merge"
 class Loader(yaml.SafeLoader):
     """The safe loader, which also accepts numbers in scientific notation without a dot, and refuses a key that a mapping has twice."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping. Raises yaml.YAMLError for a repeated key, of which YAML would take the last value in silence."""
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Return the mapping as it is written, before `<<` adds keys. Raises yaml.YAMLError for a repeated key, of which YAML would take
+        the last value in silence.
+        """
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:
                 if key.value in seen:
-                    raise ConstructorError(None, None, f"the key {key.value!r} twice in one mapping", key.start_mark)
+                    raise ComposerError(None, None, f"the key {key.value!r} twice in one mapping", key.start_mark)
                 seen.add(key.value)
-        return super().construct_mapping(node, deep)
+        return node
 
 
 Loader.add_implicit_resolver(

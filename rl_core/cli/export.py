@@ -36,8 +36,6 @@ def export(source: Path, target: Path, *, step: str, merge: bool, model: str | N
         found.write_adapters(target)
     kind = "model" if spec.model.lora is None else "model with merged adapters" if merge else "adapters"
     sys.stdout.write(f"{target} has the {kind} of step {checkpoint.step}, from {checkpoint.path}\n")
-    if merge:
-        sys.stdout.write(f"its folder adapter/ has the adapters alone: for {spec.model.path}, not for this model\n")
     return 0
 
 

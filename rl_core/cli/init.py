@@ -120,7 +120,9 @@ def init(folder: Path | None, *, task: str | None, model: str | None, gpus: int 
     )
     _write(folder, files)
     sys.stdout.write("".join(f"wrote {folder / name}\n" for name in files))
-    sys.stdout.write(f"next: cd {folder}; rljob validate job.yaml; rljob run job.yaml --output out\n")
+    sys.stdout.write(
+        f"next: cd {folder}; rljob validate job.yaml; rljob plan job.yaml; rljob run job.yaml --output out\n"
+    )
     return 0
 
 

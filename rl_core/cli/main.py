@@ -240,8 +240,7 @@ def export(
     ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder that is written.", show_default=False)],
     merge: Annotated[
-        bool,
-        typer.Option("--merge", help="Write the model with merged adapters; its folder adapter/ has them alone."),
+        bool, typer.Option("--merge", help="Write the model with merged adapters instead of the adapters.")
     ] = False,
     step: Annotated[str, typer.Option(help="Step of the checkpoint, latest or best.")] = "latest",
     model: Annotated[

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,20 +93,28 @@ def load_prompts(
 
     A prompt of `max_seq_len` tokens or more leaves no room for a completion: it is dropped and counted, or refused (data.onOverlong). Raises
     ConfigError if no prompt is left or no row has a column that the job names, and DataError with a line per problem when
-    more than data.maxBadRows rows cannot be used.
+    more than data.maxBadRows rows cannot be used, malformed lines among them.
     """
-    rows = read_columns(reference, data, field=field, name=name, task_name=task_name)
-    _check_settings_of_messages(rows, data, field=field, task_name=task_name)
 
-    def outcomes() -> Iterator[DatumSpec | DataError]:
-        for index, row in enumerate(rows):
+    def outcomes(rows: Iterable[tuple[int, Row]]) -> Iterator[DatumSpec | DataError]:
+        for index, row in rows:
             try:
                 sample = _sample(row, index, data, tokenizer, field=field, task_name=task_name, max_seq_len=max_seq_len)
                 yield {**sample, "source": f"{source_name(reference)}{ROW}{index + 1}"}
             except DataError as error:
                 yield error
 
-    rows_read = collect(outcomes(), rows=f"{field}: rows that cannot be used", max_bad=data.max_bad_rows)
+    unusable = f"{field}: rows that cannot be used"
+    try:
+        rows = read_columns(reference, data, field=field, name=name, task_name=task_name)
+    except UnusableRows as error:
+        try:
+            collect(outcomes(error.good.items()), rows=unusable)
+        except DataError as further:
+            raise DataError(f"{error}\n{further}") from error
+        raise
+    _check_settings_of_messages(rows, data, field=field, task_name=task_name)
+    rows_read = collect(outcomes(enumerate(rows)), rows=unusable, max_bad=data.max_bad_rows)
     samples = [sample for sample in rows_read if sample["length"] < max_seq_len]
     dropped = len(rows_read) - len(samples)
     if name:
@@ -121,12 +129,12 @@ def load_prompts(
 def read_columns(reference: str, data: DataSpec, *, field: str, name: str = "", task_name: str) -> list[Row]:
     """Return the rows of the data set `reference`, in which some row has each column that the job names.
 
-    Raises ConfigError for missing columns, and DataError for malformed lines, with the missing columns of the others.
+    Raises ConfigError for missing columns, UnusableRows for malformed lines, and DataError for both.
     """
     try:
         rows = read_rows(reference, field=field, name=name, max_bad_rows=data.max_bad_rows)
     except UnusableRows as error:
-        if missing := list(_missing_columns(error.good, data, field=field, task_name=task_name)):
+        if missing := list(_missing_columns(list(error.good.values()), data, field=field, task_name=task_name)):
             raise DataError("\n".join([str(error), *missing])) from error
         raise
     if missing := list(_missing_columns(rows, data, field=field, task_name=task_name)):

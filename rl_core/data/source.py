@@ -5,7 +5,7 @@ Errors name the file and, for JSONL, the line.
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
@@ -29,10 +29,10 @@ T = TypeVar("T")
 class UnusableRows(DataError):
     """More rows cannot be used than `data.maxBadRows` allows."""
 
-    def __init__(self, message: str, good: Sequence[Any]) -> None:
+    def __init__(self, message: str, good: Mapping[int, Any]) -> None:
         super().__init__(message)
         self.good = good
-        """The others, in their order."""
+        """The others by their index, which also counts the rows that cannot be used."""
 
 
 def collect(outcomes: Iterable[T | DataError], *, rows: str, max_bad: int = 0) -> list[T]:
@@ -41,13 +41,13 @@ def collect(outcomes: Iterable[T | DataError], *, rows: str, max_bad: int = 0) -
     Up to `max_bad` errors are logged; beyond that one UnusableRows lists the first SHOWN_PROBLEMS of them, where equal ones share a line, and
     `rows` names the others.
     """
-    good: list[T] = []
+    good: dict[int, T] = {}
     problems: list[str] = []
-    for outcome in outcomes:
+    for index, outcome in enumerate(outcomes):
         if isinstance(outcome, DataError):
             problems.append(str(outcome))
         else:
-            good.append(outcome)
+            good[index] = outcome
     if problems and len(problems) <= max_bad:
         logger.warning(
             "%s: %d left out, of data.maxBadRows %d; the first: %s", rows, len(problems), max_bad, problems[0]
@@ -56,7 +56,7 @@ def collect(outcomes: Iterable[T | DataError], *, rows: str, max_bad: int = 0) -
         problems = _grouped(problems)
         more = len(problems) - SHOWN_PROBLEMS
         raise UnusableRows("\n".join(problems[:SHOWN_PROBLEMS] + [f"{rows}: {more} more"] * (more > 0)), good)
-    return good
+    return list(good.values())
 
 
 def _grouped(problems: list[str]) -> list[str]:

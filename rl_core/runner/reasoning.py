@@ -15,7 +15,6 @@ from rl_core.runner.device_schedule import DeviceSchedule
 from rl_core.runner.dispatcher import serve_leases
 from rl_core.runner.prompts import Prompts
 from rl_core.runner.run import Run
-from rl_core.runner.samples import ANSWER_SECONDS
 from rl_core.runner.saving import Saving
 from rl_core.runner.startup import Startup
 from rl_core.runner.status import Phase
@@ -136,10 +135,10 @@ class ReasoningRunner(TrainingProgram):
 
     def _keep_filtered(self, step: int) -> None:
         """Keep the groups that were filtered up to `step`, after those that it trained."""
-        records = self.prompts.trajectories
-        self.prompts.samples.add_filtered(
-            self.steps.take_filtered(step), lambda token: records.get(key=token, async_op=True, timeout=ANSWER_SECONDS)
-        )
+        groups = self.steps.take_filtered(step)
+        tokens = {group.token: group.group_id for group in groups}
+        actor = self.actor.within(self.applied.spec.runtime.deadlines.rpc)
+        self.prompts.samples.add_filtered(groups, lambda: actor.read_samples(self.prompts.trajectories, tokens))
 
     def _while_short(self) -> None:
         """Write the last step and handle requests while too few rollouts serve the weights."""

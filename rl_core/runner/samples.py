@@ -15,9 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rl_core.api.errors import RLJobError
-from rl_core.api.records import PromptGroupRecord
 from rl_core.api.settings import SamplesSpec
-from rl_core.batching.samples import keep_sample
 from rl_core.messages.samples import KeptSample, StepSamples
 from rl_core.observability.trackers import SampleRow, Trackers
 from rl_core.runner.step_state import FilteredGroup
@@ -28,7 +26,7 @@ logger = logging.getLogger(__name__)
 MOST_WAITING = 8
 """Writes that may wait, at most three for each step; a further one is left out, so that slow storage does not fill the memory."""
 ANSWER_SECONDS = 60.0
-"""How long the writing thread waits for the samples of the data ranks, and for the record of a filtered group."""
+"""How long the writing thread waits for the samples of the data ranks."""
 CLOSE_SECONDS = 10.0
 """How long the end of a run waits for its last samples."""
 TABLE_ROWS = 8
@@ -40,13 +38,6 @@ class Answer(Protocol):
 
     def wait(self, timeout: float | None = None) -> list[Any]:
         """Return the values in rank order."""
-
-
-class Record(Protocol):
-    """A record on its way from the channel (`AsyncHandle`)."""
-
-    def wait(self, timeout: float | None = None) -> PromptGroupRecord:
-        """Return the record."""
 
 
 class Samples:
@@ -73,14 +64,10 @@ class Samples:
 
     def add_step(self, step: int, version: int, ask: Callable[[], Answer]) -> None:
         """Keep the samples of a training step of `version`. `ask` calls `take_samples` of the data ranks; it must not wait."""
-        if not self._spec.groups:
-            return
-        try:
-            answer = ask()
-        except RLJobError as error:
-            logger.info("the samples of step %s are not kept: %s", step, error)
-            return
-        self._submit(lambda: self._write_step(step, version, answer))
+        if self._spec.groups:
+            self._submit_answer(
+                f"step {step}", ask, lambda parts: self._write_step(step, version, [part for part in parts if part])
+            )
 
     def add_validation(self, step: int, version: int, samples: Sequence[KeptSample]) -> None:
         """Keep the samples of a validation after `step`."""
@@ -92,14 +79,12 @@ class Samples:
         if kept := samples[: self._spec.groups]:
             self._submit(lambda: self._write(TRAIN, step, version, kept, {}))
 
-    def add_filtered(self, groups: Sequence[FilteredGroup], take: Callable[[str], Record]) -> None:
-        """Keep all samples of groups that dynamic sampling discarded.
-
-        `take` begins to take the record under a lease token off the channel; it must not wait. It is called for each of `groups`, also where
-        the samples are left out.
-        """
-        if taken := [(group, take(group.token)) for group in groups]:
-            self._submit(lambda: self._write_filtered(taken))
+    def add_filtered(self, groups: Sequence[FilteredGroup], ask: Callable[[], Answer]) -> None:
+        """Keep all samples of groups that dynamic sampling discarded. `ask` calls `read_samples` of the actor for them; it must not wait."""
+        if groups:
+            self._submit_answer(
+                f"filtered groups of step {groups[0].step}", ask, lambda parts: self._write_filtered(groups, parts)
+            )
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Write what waits and close the files. After `seconds` the rest is left out."""
@@ -126,26 +111,36 @@ class Samples:
         except Exception:
             logger.exception("samples of a step are not kept")
 
-    def _write_step(self, step: int, version: int, answer: Answer) -> None:
+    def _submit_answer(self, what: str, ask: Callable[[], Answer], write: Callable[[list[Any]], None]) -> None:
+        """Ask the actor now; `write` its answer, the values in rank order, on the writing thread."""
         try:
-            parts: list[StepSamples] = [part for part in answer.wait(ANSWER_SECONDS) if part is not None]
-        except Exception as error:  # noqa: BLE001 - a rank was lost or is late: the loop deals with it
-            logger.info("the samples of step %s are not kept: %s", step, error)
+            answer = ask()
+        except RLJobError as error:
+            logger.info("the samples of %s are not kept: %s", what, error)
             return
+
+        def receive() -> None:
+            try:
+                parts = answer.wait(ANSWER_SECONDS)
+            except Exception as error:  # noqa: BLE001 - a rank was lost or is late: the loop deals with it
+                logger.info("the samples of %s are not kept: %s", what, error)
+                return
+            write(parts)
+
+        self._submit(receive)
+
+    def _write_step(self, step: int, version: int, parts: Sequence[StepSamples]) -> None:
         log_probs = {row: values for part in parts for row, values in part.log_probs}
         samples = sorted((sample for part in parts for sample in part.samples), key=lambda sample: sample.row)
         self._write(TRAIN, step, version, samples, log_probs)
 
-    def _write_filtered(self, taken: "Sequence[tuple[FilteredGroup, Record]]") -> None:
-        for group, handle in taken:
-            try:
-                record = handle.wait(ANSWER_SECONDS)
-            except RLJobError as error:
-                logger.info("the samples of the filtered group %s are not kept: %s", group.group_id, error)
-                continue
+    def _write_filtered(self, groups: Sequence[FilteredGroup], parts: Sequence[Sequence[KeptSample]]) -> None:
+        for group in groups:
             samples = [
-                replace(keep_sample(record, index, group_id=group.group_id), filtered=group.why)
-                for index in range(len(record.completions))
+                replace(sample, filtered=group.why)
+                for part in parts
+                for sample in part
+                if sample.group_id == group.group_id
             ]
             self._write(TRAIN, group.step, group.version, samples, {})
 

@@ -2,6 +2,8 @@
 
 import json
 import multiprocessing
+import time
+from multiprocessing import connection
 from pathlib import Path
 
 from rl_core.actors.ranks import ParallelSizes
@@ -27,6 +29,22 @@ def run_here(name: str, spec: dict, verbs: list) -> dict:
     return run_scenario(scenario(name, spec, verbs, world_size=1), 0, 1)
 
 
+LONGEST_RUN = 600.0
+LONGEST_END = 120.0
+"""Seconds by which ranks end once one has died."""
+
+
+def _join(processes: list) -> None:
+    """Wait for the ranks to end, but not for those that wait for a rank which has died."""
+    until = time.monotonic() + LONGEST_RUN
+    while running := [process for process in processes if process.is_alive()]:
+        connection.wait([process.sentinel for process in running], max(until - time.monotonic(), 0))
+        if any(process.exitcode for process in processes):
+            until = min(until, time.monotonic() + LONGEST_END)
+        if time.monotonic() >= until:
+            return
+
+
 def run_ranks(folder: Path, world_size: int, scenarios: list[dict]) -> list[dict]:
     """Run the scenarios on `world_size` processes; return what each saw by scenario, {} for one that wrote nothing."""
     from tests.integration.fsdp_rank import run_rank
@@ -40,8 +58,7 @@ def run_ranks(folder: Path, world_size: int, scenarios: list[dict]) -> list[dict
     try:
         for process in processes:
             process.start()
-        for process in processes:
-            process.join(600)
+        _join(processes)
     finally:
         for process in processes:
             process.kill()

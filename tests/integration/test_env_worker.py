@@ -126,7 +126,6 @@ def test_validate_finds_nothing_wrong_with_good_environments(folder, monkeypatch
     [
         ({"type": "reward", "reward": "my_reward:scores"}, "spec.env.reward: must exist, got 'my_reward:scores'"),
         ({"type": "reward", "reward": "not_there:score"}, "spec.env.reward: must be importable, got 'not_there'"),
-        ({"type": "maths"}, "spec.env.type: must be one of agent, "),
         ({"type": "my_reward:score"}, "spec.env.type: must name a class"),
         ({"type": "math", "options": {"limits": {"gpus": 1}}}, "spec.env.options.limits.gpus: unknown field, got 1"),
     ],

@@ -22,7 +22,7 @@ def test_chosen_steps_are_profiled_and_compute_what_they_do_without(make_actor, 
 
     trace = json.loads(gzip.decompress((tmp_path / "profiles/step-0000002-rank-0.json.gz").read_bytes()))
     names = [event.get("name", "") for event in trace["traceEvents"]]
-    assert {"ScoresFromHidden", "ScoresFromHiddenBackward", "Optimizer.step#AdamW.step"} <= set(names)
+    assert {"ScoresFromHidden", "ScoresFromHiddenBackward", "Optimizer.step#FusedAdamW.step"} <= set(names)
     # One forward pass per micro-batch scores the tokens before the update, and one trains on them.
     assert names.count("ScoresFromHidden") == 2 * names.count("ScoresFromHiddenBackward")
 

@@ -1,9 +1,12 @@
 """What a training step keeps for people to look at: its first groups, with the numbers that the step computed."""
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
 
+from rl_core.channel import Channel
 from rl_core.messages.samples import GIVEN, TRAINED
 from tests.unit.actors.actor_steps import train
 
@@ -50,6 +53,23 @@ def test_the_first_groups_are_kept_whole_with_rewards_and_advantages(make_actor,
         assert sample.advantages is not None and not sample.advantages[sample.mask == GIVEN].any()
         assert len(set(sample.advantages[sample.mask == TRAINED].tolist())) <= 1
     assert actor.take_samples().samples == ()
+
+
+def test_groups_that_are_not_trained_are_read_off_the_channel_by_their_tokens(make_actor, records):
+    channel = Channel.create("trajectories", local=True)
+    for record in records[:3]:
+        channel.put(record, key=record.lease_token)
+    actor = make_actor(samples__groups=3)
+    tokens = {records[n].lease_token: records[n].group_id for n in (2, 0)}
+    read = asyncio.run(actor.read_samples(channel, tokens))
+    assert [(sample.group_id, sample.index) for sample in read] == [
+        (f"0-{group}", index) for group in (2, 0) for index in range(4)
+    ]
+    for sample in read:
+        completion = records[int(sample.group_id[2:])].completions[sample.index]
+        assert sample.reward == completion.reward and sample.advantages is None
+        assert sample.token_ids.tolist()[-1] == completion.message_log[-1]["token_ids"][-1]
+    assert channel.qsize(key=records[1].lease_token) == 1 and channel.qsize(key=records[0].lease_token) == 0
 
 
 def test_a_failed_completion_is_kept_without_a_reward_and_trains_nothing(make_actor, make_spec):

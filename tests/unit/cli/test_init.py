@@ -45,11 +45,12 @@ def test_validation_finds_token_ids_that_the_model_does_not_have(tmp_path, model
 
 
 @pytest.mark.parametrize(("gpus", "mode"), [(1, "colocated"), (2, "disaggregated"), (8, "disaggregated")])
-def test_a_job_for_accelerators_fits_on_those_that_are_there(tmp_path, gpus, mode):
+def test_a_job_for_accelerators_fits_on_those_that_are_there(tmp_path, capsys, gpus, mode):
     init(tmp_path, task="math", model=None, gpus=gpus)
     job = load_job(tmp_path / "job.yaml")
     assert (job.spec.model.path, job.spec.placement.mode, job.spec.rollout.engine) == (DEFAULT_MODEL, mode, "sglang")
-    assert job.spec.data.chat_template is None
+    assert job.spec.data.chat_template is None and job.spec.actor.gradient_checkpointing
+    assert "; rljob plan job.yaml; " in capsys.readouterr().out
     assert list(find_reference_problems(job, search_path=tmp_path)) == []
 
 

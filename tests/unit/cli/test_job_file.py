@@ -7,7 +7,7 @@ import yaml
 
 from rl_core.api.errors import ConfigError
 from rl_core.cli.job_file import JobProblems, read_document
-from rl_core.cli.validate import validate_file
+from rl_core.cli.validate import hub_hint, validate_file
 from tests.small_models import save_policy
 
 JOB = "apiVersion: rljob.dev/v1alpha1\nkind: RLJob\nmetadata: {name: %s}\nspec: {}\n"
@@ -53,6 +53,21 @@ def test_a_key_that_a_mapping_has_twice_is_refused_with_its_line(tmp_path, spec,
     merged = "base: &base {a: 1, b: 1}\nspec: {<<: *base, a: 2}\n"
     file.write_text(merged)
     assert read_document(file, [])["spec"] == {"a": 2, "b": 1}
+    merged = "base: &base {a: 1}\nall: {deep: &deep {<<: *base, a: 2}}\nspec: {<<: *deep, b: 1}\n"
+    file.write_text(merged)  # PyYAML adds the keys of `base` to `deep` before it constructs `deep`
+    assert read_document(file, [])["spec"] == {"a": 2, "b": 1}
+
+
+@pytest.mark.parametrize("script", [True, False])
+def test_a_missing_folder_that_a_script_beside_the_job_makes_is_no_name_of_the_hub(tmp_path, script):
+    if script:
+        (tmp_path / "prepare.py").touch()
+    told = (
+        f", or make it with python {tmp_path}/prepare.py" if script else ", or write hf://student/model for that name"
+    )
+    assert hub_hint(str(tmp_path / "student/model"), tmp_path).startswith(told)
+    (tmp_path / "student/model").mkdir(parents=True)
+    assert hub_hint(str(tmp_path / "student/model"), tmp_path) == ""
 
 
 def test_what_lies_on_volumes_of_the_actor_is_left_to_the_pods(capsys):

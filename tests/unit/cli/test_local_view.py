@@ -5,9 +5,11 @@ import json
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from rl_core.api.job import RLJob
 from rl_core.cli.local_view import read_status, render, show_top
+from rl_core.cli.main import app
 from rl_core.cli.progress import ProgressDisplay, step_line, waiting_line
 from rl_core.cli.run import read_step, success_text
 from rl_core.cli.validation_metric import ACCURACY, REWARD, validation_metric
@@ -148,6 +150,15 @@ def test_a_run_that_is_ending_says_no_more_what_it_waits_for(tmp_path, capsys):
     clock.now = 120.0
     display.tell_waiting()
     assert capsys.readouterr().out == ""
+
+
+def test_samples_of_a_folder_that_is_no_output_folder_are_refused(tmp_path):
+    (tmp_path / "job.yaml").write_text("kind: RLJob\n")
+    told = CliRunner().invoke(app, ["samples", str(tmp_path)])
+    assert told.exit_code == 2 and f"{tmp_path} must be the output folder of a run" in told.stderr
+    (tmp_path / "status.json").write_text('{"phase": "Pending"}')
+    told = CliRunner().invoke(app, ["samples", str(tmp_path)])
+    assert told.exit_code == 2 and "must hold samples that match, got none" in told.stderr
 
 
 def test_a_disabled_tracker_is_told_once_with_the_reason(tmp_path, capsys):

@@ -207,7 +207,7 @@ def test_every_name_of_another_library_leads_to_a_field_that_exists():
             {"algorithm": {"importance_sampling_level": "sequence"}},
             "write algorithm.loss.name (TRL's `sequence` is `gspo`)",
         ),
-        ({"algorithm": {"loss_type": "dapo"}}, "write algorithm.loss.aggregation (TRL's `dapo` is `token-mean`"),
+        ({"algorithm": {"loss_type": "dapo"}}, "write algorithm.loss.aggregation (`dapo` is `token-mean`"),
         ({"algorithm": {"epsilon": 0.1}}, "write algorithm.loss.clipLow (Where their setting is one number"),
         ({"rollout": {"vllm_mode": "colocate"}}, "write placement.mode"),
     ],

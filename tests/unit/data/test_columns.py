@@ -39,6 +39,19 @@ def test_malformed_lines_and_all_missing_columns_are_told_together(tmp_path):
     )
 
 
+def test_malformed_lines_and_unusable_rows_are_told_together_with_their_numbers(tmp_path, tokenizer):
+    path = tmp_path / "a.jsonl"
+    good, answerless = '{"prompt": "1", "answer": "2"}', '{"prompt": "1", "answer": null}'
+    path.write_text("\n".join([good, "{oops", answerless, good, '{"prompt": 1, "answer": "2"}']))
+    data = DataSpec(train=str(path))
+    with pytest.raises(DataError) as error:
+        load_prompts(str(path), data, tokenizer, field="data.train", task_name="math", max_seq_len=100)
+    malformed, answer, prompt = str(error.value).splitlines()
+    assert malformed.startswith(f"{path}:2: a line must be one JSON object")
+    assert answer.startswith("data.train row 3: column 'answer'")
+    assert prompt.startswith("data.train row 5: ")
+
+
 def test_a_folder_without_parquet_files_is_told_as_one(tmp_path):
     (tmp_path / "data-00000-of-00001.arrow").write_text("x")
     with pytest.raises(

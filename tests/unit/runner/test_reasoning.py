@@ -118,7 +118,9 @@ class Job:
         self.actors = Actors(self, ranks=list(ranks))
         group = SimpleNamespace(construct=lambda member: None)
         trackers = SimpleNamespace(
-            log_config=lambda config: None, log=lambda step, values: self.logged.append((step, values))
+            log_config=lambda config: None,
+            log=lambda step, values: self.logged.append((step, values)),
+            disabled={},
         )
         self.state = Run(job, cluster, trackers, planned=groups_of(job.spec), output=tmp_path)
         self.state.groups.update(actor=self.actors, rollout=group, env=group)

@@ -3,9 +3,9 @@
 import threading
 
 import numpy as np
+import pytest
 
-from rl_core.api.errors import ChannelClosed, WorkerLost
-from rl_core.api.records import Completion, PromptGroupRecord
+from rl_core.api.errors import WorkerLost
 from rl_core.api.settings import SamplesSpec
 from rl_core.messages.samples import StepSamples
 from rl_core.observability.trackers import Trackers
@@ -29,34 +29,6 @@ class Answer:
         if self.error is not None:
             raise self.error
         return list(self.parts)
-
-
-class RecordOf:
-    """The record of a group of two completions with reward 1, which is on the channel."""
-
-    def __init__(self, group):
-        log = [
-            {"role": "user", "content": "2+2=", "token_ids": [0, 1]},
-            {
-                "role": "assistant",
-                "content": "4",
-                "token_ids": [2],
-                "generation_logprobs": [-0.5],
-                "policy_versions": [(0, 1, 2)],
-            },
-        ]
-        completion = Completion(message_log=log, reward=1.0, finish_reason="stop", policy_versions=(2, 2))
-        self.record = PromptGroupRecord(
-            prompt_idx=0,
-            prompt=log[:1],
-            extra_env_info=None,
-            metadata={},
-            completions=[completion] * 2,
-            group_id=group,
-        )
-
-    def wait(self, timeout=None):
-        return self.record
 
 
 class Table:
@@ -129,21 +101,23 @@ def test_all_samples_of_a_filtered_group_are_kept_with_what_its_rewards_were(tmp
     trackers = Trackers([table])
     samples = make(tmp_path, trackers)
     groups = [FilteredGroup(group_id=f"0-{n}", token=f"0-{n}#1", step=3, version=2, why=f"why {n}") for n in (0, 1)]
-    taken = {"0-0#1": Answer(error=ChannelClosed("closed")), "0-1#1": RecordOf("0-1")}
-    samples.add_filtered(groups, taken.__getitem__)
+    answer = [kept("0-1", 0, reward=1.0), kept("0-0", 0, reward=0.5), kept("0-1", 1, reward=1.0)]
+    samples.add_filtered(groups, lambda: Answer(answer, ()))
+    samples.add_filtered([], lambda: pytest.fail("there is nothing to ask for"))
     samples.close()
     found = read(tmp_path)
     assert [
         (sample["group"], sample["index"], sample["reward"], sample["step"], sample["version"]) for sample in found
     ] == [
+        ("0-0", 0, 0.5, 3, 2),
         ("0-1", 0, 1.0, 3, 2),
         ("0-1", 1, 1.0, 3, 2),
     ]
-    assert [(sample["filtered"], sample["reason"]) for sample in found] == [("why 1", "stop")] * 2
-    assert "filtered, not trained: why 1" in render_sample(found[0])
+    assert [(sample["filtered"], sample["reason"]) for sample in found[1:]] == [("why 1", "stop")] * 2
+    assert "filtered, not trained: why 0" in render_sample(found[0])
     reader = SampleReader(tmp_path)
     reader.refresh()
-    assert [one.entry.reason for one in reader.every(TRAIN)] == [FILTERED] * 2
+    assert [one.entry.reason for one in reader.every(TRAIN)] == [FILTERED] * 3
     for index in (tmp_path / "samples").glob("*.index"):
         index.unlink()
     again = SampleReader(tmp_path)
@@ -151,6 +125,20 @@ def test_all_samples_of_a_filtered_group_are_kept_with_what_its_rewards_were(tmp
     assert again.every(TRAIN) == reader.every(TRAIN)
     trackers.log(3, {})
     assert table.tables == []
+
+
+def test_an_actor_that_is_lost_costs_the_filtered_groups_that_it_was_asked_for_only(tmp_path):
+    samples = make(tmp_path)
+    groups = [FilteredGroup(group_id=f"0-{n}", token=f"0-{n}#1", step=n, version=0, why="equal") for n in (0, 1, 2)]
+
+    def lost():
+        raise WorkerLost("actor:0 is lost")
+
+    samples.add_filtered(groups[:1], lost)
+    samples.add_filtered(groups[1:2], lambda: Answer(error=WorkerLost("actor:0 is lost")))
+    samples.add_filtered(groups[2:], lambda: Answer([kept("0-2", 0)]))
+    samples.close()
+    assert [sample["group"] for sample in read(tmp_path)] == ["0-2"]
 
 
 def test_a_rank_that_is_lost_costs_the_samples_of_its_step_only(tmp_path):
