@@ -215,6 +215,30 @@ def test_of_a_document_of_another_shape_only_schema_problems_are_reported(tmp_pa
     assert not [line for line in error.value.problems if "config.json" in line or "existing file" in line]
 
 
+def test_a_model_that_a_script_beside_the_job_makes_is_not_taken_for_a_name_of_the_hub(tmp_path):
+    (tmp_path / "prepare.py").write_text("")
+    (tmp_path / "job.yaml").write_text(
+        (JOB % "a").replace("{}", "{model: {path: student/model}, data: {train: a.jsonl}}")
+    )
+    with pytest.raises(JobProblems) as error:
+        validate_file(tmp_path / "job.yaml", [])
+    model, data = error.value.problems
+    assert all(line.endswith(f", or make it with python {tmp_path}/prepare.py") for line in (model, data))
+    assert "hf://" not in model
+
+
+def test_prompts_that_are_left_out_are_counted(tmp_path, capsys):
+    save_policy(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text(
+        '{"prompt": "1", "answer": "1"}\n' + '{"prompt": "%s", "answer": "1"}\n' % ("1 " * 40)
+    )
+    spec = "{model: {path: model}, data: {train: train.jsonl}, env: {reward: exact, type: reward}, rollout: ROLLOUT}"
+    rollout = "{maxSequenceLength: 16, sampling: {maxNewTokens: 4}}"
+    (tmp_path / "job.yaml").write_text((JOB % "a").replace("{}", spec.replace("ROLLOUT", rollout)))
+    assert validate_file(tmp_path / "job.yaml", []) == 0
+    assert "warning: spec.data.train: 1 of 2 prompts are left out" in capsys.readouterr().err
+
+
 def test_a_name_of_the_hub_gets_its_scheme(tmp_path):
     spec = "{model: {path: Qwen/Qwen2.5-0.5B}, data: {train: openai/gsm8k, validation: hf://openai/gsm8k}}"
     (tmp_path / "job.yaml").write_text((JOB % "a").replace("{}", spec))
