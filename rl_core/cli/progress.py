@@ -42,7 +42,7 @@ class ProgressDisplay:
     ) -> None:
         """Display the run of `total` steps in `folder`; with `live` False, or without a terminal, as lines.
 
-        `measured` is what validation measures. Once `ending()` is true, waits are no longer reported.
+        `measured` is the metric of validation. Once `ending()` is true, waits are no longer reported.
         """
         self._measured, self._ending = measured, ending
         self._clock = clock
@@ -137,9 +137,8 @@ class ProgressDisplay:
             self._tell_silence(status)
         if self._live is None:
             degraded = phase == "Degraded" and phase != self._phase and not self._ending()
-            if degraded and (
-                line := degraded_line(status)
-            ):  # without missing members `tell_waiting` reports the wait once it is long
+            # Without missing members the line is empty, and `tell_waiting` reports the wait once it is long.
+            if degraded and (line := degraded_line(status)):
                 self.say(line)
             self._phase = phase
             return
@@ -208,7 +207,7 @@ class ProgressDisplay:
 
 
 def degraded_line(status: dict[str, Any]) -> str:
-    """Return the line, with the time, that tells which members a degraded run waits for; "" where none is missing."""
+    """Return a line, with the time, that names the members that a degraded run lacks; "" if none is missing."""
     names = [str(member["name"]) for member in status.get("missing") or ()]
     if not names:
         return ""
@@ -220,7 +219,7 @@ def degraded_line(status: dict[str, Any]) -> str:
 
 
 def waiting_line(status: dict[str, Any], seconds: float) -> str:
-    """Return what a run waits for: by its status, or, `seconds` after its start, the start of its processes."""
+    """Return a line, with the time, that says what a run waits for. `seconds` is the time since its start; it is shown without a status."""
     now = time.strftime("%H:%M:%S")
     if not status:
         return f"{now}  starting for {seconds:.0f} s: the runner loads its libraries"
@@ -234,9 +233,10 @@ def waiting_line(status: dict[str, Any], seconds: float) -> str:
 
 
 def step_line(metrics: dict[str, Any], total: int, measured: ValidationMetric = ACCURACY) -> str:
-    """Return one readable line of a step's metrics. It tells what was lost so far: dropped groups, samples of a validation, trackers, all rewards.
+    """Return one line with the most important metrics of a step.
 
-    The share of successes is left out while it is 0: most simulators report none.
+    If there are any, the line also has the numbers of dropped groups, of failed validation prompts and of disabled trackers, and says that
+    no sample has a reward. The share of successes is left out while it is 0, because most simulators report none.
     """
     parts = [time.strftime("%H:%M:%S"), f"step {metrics['step']}/{total}"]
     shown = (
@@ -251,7 +251,7 @@ def step_line(metrics: dict[str, Any], total: int, measured: ValidationMetric = 
     coverage = f" over {prompts - failed:.0f} of {prompts:.0f} prompts" if failed and prompts else ""
     for key, name, digits in shown:
         if isinstance(metrics.get(key), int | float) and (metrics[key] or name != "success"):
-            parts.append(f"{name} {metrics[key]:.{digits}f}" + coverage * (key == measured.key))
+            parts.append(f"{name} {metrics[key]:.{digits}f}{coverage if key == measured.key else ''}")
     if metrics.get("reward/std") == 0.0 and metrics.get("reward/mean") is not None:
         parts.append("all rewards are equal")
     if metrics.get("reward/missing") and "reward/mean" not in metrics:
