@@ -37,9 +37,9 @@ def test_a_receiver_that_dies_of_commit_is_named_the_others_serve_and_its_succes
 
 def test_a_receiver_whose_answer_to_commit_is_lost_counts_as_failed_and_proves_later_what_it_serves(receivers):
     mute = Receiver("rollout:9")
-    deadlines = Deadlines(sync_seconds=20, straggler_seconds=2)
-    with started(mute), publisher(deadlines=deadlines) as source, ThreadPoolExecutor(1) as pool:
+    with started(mute), publisher() as source, ThreadPoolExecutor(1) as pool:
         everybody = [*receivers, mute]
+        source._deadlines = Deadlines(sync_seconds=20, straggler_seconds=2)
         mute.call("set_trap", "mute_commit")
         report = source.publish(1, model(1), about(everybody), 2)  # its deadline ends it: 2 s for COMMIT
         assert report.acked == ("rollout:0", "rollout:1")
