@@ -18,6 +18,7 @@ from rl_core.plan.slots import pod_of
 from rl_core.transports.rpc import RpcClient
 from rl_core.workers.deadline_wait import DeadlineWait
 from rl_core.workers.hub import Hub
+from rl_core.workers.mail import delete_stored
 from rl_core.workers.member import Member
 from rl_core.workers.membership import Change
 
@@ -244,6 +245,9 @@ class Cluster:
         return member
 
     def _on_change(self, change: Change) -> None:
+        if change.kind == "lost" or change.member.incarnation > (0, 0):
+            # Again when it is replaced: others may have sent before they knew of the loss.
+            delete_stored(change.member.name)
         if change.kind == "lost":
             with self._lock:
                 _, client = self._clients.pop(change.member.name, (None, None))
