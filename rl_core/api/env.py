@@ -13,7 +13,16 @@ from rl_core.api.pods import Words
 from rl_core.api.roles import RoleSpec
 from rl_core.api.similar import did_you_mean
 
-BUILT_IN_TYPES = ("agent", "environment_factory", "math", "nemo_gym", "reasoning_gym", "reward", "reward_model")
+BUILT_IN_TYPES = (
+    "agent",
+    "environment_factory",
+    "gymnasium_text",
+    "math",
+    "nemo_gym",
+    "reasoning_gym",
+    "reward",
+    "reward_model",
+)
 """Types of environments besides `module:Class` and those that a module of spec.extensions registers."""
 SIMULATORS = "gymnasium"
 """Type of environments that run Gymnasium simulators (`program: embodied`)."""
@@ -35,7 +44,7 @@ class EnvSpec(RoleSpec):
     """The environments, which answer and score completions."""
 
     type: str = Field("math", min_length=1)
-    """Name of a built-in environment (math, reasoning_gym, reward, reward_model, agent, environment_factory, nemo_gym), or `module:Class`
+    """Name of a built-in environment (math, reasoning_gym, reward, reward_model, gymnasium_text, agent, environment_factory, nemo_gym), or `module:Class`
     of your own."""
     replicas: int = Field(1, ge=0, le=1024)
     """Number of pods; 0 only with a program of one's own."""

@@ -15,6 +15,7 @@ RewardFunction = Callable[..., Any]
 BUILT_IN = {
     "agent": "rl_core.envs.agent:AgentEnvironment",
     "environment_factory": "rl_core.envs.environment_factory:EnvironmentFactory",
+    "gymnasium_text": "rl_core.envs.gymnasium_text:GymnasiumTextEnvironment",
     "math": "rl_core.envs.math:MathEnvironment",
     "nemo_gym": "rl_core.envs.nemo_gym:NemoGymPrograms",
     "reasoning_gym": "rl_core.envs.reasoning_gym:ReasoningGymEnvironment",

@@ -222,7 +222,6 @@ class WorkerContext:
             wakes = list(self._waiting_for_view)
         for member, client in clients:
             client.fail(f"{member.name} is lost")
-            client.close()
         for wake in wakes:
             with contextlib.suppress(RuntimeError):  # the event loop of the waiting coroutine was closed
                 wake()
@@ -249,6 +248,12 @@ class WorkerContext:
         with self._lock:
             return self._members.get(name)
 
+    def world_size_of(self, group: str) -> int:
+        """Return the planned number of processes of `group`, also when all its members are gone. 0 when this process has seen none."""
+        with self._lock:
+            seen = [m for m in self._members.values() if m.group == group]
+        return max((m.world_size for m in [m for m in seen if not m.state.gone] or seen), default=0)
+
     async def view_changed(self) -> None:
         """Wait until the hub reports a change of the members. The wait has no timeout; the caller sets one."""
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
@@ -265,10 +270,11 @@ class WorkerContext:
                 self._waiting_for_view.discard(wake)
 
     def wait_view_changed(self, seconds: float) -> None:
-        """Wait at most `seconds` until the hub reports a change of the members."""
+        """Ask the hub now which members have changed, and wait at most `seconds` until it reports a change."""
         changed = threading.Event()
         with self._lock:
             self._waiting_for_view.add(changed.set)
+        self._on_change()
         changed.wait(seconds)
         with self._lock:
             self._waiting_for_view.discard(changed.set)
@@ -311,16 +317,11 @@ class WorkerContext:
         """
         with self._lock:
             client = self._peers.get(address)
-            role = next((m.role for m in self._members.values() if m.address == address), None)
-        if client is not None:
+            if client is None:
+                role = next((m.role for m in self._members.values() if m.address == address), None)
+                client = self._peers[address] = RpcClient(address, self.keys, self.identity, service=service or role)
+                client.set_epoch(self.epoch)
             return client
-        client = RpcClient(address, self.keys, self.identity, service=service or role)
-        client.set_epoch(self.epoch)
-        with self._lock:
-            kept = self._peers.setdefault(address, client)
-        if kept is not client:
-            client.close()
-        return kept
 
     def close(self) -> None:
         """Close the connections to all other workers. The connection to the hub stays open."""

@@ -2,32 +2,58 @@
 
 Messages travel through one channel of the job, with a key for each pair of sender and receiver. So they arrive in the order of the sends,
 need no moment at which both ends are ready, and large arrays go through shared memory where both ends see the same /dev/shm, and by socket
-elsewhere. Tensors of devices travel through host memory.
+elsewhere. Tensors of devices travel through host memory. When a receiver is lost, the messages stored for it are deleted.
 """
 
+import contextlib
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
-from rl_core.api.errors import DeadlineExceeded, Deadlock, RLJobError, WorkerLost
+from rl_core.api.errors import ConfigError, DeadlineExceeded, Deadlock, RLJobError, WorkerLost
 from rl_core.channel import AsyncHandle, Channel, client
 from rl_core.channel.backend import PutRequest
 from rl_core.channel.handle import wait_sync
-from rl_core.messages.channel import ChannelOptions
+from rl_core.messages.channel import ChannelOptions, ChannelStats
 from rl_core.messages.members import MemberView
+from rl_core.transports.rpc_wire import pack_error, refuse_on_event_loop
 from rl_core.workers.context import WorkerContext
 
 CHANNEL = "worker-messages"
 MOST_WAITING = 64
 """Messages of one sender to one receiver that may wait to be received; a further send waits."""
+OPTIONS = ChannelOptions(maxsize=MOST_WAITING)
 DEFAULT_SECONDS = 600.0
 LOOK_SECONDS = 0.25
 """Seconds between two looks whether the sender is lost."""
 DEADLOCK_SECONDS = 5.0
 """Seconds after which a receive asks the hub whether it is part of a cycle of receives."""
 ASK_SECONDS = 1.0
+REFRESH_SECONDS = 1.0
+"""Seconds within which the hub tells of the replacement of a lost receiver, if there is one."""
 VIEW_SECONDS = 5.0
 """Seconds within which a launched group is seen by the others; heartbeats tell of it."""
+
+
+def delete_stored(receiver: str) -> None:
+    """Start to delete the messages that are stored for the worker `receiver`, which is lost: its replacement must not take them for its own.
+
+    Called in the process of the hub. Does nothing where no worker has sent a message. Does not wait.
+    """
+    try:
+        backend = client.current().backend(CHANNEL, OPTIONS)
+    except ConfigError:  # a hub without a channel server
+        return
+
+    def delete(asked: "Future[ChannelStats]") -> None:
+        if asked.cancelled() or asked.exception() is not None:  # there is no such channel, or its server is gone
+            return
+        with contextlib.suppress(RLJobError):
+            backend.control("move", [(key, None) for key in asked.result().keys if key[1] == receiver])
+
+    with contextlib.suppress(RLJobError):
+        backend.control("stats").add_done_callback(delete)
 
 
 class Mail:
@@ -40,37 +66,45 @@ class Mail:
         self.epoch = context.epoch
         """Epoch whose channel server is used."""
         # The answer need not be awaited, which async methods could not: the server handles the requests of a process in order.
-        options = ChannelOptions(maxsize=MOST_WAITING)
-        client.current().create(CHANNEL, options)
-        self._backend = client.current().backend(CHANNEL, options)
+        client.current().create(CHANNEL, OPTIONS)
+        self._backend = client.current().backend(CHANNEL, OPTIONS)
         self._channel = Channel(CHANNEL, self._backend, local=False)
         self._sends: list[AsyncHandle[None]] = []
         """Asynchronous sends that may be under way."""
 
-    def send(self, message: Any, receiver: str, *, timeout: float | None) -> AsyncHandle[None]:
+    def send(self, message: Any, receiver: str, *, timeout: float | None, may_block: bool) -> AsyncHandle[None]:
         """Start to send `message` to the worker `group:rank`; the handle is done when the message is stored for it.
 
-        Raises WorkerLost when the receiver is gone, ValueError for a rank that the group does not have.
+        `may_block` allows to ask the hub whether a lost receiver has been replaced. Raises WorkerLost when the receiver is gone, ValueError
+        for a rank that the group does not have.
         """
-        self._check_present(receiver)
+        self._check_present(receiver, may_block=may_block)
         handle = self._channel.put(message, key=(self._name, receiver), async_op=True, timeout=timeout)
         assert handle is not None
         self._sends = [send for send in self._sends if not send.done()] + [handle]
         return handle
 
-    def send_copies(self, message: Any, receivers: Sequence[str], *, timeout: float | None) -> None:
-        """Send `message` to several workers; it is written to shared memory once. Returns when it is stored for all.
+    def broadcast(self, message: Any, groups: Sequence[str], *, timeout: float | None) -> None:
+        """Send `message` to all planned members of `groups` but this worker; it is written to shared memory once.
 
-        Raises as `send`, and DeadlineExceeded.
+        Returns when it is stored for all. Raises as `send`, DeadlineExceeded, and ValueError for a group of which this process sees no
+        member within some seconds. When nothing can be sent, because a receiver is gone or the message cannot be serialized, the other
+        receivers get the error as a PackedError in place of the message.
         """
-        for receiver in receivers:
-            self._check_present(receiver)
-        if not receivers:
-            return
-        keys = [(self._name, receiver) for receiver in receivers]
+        refuse_on_event_loop("Worker.broadcast")
         seconds = DEFAULT_SECONDS if timeout is None else timeout
-        request = PutRequest(item=message, weight=0.0, key=keys[0], timeout=seconds)
-        wait_sync(lambda: self._backend.put_copies(request, keys), "Worker.broadcast")
+        try:
+            self._await_seen(groups)
+            receivers = self._receivers(groups)
+            for receiver in receivers:
+                self._check_present(receiver, may_block=True)
+            stored = self._put_copies(message, receivers, seconds) if receivers else None
+        except (RLJobError, TypeError, ValueError) as error:
+            if present := [receiver for receiver in self._receivers(groups) if not self._is_gone(receiver)]:
+                self._put_copies(pack_error(error), present, seconds)
+            raise
+        if stored is not None:
+            wait_sync(lambda: stored, "Worker.broadcast")
 
     def receive(self, sender: str, *, timeout: float | None) -> "Receipt":
         """Start to receive the next message of the worker `group:rank`.
@@ -80,34 +114,41 @@ class Mail:
         self._member(sender)
         return Receipt(self, sender, DEFAULT_SECONDS if timeout is None else timeout)
 
-    def receivers(self, groups: Sequence[str]) -> list[str]:
-        """Return the names of all planned members of `groups`.
-
-        A group that was launched a moment ago is waited for. Raises ValueError for one of which this process sees no member.
-        """
+    def _await_seen(self, groups: Sequence[str]) -> None:
+        """Wait until this process has seen a member of each of `groups`, one of which may have been launched a moment ago."""
         deadline = time.monotonic() + VIEW_SECONDS
-        while missing := [group for group in groups if not self._context.members(group)]:
+        while missing := [group for group in groups if not self._context.world_size_of(group)]:
             if time.monotonic() > deadline:
                 raise ValueError(
                     f"group {missing[0]} must have members that {self._name} sees, got none; launch it first, "
                     "and name the groups that call it in its callers in a job"
                 )
             self._context.wait_view_changed(LOOK_SECONDS)
-        sizes = {group: max(member.world_size for member in self._context.members(group)) for group in groups}
-        return [f"{group}:{rank}" for group, size in sizes.items() for rank in range(size)]
+
+    def _receivers(self, groups: Sequence[str]) -> list[str]:
+        names = [f"{group}:{rank}" for group in groups for rank in range(self._context.world_size_of(group))]
+        return [name for name in names if name != self._name]
 
     def _member(self, name: str) -> MemberView | None:
         """Return the member `group:rank`, also one that is gone; None when this process has not seen it."""
         group, _, rank = name.rpartition(":")
-        member = self._context.member(name)
-        sizes = [other.world_size for other in self._context.members(group)]
-        if member is None and sizes and not 0 <= int(rank) < max(sizes):
-            raise ValueError(f"rank of group {group} must be in [0, {max(sizes)}), got {rank}")
+        member, size = self._context.member(name), self._context.world_size_of(group)
+        if member is None and size and not 0 <= int(rank) < size:
+            raise ValueError(f"rank of group {group} must be in [0, {size}), got {rank}")
         return member
 
-    def _check_present(self, name: str) -> None:
+    def _put_copies(self, message: Any, receivers: Sequence[str], seconds: float) -> "Future[None]":
+        keys = [(self._name, receiver) for receiver in receivers]
+        return self._backend.put_copies(PutRequest(item=message, weight=0.0, key=keys[0], timeout=seconds), keys)
+
+    def _is_gone(self, name: str) -> bool:
         member = self._member(name)
-        if member is not None and member.state.gone:
+        return member is not None and member.state.gone
+
+    def _check_present(self, name: str, *, may_block: bool) -> None:
+        if self._is_gone(name) and may_block:
+            self._context.wait_view_changed(REFRESH_SECONDS)  # the last heartbeat may be older than the replacement
+        if self._is_gone(name):
             raise WorkerLost(f"{name} is gone; {self._name} cannot send to it until it has been replaced")
 
 

@@ -28,7 +28,8 @@ def report_child_ended(environ: Mapping[str, str], restarts: int, code: int) -> 
         return
     keys = KeyRing(Path(child.curve_dir), child.role) if child.curve_dir else None
     ended = MemberId(name=child.name, incarnation=(child.attempt, restarts))
-    client = RpcClient(child.hub, keys, replace(child, role="supervisor"), service="hub")
+    reporter = replace(child, role="supervisor", restarts=restarts)  # the hub refuses reports of another incarnation
+    client = RpcClient(child.hub, keys, reporter, service="hub")
     try:
         client.call_sync("child_ended", ended, code, timeout=TIMEOUT, idempotent=True)
     except RLJobError as error:

@@ -8,18 +8,20 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Literal, Protocol
 
-from rl_core.api.errors import DeadlineExceeded, RLJobError
+from rl_core.api.errors import DeadlineExceeded, RLJobError, WorkerLost
 from rl_core.messages.calls import MethodResult
 from rl_core.transports.rpc_call import CallFuture
 from rl_core.transports.rpc_wire import refuse_on_event_loop
 from rl_core.workers.deadline_wait import DeadlineWait
 
+logger = logging.getLogger(__name__)
 SETTLE_SECONDS = 5.0
 """Seconds that the other ranks have to end after the first failure, before it is raised."""
 Reduction = Literal["max", "min", "mean"]
@@ -84,6 +86,8 @@ class WorkerGroupFuncResult:
         self._cancelled = False
         self._failed_at: float | None = None
         self._consumed = False
+        self._told = False
+        """Whether a waiter got the outcome. A failure that nobody was told of is logged when the object is dropped."""
         self._lock = threading.Lock()
         """Guards the three below: ranks end on several threads."""
         self._wakes: list[Callable[[], object]] = []
@@ -93,9 +97,16 @@ class WorkerGroupFuncResult:
         self._running = len(self._calls)
         """Ranks that have not ended."""
         # by a weak reference: without a cycle, calls that have ended are freed without the garbage collector
-        on_done = functools.partial(_tell, weakref.ref(self))
+        on_done = functools.partial(_tell, weakref.ref(self), f"{group}.{method}")
         for call in self._calls.values():
             call.future.add_done_callback(on_done)
+
+    def __del__(self) -> None:
+        if getattr(self, "_told", True) or self._cancelled:
+            return
+        for call in self._calls.values():
+            if call.future.done():
+                _log_forgotten(f"{self.group}.{self.method}", call.future)
 
     def __await__(self) -> Generator[Any, None, list[Any]]:
         return self.async_wait().__await__()
@@ -249,6 +260,7 @@ class WorkerGroupFuncResult:
         return "; ".join(call.describe() for call in self._missing())
 
     def _outcome(self, wait: DeadlineWait) -> list[Any]:
+        self._told = self._told or self.done() or self._failed_at is not None
         if self._cancelled:
             raise CallCancelled(f"{self.group}.{self.method} was cancelled after {self._clock() - self._began:.1f} s")
         if not self._running and self._failed_at is None:
@@ -271,10 +283,21 @@ class WorkerGroupFuncResult:
         return [future.result().value for future in ended]
 
 
-def _tell(result: "weakref.ref[WorkerGroupFuncResult]", future: "concurrent.futures.Future[MethodResult]") -> None:
-    """Tell the group call that the call to one rank has ended, if somebody still holds it."""
+def _tell(
+    result: "weakref.ref[WorkerGroupFuncResult]", name: str, future: "concurrent.futures.Future[MethodResult]"
+) -> None:
+    """Tell the group call `name` that the call to one rank has ended, if somebody still holds it."""
     if (follower := result()) is not None:
         follower._on_done(future)
+    else:
+        _log_forgotten(name, future)
+
+
+def _log_forgotten(name: str, future: "concurrent.futures.Future[MethodResult]") -> None:
+    """Log what a rank raised in the group call `name`, whose result was dropped. A loss is left out: the hub reports it."""
+    error = _error_of(future)
+    if error is not None and not isinstance(error, WorkerLost):
+        logger.warning("%s failed and nobody waited for its result: %s: %s", name, type(error).__name__, error)
 
 
 def _error_of(future: "concurrent.futures.Future[MethodResult]") -> Exception | None:

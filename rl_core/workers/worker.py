@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from rl_core.api.identity import Identity, WorkerAddress, WorkerInfo
 from rl_core.messages.members import MemberView, WaitCause
+from rl_core.messages.rpc import PackedError
 from rl_core.transports.rpc import RpcClient
+from rl_core.transports.rpc_wire import rebuild_error
 from rl_core.transports.sockets import split_address
 from rl_core.workers.context import WorkerContext
 from rl_core.workers.group import WorkerGroup
@@ -215,7 +217,7 @@ class Worker:
         waits. `timeout` is in seconds (None: 600). Raises WorkerLost when the receiver is gone, DeadlineExceeded, ValueError for a rank that
         the group does not have, and TypeError for an object that cannot be serialized.
         """
-        handle = self._mail.send(obj, f"{dst_group}:{dst_rank}", timeout=timeout)
+        handle = self._mail.send(obj, f"{dst_group}:{dst_rank}", timeout=timeout, may_block=not async_op)
         return handle if async_op else handle.wait()
 
     def recv(self, src_group: str, src_rank: int, *, async_op: bool = False, timeout: float | None = None) -> Any:
@@ -252,13 +254,16 @@ class Worker:
         """Return the `obj` of the worker `src`, a pair of group and rank, on each member of `groups`.
 
         All members of the groups call it, and `src` too, which need not be one of them. `obj` of the others is ignored. `timeout` is in
-        seconds (None: 600). Raises the errors of `send` and `recv`; ValueError for a group that has no members.
+        seconds (None: 600). Raises the errors of `send` and `recv`; ValueError for a group that has no members. When `src` cannot send,
+        because a member is gone or `obj` cannot be serialized, all members that are there raise this error.
         """
         source = f"{src[0]}:{src[1]}"
         if self.identity.name != source:
-            return self.recv(*src, timeout=timeout)
-        receivers = [name for name in self._mail.receivers(groups) if name != source]
-        self._mail.send_copies(obj, receivers, timeout=timeout)
+            found = self.recv(*src, timeout=timeout)
+            if isinstance(found, PackedError):
+                raise rebuild_error(found, method="broadcast", peer=source)
+            return found
+        self._mail.broadcast(obj, groups, timeout=timeout)
         return obj
 
     @property

@@ -6,7 +6,7 @@ ENVIRONMENTS = {
     "misspelled-environment": (
         {"env": {"type": "mathh"}},
         "spec.env.type",
-        "env.type must be one of agent, environment_factory, gymnasium, math, nemo_gym, reasoning_gym, reward, reward_model or module:Class"
+        "env.type must be one of agent, environment_factory, gymnasium, gymnasium_text, math, nemo_gym, reasoning_gym, reward, reward_model or module:Class"
         ", got mathh; correct it, or list in extensions the module that registers it",
         SAME,
     ),

@@ -93,6 +93,9 @@ class Talker(Worker):
     def spread(self, value, groups, src):
         return self.broadcast(value if self.rank == src[1] else None, groups=groups, src=src, timeout=60)
 
+    def spread_unsendable(self, groups, src):
+        return self.broadcast(object(), groups=groups, src=src, timeout=60)
+
     def die(self):
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from rl_core import Cluster
-from rl_core.api.errors import DeadlineExceeded, Deadlock, RemoteError, WorkerLost
+from rl_core.api.errors import DeadlineExceeded, Deadlock, InfrastructureError, RemoteError, WorkerLost
+from rl_core.plan.placement import NodePlacementStrategy
 from rl_core.workers.result import WorkerErrors
 from tests.integration.script_workers import Talker
 
@@ -52,6 +53,16 @@ def test_a_broadcast_reaches_every_member_of_the_groups(groups):
     assert all(np.array_equal(found, value) for call in calls for found in call.wait(timeout=60))
 
 
+def test_what_stops_a_broadcast_is_raised_at_every_member_and_the_next_one_is_complete(groups):
+    left, right = groups
+    calls = [group.spread_unsendable(["left", "right"], ("left", 1)) for group in (left, right)]
+    for call in calls:
+        errors = errors_of(call)
+        assert len(errors) == 2 and all("TypeError: builtins.object" in str(error) for error in errors), errors
+    calls = [group.spread("again", ["left", "right"], ("left", 1)) for group in (left, right)]
+    assert [call.wait(timeout=60) for call in calls] == [["again"] * 2] * 2
+
+
 @pytest.mark.parametrize("sent", [np.zeros(3, np.float32), np.zeros((2, 2)), {"a": 1}], ids=["shape", "type", "kind"])
 def test_a_tensor_of_another_shape_or_type_is_refused_at_the_receiver(groups, sent):
     left, right = groups
@@ -83,8 +94,9 @@ def test_a_cycle_of_receives_is_named_at_every_member(groups):
             call.wait(timeout=60)
 
 
-def test_the_loss_of_a_sender_ends_the_receive_and_a_send_waits_for_the_replacement(cluster, groups):
+def test_a_loss_ends_the_receives_of_its_messages_and_the_replacement_gets_later_messages_only(cluster, groups):
     left, right = groups
+    left.execute_on(0).send_all(["to the lost worker"], "right", 1).wait(timeout=60)
     waiting = left.recv_all(1, "right", 1)
     with pytest.raises(WorkerLost, match="right:1 is lost"):
         right.execute_on(1).die().wait(timeout=60)
@@ -94,6 +106,8 @@ def test_the_loss_of_a_sender_ends_the_receive_and_a_send_waits_for_the_replacem
     cluster.wait_ready(["right"], timeout=60)
     right.execute_on(1).send_all(["again"], "left", 1).wait(timeout=60)
     assert left.execute_on(1).recv_all(1, "right", 1).wait(timeout=60) == [["again"]]
+    left.execute_on(0).send_all(["to the replacement"], "right", 1).wait(timeout=60)
+    assert right.execute_on(1).recv_all(1, "left", 0).wait(timeout=60) == [["to the replacement"]]
 
 
 def test_a_sender_that_is_killed_in_a_send_delivers_whole_messages_only_and_is_named(cluster, groups):
@@ -106,3 +120,25 @@ def test_a_sender_that_is_killed_in_a_send_delivers_whole_messages_only_and_is_n
     cluster.wait_ready(["left"], timeout=60)
     left.execute_on(1).send_all(["again"], "right", 0).wait(timeout=60)
     assert right.execute_on(0).recv_all(1, "left", 1).wait(timeout=60) == [["again"]]
+
+
+def test_a_message_and_a_broadcast_to_a_group_that_has_ended_are_refused_with_the_name_of_its_rank(cluster, groups):
+    left, _ = groups
+    doomed = Talker.create_group({}).launch(cluster, placement_strategy=NodePlacementStrategy([0]), name="doomed")
+    for life in range(4):
+        with pytest.raises(WorkerLost, match="doomed:0 is lost: .*137"):
+            doomed.die().wait(timeout=60)
+        if life < 3:
+            cluster.wait_ready(["doomed"], timeout=60)
+    with pytest.raises(InfrastructureError, match="the processes of group doomed have ended: doomed-0 ended by signal"):
+        cluster.wait_ready(["doomed"], timeout=60)
+    with pytest.raises(WorkerLost, match="doomed:0 is gone; left:0 cannot send to it"):
+        left.execute_on(0).send_all([1], "doomed", 0).wait(timeout=60)
+    for error in errors_of(left.spread(1, ["left", "doomed"], ("left", 0))):
+        assert isinstance(error, WorkerLost) and "doomed:0 is gone; left:0 cannot send to it" in str(error)
+
+
+def errors_of(call):
+    with pytest.raises(WorkerErrors) as failed:
+        call.wait(timeout=60)
+    return failed.value.exceptions

@@ -82,7 +82,8 @@ def test_a_worker_may_print_much(group):
     assert group.execute_on(0).print_much(100).wait(timeout=120) == ["done"]
 
 
-def test_a_killed_rank_is_named_and_replaced_and_the_others_go_on(cluster, group):
+@pytest.mark.parametrize("life", ["first", "second"])
+def test_a_killed_rank_is_named_and_replaced_and_the_others_go_on(cluster, group, life):
     before = [pid for *_, pid in group.who().wait(timeout=60)]
     with pytest.raises(WorkerLost, match="adder:1 is lost: its process ended with code 137"):
         group.die_on(1).wait(timeout=60)

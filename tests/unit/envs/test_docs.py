@@ -6,6 +6,7 @@ import types
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rl_core.api.rewards import total_reward
 from rl_core.envs.answers import answers_of
@@ -62,3 +63,18 @@ def test_the_environment_of_the_docs_plays_to_the_end(blocks):
         assert answers_of(env.step(said, [{"answer": "10"}]), 1, what="guess")[0].observation["content"] == told
     rows = answers_of(env.step(logs[:1], [rows[0].metadata]), 1, what="guess")
     assert rows[0].terminated
+
+
+def test_the_functions_of_the_docs_play_a_simulator(blocks, monkeypatch):
+    module = types.ModuleType("lake")
+    monkeypatch.setitem(sys.modules, "lake", module)
+    exec(blocks[4], vars(module))
+    (options,) = re.findall(r"type: gymnasium_text\n.*\n  options: (.*)\n", DOC.read_text())
+    env, state = make_env("gymnasium_text", yaml.safe_load(options)), {"seed": 0}
+    places = []
+    for word in ("go", "Right", "down"):
+        answer = env.step([[{"role": "assistant", "content": word}]], [state])
+        places.append(answer.observations[0]["content"])
+        (state,) = answer.metadata
+    assert places == [f"You are at row {row}, column {column}. " for row, column in ((0, 0), (0, 1), (1, 1))]
+    assert answer.terminateds.tolist() == [True]  # a hole

@@ -267,3 +267,28 @@ def test_a_call_that_nobody_holds_ends_all_the_same():
     del result
     only.end(1)
     assert only.future.result().value == 1
+
+
+@pytest.mark.parametrize("first", ["dropped", "failed"])
+def test_a_failure_that_nobody_waited_for_is_logged_unless_the_rank_is_lost(first, caplog):
+    calls, result = make()
+    if first == "dropped":
+        del result
+    calls[0].end(0)
+    calls[1].future.set_exception(RemoteError("actor rank 1: train raised ValueError: bad"))
+    calls[2].future.set_exception(WorkerLost("actor:2 is lost"))
+    result = None
+    assert [record.getMessage() for record in caplog.records] == [
+        "actor.train failed and nobody waited for its result: RemoteError: actor rank 1: train raised ValueError: bad"
+    ]
+
+
+def test_a_failure_that_was_raised_and_a_call_that_was_cancelled_are_not_logged(caplog):
+    calls, result = make(1)
+    calls[0].future.set_exception(DataError("bad"))
+    with pytest.raises(DataError):
+        result.wait(30)
+    calls, result = make(1)
+    result.cancel()
+    del result
+    assert caplog.records == []
