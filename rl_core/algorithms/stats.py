@@ -155,20 +155,16 @@ def extreme_stats(
     count: Tensor | None = None,
     *,
     prefix: str,
-    kinds: tuple[str, ...] = ("max", "min"),
+    kinds: tuple[Literal["max", "min"], ...] = ("max", "min"),
 ) -> dict[str, Stat]:
-    """Return `{prefix}max` and `{prefix}min`, or nothing where `mask` is all false. `count` is as for `mean_stat`.
+    """Return the Stats `{prefix}max` and `{prefix}min` of `values` where `mask` is true; `kinds` may select one of them.
 
-    On an accelerator emptiness is not asked, which would wait for the device; merging drops the empty ones there.
+    `count` is the number of true entries, if it is known already. On a CPU the result is {} if `mask` is true nowhere. On an accelerator a
+    look at `mask` would wait for the device: the Stats are returned with count 0, and `merge_stats` leaves them out.
     """
-    if mask.is_cpu:
-        kept = values.detach()[mask]
-        if not len(kept):
-            return {}
-        counted = mask.sum() if count is None else count
-        extremes = dict(zip(("min", "max"), torch.aminmax(kept), strict=True))
-        return {f"{prefix}{kind}": Stat(kind, extremes[kind], counted) for kind in kinds}  # type: ignore[arg-type]
-    return {f"{prefix}{kind}": extreme_stat(kind, values, mask, count) for kind in kinds}  # type: ignore[arg-type]
+    if mask.is_cpu and not mask.any():
+        return {}
+    return {f"{prefix}{kind}": extreme_stat(kind, values, mask, count) for kind in kinds}
 
 
 def _detached(value: Tensor | float) -> Tensor | float:

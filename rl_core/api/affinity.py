@@ -81,7 +81,7 @@ class NodePreference(Spec):
     weight: Weight
     """1 to 100."""
     preference: NodeTerm
-    """The preferred terms."""
+    """The preferred term."""
 
 
 class NodeAffinity(Spec):
@@ -108,7 +108,7 @@ class PodPreference(Spec):
     weight: Weight
     """1 to 100."""
     pod_affinity_term: PodTerm
-    """The preferred terms."""
+    """The preferred term."""
 
 
 class PodAffinity(Spec):

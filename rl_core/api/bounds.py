@@ -29,7 +29,7 @@ class Pattern:
     names: tuple[str, ...] = ()
     """Names that match, of which the error about a misspelled one suggests the nearest."""
     recipes: tuple[tuple[str, str], ...] = ()
-    """(name, how it is written here) of what has no name of its own."""
+    """(name, hint) of names that users may expect but that are written in another way; the error shows the hint."""
 
     def check(self, value: str | int) -> str | int:
         """Return the value. Raises ValueError when it does not match."""

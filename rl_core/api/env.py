@@ -25,9 +25,9 @@ BUILT_IN_TYPES = (
 )
 """Types of environments besides `module:Class` and those that a module of spec.extensions registers."""
 SIMULATORS = "gymnasium"
-"""Type of simulators, in which a policy acts (`program: embodied`)."""
+"""Type of environments that run Gymnasium simulators (`program: embodied`)."""
 ONE_TURN = ("math", "reasoning_gym", "reward", "reward_model")
-"""Built-in types that score a completion, which ends the episode."""
+"""Built-in types whose episodes end with the first completion, which they score."""
 KNOWN_TYPES = sorted((*BUILT_IN_TYPES, SIMULATORS))
 TYPE_IS_KNOWN = Cel(
     holds=f"$env.type.contains(':') || $env.type in {literal(KNOWN_TYPES)} || self.?extensions.orValue([]).size() > 0",
@@ -35,7 +35,7 @@ TYPE_IS_KNOWN = Cel(
     values=("$env.type",),
     field="env.type",
 )
-"""A rule of the whole spec, because modules of `extensions` may register further types."""
+"""Rule that `env.type` exists. It is checked on the whole spec, because modules listed in `extensions` may register more types."""
 PROGRAMS = frozenset({"agent", "environment_factory", "nemo_gym"})
 """Types of environments whose episodes are programs that call the model themselves."""
 
@@ -157,7 +157,7 @@ class EnvSpec(RoleSpec):
 
 
 def unknown_type(env: EnvSpec, extensions: Sequence[str]) -> Iterator[str]:
-    """Yield the violation of TYPE_IS_KNOWN, with the name that a misspelled type is meant to be."""
+    """Yield the violation of TYPE_IS_KNOWN, and suggest the known type that is most similar to a misspelled one."""
     if ":" not in env.type and env.type not in KNOWN_TYPES and not extensions:
         yield (
             f"env.type must be one of {', '.join(KNOWN_TYPES)} or module:Class, got {env.type}; correct it, or list in extensions the module "

@@ -182,10 +182,9 @@ def samples(
     namespace: Namespace = None,
     context: Context = None,
 ) -> None:
-    """Print completions of a run or a running job, with their rewards and the reasons why they ended."""
+    """Print completions of a local run or of a running job on the cluster, with rewards and finish reasons."""
     from rl_core.cli import targets
     from rl_core.cli.copied_output import readable_run
-    from rl_core.cli.local_view import read_status
     from rl_core.cli.samples import Choice, show_samples
 
     def command() -> int:
@@ -201,8 +200,6 @@ def samples(
             limit=limit,
         )
         with readable_run(target, place, only=["samples"]) as (folder, _):
-            if not (folder / "samples").is_dir():
-                read_status(folder)  # it may be no output folder
             return show_samples(folder, choice)
 
     run_command(command)

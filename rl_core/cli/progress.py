@@ -42,7 +42,7 @@ class ProgressDisplay:
     ) -> None:
         """Display the run of `total` steps in `folder`; with `live` False, or without a terminal, as lines.
 
-        `measured` is what validation measures. Once `ending()` is true, nobody is told what the run waits for.
+        `measured` is the metric of validation. Once `ending()` is true, waits are no longer reported.
         """
         self._measured, self._ending = measured, ending
         self._clock = clock
@@ -108,13 +108,18 @@ class ProgressDisplay:
         checkpoint = status.get("checkpoint") or {}
         passed_over = list(checkpoint.get("passedOver") or ())
         if passed_over and passed_over != self._passed_over:
-            told = "; ".join(passed_over)
-            self.say(f"resumed at step {checkpoint.get('resumedFrom')}, as newer checkpoints are damaged: {told}")
+            reasons = "; ".join(passed_over)
+            self.say(f"resumed at step {checkpoint.get('resumedFrom')}, as newer checkpoints are damaged: {reasons}")
         self._passed_over = passed_over or self._passed_over
         for name, why in (status.get("disabledTrackers") or {}).items():
             if name not in self._disabled:
                 self._disabled.add(name)
-                self.say(f"tracker {name} is disabled, its metrics are in metrics.jsonl only: {why}")
+                kept = (
+                    "metrics.jsonl lacks the further steps"
+                    if name == "jsonl"
+                    else "its metrics are in metrics.jsonl only"
+                )
+                self.say(f"tracker {name} is disabled, {kept}: {why}")
         for name in (checkpoint.get("deletedForRoom") or [])[-1:]:
             if name != self._deleted:
                 self.say(f"the storage is full: {name} is deleted before its time to make room for the next checkpoint")
@@ -132,7 +137,8 @@ class ProgressDisplay:
             self._tell_silence(status)
         if self._live is None:
             degraded = phase == "Degraded" and phase != self._phase and not self._ending()
-            if degraded and (line := degraded_line(status)):  # while none is missing, only a long wait is told
+            # Without missing members the line is empty, and `tell_waiting` reports the wait once it is long.
+            if degraded and (line := degraded_line(status)):
                 self.say(line)
             self._phase = phase
             return
@@ -201,7 +207,7 @@ class ProgressDisplay:
 
 
 def degraded_line(status: dict[str, Any]) -> str:
-    """Return the line, with the time, that tells which members a degraded run waits for; "" where none is missing."""
+    """Return a line, with the time, that names the members that a degraded run lacks; "" if none is missing."""
     names = [str(member["name"]) for member in status.get("missing") or ()]
     if not names:
         return ""
@@ -213,7 +219,7 @@ def degraded_line(status: dict[str, Any]) -> str:
 
 
 def waiting_line(status: dict[str, Any], seconds: float) -> str:
-    """Return what a run waits for: by its status, or, `seconds` after its start, the start of its processes."""
+    """Return a line, with the time, that says what a run waits for. `seconds` is the time since its start; it is shown without a status."""
     now = time.strftime("%H:%M:%S")
     if not status:
         return f"{now}  starting for {seconds:.0f} s: the runner loads its libraries"
@@ -227,9 +233,10 @@ def waiting_line(status: dict[str, Any], seconds: float) -> str:
 
 
 def step_line(metrics: dict[str, Any], total: int, measured: ValidationMetric = ACCURACY) -> str:
-    """Return one readable line of a step's metrics. It tells what was lost so far: dropped groups, samples of a validation, trackers, all rewards.
+    """Return one line with the most important metrics of a step.
 
-    The share of successes is left out while it is 0: most simulators report none.
+    If there are any, the line also has the numbers of dropped groups, of failed validation prompts and of disabled trackers, and says that
+    no sample has a reward. The share of successes is left out while it is 0, because most simulators report none.
     """
     parts = [time.strftime("%H:%M:%S"), f"step {metrics['step']}/{total}"]
     shown = (
@@ -240,11 +247,11 @@ def step_line(metrics: dict[str, Any], total: int, measured: ValidationMetric = 
         ("perf/tokens_per_second", "tok/s", 0),
         ("perf/env_steps_per_second", "env steps/s", 0),
     )
+    failed, prompts = metrics.get("val/errors"), metrics.get("val/prompts")
+    coverage = f" over {prompts - failed:.0f} of {prompts:.0f} prompts" if failed and prompts else ""
     for key, name, digits in shown:
         if isinstance(metrics.get(key), int | float) and (metrics[key] or name != "success"):
-            failed, of = metrics.get("val/errors"), metrics.get("val/prompts")
-            partly = f" over {of - failed:.0f} of {of:.0f} prompts" if key == measured.key and failed and of else ""
-            parts.append(f"{name} {metrics[key]:.{digits}f}{partly}")
+            parts.append(f"{name} {metrics[key]:.{digits}f}{coverage if key == measured.key else ''}")
     if metrics.get("reward/std") == 0.0 and metrics.get("reward/mean") is not None:
         parts.append("all rewards are equal")
     if metrics.get("reward/missing") and "reward/mean" not in metrics:

@@ -209,10 +209,10 @@ def success_text(folder: Path, status: dict[str, Any], measured: ValidationMetri
     ]
     if values:
         (first, before), (last, after) = values[0], values[-1]
-        began = (
-            "" if len(values) == 1 else f"{before:.3f} before, " if first == 0 else f"{before:.3f} at step {first}, "
-        )
-        lines.append(f"validation {measured.name}: {began}{after:.3f} {'after' if last else 'before training'}")
+        results = [f"{after:.3f} {'after' if last else 'before training'}"]
+        if len(values) > 1:
+            results.insert(0, f"{before:.3f} {f'at step {first}' if first else 'before'}")
+        lines.append(f"validation {measured.name}: {', '.join(results)}")
     lines.append(f"look at it: rljob view {shlex.quote(str(folder))}")
     if (folder / "model").is_dir():  # a program without an actor trains none
         lines.append(f"model: {folder / 'model'}")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rl_core.api.errors import ConfigError
+from rl_core.cli.local_view import read_status
 from rl_core.samples.lines import FILTERED, TRAIN, VALIDATION
 from rl_core.samples.printing import explain_reasons, render_sample
 from rl_core.samples.reader import Found, SampleReader, worst_first
@@ -12,10 +13,10 @@ from rl_core.samples.reader import Found, SampleReader, worst_first
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """Which samples are printed; of none of the kinds: those of one step in their order."""
+    """Which samples to print. Without `worst`, `best`, `failed` and `filtered`: the samples of one step, in their order."""
 
     step: int | None = None
-    """Step; None = the newest that has samples, or all steps with a kind or `group`."""
+    """Step; None = the newest that has samples, or all steps with `worst`, `best`, `failed`, `filtered` or `group`."""
     group: str | None = None
     validation: bool = False
     worst: bool = False
@@ -29,6 +30,8 @@ def show_samples(folder: Path, choice: Choice) -> int:
     """Print the samples of the run in `folder` that `choice` asks for; return 0. Raises ConfigError when there are none."""
     if choice.worst + choice.best + choice.failed + choice.filtered > 1:
         raise ConfigError("samples takes one of --worst, --best, --failed and --filtered, got several; choose one")
+    if not (folder / "samples").is_dir():
+        read_status(folder)  # raises when `folder` is no output folder
     reader = SampleReader(folder)
     reader.refresh()
     found = select(reader, choice)

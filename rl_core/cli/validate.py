@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from rl_core.api.backends import EMBODIED_PROGRAMS
+from rl_core.api.data import DataSpec
 from rl_core.api.embodied import embodied_options, is_embodied
 from rl_core.api.env import EnvSpec
 from rl_core.api.errors import ConfigError, RLJobError
@@ -22,7 +23,6 @@ from rl_core.data.hub import HUB_SCHEME, fetch_config, fetch_references, hub_pro
 from rl_core.plan.groups import ENV
 
 if TYPE_CHECKING:
-    from rl_core.api.data import DataSpec
     from rl_core.data.tokenizer import Tokenizer
     from rl_core.messages.envs import EnvRow
     from rl_core.plan.capacity import CapacityReport
@@ -104,13 +104,11 @@ def find_file_problems(file: Path, settings: Sequence[str]) -> Iterator[str]:
             yield from _open_model(path, file.resolve().parent)[1]
         else:
             read = _reader(path, columns.get(field.rpartition(".")[0]), task_name=_task_of(_at(document, "spec", ENV)))
-            yield from _bad_rows(field, read, hub_hint(path, file.resolve().parent, file="/FILE.parquet"))
+            yield from _read_problems(field, read, missing_path_hint(path, file.resolve().parent, file="/FILE.parquet"))
 
 
-def _columns_of(data: Any) -> dict[str, "DataSpec"]:
-    """Return the settings of each data set of an unvalidated `spec.data` by its field, such as `data.sets.0`; none where they are invalid."""
-    from rl_core.api.data import DataSpec
-
+def _columns_of(data: Any) -> dict[str, DataSpec]:
+    """Return the settings of each data set of an unvalidated `spec.data` by its field, such as `data.sets.0`; empty if they are invalid."""
     try:
         return {field: part for _, field, part in DataSpec.model_validate(data).parts()}
     except ValidationError:
@@ -118,14 +116,17 @@ def _columns_of(data: Any) -> dict[str, "DataSpec"]:
 
 
 def _task_of(env: Any) -> str:
-    """Return the type of an unvalidated `spec.env`; "", which needs no answers, where it may be meant to be another."""
+    """Return the type of an unvalidated `spec.env`.
+
+    Without a type it is the default, but "", which needs no column of answers, if another field shows that the default is not meant.
+    """
     given = env if isinstance(env, dict) else {}
     default = "" if given.keys() & {"reward", "agent", "command", "factory"} else EnvSpec.model_fields["type"].default
     return str(given.get("type", default))
 
 
-def _reader(path: str, data: "DataSpec | None", *, task_name: str) -> Callable[..., object]:
-    """Return a function that reads a data set and, where its settings `data` are known, looks for its columns."""
+def _reader(path: str, data: DataSpec | None, *, task_name: str) -> Callable[..., object]:
+    """Return a function that reads a data set. If its settings `data` are given, the function also checks that the columns exist."""
     from rl_core.data.dataset import read_columns
     from rl_core.data.source import read_rows
 
@@ -226,7 +227,7 @@ def _check_files(job: RLJob, folder: Path, on_volumes: Collection[str]) -> Itera
             read = _reader(reference, data, task_name=task)
         else:
             read = partial(load_prompts, reference, data, tokenizer, name=name, task_name=task, max_seq_len=limit)
-        yield from _bad_rows(field, read, hub_hint(reference, folder, file="/FILE.parquet"))
+        yield from _read_problems(field, read, missing_path_hint(reference, folder, file="/FILE.parquet"))
     yield from _hub_problems(on_hub)
 
 
@@ -250,7 +251,7 @@ def _open_model(path: str, beside: Path) -> tuple["tuple[Tokenizer, dict[str, An
     folder, opened, problems = Path(path), None, []
     if not (folder / "config.json").is_file():
         return None, [
-            f"spec.model.path: must be a folder with config.json, got {folder}, check the path{hub_hint(path, beside)}"
+            f"spec.model.path: must be a folder with config.json, got {folder}, check the path{missing_path_hint(path, beside)}"
         ]
     try:
         opened = Tokenizer.from_folder(folder), json.loads((folder / "config.json").read_text())
@@ -290,9 +291,11 @@ def _hub_problems(found: Sequence[tuple[str, str]]) -> Iterator[str]:
             return
 
 
-def hub_hint(reference: str, beside: Path, *, file: str = "") -> str:
-    """Return how to come by a missing path: the script prepare.py of `beside`, the job's folder, or, where the path reads like owner/name of
-    the hub and `beside` has no owner/, its name on the hub; "" elsewhere.
+def missing_path_hint(reference: str, beside: Path, *, file: str = "") -> str:
+    """Return a hint on how to get a missing model or data set, to be added to an error; "" if there is none.
+
+    The hint is to run prepare.py if `beside`, the folder of the job, has that script. Otherwise, if the path has the form owner/name and
+    `beside` has no folder owner/, it is the name on the Hugging Face hub. `file` is added to that name.
     """
     path = Path(reference)
     if path.is_relative_to(beside) and (beside / "prepare.py").is_file() and not path.exists():
@@ -302,8 +305,8 @@ def hub_hint(reference: str, beside: Path, *, file: str = "") -> str:
     return f", or write hf://{path.parent.name}/{path.name}{file} for that name on the Hugging Face hub"
 
 
-def _bad_rows(field: str, read: Callable[..., object], hint: str) -> Iterator[str]:
-    """Yield the problems of the rows of a data reference, for which `read(field=...)` raises, one line each; warn of prompts left out."""
+def _read_problems(field: str, read: Callable[..., object], hint: str) -> Iterator[str]:
+    """Read a data set by `read(field=...)` and yield each line of the error that it raises. Warn if prompts are left out as too long."""
     from rl_core.data.dataset import PromptDataset
 
     try:

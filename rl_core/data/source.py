@@ -32,7 +32,7 @@ class UnusableRows(DataError):
     def __init__(self, message: str, good: Mapping[int, Any]) -> None:
         super().__init__(message)
         self.good = good
-        """The others by their index, which also counts the rows that cannot be used."""
+        """The usable rows by their index in the file; indices of unusable rows are missing."""
 
 
 def collect(outcomes: Iterable[T | DataError], *, rows: str, max_bad: int = 0) -> list[T]:

@@ -115,7 +115,7 @@ class LocalCluster:
 
     @property
     def ending(self) -> bool:
-        """Whether a signal arrived or the run is over: what its members wait for is then no news."""
+        """Whether a signal arrived or the run is over. The waits of its members are then expected."""
         return self._interrupts > 0 or self._ending.is_set()
 
     @property

@@ -37,7 +37,7 @@ def descriptor() -> int | None:
 
 
 def report(event: str, **fields: Any) -> None:
-    """Write one event to the pipe to the parent process, without waiting.
+    """Report an event to the parent process, as a JSON line on an inherited pipe. Never blocks.
 
     The event is dropped if there is no pipe, if the pipe is full, or if the parent has ended. `fields` must be JSON values. The line must be
     shorter than 4 KiB, so that it is written completely or not at all.

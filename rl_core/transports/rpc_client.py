@@ -184,7 +184,10 @@ class RpcClient:
         self._connection.epoch = epoch
 
     def fail(self, reason: str) -> None:
-        """Fail all pending calls with WorkerLost, after the hub has declared the server lost."""
+        """Close the connection because the hub has declared the server lost. Pending and later calls fail with WorkerLost.
+
+        This does not wait for the I/O thread.
+        """
         self._connection.fail(reason)
 
     def close(self) -> None:

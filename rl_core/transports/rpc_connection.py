@@ -92,6 +92,8 @@ class Connection:
         """Of the server; another one means that another process took its address."""
         self._refusal = ""
         """Why the server does not take this client; "" while nothing says so."""
+        self._loss = ""
+        """Why the server was declared lost; "" while it is not."""
         self._lost_at: float | None = None
         self._sent: dict[int, CallFuture] = {}
         self._queue: deque[CallFuture] = deque()
@@ -101,7 +103,8 @@ class Connection:
         self._expiry: sockets.Timer | None = None
         self._expiry_at = float("inf")
         self._keys_tried = 0
-        self._io.run(lambda: self._open(keys, service))
+        with Interrupts.deferred(), self._lock:
+            self._open(keys, service)
 
     @property
     def peer(self) -> str:
@@ -153,13 +156,8 @@ class Connection:
         self._io.call_soon(self._drop_abandoned)
 
     def fail(self, reason: str) -> None:
-        """Fail all calls under way with WorkerLost."""
-
-        def lost() -> None:
-            with self._exclusive():
-                self._fail_all(lambda call: WorkerLost(f"{call.method} at {self.peer}: {reason}"))
-
-        self._io.call_soon(lost)
+        """Close the socket without waiting for it. Calls under way and later ones fail with WorkerLost."""
+        self._io.call_soon(self._shut, reason)
 
     def close(self) -> None:
         """Close the socket; calls under way fail."""
@@ -179,9 +177,8 @@ class Connection:
             for call, error in failed:
                 call.fail(error)
 
-    # --- below: on the I/O thread ---
-
     def _open(self, keys: KeyRing | None, service: str | None) -> None:
+        """Open the socket, on the thread of the caller: watchers of the hub connect too, and must not wait for the I/O thread."""
         self._socket = self._io.context.socket(zmq.DEALER)
         sockets.configure(self._socket)
         self._socket.setsockopt(zmq.ROUTING_ID, b"c" + os.urandom(12))
@@ -196,11 +193,14 @@ class Connection:
         )
         self._socket.connect(self.address)
 
-    def _shut(self) -> None:
+    # --- below: on the I/O thread ---
+
+    def _shut(self, reason: str = "") -> None:
         with self._exclusive():
             if self._state is _State.CLOSED:
                 return
             self._send("bye", None)
+            self._loss = reason
             self._state = _State.CLOSED
             self._fail_all(self._closed)
             if self._expiry is not None:
@@ -212,7 +212,10 @@ class Connection:
             self._socket.close()
 
     def _closed(self, call: CallFuture) -> InfrastructureError:
-        return InfrastructureError(f"{call.method} at {self.peer}: the client was closed")
+        what = f"{call.method} at {self.peer}"
+        if self._loss:
+            return WorkerLost(f"{what}: {self._loss}")
+        return InfrastructureError(f"{what}: the client was closed")
 
     # --- sending ---
 

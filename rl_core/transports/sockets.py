@@ -1,4 +1,4 @@
-"""The I/O thread: the one thread of a process that uses its ZeroMQ sockets.
+"""The I/O thread: the one thread of a process that watches its ZeroMQ sockets.
 
 Any thread can schedule work on it with `call_soon` and `call_at`. The callback of a registered socket runs when the socket is readable.
 Callbacks must not block: handlers of users run on other threads (`handlers`). The thread waits in one epoll over the sockets' file
@@ -122,7 +122,7 @@ class IoThread:
         return timer
 
     def register(self, socket: zmq.Socket[Any], on_ready: Callable[[], None]) -> None:
-        """Call `on_ready()` when `socket` may be readable. Call it on the I/O thread.
+        """Call `on_ready()` on this thread when `socket` may be readable. Any thread may call this.
 
         ZeroMQ signals a change once. `on_ready` must read until `receive` returns None or `has_message` is False. After sending on the
         socket the caller must check `has_message` too, unless `on_ready` has still to read: sending may consume the signal.

@@ -194,7 +194,7 @@ class WeightPublisher:
 
     def lost(self, name: str, reason: str) -> None:
         """Stop waiting for receiver `name`, which the hub declared dead."""
-        client = self._clients.get(name)
+        client = self._clients.pop(name, None)
         if client is not None:
             client.fail(reason)
 

@@ -89,7 +89,7 @@ class Cluster:
         self._failures: dict[str, BaseException] = {}
         """Error of a member's last construction, if it failed, by member name."""
         self._lock = threading.Lock()
-        """Guards `_clients` and `_failures`. The I/O thread takes it, so nobody may wait for the I/O thread while holding it."""
+        """Guards `_clients` and `_failures`. The I/O thread and the hub's watchers take it: nobody may wait for the I/O thread while holding it."""
         self._on_joined: list[Callable[[Member], None]] = []
         hub.add_watcher(self._on_change)
 
@@ -224,22 +224,17 @@ class Cluster:
         return PendingCall(member_name, self.hub, future)
 
     def _client(self, member_name: str) -> RpcClient:
-        while True:
+        with self._lock:
+            # The state is read under the lock, so that a loss that is reported afterwards finds the new client.
             member = self._present(member_name)
-            with self._lock:
-                known = self._clients.get(member_name)
+            known = self._clients.get(member_name)
             if known is not None and known[0].address == member.address:
                 return known[1]
-            # Made without the lock: a new client waits for the I/O thread, whose callbacks take the lock.
             client = RpcClient(member.address, self.hub.keys, self.hub.identity, service=member.role)
-            with self._lock:
-                added = self._clients.get(member_name) is known
-                if added:
-                    self._clients[member_name] = (member, client)
-            superseded = known[1] if added and known is not None else None if added else client
-            if superseded is not None:
-                superseded.close()
-            # The state is read again, because a loss before the client was stored could not close it.
+            self._clients[member_name] = (member, client)
+        if known is not None:
+            known[1].fail(f"{member_name} has moved to {member.address}")
+        return client
 
     def _present(self, member_name: str) -> Member:
         member = self.hub.get(member_name)
@@ -258,7 +253,6 @@ class Cluster:
                 _, client = self._clients.pop(change.member.name, (None, None))
             if client is not None:
                 client.fail(f"{change.member.name} is lost: {change.reason}")
-                client.close()
         elif change.kind == "joined":
             for callback in self._on_joined:
                 callback(change.member)

@@ -222,7 +222,6 @@ class WorkerContext:
             wakes = list(self._waiting_for_view)
         for member, client in clients:
             client.fail(f"{member.name} is lost")
-            client.close()
         for wake in wakes:
             with contextlib.suppress(RuntimeError):  # the event loop of the waiting coroutine was closed
                 wake()
@@ -318,16 +317,11 @@ class WorkerContext:
         """
         with self._lock:
             client = self._peers.get(address)
-            role = next((m.role for m in self._members.values() if m.address == address), None)
-        if client is not None:
+            if client is None:
+                role = next((m.role for m in self._members.values() if m.address == address), None)
+                client = self._peers[address] = RpcClient(address, self.keys, self.identity, service=service or role)
+                client.set_epoch(self.epoch)
             return client
-        client = RpcClient(address, self.keys, self.identity, service=service or role)
-        client.set_epoch(self.epoch)
-        with self._lock:
-            kept = self._peers.setdefault(address, client)
-        if kept is not client:
-            client.close()
-        return kept
 
     def close(self) -> None:
         """Close the connections to all other workers. The connection to the hub stays open."""

@@ -1,25 +1,11 @@
 """Receivers that are slower than the others: the trainer does not wait for them, and they serve nothing but what is committed."""
 
 import asyncio
-import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rl_core.weights.publisher import WeightPublisher
-from tests.integration.weight_world import (
-    HASTY,
-    SPEC,
-    Receiver,
-    about,
-    epochs,
-    model,
-    publisher,
-    serves,
-    source_of,
-    started,
-    tensors,
-)
+from tests.integration.weight_world import HASTY, Receiver, about, model, publisher, serves, source_of, started, tensors
 
 
 @pytest.fixture
@@ -30,13 +16,6 @@ def busy():
         yield made
 
 
-@contextlib.contextmanager
-def hasty(transport="shared"):
-    with publisher(transport) as source:
-        source._deadlines = HASTY
-        yield source
-
-
 def late_of(source):
     return asyncio.run(source.late_receivers())
 
@@ -44,7 +23,7 @@ def late_of(source):
 @pytest.mark.parametrize("transport", ["shared", "stream"])
 def test_the_trainer_goes_on_and_a_late_receiver_gets_the_version_as_it_was(receivers, busy, transport):
     everybody = [*receivers, busy]
-    with hasty(transport) as source:
+    with publisher(transport, deadlines=HASTY) as source:
         source.publish(1, model(1), about(everybody), 3)
         busy.call("set_trap", "busy")
         state = tensors(2)
@@ -63,7 +42,7 @@ def test_the_trainer_goes_on_and_a_late_receiver_gets_the_version_as_it_was(rece
 @pytest.mark.parametrize("transport", ["shared", "stream"])
 def test_a_receiver_that_is_still_late_at_the_next_version_takes_that_one(receivers, busy, transport):
     everybody = [*receivers, busy]
-    with hasty(transport) as source, ThreadPoolExecutor(1) as pool:
+    with publisher(transport, deadlines=HASTY) as source, ThreadPoolExecutor(1) as pool:
         source.publish(1, model(1), about(everybody), 3)
         busy.call("set_trap", "busy")
         loads = busy.call("probe")["loads"]
@@ -80,7 +59,7 @@ def test_a_receiver_that_is_still_late_at_the_next_version_takes_that_one(receiv
 
 def test_a_late_receiver_that_fails_is_named(receivers, busy):
     everybody = [*receivers, busy]
-    with hasty() as source:
+    with publisher(deadlines=HASTY) as source:
         source.publish(1, model(1), about(everybody), 3)
         busy.call("set_trap", "busy")
         source.publish(2, model(2), about(everybody), 2)
@@ -92,7 +71,7 @@ def test_a_late_receiver_that_fails_is_named(receivers, busy):
 
 def test_a_receiver_without_which_too_few_serve_is_waited_for(receivers, busy):
     everybody = [*receivers, busy]
-    with hasty() as source, ThreadPoolExecutor(1) as pool:
+    with publisher(deadlines=HASTY) as source, ThreadPoolExecutor(1) as pool:
         source.publish(1, model(1), about(everybody), 3)
         busy.call("set_trap", "busy")
         publishing = pool.submit(source.publish, 2, model(2), about(everybody), 3)
@@ -105,26 +84,24 @@ def test_a_receiver_without_which_too_few_serve_is_waited_for(receivers, busy):
 
 def test_receivers_that_share_devices_with_the_trainer_are_all_waited_for(receivers, busy):
     """They load before the trainer computes again, because it takes their place on the devices."""
-    cfg = {**SPEC, "placement": {"mode": "colocated"}, "weights": {"transport": "zmq"}}
-    source = WeightPublisher(cfg, next(epochs), deadlines=HASTY)
-    try:
+    with (
+        publisher("zmq", deadlines=HASTY, placement={"mode": "colocated"}) as source,
+        ThreadPoolExecutor(1) as pool,
+    ):
         busy.call("set_trap", "busy")
-        with ThreadPoolExecutor(1) as pool:
-            publishing = pool.submit(source.publish, 1, model(1), about([*receivers, busy]), 2)
-            while not all(serves(receiver, 1, tensors(1)) for receiver in receivers):
-                assert not publishing.done()
+        publishing = pool.submit(source.publish, 1, model(1), about([*receivers, busy]), 2)
+        while not all(serves(receiver, 1, tensors(1)) for receiver in receivers):
             assert not publishing.done()
-            busy.call("set_trap", "")
-            assert len(publishing.result(120).acked) == 3
-    finally:
-        source.close()
+        assert not publishing.done()
+        busy.call("set_trap", "")
+        assert len(publishing.result(120).acked) == 3
 
 
 def test_a_publisher_closes_while_a_receiver_is_late(receivers, busy):
-    with hasty() as source:
+    with publisher(deadlines=HASTY) as source:
         busy.call("set_trap", "busy")
         assert source.publish(1, model(1), about([*receivers, busy]), 2).late == ("rollout:9",)
     busy.call("set_trap", "")
-    with hasty() as source:
+    with publisher(deadlines=HASTY) as source:
         source.publish(1, model(1), about([*receivers, busy]), 3)
     assert serves(busy, 1, tensors(1))

@@ -308,8 +308,7 @@ def test_a_receiver_killed_in_a_transfer_is_named_and_the_others_serve(receivers
 def test_too_few_acknowledgements_name_each_missing_receiver_with_its_state(receivers):
     missing = replace(receivers[1].about, name="rollout:9", address="tcp://127.0.0.1:9")
     brief = Deadlines(sync_seconds=10, straggler_seconds=0.2)
-    with publisher() as source:
-        source._deadlines = brief
+    with publisher(deadlines=brief) as source:
         with pytest.raises(DeadlineExceeded) as caught:
             source.publish(3, model(3), [receivers[0].about, missing], 2)
         assert "must be acknowledged by 2 receivers, got 0 of 2" in str(caught.value)
@@ -324,8 +323,7 @@ def test_too_few_acknowledgements_name_each_missing_receiver_with_its_state(rece
 
 def test_a_receiver_that_never_answers_keeps_neither_the_others_from_serving_nor_the_trainer(receivers):
     missing = replace(receivers[1].about, name="rollout:9", address="tcp://127.0.0.1:9")
-    with publisher() as source:
-        source._deadlines = HASTY
+    with publisher(deadlines=HASTY) as source:
         report = source.publish(1, model(1), [*about(receivers), missing], 2)
         assert all(serves(receiver, 1, tensors(1)) for receiver in receivers)
         assert (report.late, report.failed, source.current()[0]) == (("rollout:9",), {}, 1)

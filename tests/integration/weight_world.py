@@ -22,7 +22,7 @@ from tests.weight_samples import StateSource
 SHAPES = {"a": [500, 700], "b": [3], "c": [11], "d": [300, 999]}
 SPEC = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"promptsPerStep": 1, "steps": 1}}
 PATIENT = Deadlines(sync_seconds=600, straggler_seconds=60)
-"""On a busy machine no receiver is late that is only slow."""
+"""On a busy machine a receiver that is only slow is not late."""
 HASTY = Deadlines(sync_seconds=600, straggler_seconds=0.2)
 epochs = itertools.count(1)
 
@@ -74,16 +74,16 @@ def started(*receivers):
 
 
 @contextlib.contextmanager
-def publisher(transport="shared", epoch=None, **weights):
+def publisher(transport="shared", epoch=None, *, deadlines=PATIENT, placement=None, **weights):
     weights = {"bucketBytes": 1 << 20, **weights}
-    if transport == "gloo":
-        weights["transport"] = "gloo"
+    if transport in ("gloo", "zmq"):
+        weights["transport"] = transport
     host_token = "elsewhere" if transport == "stream" else None
     epoch = next(epochs) if epoch is None else epoch
-    cfg = RLJobSpec.model_validate({**SPEC, "weights": weights})
+    cfg = RLJobSpec.model_validate({**SPEC, "weights": weights, "placement": placement or {}})
     if transport == "ipc":  # no job may ask for it on a CPU, where shared memory stands in for the device's
         cfg = cfg.model_copy(update={"weights": cfg.weights.model_copy(update={"transport": "ipc"})})
-    made = WeightPublisher(cfg, epoch, deadlines=PATIENT, host_token=host_token)
+    made = WeightPublisher(cfg, epoch, deadlines=deadlines, host_token=host_token)
     try:
         yield made
     finally:

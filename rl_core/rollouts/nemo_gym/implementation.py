@@ -55,7 +55,11 @@ class RolloutTimer(Timers):
 
 
 class AsyncNemoGymRolloutImpl:
-    """Generates and scores prompt groups by running each sample on NeMo-Gym servers, which call the policy themselves."""
+    """Generates and scores prompt groups with the agents of NeMo-Gym.
+
+    Each sample of a group is sent as one row to the NeMo-Gym servers. Their agent runs the whole episode: it calls the policy through an
+    OpenAI-compatible endpoint, runs the tools, and returns the conversation with its reward.
+    """
 
     def __init__(
         self,

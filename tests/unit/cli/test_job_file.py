@@ -7,7 +7,7 @@ import yaml
 
 from rl_core.api.errors import ConfigError
 from rl_core.cli.job_file import JobProblems, read_document
-from rl_core.cli.validate import hub_hint, validate_file
+from rl_core.cli.validate import missing_path_hint, validate_file
 from tests.small_models import save_policy
 
 JOB = "apiVersion: rljob.dev/v1alpha1\nkind: RLJob\nmetadata: {name: %s}\nspec: {}\n"
@@ -24,7 +24,7 @@ def test_the_one_job_of_a_file_is_read_and_overridden(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "error"),
     [
         (f"{JOB % 'a'}---\n{JOB % 'b'}", r"got 2 \(a, b\)"),
         (f"{CLAIM}---\n{CLAIM}", r"got 0 \(none\)"),
@@ -32,50 +32,58 @@ def test_the_one_job_of_a_file_is_read_and_overridden(tmp_path, text):
     ],
     ids=["two jobs", "no job", "empty"],
 )
-def test_a_file_with_two_jobs_or_none_is_refused(tmp_path, text, told):
+def test_a_file_with_two_jobs_or_none_is_refused(tmp_path, text, error):
     (tmp_path / "job.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=error):
         read_document(tmp_path / "job.yaml", [])
 
 
 @pytest.mark.parametrize(
-    ("spec", "told"),
+    ("spec", "error"),
     [("{a: 1, a: 2}", "the key 'a' twice"), ("{a: {b: 1, 'b': 2}}", "the key 'b' twice"), ("[{a: 1}, {a: 2}]", "")],
 )
-def test_a_key_that_a_mapping_has_twice_is_refused_with_its_line(tmp_path, spec, told):
+def test_a_key_that_a_mapping_has_twice_is_refused_with_its_line(tmp_path, spec, error):
     file = tmp_path / "job.yaml"
     file.write_text("kind: RLJob\nspec: %s\n" % spec)  # noqa: UP031 - braces
-    if told:
-        with pytest.raises(ConfigError, match=rf"job\.yaml: must be valid YAML, got {told} in one mapping .*line 2"):
+    if error:
+        with pytest.raises(ConfigError, match=rf"job\.yaml: must be valid YAML, got {error} in one mapping .*line 2"):
             read_document(file, [])
     else:
         assert len(read_document(file, [])["spec"]) == 2
-    merged = "base: &base {a: 1, b: 1}\nspec: {<<: *base, a: 2}\n"
-    file.write_text(merged)
-    assert read_document(file, [])["spec"] == {"a": 2, "b": 1}
-    merged = "base: &base {a: 1}\nall: {deep: &deep {<<: *base, a: 2}}\nspec: {<<: *deep, b: 1}\n"
-    file.write_text(merged)  # PyYAML adds the keys of `base` to `deep` before it constructs `deep`
-    assert read_document(file, [])["spec"] == {"a": 2, "b": 1}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "base: &base {a: 1, b: 1}\nspec: {<<: *base, a: 2}\n",
+        # PyYAML adds the keys of `base` to `deep` before it constructs `deep`
+        "base: &base {a: 1}\nall: {deep: &deep {<<: *base, a: 2}}\nspec: {<<: *deep, b: 1}\n",
+    ],
+    ids=["merged", "merged twice"],
+)
+def test_a_key_may_replace_one_of_a_merged_mapping(tmp_path, text):
+    (tmp_path / "job.yaml").write_text(text)
+    assert read_document(tmp_path / "job.yaml", [])["spec"] == {"a": 2, "b": 1}
 
 
 @pytest.mark.parametrize("script", [True, False])
 def test_a_missing_folder_that_a_script_beside_the_job_makes_is_no_name_of_the_hub(tmp_path, script):
     if script:
         (tmp_path / "prepare.py").touch()
-    told = (
+    hint = (
         f", or make it with python {tmp_path}/prepare.py" if script else ", or write hf://student/model for that name"
     )
-    assert hub_hint(str(tmp_path / "student/model"), tmp_path).startswith(told)
+    assert missing_path_hint(str(tmp_path / "student/model"), tmp_path).startswith(hint)
     (tmp_path / "student/model").mkdir(parents=True)
-    assert hub_hint(str(tmp_path / "student/model"), tmp_path) == ""
+    assert missing_path_hint(str(tmp_path / "student/model"), tmp_path) == ""
 
 
 def test_what_lies_on_volumes_of_the_actor_is_left_to_the_pods(capsys):
     """The cluster's example is valid on a machine that has neither its model nor its data."""
     file = Path(__file__).parents[3] / "examples" / "arithmetic" / "rljob.yaml"
     assert validate_file(file, []) == 0
-    told = capsys.readouterr().out
-    assert "valid (arithmetic: grpo, 60 steps)" in told and "spec.model.path, spec.data.train" in told
+    output = capsys.readouterr().out
+    assert "valid (arithmetic: grpo, 60 steps)" in output and "spec.model.path, spec.data.train" in output
     with pytest.raises(JobProblems, match=r"spec\.model\.path"):
         validate_file(file, [f"actor.{field}=[]" for field in ("volumes", "volumeMounts", "initContainers")])
 
@@ -88,20 +96,20 @@ def test_a_volume_for_checkpoints_hides_no_problem_of_what_is_not_on_it(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("told", "settings"),
+    ("field", "settings"),
     [
         (r"optimizer\.schedule\.warmupSteps", ["actor.optimizer.schedule={style: linear, warmupSteps: 5}"]),
         ("criticWarmupSteps", ["algorithm.name=gae", "actor.criticWarmupSteps=5"]),
     ],
     ids=["schedule", "critic"],
 )
-def test_a_warm_up_that_does_not_fit_the_run_is_told_before_anything_starts(told, settings):
+def test_a_warm_up_that_does_not_fit_the_run_is_refused_before_anything_starts(field, settings):
     file = Path(__file__).parents[3] / "examples" / "arithmetic" / "rljob.yaml"
-    with pytest.raises(JobProblems, match=rf"spec\.actor\.{told} must be below the run's 5 .*got 5"):
+    with pytest.raises(JobProblems, match=rf"spec\.actor\.{field} must be below the run's 5 .*got 5"):
         validate_file(file, ["algorithm.steps=5", *settings])
 
 
-def test_weights_cut_short_and_bad_rows_are_told_together_each_on_a_line(tmp_path):
+def test_weights_cut_short_and_bad_rows_are_reported_together_each_on_a_line(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"\x40\0\0\0\0\0\0\0{}")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n{oops\n[1]\n')
@@ -110,14 +118,14 @@ def test_weights_cut_short_and_bad_rows_are_told_together_each_on_a_line(tmp_pat
     places = [f"model.path={tmp_path}", f"data.train={tmp_path}/train.jsonl", "data.validation=null"]
     with pytest.raises(JobProblems) as error:
         validate_file(file, [*settings, *places])
-    told = "\n".join(error.value.problems)
-    assert "model.safetensors must be a whole safetensors file" in told
+    problems = "\n".join(error.value.problems)
+    assert "model.safetensors must be a whole safetensors file" in problems
     rows = [line for line in error.value.problems if line.startswith("spec.data.train: ")]
     assert len(rows) == 3 and "train.jsonl:2:" in rows[0] and "train.jsonl:3:" in rows[1]
     assert "must have the column 'answer' (data.answerKey), got ['prompt']" in rows[2]
 
 
-def test_a_program_that_calls_a_model_without_a_chat_template_is_told(tmp_path):
+def test_a_program_that_calls_a_model_without_a_chat_template_is_refused(tmp_path):
     document = {
         "apiVersion": "rljob.dev/v1alpha1",
         "kind": "RLJob",
@@ -200,11 +208,35 @@ def test_columns_are_looked_for_beside_settings_that_break_the_schema(tmp_path, 
         "{actor: {volumeMounts: [{}]}, model: {path: x}}",
     ],
 )
-def test_of_a_document_of_another_shape_the_schema_alone_is_told(tmp_path, spec):
+def test_of_a_document_of_another_shape_only_schema_problems_are_reported(tmp_path, spec):
     (tmp_path / "job.yaml").write_text((JOB % "a").replace("{}", spec))
     with pytest.raises(JobProblems) as error:
         validate_file(tmp_path / "job.yaml", [])
     assert not [line for line in error.value.problems if "config.json" in line or "existing file" in line]
+
+
+def test_a_model_that_a_script_beside_the_job_makes_is_not_taken_for_a_name_of_the_hub(tmp_path):
+    (tmp_path / "prepare.py").write_text("")
+    (tmp_path / "job.yaml").write_text(
+        (JOB % "a").replace("{}", "{model: {path: student/model}, data: {train: a.jsonl}}")
+    )
+    with pytest.raises(JobProblems) as error:
+        validate_file(tmp_path / "job.yaml", [])
+    model, data = error.value.problems
+    assert all(line.endswith(f", or make it with python {tmp_path}/prepare.py") for line in (model, data))
+    assert "hf://" not in model
+
+
+def test_prompts_that_are_left_out_are_counted(tmp_path, capsys):
+    save_policy(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text(
+        '{"prompt": "1", "answer": "1"}\n' + '{"prompt": "%s", "answer": "1"}\n' % ("1 " * 40)
+    )
+    spec = "{model: {path: model}, data: {train: train.jsonl}, env: {reward: exact, type: reward}, rollout: ROLLOUT}"
+    rollout = "{maxSequenceLength: 16, sampling: {maxNewTokens: 4}}"
+    (tmp_path / "job.yaml").write_text((JOB % "a").replace("{}", spec.replace("ROLLOUT", rollout)))
+    assert validate_file(tmp_path / "job.yaml", []) == 0
+    assert "warning: spec.data.train: 1 of 2 prompts are left out" in capsys.readouterr().err
 
 
 def test_a_name_of_the_hub_gets_its_scheme(tmp_path):

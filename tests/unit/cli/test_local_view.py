@@ -134,7 +134,7 @@ def test_a_quiet_run_says_every_five_seconds_what_it_waits_for(tmp_path, capsys)
     ]
 
 
-def test_a_run_that_is_ending_says_no_more_what_it_waits_for(tmp_path, capsys):
+def test_a_run_that_is_ending_no_longer_reports_what_it_waits_for(tmp_path, capsys):
     clock, ending = Clock(), []
     display = ProgressDisplay(tmp_path, total=4, live=False, clock=clock, ending=lambda: bool(ending))
     silent = {"who": "hub", "on": "rollout-0", "what": "a heartbeat", "seconds": 6.0}
@@ -154,19 +154,23 @@ def test_a_run_that_is_ending_says_no_more_what_it_waits_for(tmp_path, capsys):
 
 def test_samples_of_a_folder_that_is_no_output_folder_are_refused(tmp_path):
     (tmp_path / "job.yaml").write_text("kind: RLJob\n")
-    told = CliRunner().invoke(app, ["samples", str(tmp_path)])
-    assert told.exit_code == 2 and f"{tmp_path} must be the output folder of a run" in told.stderr
+    result = CliRunner().invoke(app, ["samples", str(tmp_path)])
+    assert result.exit_code == 2 and f"{tmp_path} must be the output folder of a run" in result.stderr
     (tmp_path / "status.json").write_text('{"phase": "Pending"}')
-    told = CliRunner().invoke(app, ["samples", str(tmp_path)])
-    assert told.exit_code == 2 and "must hold samples that match, got none" in told.stderr
+    result = CliRunner().invoke(app, ["samples", str(tmp_path)])
+    assert result.exit_code == 2 and "must hold samples that match, got none" in result.stderr
 
 
-def test_a_disabled_tracker_is_told_once_with_the_reason(tmp_path, capsys):
+def test_a_disabled_tracker_is_reported_once_with_the_reason(tmp_path, capsys):
     display = ProgressDisplay(tmp_path, total=4, live=False)
     for _ in range(2):
         display.update({"phase": "Training", "step": 1, "disabledTrackers": {"wandb": "UsageError: No API key"}})
     assert capsys.readouterr().out == (
         "tracker wandb is disabled, its metrics are in metrics.jsonl only: UsageError: No API key\n"
+    )
+    display.update({"phase": "Training", "step": 2, "disabledTrackers": {"jsonl": "TypeError: no JSON"}})
+    assert capsys.readouterr().out == (
+        "tracker jsonl is disabled, metrics.jsonl lacks the further steps: TypeError: no JSON\n"
     )
 
 
@@ -183,17 +187,17 @@ def test_a_step_in_which_nothing_can_be_learned_from_the_rewards_says_so():
 
 
 @pytest.mark.parametrize(
-    ("steps", "told"),
+    ("steps", "line"),
     [
         ([6], "validation accuracy: 0.600 after"),
         ([0], "validation accuracy: 0.000 before training"),
         ([3, 6], "validation accuracy: 0.300 at step 3, 0.600 after"),
     ],
 )
-def test_only_a_validation_before_training_is_called_before(tmp_path, steps, told):
+def test_only_a_validation_before_training_is_called_before(tmp_path, steps, line):
     lines = [{"step": step, "val/accuracy": step / 10} for step in steps]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert told in success_text(tmp_path, {}, ACCURACY).splitlines()
+    assert line in success_text(tmp_path, {}, ACCURACY).splitlines()
 
 
 def test_a_measure_over_few_prompts_says_over_how_many():

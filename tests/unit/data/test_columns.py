@@ -1,4 +1,4 @@
-"""What is said of a data set whose columns or files are not those that the job names."""
+"""Errors about data sets whose columns or files are not those that the job names."""
 
 import json
 
@@ -23,7 +23,7 @@ def tokenizer(tmp_path):
     return Tokenizer.from_folder(folder)
 
 
-def test_malformed_lines_and_all_missing_columns_are_told_together(tmp_path):
+def test_malformed_lines_and_all_missing_columns_are_reported_together(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"question": "1", "reward_model": {"ground_truth": "2"}}\n{oops\n')
     data = DataSpec(train=str(path), answerKey="reward_model.ground_truth")
@@ -39,7 +39,7 @@ def test_malformed_lines_and_all_missing_columns_are_told_together(tmp_path):
     )
 
 
-def test_malformed_lines_and_unusable_rows_are_told_together_with_their_numbers(tmp_path, tokenizer):
+def test_malformed_lines_and_unusable_rows_are_reported_together_with_their_numbers(tmp_path, tokenizer):
     path = tmp_path / "a.jsonl"
     good, answerless = '{"prompt": "1", "answer": "2"}', '{"prompt": "1", "answer": null}'
     path.write_text("\n".join([good, "{oops", answerless, good, '{"prompt": 1, "answer": "2"}']))
@@ -52,7 +52,7 @@ def test_malformed_lines_and_unusable_rows_are_told_together_with_their_numbers(
     assert prompt.startswith("data.train row 5: ")
 
 
-def test_a_folder_without_parquet_files_is_told_as_one(tmp_path):
+def test_a_folder_without_parquet_files_is_refused_as_one(tmp_path):
     (tmp_path / "data-00000-of-00001.arrow").write_text("x")
     with pytest.raises(
         ConfigError, match=r"a folder with \.parquet files, got a folder without any: .*; name a file in it"

@@ -90,12 +90,18 @@ async def test_a_slow_receiver_does_not_hold_enough_others_beyond_the_grace():
     assert await gate.wait() and opened == [True] and handshakes[2].live
 
 
-async def test_a_sync_is_settled_when_enough_serve_and_nobody_is_between_load_and_acknowledgement():
-    gate, (first, second, slow), _ = gate_of(3, 1, straggler_seconds=0.01)
-    first.apply()
-    second.apply()
+async def opened_before_the_third_applied(*, min_acks):
+    """Return a gate that is open because two of three receivers applied the version, and its handshakes."""
+    gate, handshakes, _ = gate_of(3, min_acks, straggler_seconds=0.01)
+    for handshake in handshakes[:2]:
+        handshake.apply()
     gate.check()
     assert await gate.wait()
+    return gate, handshakes
+
+
+async def test_a_sync_is_settled_when_enough_serve_and_nobody_is_between_load_and_acknowledgement():
+    gate, (first, second, slow) = await opened_before_the_third_applied(min_acks=1)
     first.acknowledge()
     gate.check()
     assert not gate.settled.done()
@@ -105,11 +111,7 @@ async def test_a_sync_is_settled_when_enough_serve_and_nobody_is_between_load_an
 
 
 async def test_a_sync_with_too_few_who_acknowledge_waits_for_the_slow_ones():
-    gate, (first, second, slow), _ = gate_of(3, 2, straggler_seconds=0.01)
-    first.apply()
-    second.apply()
-    gate.check()
-    assert await gate.wait()
+    gate, (first, second, slow) = await opened_before_the_third_applied(min_acks=2)
     first.acknowledge()
     second.fail()
     gate.check()

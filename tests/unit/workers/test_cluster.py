@@ -1,6 +1,6 @@
-"""Calls to members by name: what fails, and what the I/O thread must never wait for."""
+"""Calls to members by name: what fails, and what must never wait for the I/O thread."""
 
-from concurrent.futures import Future
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +11,10 @@ from rl_core.messages.calls import WorkerSpec
 from rl_core.messages.members import MemberState
 from rl_core.runner.stopping import Stopped
 from rl_core.transports.sockets import IoThread
-from rl_core.workers import cluster as module
 from rl_core.workers.cluster import Cluster
 from rl_core.workers.group import WorkerGroup
 from rl_core.workers.member import Member
+from rl_core.workers.membership import Change
 
 SPEC = WorkerSpec(path="m:C", args=[], kwargs={})
 
@@ -43,37 +43,40 @@ def identity():
 
 @pytest.fixture
 def job():
-    members = {f"env:{rank}": member(rank) for rank in range(8)}
+    members, watchers = {f"env:{rank}": member(rank) for rank in range(8)}, []
     hub = SimpleNamespace(
-        job=None, keys=None, identity=identity(), clock=lambda: 0.0, get=members.get, add_watcher=lambda _: None
-    )
+        job=None, keys=None, identity=identity(), clock=lambda: 0.0, get=members.get, add_watcher=watchers.append,
+        members=lambda: list(members.values()),
+    )  # fmt: skip
     made = Cluster(hub, sizes={"env": 8})
-    yield SimpleNamespace(members=members, cluster=made)
+    yield SimpleNamespace(members=members, cluster=made, watcher=watchers[0])
     made.close()
 
 
-def test_eight_constructions_that_fail_do_not_hold_up_the_io_thread(job, monkeypatch):
-    """A construction fails on the I/O thread at the very moment at which another thread connects to the next member."""
-    io, begun = IoThread.shared(), []
+def test_joins_and_losses_are_handled_while_the_io_thread_is_busy(job):
+    pending = job.cluster.construct("env:0", SPEC, timeout=60).future
+    busy, free = threading.Event(), threading.Event()
+    IoThread.shared().call_soon(lambda: (busy.set(), free.wait(60)))
+    assert busy.wait(60)
+    try:
+        joined = []
+        job.cluster.on_joined(lambda member: joined.append(job.cluster.construct(member.name, SPEC, timeout=60)))
+        job.members["env:0"] = member(0, MemberState.LOST)
+        job.watcher(Change("lost", job.members["env:0"], "it ended"))
+        job.members["env:0"] = member(0)
+        job.watcher(Change("joined", job.members["env:0"]))
+        assert not free.is_set() and len(joined) == 9
+    finally:
+        free.set()
+    assert isinstance(pending.exception(60), WorkerLost)
+    assert not joined[-1].future.done()
 
-    class Client:
-        """Waits for the I/O thread while it is made, as a real one does; there the last construction fails meanwhile."""
 
-        def __init__(self, address, keys, identity, *, service):
-            self.address = address
-            io.run(lambda: [future.set_exception(DeadlineExceeded("no answer")) for future in begun[-1:]], timeout=5.0)
-
-        def start_call(self, *args, **options):
-            begun.append(Future())
-            return begun[-1]
-
-        def close(self):
-            pass
-
-    monkeypatch.setattr(module, "RpcClient", Client)
-    calls = [job.cluster.construct(name, SPEC, timeout=60) for name in job.members]
-    assert [call.future.done() for call in calls] == [True] * 7 + [False]
-    with pytest.raises(DeadlineExceeded, match="no answer"):
+def test_the_error_of_a_construction_is_raised_for_the_group(job):
+    ended = threading.Event()
+    job.cluster.construct("env:0", SPEC, timeout=0.01).future.add_done_callback(lambda _: ended.set())
+    assert ended.wait(60)
+    with pytest.raises(DeadlineExceeded, match="not answered"):
         job.cluster.missing(["env"])
 
 
@@ -96,18 +99,22 @@ def test_a_stop_ends_the_wait_for_processes_at_its_next_look(job):
     assert looks == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_a_call_to_a_member_that_is_lost_while_a_connection_to_it_is_made_fails_at_once(job, monkeypatch):
-    class Client:
-        def __init__(self, address, keys, identity, *, service):
-            self.address = address
-            job.members["env:0"] = member(0, MemberState.LOST)
+def test_a_call_to_a_member_that_is_lost_while_a_connection_to_it_is_made_fails_at_once(job):
+    """The loss is reported after the look at the member and before the call."""
+    get, reported = job.cluster.hub.get, []
 
-        def close(self):
-            pass
+    def lose(name):
+        seen = get(name)
+        job.members[name] = member(0, MemberState.LOST)
+        reported.append(threading.Thread(target=job.watcher, args=(Change("lost", job.members[name], "it ended"),)))
+        reported[0].start()
+        return seen
 
-    monkeypatch.setattr(module, "RpcClient", Client)
+    job.cluster.hub.get = lose
+    future = job.cluster.construct("env:0", SPEC, timeout=60).future
     with pytest.raises(WorkerLost, match="it ended"):
-        job.cluster.construct("env:0", SPEC, timeout=60).future.result(0)
+        future.result(60)
+    reported[0].join()
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def require(config: Mapping[str, Any]) -> None:
 
 
 def variables(path: str) -> dict[str, str]:
-    """Return the environment variables with which the engine's processes run on a CPU. `path` is their PYTHONPATH, which is extended."""
+    """Return the environment variables that the engine's processes need to run on a CPU. The PYTHONPATH among them extends `path`."""
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
         "THP_MEM_ALLOC_ENABLE": "1",  # torch takes large pages for large tensors: copies and checksums of weights need a fifth less time
