@@ -114,6 +114,11 @@ class Mail:
         self._member(sender)
         return Receipt(self, sender, DEFAULT_SECONDS if timeout is None else timeout)
 
+    def size_of(self, group: str) -> int:
+        """Return the planned number of processes of `group`. Raises ValueError when this process sees no member of it within some seconds."""
+        self._await_seen([group])
+        return self._context.world_size_of(group)
+
     def _await_seen(self, groups: Sequence[str]) -> None:
         """Wait until this process has seen a member of each of `groups`, one of which may have been launched a moment ago."""
         deadline = time.monotonic() + VIEW_SECONDS
