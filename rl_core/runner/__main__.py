@@ -14,9 +14,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from rl_core.api import document
-from rl_core.api.errors import ConfigError, exit_code
+from rl_core.api.errors import ConfigError, RLJobError, exit_code
 from rl_core.api.identity import Identity
 from rl_core.api.job import RLJob
+from rl_core.api.user_code import describe
 from rl_core.data.hub import fetch_references
 from rl_core.observability.logging import configure_logging
 from rl_core.plan.keys import TOKEN_FILE
@@ -103,7 +104,8 @@ def main() -> int:
     except Exception as error:  # also a bug: the status must say why the run ended
         logger.exception("the run failed")
         code, outcome = failure_code(error), "Failed"
-        failure = {"type": type(error).__name__, "message": str(error), "exitCode": code}
+        message = str(error) if isinstance(error, RLJobError | ExceptionGroup) else describe(error)
+        failure = {"type": type(error).__name__, "message": message, "exitCode": code}
         if runner is None:
             write_status(output, {"schema": 1, "phase": "Failed", "epoch": identity.epoch, "failure": failure})
         else:

@@ -9,10 +9,11 @@
 Epochs, deadlines, failure rules, checkpoints, metrics and `/status` are those of the built-in programs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
+from rl_core.api.errors import ConfigError
 from rl_core.runner.device_schedule import DisaggregatedSchedule
 from rl_core.runner.item_calls import call_each
 from rl_core.runner.joining import WeightlessJoin
@@ -91,6 +92,7 @@ class GroupProgram(Program):
         report.begin_step()
         with report.measure("step"):
             yield metrics
+        check_numbers(metrics)
         progress.step += 1
         progress.reward = metrics.get("reward/mean")
         self.board.step_took(report.seconds("step"))
@@ -108,3 +110,10 @@ class GroupProgram(Program):
     def close(self) -> None:
         """Let no further members join."""
         self.members.close()
+
+
+def check_numbers(metrics: Mapping[str, object]) -> None:
+    """Raise ConfigError for a metric that is no number."""
+    for name, value in metrics.items():
+        if isinstance(value, str) or not hasattr(value, "__float__"):
+            raise ConfigError(f"metrics[{name!r}] of a step must be a number, got {value!r}; convert it with float()")

@@ -59,6 +59,7 @@ class Run:
         self.roster = Roster(job.spec, cluster, job=job.metadata.name, patient=in_cluster)
         self.board = StatusBoard(job.spec, cluster, self.roster, epoch=epoch, failures=failures_before(output))
         self.stops = StopController(lambda: self.board.phase)
+        self.board.pending_wait = self.stops.pending_wait
         self.trackers = trackers
         self.trace = Trace.in_folder(output / "traces", epoch=epoch)
         self.report = StepReport(self.progress, self.board, self.trackers, self.trace, epoch=epoch)

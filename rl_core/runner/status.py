@@ -98,6 +98,8 @@ class StatusBoard:
             "suspended": False,
             "streaks": {},
         }
+        self.pending_wait: Callable[[], Wait | None] = lambda: None
+        """Returns the group call that the loop waits for. It is reported where the loop has not named what it waits for."""
         self._channels: list[dict[str, Any]] = []
         self._unwritten: tuple[str, float] | None = None
         """What waits for disk space, and since when, by time.monotonic()."""
@@ -274,8 +276,10 @@ class StatusBoard:
         groups, here = self._roster.groups, [m for m in members if m.state not in LEAVING]
         pulling = [m for m in here if m.role in groups and groups[m.role].pulls_weights]
         serving = [m.name for m in pulling if (m.state == "serving") is not (self._phase is Phase.DEGRADED)]
-        named = self._on in groups and not groups[self._on].holds_model
-        return [*serving, *(m.name for m in here if named and m.role == self._on and m.state in PRESENT)]
+        pending = None if self._on else self.pending_wait()
+        on = pending.on if pending is not None else self._on
+        named = on in groups and not groups[on].holds_model
+        return [*serving, *(m.name for m in here if named and m.role == on and m.state in PRESENT)]
 
     def _waits(self, known: Sequence[Member]) -> list[Wait]:
         """Return the waits-for graph: silent members first, as they are at the root, then declared waits and the runner's own phase."""
@@ -293,6 +297,8 @@ class StatusBoard:
             seconds = time.monotonic() - self._phase_since
             what = self._what or self._phase.value.lower()
             edges.append(Wait(who="runner", on=self._on, what=what, since_seconds=seconds))
+        elif (pending := self.pending_wait()) is not None:
+            edges.append(pending)
         if (unwritten := self._unwritten) is not None:
             seconds = time.monotonic() - unwritten[1]
             edges.append(Wait(who="runner", on=DISK_SPACE, what=unwritten[0], since_seconds=seconds))

@@ -10,12 +10,14 @@ depends on the phase:
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
 
 from rl_core.api.errors import RLJobError
+from rl_core.runner.stall import Wait
 from rl_core.runner.status import Phase
 from rl_core.workers.group import WorkerGroupFuncResult
 
@@ -57,6 +59,7 @@ class StopController:
         """Guards `_pending`, `_cancel` and `_asked`: a result is cancelled only while the loop waits for it, work only while it runs, and
         of two requests at the same time the stronger one is kept."""
         self._pending: WorkerGroupFuncResult | None = None
+        self._pending_since = 0.0
         self._cancel: Callable[[], object] | None = None
         self._failure: RLJobError | None = None
         self._asked: tuple[StopKind, str] | None = None
@@ -105,6 +108,20 @@ class StopController:
         """Whether a failure was reported by `fail`."""
         return self._failure is not None
 
+    def pending_wait(self) -> Wait | None:
+        """Return which call the loop waits for and the ranks that have not ended; None while it does not wait for one."""
+        with self._lock:
+            result, since = self._pending, self._pending_since
+        if result is None:
+            return None
+        ranks = ", ".join(map(str, result.missing_ranks))
+        return Wait(
+            who="runner",
+            on=result.group,
+            what=f"{result.method} at rank {ranks}",
+            since_seconds=time.monotonic() - since,
+        )
+
     def wait_for_stop_request(self, seconds: float) -> None:
         """Sleep for `seconds`, or less if a stop is requested."""
         self._event.wait(seconds)
@@ -137,7 +154,7 @@ class StopController:
     def _interruptible(self, result: WorkerGroupFuncResult) -> Iterator[None]:
         """Let a stop or a failure cancel `result` while the block waits for it."""
         with self._lock:
-            self._pending = result
+            self._pending, self._pending_since = result, time.monotonic()
         try:
             self.check()  # a request made before `_pending` was set could not end the wait
             yield

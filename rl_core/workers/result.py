@@ -116,6 +116,11 @@ class WorkerGroupFuncResult:
         """The ranks that were called, in order."""
         return list(self._calls)
 
+    @property
+    def missing_ranks(self) -> list[int]:
+        """The ranks that have not ended, in order."""
+        return [rank for rank, call in self._calls.items() if not call.future.done()]
+
     def done(self) -> bool:
         """Return whether every rank has ended or the call was cancelled."""
         return self._cancelled or not self._running

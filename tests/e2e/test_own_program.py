@@ -1,10 +1,12 @@
 """A program and a group of the user in a real run: real hub, launcher, supervisors and processes."""
 
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
 
+import pytest
 import yaml
 
 from rl_core.cli.local_control import connect, scale
@@ -99,6 +101,85 @@ def test_a_run_is_resumed_with_the_state_that_the_program_registered(start):
     assert run.run("--set", "algorithm.steps=2") == 0, run.text + run.logs()
     assert run.run("--resume", "auto") == 0, run.text + run.logs()
     assert [line["totals"] for line in run.lines("metrics.jsonl")] == [1, 2, 3]
+
+
+BROKEN = """
+import time
+
+from rl_core.runner.group_program import GroupProgram
+from rl_core.workers.worker import Worker
+
+
+class Square(Worker):
+    def __init__(self, config): ...
+
+    def fail(self):
+        raise KeyError("no such row")
+
+    def hang_at(self, rank):
+        while self.rank == rank:
+            time.sleep(1)
+
+
+class Fault(GroupProgram):
+    def loop(self):
+        for step in self.steps():
+            with step as metrics:
+                self.fault(self.run.groups["square"], metrics)
+
+
+class Raises(Fault):
+    def fault(self, group, metrics):
+        metrics["reward/mean"] = 1 / 0
+
+
+class MemberRaises(Fault):
+    def fault(self, group, metrics):
+        self.stops.wait(group.execute_on(1).fail())
+
+
+class NoNumber(Fault):
+    def fault(self, group, metrics):
+        metrics["reward/mean"] = "high"
+
+
+class MemberHangs(Fault):
+    def fault(self, group, metrics):
+        self.stops.wait(group.hang_at(1))
+
+
+class Hangs(Fault):
+    def fault(self, group, metrics):
+        time.sleep(3600)
+
+
+class Forgets(Fault):
+    def fault(self, group, metrics):
+        group.execute_on(0).fail()
+        time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "told"),
+    [
+        ("Raises", 3, r"ZeroDivisionError: division by zero \(own.py:28 in fault\)"),
+        ("MemberRaises", 3, "square rank 1: fail raised KeyError: 'no such row'"),
+        ("NoNumber", 2, "metrics\\['reward/mean'\\] of a step must be a number, got 'high'"),
+        ("MemberHangs", 3, r"stalled: WaitingForSquare: no progress .* runner waits for square \(hang_at at rank 1, "),
+        ("Hangs", 3, "stalled: WaitingForActor: no progress .* nobody declares a wait"),
+        ("Forgets", 0, "square.fail failed and nobody waited for its result: RemoteError: square rank 0: fail raised"),
+    ],
+)
+def test_what_is_wrong_with_a_program_is_told_with_its_place_and_nothing_is_left(start, program, code, told):
+    stall = {"seconds": 4.0 if "Hangs" in program else 300.0, "action": "FailJob"}
+    group = {"name": "square", "worker": "own:Square", "replicas": 2}
+    spec = SPEC | {"program": f"own:{program}", "groups": [group], "algorithm": {"steps": 1}}
+    run = start(**spec, failurePolicy={"stall": stall, "maxRestarts": 0})
+    (run.job.parent / "own.py").write_text(BROKEN)
+    assert run.run() == code, run.text + run.logs()
+    assert re.search(told, run.text if code else run.logs()), run.text + run.logs()
+    assert run.processes() == []
 
 
 def counter(run):

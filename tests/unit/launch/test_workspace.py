@@ -33,6 +33,19 @@ def test_a_run_with_steps_left_is_never_told_as_finished_by_an_interrupt(tmp_pat
         assert status["failure"]["type"] == "Interrupted"
 
 
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ("SIGTERM: ended at step 4", "stalled: no progress; SIGTERM: ended at step 4"),
+        ("division by zero", "division by zero"),
+    ],
+)
+def test_why_the_runner_was_terminated_is_told_before_its_own_last_words(tmp_path, told, expected):
+    space = Workspace(tmp_path)
+    space.write_status({"epoch": 0, "phase": "Failed", "failure": {"type": "", "message": told}}, restarts=0)
+    assert space.final_status(3, "stalled: no progress", epoch=0)["failure"]["message"] == expected
+
+
 def test_a_run_that_told_nothing_has_failed(tmp_path):
     status = Workspace(tmp_path).final_status(3, "", epoch=2)
     assert (status["phase"], status["epoch"], status["failure"]["message"]) == ("Failed", 2, "the launcher failed")
