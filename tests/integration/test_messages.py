@@ -78,7 +78,9 @@ def test_rows_are_divided_equally_between_groups_of_unequal_size_in_both_directi
         left.send_part(4, "three").wait(timeout=60)
     left.execute_on(0).send_part(3, "three").wait(timeout=60)
     left.execute_on(1).send_part(6, "three").wait(timeout=60)
-    with pytest.raises(RemoteError, match=r"all ranks of left must send the same number of rows to three, got \{0: 3, 1: 6\}"):
+    with pytest.raises(
+        RemoteError, match=r"all ranks of left must send the same number of rows to three, got \{0: 3, 1: 6\}"
+    ):
         three.execute_on(1).recv_part("left").wait(timeout=60)
 
 

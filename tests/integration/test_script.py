@@ -154,7 +154,11 @@ def test_the_example_of_batches_loses_no_text_and_fills_each_batch():
 @pytest.mark.parametrize(
     ("end", "error", "text"),
     [
-        ("kill", InfrastructureError, "the processes of group doomed-kill have ended: doomed-kill-1 ended by signal SIGKILL"),
+        (
+            "kill",
+            InfrastructureError,
+            "the processes of group doomed-kill have ended: doomed-kill-1 ended by signal SIGKILL",
+        ),
         ("raise", RemoteError, "doomed-raise rank 1: __init__ raised ValueError: bad config"),
     ],
 )
