@@ -115,6 +115,11 @@ class Mail:
         self._member(sender)
         return Receipt(self, sender, DEFAULT_SECONDS if timeout is None else timeout)
 
+    def size_of(self, group: str) -> int:
+        """Return the planned number of processes of `group`. Raises ValueError when this process sees no member of it within some seconds."""
+        self._await_seen([group])
+        return self._context.world_size_of(group)
+
     def _await_seen(self, groups: Sequence[str]) -> None:
         """Wait until this process has seen a member of each of `groups`, because a group may have been launched only just before."""
         deadline = time.monotonic() + VIEW_SECONDS

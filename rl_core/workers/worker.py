@@ -266,6 +266,40 @@ class Worker:
         self._mail.broadcast(obj, groups, timeout=timeout)
         return obj
 
+    def send_rows(self, batch: Any, dst_group: str, *, timeout: float | None = None) -> None:
+        """Send this worker's rows of a batch to the workers of another group, which get them with `recv_rows`.
+
+        The batch consists of the rows of all workers of this group in the order of ranks. Each of them calls this with the same number of
+        rows. Each worker of `dst_group` gets the same number of consecutive rows, so the sizes of the groups may differ. `batch` is a tensor,
+        an array, a list of rows, or a dictionary of these. `timeout` is in seconds (None: 600). Raises the errors of `send`, and ValueError
+        for rows that cannot be divided equally.
+        """
+        from rl_core.collective.routing import get_dst_ranks, row_count, split_batch
+
+        total = (row_count(batch) or 0) * self.world_size
+        route = get_dst_ranks(total, self.world_size, self._mail.size_of(dst_group), self.rank)
+        parts = split_batch(batch, [rows for _, rows in route])
+        for (rank, _), part in zip(route, parts, strict=True):
+            self.send([total, part], dst_group, rank, timeout=timeout)
+
+    def recv_rows(self, src_group: str, *, timeout: float | None = None) -> Any:
+        """Return this worker's rows of a batch that the workers of `src_group` have sent with `send_rows`.
+
+        `timeout` is in seconds for each sender (None: 600). Raises the errors of `recv`, and ValueError when the senders had different
+        numbers of rows.
+        """
+        from rl_core.collective.routing import get_src_ranks, merge_batches
+
+        sources = self._mail.size_of(src_group)
+        ranks = [rank for rank, _ in get_src_ranks(sources * self.world_size, sources, self.world_size, self.rank)]
+        totals, parts = zip(*(self.recv(src_group, rank, timeout=timeout) for rank in ranks), strict=True)
+        if len(set(totals)) > 1:
+            raise ValueError(
+                f"all ranks of {src_group} must send the same number of rows to {self.group_name}, "
+                f"got {dict(zip(ranks, [total // sources for total in totals], strict=True))} by rank"
+            )
+        return merge_batches(parts)
+
     @property
     def _mail(self) -> Mail:
         mail = self._mail_of_epoch

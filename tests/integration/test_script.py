@@ -1,6 +1,7 @@
 """A script with worker processes of its own: groups, results by rank, placement, failures, and the end of every process."""
 
 import ast
+import itertools
 import os
 import signal
 import subprocess
@@ -11,9 +12,16 @@ from pathlib import Path
 import pytest
 
 from rl_core import Channel, Cluster
-from rl_core.api.errors import ConfigError, DeadlineExceeded, PlacementError, RemoteError, WorkerLost
+from rl_core.api.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InfrastructureError,
+    PlacementError,
+    RemoteError,
+    WorkerLost,
+)
 from rl_core.plan.placement import FlexiblePlacementStrategy, PackedPlacementStrategy
-from tests.integration.script_workers import Adder
+from tests.integration.script_workers import Adder, Doomed
 
 SCRIPT = Path(__file__).with_name("script_workers.py")
 
@@ -120,6 +128,43 @@ def test_a_class_that_no_other_process_can_import_is_refused():
     code = "from rl_core import Worker\nclass Mine(Worker): pass\nMine.create_group()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "__main__.Mine: it has no file; write it into a module, for example own.py" in done.stderr
+
+
+def test_the_example_of_batches_loses_no_text_and_fills_each_batch():
+    example = Path(__file__).parents[2] / "examples/pipeline/batches.py"
+    code = "import ast, sys, batches\nif __name__ == '__main__': print(batches.main(ast.literal_eval(sys.argv[1])))"
+    texts = [chr(97 + row % 26) * (1 + row % 20) for row in range(60)]
+    done = subprocess.run(
+        [sys.executable, "-c", code, repr(texts)],
+        env={**os.environ, "PYTHONPATH": f"{example.parent}:{Path.cwd()}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = ast.literal_eval(done.stdout)
+    for key, wanted in (("short", lambda text: len(text) <= 8), ("long", lambda text: len(text) > 8)):
+        batches = found[key]
+        assert sorted(text for batch in batches for text in batch) == sorted(filter(wanted, texts))
+        assert all(batches) and all(sum(map(len, batch)) <= 32 for batch in batches)
+        for batch, following in itertools.pairwise(batches):
+            assert sum(map(len, batch)) + len(following[0]) > 32
+
+
+@pytest.mark.parametrize(
+    ("end", "error", "text"),
+    [
+        (
+            "kill",
+            InfrastructureError,
+            "the processes of group doomed-kill have ended: doomed-kill-1 ended by signal SIGKILL",
+        ),
+        ("raise", RemoteError, "doomed-raise rank 1: __init__ raised ValueError: bad config"),
+    ],
+)
+def test_a_rank_that_ends_or_fails_while_the_group_is_formed_is_named(cluster, end, error, text):
+    with pytest.raises(error, match=text):
+        Doomed.create_group(end).launch(cluster, name=f"doomed-{end}", timeout=60)
 
 
 def test_the_pipeline_example_gives_what_a_loop_in_one_process_gives():
