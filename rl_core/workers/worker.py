@@ -233,7 +233,7 @@ class Worker:
     def send_tensor(
         self, tensor: Any, dst_group: str, dst_rank: int, *, async_op: bool = False, timeout: float | None = None
     ) -> "AsyncHandle[None] | None":
-        """Send a tensor or array as `send` does. One of a device is copied to host memory first."""
+        """Send a tensor or array as `send` does. A tensor on a device is copied to host memory first."""
         on_device = getattr(tensor, "device", "cpu") != "cpu" and hasattr(tensor, "cpu")
         return self.send(
             tensor.detach().cpu() if on_device else tensor, dst_group, dst_rank, async_op=async_op, timeout=timeout
@@ -253,9 +253,9 @@ class Worker:
     ) -> Any:
         """Return the `obj` of the worker `src`, a pair of group and rank, on each member of `groups`.
 
-        All members of the groups call it, and `src` too, which need not be one of them. `obj` of the others is ignored. `timeout` is in
-        seconds (None: 600). Raises the errors of `send` and `recv`; ValueError for a group that has no members. When `src` cannot send,
-        because a member is gone or `obj` cannot be serialized, all members that are there raise this error.
+        All members of the groups and `src` must call it; `src` need not be a member of the groups. The argument `obj` of all others is
+        ignored. `timeout` is in seconds (None: 600). Raises the errors of `send` and `recv`, and ValueError for a group that has no members.
+        If `src` cannot send, because a member is gone or `obj` cannot be serialized, all present members raise this error.
         """
         source = f"{src[0]}:{src[1]}"
         if self.identity.name != source:
@@ -342,8 +342,8 @@ class Worker:
 
         A function as `what` is called for each heartbeat, on any thread, and must return quickly.
 
-        `on` names a member, a group or a channel. When a run stalls, the runner follows these declarations from one member to the next and
-        blames the last. `cause` is the failure reason that it then reports; with None the reason names the group `on`.
+        `on` names a member, a group or a channel. When a run stalls, the runner follows these declarations from one member to the next, and
+        reports the last one as the reason. `cause` is the failure reason that it then reports; None means a reason that names the group `on`.
         """
         return self._context.waiting(what, on, cause)
 
