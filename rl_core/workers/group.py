@@ -237,11 +237,15 @@ class GroupView:
 GROUP_NAMES = frozenset(name for name in dir(WorkerGroup) if not name.startswith("_"))
 """Public names of WorkerGroup. A worker class must not define methods of these names, because they could not be called on a group."""
 
+HOOKS = {"on_new_epoch": ("epoch",), "drain": (), "close": ()}
+"""Methods that the process of a worker calls by itself, with their arguments; see Worker."""
+
 
 def check_class(cls: type[Any]) -> None:
     """Check that `cls` can be the class of a remote worker.
 
-    Raises ConfigError when it does not derive from Worker, and ValueError when one of its methods has the name of a method of WorkerGroup.
+    Raises ConfigError when it does not derive from Worker, and ValueError when one of its methods has the name of a method of WorkerGroup,
+    or that of a hook and other arguments.
     """
     if not hasattr(cls, "remote_methods"):
         raise ConfigError(f"{cls.__qualname__} must derive from rl_core.workers.worker.Worker")
@@ -250,3 +254,12 @@ def check_class(cls: type[Any]) -> None:
         raise ValueError(
             f"{cls.__qualname__} must not define {', '.join(clashes)}: WorkerGroup has methods of these names; rename them"
         )
+    for name, args in HOOKS.items():
+        if name in cls.remote_methods():
+            try:
+                inspect.signature(getattr(cls, name)).bind("self", *args)
+            except TypeError as error:
+                called = f"{name}({', '.join(args)})"
+                raise ValueError(
+                    f"{cls.__qualname__}.{name} must be callable as {called}, a hook of Worker, got: {error}; rename the method"
+                ) from error
