@@ -45,13 +45,13 @@ class Source(Worker):
     def fill(self, channel):
         channel.put(self.rank, timeout=60)
 class Sink(Worker):
-    def drain(self, channel):
+    def take(self, channel):
         return channel.get(timeout=60)
 if __name__ == "__main__":
     with Cluster.local(processes=2) as cluster:
         source, sink = (kind.create_group().launch(cluster, name=kind.__name__.lower()) for kind in (Source, Sink))
         source.fill(Channel.create("numbers"))
-        print(sink.drain(Channel.connect("numbers")).wait(timeout=60))
+        print(sink.take(Channel.connect("numbers")).wait(timeout=60))
 """
 """The shortest script of two groups and a channel. It is run."""
 

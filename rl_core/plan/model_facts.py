@@ -26,18 +26,18 @@ _PLAIN_MLP = frozenset({"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """Sizes of a decoder-only language model; a tied matrix counts once."""
+    """Sizes of a decoder-only language model. Tied parameters count once."""
 
     parameters: int
     """All parameters."""
     layer: int
-    """Parameters of a decoder layer."""
+    """Parameters of one decoder layer."""
     hidden: int
-    """Width of the residual stream."""
+    """Hidden size, the width of the residual stream."""
     layers: int
-    """Decoder layers."""
+    """Number of decoder layers."""
     vocab: int
-    """Rows of the embedding."""
+    """Number of rows of the embedding matrix."""
     heads: int
     """Query heads."""
     kv_heads: int
@@ -47,13 +47,13 @@ class ModelFacts:
     head_norms: bool
     """Whether the heads of queries and keys are normalised, as in Qwen3."""
     inner: int
-    """Width of the feed-forward part that a token goes through: that of all its experts together in a mixture of experts."""
+    """Intermediate size of the feed-forward network. In a mixture of experts: the sum over all experts that compute a token."""
     max_length: int
     """Longest sequence, tokens."""
     experts: int = 0
-    """Experts of a layer; 0 for a dense model."""
+    """Experts per layer; 0 for a dense model."""
     experts_per_token: int = 0
-    """Experts that a token goes through, those that all tokens share left out; 0 for a dense model."""
+    """Experts that the router selects for a token; shared experts do not count. 0 for a dense model."""
 
     @classmethod
     def from_config(cls, path: str | Path) -> "ModelFacts":

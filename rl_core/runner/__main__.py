@@ -48,13 +48,13 @@ def interrupt_on_sigterm(runner: Runner) -> None:
 
 
 def serve(runner: Runner, port: int, peer: Peer | None, *, in_cluster: bool) -> ControlServer:
-    """Open the control port: to the operator, which signs its calls, else to this machine only."""
+    """Open the control port. In a cluster with keys it listens on all interfaces, for the signed calls of the operator; else on loopback."""
     host = "0.0.0.0" if in_cluster and peer is not None else "127.0.0.1"
     return ControlServer(host, port, peer=peer, status=runner.status, actions=runner.actions())
 
 
 def read_job(path: Path) -> RLJob:
-    """Return the resolved job. Raises ConfigError for one that this version does not read."""
+    """Return the resolved job in the file `path`. Raises ConfigError if this version cannot read it."""
     try:
         return document.read(RLJob, path.read_text())
     except (ConfigError, ValidationError) as error:
@@ -62,7 +62,7 @@ def read_job(path: Path) -> RLJob:
 
 
 def read_peer(identity: Identity) -> Peer | None:
-    """Return the token, job uid and epoch by which this runner verifies and signs control calls; None without keys."""
+    """Return the token, job uid and epoch with which this runner verifies control calls and signs the answers; None without keys."""
     path = Path(identity.curve_dir) / TOKEN_FILE
     if not identity.curve_dir or not path.is_file():
         return None

@@ -1,7 +1,7 @@
 """Routes the lease calls of rollouts to the training prompts or to the open validation round.
 
 Rollouts lease training groups and validation prompts by the same calls. A lease token tells which ledger issued it. The dispatcher is the
-only caller and serialises the calls.
+only caller and makes one call at a time.
 """
 
 from collections.abc import Sequence

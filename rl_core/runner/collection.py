@@ -1,10 +1,10 @@
-"""Collects the trajectories of a step: env workers, rollouts and actors at once, and again where one of them is lost meanwhile.
-
-An env worker that is lost loses its open episodes; the collection goes on with the others, and is run again only where none is left.
+"""Collects the trajectories of a step. Env workers, rollouts and actors work at the same time and exchange data through channels:
 
     env worker <-- observations, actions --> rollout -- trajectories --> actor
 
-A collection has a number, which is part of every key. What an abandoned one left on the channels is never taken.
+If an env worker is lost, its open episodes are lost, and the collection continues with the other env workers. If a rollout or the last env
+worker is lost, the collection is abandoned and run again. The number of a collection is part of every key on the channels, so messages that
+an abandoned collection left there are never received.
 """
 
 import logging
@@ -29,16 +29,16 @@ from rl_core.workers.member import Member
 
 logger = logging.getLogger(__name__)
 LOOK_S = 1.0
-"""Seconds between two looks at the members while trajectories are collected."""
+"""Seconds between two checks for lost members while trajectories are collected."""
 MOST_REPEATS = 20
-"""Attempts to collect one step before the run fails."""
+"""Number of attempts to collect the trajectories of one step. When the last one fails, the run fails."""
 LEAVING = ("suspect", "draining")
 Wait = Callable[[], None]
 
 
 @dataclass(slots=True)
 class Pending:
-    """A collection under way."""
+    """A collection in progress."""
 
     round: CollectionRound
     version: int
@@ -46,13 +46,13 @@ class Pending:
     workers: WorkerGroupFuncResult
     """Calls to the env workers and rollouts."""
     envs: list[EnvCall]
-    """Those to the env workers, in their places; none in an evaluation."""
+    """The calls to the env workers, in the order of `round.envs`; empty in an evaluation."""
     deadline: float
-    """Monotonic time at which it must be done."""
+    """Time on the monotonic clock, in seconds, at which the collection must have ended."""
     receiving: WorkerGroupFuncResult | None = None
-    """Calls to the actors."""
+    """Calls by which the actors receive the trajectories; None before these calls, and in an evaluation."""
     reported: set[int] = field(default_factory=set)
-    """Places of lost env workers that the rollouts know of."""
+    """Indices in `round.envs` of the lost env workers whose loss was reported to the rollouts."""
 
     def cancel(self) -> None:
         """Cancel the calls that are not answered yet."""
@@ -61,7 +61,7 @@ class Pending:
 
 
 class Collection:
-    """Runs one collection after the other over the members that are there."""
+    """Runs collections, one at a time, each with the env workers and rollouts that are present when it begins."""
 
     def __init__(
         self,
@@ -73,12 +73,12 @@ class Collection:
         actions: Channel,
         trajectories: Channel,
     ) -> None:
-        """`versions` knows which rollouts have proved which weights; only those with the present ones take part."""
+        """`versions` records which version of the weights each rollout has. Only rollouts with the current version take part."""
         self._run, self._actor, self._versions = run, actor, versions
         self._observations, self._actions, self._trajectories = observations, actions, trajectories
         self._number = run.epoch * 1_000_000
         self._addresses: dict[MemberId, str] = {}
-        """Where the processes of env workers listen."""
+        """Addresses at which the processes of env workers accept direct connections of rollouts."""
         self.repeated = 0
         """Number of collections that were abandoned and run again."""
 
@@ -107,7 +107,10 @@ class Collection:
         raise AssertionError("a bug: the last attempt neither returned nor raised")
 
     def _round(self, step: int, *, episodes: int = 0) -> CollectionRound:
-        """Return the next collection over the members that are there. Raises InfrastructureError without an env worker or a rollout."""
+        """Return the description of a new collection with the members that are present.
+
+        Raises InfrastructureError if no env worker or no rollout is present.
+        """
         self._number += 1
         envs, rollouts = self._ranks(ENV), self._ranks(ROLLOUT)
         if not envs or not rollouts:
@@ -155,16 +158,16 @@ class Collection:
     # --- collections ahead of training -------------------------------------------------------------------------------
 
     def begin(self, step: int) -> Pending | None:
-        """Begin the collection of a later step with the present weights; None where an env worker or a rollout is missing."""
+        """Begin the collection of a later step with the current weights. Returns None if no env worker or no rollout is present."""
         try:
             return self._start(self._round(step))
         except (InfrastructureError, DeadlineExceeded):
             return None
 
     def settle(self, pending: Pending) -> Pending | None:
-        """Wait until the workers of a collection are done; None if it was lost with one of them.
+        """Wait until the env workers and rollouts have finished a collection, and return it; None if it was abandoned because of a loss.
 
-        Rollouts load new weights between two collections only, so this comes before a publication.
+        Rollouts load new weights only between two collections. Call this before the weights are published.
         """
         try:
             self._await_workers(pending)
@@ -178,7 +181,7 @@ class Collection:
             raise
 
     def take(self, pending: Pending) -> list[EpisodeStats] | None:
-        """Have the actors receive the trajectories of a settled collection; return the episodes, None if they were lost."""
+        """Have the actors receive the trajectories of a settled collection. Returns the episodes by env worker; None if they were lost."""
         try:
             pending.receiving = self._receive(pending.round)
             return self._finish(pending)
@@ -251,7 +254,10 @@ class Collection:
         return WorkerGroupFuncResult("collection", rollout_method, dict(enumerate(calls))), envs
 
     def _require(self, pending: Pending) -> None:
-        """Look for members that are gone, whose calls may wait for ever. Raises InfrastructureError unless it can go on without them."""
+        """Give up the calls to env workers that are gone, because these calls might never end.
+
+        Raises InfrastructureError if a rollout or all env workers are gone, or any member of an evaluation.
+        """
         round, here = pending.round, {m.name for group in (ENV, ROLLOUT) for m in self._run.cluster.members(group)}
         needed = [f"{ROLLOUT}:{rank}" for rank in round.rollouts]
         needed += [f"{ENV}:{rank}" for rank in round.envs if not pending.envs]
@@ -264,7 +270,7 @@ class Collection:
             raise InfrastructureError("all env workers left in the middle of a collection")
 
     def _tell_losses(self, pending: Pending) -> None:
-        """Tell the rollouts which env workers send no more observations."""
+        """Report newly lost env workers to the rollouts, which then wait for no further observations of these."""
         round, options = pending.round, embodied_options(self._run.applied.spec)
         lost = {place for place, call in enumerate(pending.envs) if call.lost} - pending.reported
         pending.reported |= lost

@@ -1,7 +1,7 @@
-"""The runner's HTTP face: `/status` and the control calls. Calls and answers are signed (plan/signatures.py).
+"""The HTTP server of the runner: `/status` and the control calls. Calls and answers are signed (plan/signatures.py).
 
-Called by the operator, the local launcher and `rljob status|top`. Handlers only read the status or set flags that the loop
-honours at a step boundary, so a caller can never block or break a step.
+Its clients are the operator, the local launcher and `rljob status|top`. Handlers only read the status or store a request that the training
+loop handles at the next step boundary, so a client cannot block or interrupt a step.
 """
 
 import json
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class ControlServer:
-    """Serves status and control on one port from a thread."""
+    """Serves `/status` and the control calls on one port, on a thread of its own."""
 
     def __init__(
         self,
@@ -30,11 +30,12 @@ class ControlServer:
         actions: Mapping[str, Callable[[Any], Any]],
         seconds: float = EXCHANGE_SECONDS,
     ) -> None:
-        """Bind; `peer` is who we are to callers, None = anybody may call.
+        """Listen on `host` and `port`, and start the thread. Raises ConfigError if the port is in use.
 
-        `actions` maps `METHOD /path` to a function of the decoded body, `seconds` bounds one exchange.
-
-        Raises ConfigError for a port in use.
+        - `peer`: token and identity with which calls are verified and answers are signed; None accepts all calls.
+        - `status()`: returns the answer to `GET /status`, a JSON-able value.
+        - `actions`: functions of the decoded JSON body by `METHOD /path`. They return the answer; a ValueError is answered with status 400.
+        - `seconds`: longest duration of one call.
         """
         self._guard = Guard(peer) if peer is not None else None
         self._status, self._actions = status, actions
@@ -53,7 +54,7 @@ class ControlServer:
         self._thread.close()
 
     def _gate(self, request: Request) -> Response | None:
-        """Refuse strangers and unknown calls before a body is read."""
+        """Return the refusal of a call without a valid signature or with an unknown path; None for others. The body is not read before."""
         call = ReceivedCall.read(request.method, request.path, request.headers)
         refusal = self._guard.check(call) if self._guard is not None else None
         if refusal is not None:

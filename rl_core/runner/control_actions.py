@@ -1,6 +1,6 @@
 """The functions behind `PUT /control`, `POST /checkpoint`, `/drain` and `/finish`.
 
-Each checks the body and hands the request to the part of the run that it is for. The loop acts on it at its next step boundary.
+Each function checks the body of the call and stores the request. The training loop handles it at the next step boundary.
 """
 
 import logging

@@ -44,9 +44,9 @@ from rl_core.workers.hub import Hub
 
 logger = logging.getLogger(__name__)
 MOST_IN_ONE_ANSWER = 256
-"""Most prompt groups in one answer."""
+"""Largest number of prompt groups in one answer."""
 LONGEST_GAP = 5.0
-"""Seconds. A longer time between two ticks means that this process was frozen, so rollouts could not renew their leases."""
+"""Seconds. If the time between two ticks is longer, this process was frozen, and rollouts could not renew their leases meanwhile."""
 
 
 class Call(Protocol):
@@ -82,7 +82,7 @@ class _Poll:
 
 @dataclass(slots=True)
 class _Effects:
-    """What is to be sent after the lock is released."""
+    """Messages and calls that a change requires; they are sent after the lock is released."""
 
     moves: RecordMoves
     answers: list[tuple[_Poll, list[PromptLease]]] = field(default_factory=list)

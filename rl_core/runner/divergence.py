@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from statistics import fmean, median
 
 RECENT = 5
-"""Checks whose median is judged."""
+"""Number of newest checks whose median is compared with the bound."""
 CALIBRATION = 10
-"""Checks after which the usual difference is known."""
+"""Number of checks after which the usual difference counts as known."""
 FACTOR = 4.0
-"""The recent median may be so many times the usual mean."""
+"""The median of the newest checks may be at most this multiple of the usual difference."""
 MEMORY = 50
-"""Checks over which the usual difference is averaged: rounding changes while a policy becomes more certain."""
+"""Number of checks over which the usual difference is averaged. It is limited because rounding changes as a policy becomes more certain."""
 LIMIT = 1.0
-"""Largest median in nats, also before the usual difference is known."""
+"""Largest allowed median, in nats. It holds also before the usual difference is known."""
 ROUNDED = 50
 """Smallest bound in bfloat16, as a multiple of the tolerance."""
 

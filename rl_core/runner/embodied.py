@@ -1,7 +1,7 @@
 """The embodied programs: a policy acts in simulators and is trained on its trajectories.
 
-`run_step` is one step at policy version v: collect trajectories, train, publish version v + 1. `AsyncEmbodiedRunner` collects those of the
-next step meanwhile.
+`run_step` is one step at policy version v: collect trajectories, train, publish version v + 1. `AsyncEmbodiedRunner` collects the
+trajectories of the next step while it trains.
 """
 
 import logging
@@ -32,7 +32,7 @@ class EmbodiedRunner(TrainingProgram):
     """A program that trains a policy that acts in simulators."""
 
     def __init__(self, run: Run, saving: Saving, *, collection: Collection, **parts: Any) -> None:
-        """`collection` brings the trajectories of a step to the actors; `parts` are those of `TrainingProgram`."""
+        """`collection` collects trajectories and sends them to the actors; `parts` are the arguments of `TrainingProgram`."""
         super().__init__(run, saving, **parts)
         self.collection = collection
         self.trackers, self.videos = run.trackers, run.output / "videos"
@@ -147,11 +147,11 @@ class EmbodiedRunner(TrainingProgram):
         }
 
     def gather(self) -> list[EpisodeStats]:
-        """Bring the trajectories of the next step to the actors; return the episodes that ended, by env worker."""
+        """Collect the trajectories of the next step and send them to the actors; return the episodes that ended, by env worker."""
         return self.collection.collect(self.progress.step + 1, at=self.await_members)
 
     def await_members(self) -> None:
-        """Wait for the rollouts and env workers of the job, as far as it cannot go on without them."""
+        """Wait until enough rollouts and env workers are present for the next collection."""
         self.startup.await_group(ENV, at=self.handle_requests)
         self.startup.await_rollouts(at=self.handle_requests)
 
@@ -185,14 +185,14 @@ class EmbodiedRunner(TrainingProgram):
 
 
 class AsyncEmbodiedRunner(EmbodiedRunner):
-    """The embodied program with collections ahead of training.
+    """The embodied program with asynchronous collection: the trajectories of the next step are collected during training.
 
     version     v                               v + 1
     actors      | receive, train, publish       | receive, train, publish
     rollouts    | collect with version v        | collect with version v + 1
 
-    A collection begins as the trajectories before it are trained, and ends before the weights change. So the trained trajectories are at most
-    one version old, whatever larger bound `algorithm.maxStaleness` allows.
+    A collection begins when training on the trajectories of the previous one begins, and ends before the new weights are published. The
+    trained trajectories are therefore at most one version old, even if `algorithm.maxStaleness` allows more.
     """
 
     _ahead: Pending | None = None
@@ -201,7 +201,10 @@ class AsyncEmbodiedRunner(EmbodiedRunner):
     """Versions between the weights that chose the actions of this step and those that are trained."""
 
     def gather(self) -> list[EpisodeStats]:
-        """Take the trajectories that were collected ahead. The first step, and one whose collection was lost, collect now."""
+        """Return the episodes of the collection that was begun during the previous step.
+
+        In the first step, and if that collection was lost, the trajectories are collected now.
+        """
         ahead, self._ahead, self._age = self._ahead, None, 0
         self.handle_requests()
         if ahead is not None and (stats := self.collection.take(ahead)) is not None:
@@ -233,7 +236,7 @@ class AsyncEmbodiedRunner(EmbodiedRunner):
         return super().idle() | {"time/idle_rollout": self.report.seconds("sync")}
 
     def close(self) -> None:
-        """Cancel the collection under way, then stop the joins."""
+        """Cancel the collection in progress, and let no further members join."""
         if self._ahead is not None:
             self._ahead.cancel()
         super().close()

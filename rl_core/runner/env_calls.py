@@ -1,4 +1,4 @@
-"""The calls of a collection to env workers, whose loss costs their own trajectories only."""
+"""Calls of a collection to env workers. The loss of an env worker is not an error: only its own trajectories are lost."""
 
 import concurrent.futures
 import contextlib
@@ -12,10 +12,13 @@ Future = concurrent.futures.Future[MethodResult]
 
 
 class EnvCall:
-    """Implements `RankCall` by a call to an env worker: one that is lost answers that all its episodes are."""
+    """A call to an env worker, implements `RankCall`. If the env worker is lost, the result says that all its episodes are lost."""
 
     def __init__(self, name: str, call: RankCall, *, episodes: int) -> None:
-        """Follow `call` to the member `name`, which runs `episodes` at once. An InfrastructureError of it means that the member is lost."""
+        """Wrap `call`, a call to the member `name`, which runs `episodes` episodes at a time.
+
+        If `call` fails with an InfrastructureError, the member counts as lost.
+        """
         self.name, self.lost = name, False
         self.future: Future = concurrent.futures.Future()
         self._call, self._episodes = call, episodes
@@ -31,7 +34,7 @@ class EnvCall:
         self.future.cancel()
 
     def give_up(self) -> None:
-        """Take the member for lost unless it has answered."""
+        """Declare the member lost and end the call, unless it has been answered."""
         self.lost = True
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # it has answered meanwhile
             self.future.set_result(MethodResult(value=EpisodeStats(lost=self._episodes), durations={}))

@@ -27,16 +27,19 @@ Metrics = dict[str, float]
 
 
 class GroupProgram(Program):
-    """A program over groups of its own. A subclass writes `loop`, and registers what a checkpoint is to hold in its `__init__`."""
+    """A program that uses the groups declared in `spec.groups`.
+
+    A subclass implements `loop`. In its `__init__` it registers the objects whose state checkpoints store: `self.saving.register`.
+    """
 
     def __init__(self, run: Run, saving: Saving, members: Members) -> None:
-        """`members` brings in the members of the groups, which are in `run.groups` by name."""
+        """`members` lets the members of the groups join the run. The groups are in `run.groups`, by name."""
         super().__init__(run, saving)
         self.members = members
 
     @classmethod
     def build(cls, run: Run) -> Self:
-        """Launch the groups that the job declares. The processes of actor, rollout and env, where the job has any, stay idle."""
+        """Launch the groups that the job declares. Processes of actor, rollout and env, if the job has any, join and do nothing."""
         strategies = {}
         for name, planned in run.planned.items():
             group = run.launch_idle(name) if planned.config is None else run.launch(name, dict(planned.config))
@@ -59,9 +62,9 @@ class GroupProgram(Program):
     # --- what the loop calls ---------------------------------------------------------------------------------------
 
     def each(self, group: str, method: str, items: Sequence[Any], *, seconds: float | None = None) -> list[Any]:
-        """Return `method(item)` of each item, called on whichever members of an elastic group are there; see `call_each`.
+        """Call `method(item)` for each item on the present members of an elastic group, and return the results in order; see `call_each`.
 
-        `seconds` None: each call may take `deadlines.groupMethod`. While it waits, a stop of the run ends the loop.
+        `seconds` limits each call; None means `deadlines.groupMethod`. Raises Stopped when a stop of the run is requested.
         """
         deadlines, patient = self.applied.spec.runtime.deadlines, self.run.roster.patient
         with self.board.during(Phase.GENERATING, on=group):
@@ -105,7 +108,7 @@ class GroupProgram(Program):
         self.stops.raise_if_stop_requested()
 
     def close(self) -> None:
-        """Bring nobody in any more."""
+        """Let no further members join."""
         self.members.close()
 
 

@@ -40,12 +40,12 @@ class Group:
 
     group_id: str
     position: int
-    """Place in the ledger's order."""
+    """Position in the ledger's order."""
     index: int
     """Index of its prompt in the data set."""
     state: GroupState = GroupState.PENDING
     since: float = 0.0
-    """Clock, in seconds, at which it came into this state."""
+    """Time on the runner's clock, in seconds, at which it entered this state."""
     token: str = ""
     """Token of its newest lease."""
     owner: str = ""
@@ -54,11 +54,11 @@ class Group:
     """Policy version of the lease; once the group is generated, the version of its oldest token."""
     expires: float = 0.0
     leases: int = 0
-    """Leases so far."""
+    """Number of leases so far."""
     step: int = -1
     """Training step that admitted it."""
     failures: dict[str, int] = field(default_factory=dict)
-    """Failures by reason."""
+    """Number of failures by requeue reason."""
 
 
 class GroupTable:
@@ -72,15 +72,15 @@ class GroupTable:
         self._open: list[int] = []
         """Sorted positions of the groups in a state of `OPEN`."""
         self._leased: OrderedDict[str, Group] = OrderedDict()
-        """Leased groups by group id, that whose lease ends first in front."""
+        """Leased groups by group id. The group whose lease ends first comes first."""
         self._of_owner: dict[str, dict[str, Group]] = {}
         """Leased groups by owner and group id."""
         self._of_step: dict[int, dict[str, Group]] = {}
         """Consumed groups by training step and group id."""
         self.counts: Counter[GroupState] = Counter()
-        """Outstanding groups by state."""
+        """Number of outstanding groups by state."""
         self.out: Counter[int] = Counter()
-        """Groups in a state of `OUT` by version."""
+        """Number of groups in a state of `OUT`, by version."""
 
     def __len__(self) -> int:
         return len(self._groups)

@@ -30,7 +30,7 @@ class LedgerFile:
     """
 
     def __init__(self, path: Path, *, retrying: Callable[[Callable[[], None]], None] = lambda write: write()) -> None:
-        """Append to `path`. `retrying` is called with each write and calls it, once or until it succeeds."""
+        """Append to the file `path`. `retrying(write)` calls the function `write`, and may repeat it while the storage fails."""
         self._path = path
         self._retrying = retrying
         self._file = AppendFile(path)

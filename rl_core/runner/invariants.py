@@ -47,11 +47,11 @@ MAY_CHANGE = frozenset(
 )
 NOTHING = object()
 SIZES = ("hidden", "layers", "vocab", "kv_heads", "head_dim")
-"""Facts of a model by which the checkpoint of another one is told."""
+"""Sizes of a model that a checkpoint stores. If they differ from those of the job, the checkpoint belongs to another model."""
 
 
 def state_of(spec: RLJobSpec) -> dict[str, Any]:
-    """Return what a checkpoint stores of the spec.
+    """Return the part of the spec that a checkpoint stores.
 
     "mathematics" are the invariant fields by YAML path, "changed" all fields that differ from their default, and "model" the sizes of the
     model.
@@ -94,7 +94,7 @@ def changes(saved: Mapping[str, Any], spec: RLJobSpec) -> list[str]:
 
 
 def refuse_changes(saved: Mapping[str, Any], spec: RLJobSpec) -> None:
-    """Raise ConfigError where a run of `spec` cannot continue from the checkpoint with the state `saved`, as `state_of` made it."""
+    """Raise ConfigError if a run of `spec` cannot continue from a checkpoint. `saved` is the result of `state_of` in that checkpoint."""
     if other := other_model(saved, spec):
         raise ConfigError(
             f"a checkpoint must be of the job's model, got {', '.join(other)}; set model.path to the model that the saved run began from, "
@@ -128,7 +128,7 @@ def digest(spec: RLJobSpec) -> str:
 
 
 def _differences(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """Yield (path, old value, new value) for every leaf that differs, NOTHING where a side has none; lists are leaves."""
+    """Yield (path, old value, new value) for every leaf that differs. NOTHING stands for a missing leaf. Lists are leaves."""
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         for key in sorted({*before, *after}):
             yield from _differences(before.get(key, NOTHING), after.get(key, NOTHING), (*path, key))

@@ -1,4 +1,4 @@
-"""Calls a method of an elastic group once for each of many items, whoever of the group is there, and again where a member is lost."""
+"""Calls a method of an elastic group once for each of many items. The items of a lost member are given to other members."""
 
 import concurrent.futures
 import time
@@ -12,11 +12,11 @@ from rl_core.messages.calls import MethodResult
 from rl_core.workers.cluster import Cluster
 
 LOOK = 0.25
-"""Seconds between two looks at the members and at requests to stop."""
+"""Seconds between two checks of the members and of requests to stop."""
 MOST_LOSSES = 5
-"""Members that may be lost with one item before the item is given up: it may be what ends them."""
+"""Number of members lost with the same item after which the item is given up, because the item itself may cause the losses."""
 LEAVING = ("suspect", "draining")
-"""States of a member that holds its worker and gets no new item."""
+"""States in which a member has a worker but gets no new item."""
 
 
 def call_each(
@@ -29,12 +29,15 @@ def call_each(
     shortage: float | None,
     at: Callable[[], object],
 ) -> list[Any]:
-    """Return `method(item)` of each item, in the order of the items.
+    """Call `method(item)` of a member for each item, and return the results in the order of the items.
 
-    Each member has one item at a time. The item of a member that is lost goes to another member, so a method may run twice for an item.
-    `seconds` bounds each call; `shortage` is how long the group may have no member (None: without a bound). `at()` is called between two
-    looks and may end the calls by raising. Raises what the method raised, WorkerLost for an item with which MOST_LOSSES members were
-    lost, and DeadlineExceeded.
+    Each member works on one item at a time. If a member is lost, its item is given to another one, so the method may run twice for an item.
+
+    - `seconds`: limit of each call.
+    - `shortage`: seconds for which the group may have no member; None means no limit.
+    - `at()`: called while the calls run, at least every LOOK seconds; an exception that it raises ends the calls.
+
+    Raises the error of the method, WorkerLost for an item with which MOST_LOSSES members were lost, and DeadlineExceeded.
     """
     calls = _ItemCalls(cluster, group, method, items, seconds=seconds)
     try:
@@ -55,18 +58,18 @@ def call_each(
 
 
 class _ItemCalls:
-    """The items of one `call_each`: which wait, which run where, and the results."""
+    """The items of one `call_each`: the waiting ones, the running calls, and the results."""
 
     def __init__(self, cluster: Cluster, group: str, method: str, items: Sequence[Any], *, seconds: float) -> None:
         self.results: list[Any] = [None] * len(items)
         self.running: dict[Future[MethodResult], tuple[int, str]] = {}
-        """Index of the item and name of the member, by call."""
+        """(index of the item, name of the member) by call."""
         self._cluster, self._group, self._method, self._items, self._seconds = cluster, group, method, items, seconds
         self._waiting = deque(range(len(items)))
         self._losses = [0] * len(items)
 
     def begin(self) -> bool:
-        """Give items to the members that have none; return whether any item is left, waiting or running."""
+        """Start calls on the members that have no item. Returns whether any item is still waiting or running."""
         busy = {name for _, name in self.running.values()}
         for member in self._cluster.members(self._group):
             if not self._waiting:
@@ -79,7 +82,7 @@ class _ItemCalls:
         return bool(self._waiting or self.running)
 
     def collect(self) -> None:
-        """Wait until a call has ended, LOOK seconds at most, and take the results."""
+        """Wait until a call has ended, at most LOOK seconds, and store the results of the calls that have ended."""
         ended, _ = concurrent.futures.wait(self.running, timeout=LOOK, return_when=concurrent.futures.FIRST_COMPLETED)
         for future in ended:
             index, member = self.running.pop(future)

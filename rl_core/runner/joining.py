@@ -25,23 +25,23 @@ from rl_core.workers.member import Member
 
 logger = logging.getLogger(__name__)
 Release = Callable[[str, Incarnation], object]
-"""A function of the name and the incarnation of a lost process."""
+"""Function that releases the resources of a lost process. Its arguments are the name and the incarnation of the process."""
 PULLS_AT_ONCE = 32
-"""Most members that pull weights at the same time. With more, each would get so little bandwidth that all would be late."""
+"""Largest number of members that pull weights at the same time. With more, the bandwidth of each would be too small to meet the deadline."""
 
 
 class JoinStrategy(ABC):
-    """Brings in the members of one worker group."""
+    """The way in which the members of one worker group join the run."""
 
     def __init__(self, group: WorkerGroup) -> None:
-        """`group` constructs the worker of a member."""
+        """`group` is the worker group; it constructs the worker of each member."""
         self.group = group
 
     @abstractmethod
     def bring_in(self, member: Member) -> bool:
-        """Bring `member` in and return whether it has joined. Blocks.
+        """Let `member` join the run. Blocks, and returns whether it has joined. Raises RLJobError if that fails.
 
-        False means that there are no weights to pull yet; `Members.open` tries again when there are. Raises RLJobError.
+        False means that no weights were published yet. `Members.open` repeats the call as soon as they are.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What a model limits of a job: the length of sequences, and the token ids."""
+"""Limits that a model sets for a job: the length of sequences, and the ids of tokens."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Brings members into the run, at the start and whenever one is replaced, and releases what lost members held.
+"""Lets members join the run, at its start and whenever one is replaced, and releases the resources of lost members.
 
     hello -> the join strategy of its worker group (`joining`) brings the member in, on a thread of its own
     lost  -> its prompt groups are requeued, and a publication in progress continues without it
@@ -24,15 +24,15 @@ from rl_core.workers.member import Member
 
 logger = logging.getLogger(__name__)
 RETRY_PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds between the attempts to bring in a live member. When they are used up, the member is declared lost."""
+"""Seconds between two attempts to let a live member join. When they are used up, the member is declared lost."""
 LOOK = 0.25
-"""Seconds between two checks of a condition that does not change by a join."""
+"""Seconds between two checks of a condition that may become true without a join."""
 Point = Callable[[], None]
-"""A function that waits of the loop call between two checks. It applies changes of the spec, and raises Stopped to end the wait."""
+"""Function that is called between two checks while the loop waits. It applies changes of the spec, and may raise Stopped to end the wait."""
 
 
 class Members:
-    """Handles joins and losses of members, and waits of the loop for members. Members of an elastic worker group join one by one."""
+    """Lets members join, releases lost ones, and waits until members are present. Members of an elastic worker group join one by one."""
 
     def __init__(
         self,
@@ -47,16 +47,16 @@ class Members:
     ) -> None:
         """`strategies` maps each elastic worker group to its strategy.
 
-        `fail` ends the run; it is called with errors that a retry or another process would meet again.
+        `fail(error)` ends the run. It is called for errors that would occur again in a retry or in another process.
         """
         self._cluster, self._strategies, self._roster, self._board = cluster, strategies, roster, board
         self._deadlines, self._fail, self._pauses = deadlines, fail, pauses
         self._changed = threading.Condition()
         """Guards `_joining`, `_again` and `_ended`; notified when one of them changes and after each join."""
         self._joining: set[str] = set()
-        """Names of members that a thread is bringing in."""
+        """Names of the members that are joining, each on a thread."""
         self._again: dict[str, Member] = {}
-        """Members by name that are to be brought in when the thread that handles this name is done."""
+        """Members by name that join as soon as the thread that handles this name has ended."""
         self._in: set[Identity] = set()
         """Processes that have joined or are joining, and were not lost since."""
         self._ended = False
@@ -78,7 +78,7 @@ class Members:
         threading.Thread(target=self._run_joins, args=(member,), name=f"join-{member.name}", daemon=True).start()
 
     def lost(self, member: Member, reason: str) -> None:
-        """Release what a lost member held. If the same process comes back, after it was frozen or disconnected, it has to join again."""
+        """Release the resources of a lost member. If the same process returns after it was frozen or disconnected, it has to join again."""
         self._in.discard((member.name, member.incarnation))
         if member.state is not MemberState.DRAINED:
             self._board.count_failure(member.group, "lost")

@@ -1,8 +1,8 @@
-"""`POST /files`: hands out the files of the output folder that `rljob samples` and `rljob view` read, for a copy elsewhere.
+"""`POST /files`: sends the files of the output folder that `rljob samples` and `rljob view` read, so that a client can keep a copy of them.
 
-All of these files only grow, except that a restart cuts `metrics.jsonl` back. The caller says how much of each file it has and gives a
-checksum of the end of its part; it gets what follows, or the file from its beginning where the checksum differs. Files are opened by
-names that this module has listed, never by names of the caller.
+These files only grow, except that a restart truncates `metrics.jsonl`. The client sends, for each file, the size of its copy and a checksum
+of the end of the copy. The answer has the bytes that follow, or the file from its beginning if the checksum differs. Files are opened only
+by names that this module has found in the folder, never by names that the client sends.
 """
 
 import base64
@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 ANSWER_BYTES = 1 << 18
-"""Bytes of files in one answer, before compression; the whole exchange has the deadline of the control port."""
+"""Largest number of bytes of files in one answer, before compression. It keeps the call within the deadline of the control port."""
 CHECKED_BYTES = 4096
-"""Bytes before the end of a part that its checksum covers."""
+"""Number of bytes at the end of a copy that its checksum covers."""
 PATTERNS = {
     "": re.compile(r"metrics\.jsonl"),
     "samples": re.compile(r"[\w-]{1,100}\.(jsonl|index)", re.ASCII),
     "traces": re.compile(r"[\w-]{1,100}\.json", re.ASCII),
 }
-"""Names of the files that are handed out, by their folder below the output folder."""
+"""Patterns of the names of files that are sent, by their folder below the output folder."""
 
 
 def is_served(name: str) -> bool:
-    """Return whether `name`, relative to the output folder, is one of the files that are handed out."""
+    """Return whether the file `name`, relative to the output folder, may be sent."""
     folder, _, file = name.rpartition("/")
     return folder in PATTERNS and name == _joined(folder, file) and PATTERNS[folder].fullmatch(file) is not None
 
@@ -42,19 +42,19 @@ def end_checksum(file: BinaryIO, size: int) -> str:
 
 
 class OutputFiles:
-    """The files of one output folder that may be copied."""
+    """Answers requests for the files of one output folder."""
 
     def __init__(self, output: Path, *, limit: int = ANSWER_BYTES) -> None:
-        """`limit`: most bytes of files in an answer."""
+        """`limit`: largest number of bytes of files in one answer."""
         self._output, self._limit = output, limit
 
     def read(self, body: Any) -> dict[str, Any]:
-        """Return what a copy lacks: `{"sizes": {name: bytes}, "parts": [{"name", "offset", "data"}]}`.
+        """Return the parts that a copy lacks: `{"sizes": {name: bytes}, "parts": [{"name", "offset", "data"}]}`.
 
         `body` is `{"have": {name: [bytes, checksum of their end]}, "folders": [names of PATTERNS]}`. `data` is compressed with zlib and
         encoded as base64. The parts of one answer have at most `limit` bytes together; the caller asks again until it has all `sizes`.
 
-        Raises ValueError for another body.
+        Raises ValueError if `body` has another form.
         """
         have, folders = _checked(body)
         sizes: dict[str, int] = {}

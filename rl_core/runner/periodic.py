@@ -13,11 +13,15 @@ from rl_core.workers.cluster import Cluster
 
 logger = logging.getLogger(__name__)
 STATS_SECONDS = 0.5
-"""Seconds that one round waits for the channel server."""
+"""Seconds that the task for channels waits for the answer of the channel server."""
 
 
 class PeriodicTasks:
-    """Ends the run when a member of a gang is draining, shows the depths of the channels, logs stalls, and calls the tasks of the program."""
+    """The periodic tasks of the runner process.
+
+    They end the run when a member of a gang drains, update the depths of the channels in `/status`, log stalls, and call the tasks of the
+    program.
+    """
 
     def __init__(
         self,
@@ -28,7 +32,7 @@ class PeriodicTasks:
         channels: Sequence[Channel],
         also: Sequence[Callable[[], None]] = (),
     ) -> None:
-        """`channels` are shown in `/status`; `also` are further tasks, those of the program."""
+        """`channels`: channels whose depths `/status` shows. `also`: the periodic tasks of the program."""
         self._cluster, self._board, self._stops, self._channels = cluster, board, stops, channels
         self._tasks = (self._interrupt_for_gangs, *also, self._show_channels, self._log_stall)
         self._stats: list[concurrent.futures.Future[ChannelStats]] = []

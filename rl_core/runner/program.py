@@ -1,6 +1,6 @@
 """The base of all programs. A program owns a loop; the runner starts the run, calls the loop, and ends the run.
 
-The runner process never imports torch or the model: it holds handles of groups of workers, and numbers.
+The runner process never imports torch and never loads the model: it only has handles of worker groups, and metrics.
 """
 
 import logging
@@ -23,25 +23,25 @@ logger = logging.getLogger(__name__)
 class Program(ABC):
     """Owns a loop over groups of workers.
 
-    Stops and changes of the spec reach the loop where it calls `handle_requests`: between steps, and while it waits for members. Workers
-    compute nothing at either place, so a spec may change there.
+    Requests to stop and changes of the spec take effect when the loop calls `handle_requests`, which it does between steps and while it
+    waits for members. No worker computes at these times, so the spec can be changed safely.
     """
 
     def __init__(self, run: Run, saving: Saving) -> None:
-        """Take part in `run`; `saving` writes the checkpoints of the objects that the program registers with it."""
+        """`run` is the run that the program trains in. `saving` stores the objects that the program registers in each checkpoint."""
         self.run, self.saving, self.report = run, saving, run.report
         self.applied, self.progress, self.stops, self.board = run.applied, run.progress, run.stops, run.board
         self._violations = ConsecutiveViolations(run.job.spec.failure_policy)
 
     @classmethod
     def groups(cls, spec: RLJobSpec) -> Mapping[str, Group]:
-        """Return the groups that the program drives, by name; those of the built-in programs unless a program says otherwise."""
+        """Return the worker groups that the program uses, by name. By default these are the groups of the built-in programs."""
         return groups_of(spec)
 
     @classmethod
     @abstractmethod
     def build(cls, run: Run) -> Self:
-        """Return the program with its parts; launch the groups that it drives."""
+        """Create the program and its parts, and launch the worker groups that it uses."""
 
     @abstractmethod
     def start(self) -> None:
@@ -49,27 +49,27 @@ class Program(ABC):
 
     @abstractmethod
     def loop(self) -> None:
-        """Run step after step until the last one. Stopped leaves it."""
+        """Run the steps until the last one. The exception Stopped ends the loop early."""
 
     # --- what a program may add ------------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the present weights; return `val/*`, empty for a program without validation."""
+        """Evaluate the current weights and return the metrics `val/*`; empty for a program without validation."""
         return {}
 
     def apply(self, spec: RLJobSpec, before: RLJobSpec) -> None:  # noqa: B027 - a program may have nothing to change
         """Apply a changed spec to the parts of the program. Called inside `handle_requests`."""
 
     def finish(self, *, resumable: bool) -> None:
-        """Save what the run came to. `resumable`: the run will be resumed, so only a checkpoint is written."""
+        """Save the result of the run. If `resumable`, the run will be resumed later, and only a checkpoint is written."""
         self.saving.finish(resumable=resumable)
 
     def status(self) -> Mapping[str, Any]:
-        """Return what the program adds to `/status`. Any thread."""
+        """Return the fields that the program adds to `/status`. May be called from any thread."""
         return {}
 
     def periodic_tasks(self) -> Sequence[Callable[[], None]]:
-        """Return functions to call once a second beside the loop, on a thread of their own."""
+        """Return functions that are called once a second, on another thread than the loop."""
         return ()
 
     def close(self) -> None:  # noqa: B027 - a program may have nothing to stop
@@ -78,7 +78,7 @@ class Program(ABC):
     # --- what the loop calls ---------------------------------------------------------------------------------------
 
     def handle_requests(self) -> None:
-        """Raise Stopped if a stop was requested; apply the spec that `PUT /control` brought."""
+        """Raise Stopped if a stop was requested. Otherwise apply the newest spec that `PUT /control` accepted, if there is one."""
         self.stops.check()
         if not self.saving.loaded:
             return
@@ -96,8 +96,8 @@ class Program(ABC):
     def check_metrics(self, metrics: Mapping[str, float]) -> None:
         """Count consecutive steps that violate a rule of failurePolicy; when a rule fires, request an end without saving.
 
-        What follows, a restart, a pause or the end of the job, is decided by the operator, which reads the counts too. Its call may be
-        lost or late, and until it comes no checkpoint of these weights may be made.
+        The operator reads the same counts and decides whether the job is restarted, paused or ended. Its call may be lost or late. The run
+        ends by itself because no checkpoint of the violating weights may be written before that call.
         """
         policy = self.applied.spec.failure_policy
         self.board.set(streaks=self._violations.observe(metrics))

@@ -15,7 +15,7 @@ PROGRAMS = {
 
 
 def program_name(spec: RLJobSpec) -> str:
-    """Return the program that a job names, else asynchronous where `algorithm.maxStaleness` lets generation run ahead, else reasoning."""
+    """Return the name of the program of a job: `spec.program` if it is set, else asynchronous or reasoning by `algorithm.maxStaleness`."""
     if spec.program is not None:
         return spec.program
     return "asynchronous" if spec.algorithm.max_staleness else "reasoning"

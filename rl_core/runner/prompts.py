@@ -38,7 +38,7 @@ class Prompts:
     validation: Validation | None = None
     """None without a validation split."""
     dropped_overlong: int = 0
-    """Training prompts that were left out for their length."""
+    """Number of training prompts that were left out because they are too long."""
 
     def status(self) -> dict[str, Any]:
         """Return `ledger` and `workload` of `/status`."""
@@ -47,7 +47,7 @@ class Prompts:
 
 
 def _group(held: HeldGroup) -> dict[str, Any]:
-    """Return who holds a group and for how long. It has no owner once its record is on the way to training."""
+    """Return a group as `/status` shows it. It has an owner until its record is moved to the data rank that trains it."""
     return {
         "id": held.group_id,
         "state": held.state.value,

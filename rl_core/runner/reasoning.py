@@ -34,7 +34,7 @@ WRITE_AFTER_S = 0.05
 
 
 class ReasoningRunner(TrainingProgram):
-    """A program that trains a language model on single- or multi-turn completions."""
+    """The program that trains a language model on its completions, with one or more turns. Training is on policy."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class ReasoningRunner(TrainingProgram):
         self.steps, self.workload = prompts.steps, prompts.workload
         self.teacher_signal, self.reward_signal = TeacherSignal(), RewardSignal()
         self._trained: tuple[int, int] | None = None
-        """The step that was trained last and its policy version, until its samples are asked for."""
+        """(step, policy version) of the last training step, until its samples were requested; None afterwards."""
         saving.register("ledger", prompts.steps)
 
     @classmethod
@@ -117,7 +117,7 @@ class ReasoningRunner(TrainingProgram):
         return aggregate_rollout_metrics([metrics for metrics in received if metrics])
 
     def write_last_step(self) -> None:
-        """Write the metrics, the trace and the samples of the last step, as far as they are not written."""
+        """Write the metrics and the trace of the last step and request its samples, unless this was done already."""
         self.report.write()
         self._ask_for_samples()
 
@@ -134,14 +134,14 @@ class ReasoningRunner(TrainingProgram):
         self.prompts.samples.add_failed(step, self.progress.version, self.steps.take_failed())
 
     def _keep_filtered(self, step: int) -> None:
-        """Keep the groups that were filtered up to `step`, after those that it trained."""
+        """Write the samples of groups that dynamic sampling discarded up to `step`. Call it after the samples of trained groups."""
         groups = self.steps.take_filtered(step)
         tokens = {group.token: group.group_id for group in groups}
         actor = self.actor.within(self.applied.spec.runtime.deadlines.rpc)
         self.prompts.samples.add_filtered(groups, lambda: actor.read_samples(self.prompts.trajectories, tokens))
 
     def _while_short(self) -> None:
-        """Write the last step and handle requests while too few rollouts serve the weights."""
+        """Write the last step and handle requests. Called while too few rollouts serve the weights."""
         self.write_last_step()
         self.handle_requests()
 
@@ -187,7 +187,7 @@ class ReasoningRunner(TrainingProgram):
         return self.stops.wait(receiving, 0.0)
 
     def train(self) -> dict[str, float]:
-        """Train as every program does, and note that the samples of the step can be asked for."""
+        """Train as `TrainingProgram.train` does, and remember the step, so that its samples are requested later."""
         metrics = super().train()
         self._trained = self.progress.step + 1, self.progress.version
         return metrics

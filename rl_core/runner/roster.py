@@ -1,4 +1,4 @@
-"""The members that the applied spec asks for, beside those that are present: who is missing since when, who serves, who leaves.
+"""Compares the members that the applied spec asks for with those that are present: which are missing, which serve, and which leave.
 
 Read by `/status`, by waits for members and by the dispatcher.
 """
@@ -33,7 +33,7 @@ class Missing:
 
 
 class Roster:
-    """The members that the job should have, and those that it has. Any thread."""
+    """The members that the job should have, and those that it has. Thread-safe."""
 
     def __init__(
         self,
@@ -44,9 +44,10 @@ class Roster:
         patient: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Ask for the members of `spec`. `job`: the name of the job, with which the names of its pods begin.
+        """Begin with the members that `spec` asks for.
 
-        `patient`: missing members are waited for without a bound, because the cluster replaces their pods.
+        - `job`: name of the job. The names of its pods begin with it.
+        - `patient`: whether the run waits for missing members without a limit. True in a cluster, which replaces lost pods.
         """
         self.patient = patient
         self._cluster, self._job, self._clock = cluster, job, clock
@@ -57,7 +58,7 @@ class Roster:
         self._began = clock()
         self._seen: set[str] = set()
         self._spec = spec
-        """The spec with which the run began. Its pods do not change, except in number."""
+        """The spec with which the run began. A running job can change the number of its pods, but not the pods themselves."""
         self._groups: Mapping[str, Group] = groups_of(spec)
         self._acked: tuple[int, frozenset[Identity]] = (-1, frozenset())
 
@@ -77,12 +78,12 @@ class Roster:
         return self._groups
 
     def leave(self, names: Iterable[str]) -> None:
-        """Record that these members are to leave: the job does not ask for them any more."""
+        """Record that these members are leaving, because the job no longer asks for them."""
         with self._lock:
             self._leaving.update(names)
 
     def wanted(self, role: str) -> list[str]:
-        """Return the names of the members that a group should have."""
+        """Return the names of the members that a group should have, by the applied spec and without members that are leaving."""
         with self._lock:
             return [name for name in _names(role, self._groups[role].world_size) if name not in self._leaving]
 

@@ -1,4 +1,4 @@
-"""What every run has, whatever its program: members, spec, progress, status, stops, channels, and the reports of its steps."""
+"""The objects that every run has, independent of its program: members, spec, progress, status, stops, channels and step reports."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,11 +19,11 @@ from rl_core.runner.trace import Trace
 from rl_core.workers.group import Cluster, WorkerGroup
 
 IDLE = "rl_core.workers.worker:Worker"
-"""Class of the processes of a group that a program does not use."""
+"""Worker class for groups that the program does not use: it does nothing."""
 
 
 class Run:
-    """One run of a job under one epoch. A program's builder takes from it what the program needs."""
+    """One run of a job in one epoch. Programs take the objects that they need from here."""
 
     def __init__(
         self,
@@ -39,11 +39,16 @@ class Run:
         in_cluster: bool = False,
         model_files: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Describe the run of `job` by the processes of `cluster`. `planned` are the groups that the program drives, by name.
+        """Create the run of `job` on the processes of `cluster`.
 
-        `resume` is auto, none or the path of a checkpoint, `first_epoch` the epoch in which the run was started first (None: this one).
-        `in_cluster`: missing members are waited for without a limit, and `output` is on the job's volume. `model_files`: configuration
-        and tokenizer of the model, by file name.
+        - `trackers`: receive the metrics of each step.
+        - `planned`: the groups that the program uses, by name.
+        - `output`: the output folder. In a cluster it is on a volume of the job.
+        - `epoch`: number of gang restarts of the job so far.
+        - `resume`: "auto", "none" or the path of a checkpoint.
+        - `first_epoch`: epoch of the first start of the run; None means `epoch`.
+        - `in_cluster`: whether the job runs in a Kubernetes cluster. The run then waits for missing members without a limit.
+        - `model_files`: configuration and tokenizer files of the model, by file name.
         """
         self.job, self.epoch, self.output = job, epoch, output
         self.resume, self.first_epoch, self.in_cluster = resume, first_epoch, in_cluster
@@ -65,11 +70,11 @@ class Run:
         self.report = StepReport(self.progress, self.board, self.trackers, self.trace, epoch=epoch)
 
     def launch(self, name: str, *args: Any, **kwargs: Any) -> WorkerGroup:
-        """Return the planned group `name`, whose members are constructed with these arguments as they join."""
+        """Launch the planned group `name` and return it. The arguments are passed to the worker class when a member joins."""
         return self._launch(name, WorkerGroup.of(self.planned[name].worker, *args, **kwargs))
 
     def launch_idle(self, name: str) -> WorkerGroup:
-        """Return the planned group `name`, which the program does not use: its members join and do nothing."""
+        """Launch the planned group `name` for a program that does not use it: its members join and do nothing."""
         return self._launch(name, WorkerGroup.of(IDLE))
 
     def _launch(self, name: str, group: WorkerGroup) -> WorkerGroup:
@@ -77,11 +82,11 @@ class Run:
         return group
 
     def channel(self, name: str, *, local: bool = False) -> Channel:
-        """Return a new channel of the run, which `/status` shows. `local`: inside this process, without the channel server."""
+        """Create a channel, whose depth `/status` shows, and return it. If `local`, it exists only in this process."""
         channel = Channel.create(name, local=local)
         self.channels.append(channel)
         return channel
 
     def close(self) -> None:
-        """Write what the trace still holds."""
+        """Write the remaining part of the trace."""
         self.trace.close()

@@ -1,4 +1,4 @@
-"""Runs a program from its start to its end: startup, loop, what is saved at the end, `/status` and the control calls."""
+"""Runs a program: start, loop, and saving at the end. Also answers `/status` and the control calls."""
 
 import logging
 import time
@@ -33,13 +33,13 @@ class RunSummary:
 
 
 class Runner:
-    """One run and its program, as the runner process drives them."""
+    """Executes the program of one run in the runner process."""
 
     def __init__(self, run: Run, program: Program) -> None:
         self.run, self.program = run, program
 
     def execute(self) -> RunSummary:
-        """Run to the last step or to a stop request; save and report in both cases."""
+        """Run the program to its last step or until a stop is requested, save the result, and return a summary."""
         run, program = self.run, self.program
         began = time.monotonic()
         run.trackers.log_config(run.job.model_dump(mode="json", by_alias=True))
@@ -64,7 +64,7 @@ class Runner:
         )
 
     def _early_end(self) -> str:
-        """Return how a run that was asked to end is reported: Stopped, or Suspended or Interrupted when it is to be resumed."""
+        """Return the status of a run that ended by a request: Suspended or Interrupted if it is to be resumed, else Stopped."""
         kind, run = self.run.stops.kind, self.run
         if kind is StopKind.ROLLBACK:
             return "Interrupted"
@@ -73,11 +73,11 @@ class Runner:
         return "Suspended" if kind is StopKind.SUSPEND else "Interrupted"
 
     def stop(self, reason: str, kind: StopKind = StopKind.FINISH) -> None:
-        """Request the end of the run; from any thread, but not from a signal handler."""
+        """Request the end of the run. May be called from any thread, but not from a signal handler."""
         self.run.stops.stop(reason, kind)
 
     def status(self) -> dict[str, Any]:
-        """Return `/status`."""
+        """Return the answer to `GET /status`, a JSON-able dictionary."""
         return {
             **self.run.board.snapshot(),
             "disabledTrackers": self.run.trackers.disabled,
@@ -97,7 +97,7 @@ class Runner:
         return {**calls.by_path(), "POST /files": OutputFiles(run.output).read}
 
     def periodic_tasks(self) -> PeriodicTasks:
-        """Return what is done once a second beside the loop."""
+        """Return the tasks that are run once a second, on another thread than the loop."""
         run = self.run
         return PeriodicTasks(
             run.cluster, run.board, run.stops, channels=run.channels, also=self.program.periodic_tasks()

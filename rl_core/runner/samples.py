@@ -1,6 +1,7 @@
-"""Keeps samples of training and validation in `samples/`: asks the data ranks for them, joins their numbers, writes them.
+"""Writes samples of training and validation to `samples/` in the output folder, so that users can read completions.
 
-Everything beyond asking runs on a thread of its own. Nothing here blocks or fails a step: what is late or cannot be written is left out.
+The samples of a step are requested from the data ranks; a thread waits for the answers and writes them. Writing never blocks a step or makes
+it fail: samples that arrive too late or cannot be written are left out.
 """
 
 import concurrent.futures
@@ -24,24 +25,24 @@ from rl_core.samples.writer import SampleWriter
 
 logger = logging.getLogger(__name__)
 MOST_WAITING = 8
-"""Writes that may wait, at most three for each step; a further one is left out, so that slow storage does not fill the memory."""
+"""Largest number of waiting writes. A step has at most three. Further writes are left out, so that slow storage does not fill the memory."""
 ANSWER_SECONDS = 60.0
-"""How long the writing thread waits for the samples of the data ranks."""
+"""Seconds that the writing thread waits for the samples of the data ranks."""
 CLOSE_SECONDS = 10.0
-"""How long the end of a run waits for its last samples."""
+"""Seconds that the end of a run waits until its last samples are written."""
 TABLE_ROWS = 8
-"""Samples of a step that trackers show as a table."""
+"""Largest number of samples of a step that trackers receive as a table."""
 
 
 class Answer(Protocol):
-    """A group call under way (`WorkerGroupFuncResult`)."""
+    """A group call in progress. Implemented by `WorkerGroupFuncResult`."""
 
     def wait(self, timeout: float | None = None) -> list[Any]:
         """Return the values in rank order."""
 
 
 class Samples:
-    """The kept samples of a run."""
+    """Writes the samples of one run. All methods return at once, except `close`."""
 
     def __init__(
         self,
@@ -53,7 +54,11 @@ class Samples:
         trackers: Trackers,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Write below `folder`; `decode` returns the text of a token."""
+        """Write samples below `folder`, as `spec.samples` of the job says.
+
+        `epoch` is stored with each sample, `decode(id)` returns the text of a token, `trackers` receive a table of each step, and `wall()`
+        returns the time of day in seconds since 1970.
+        """
         self._spec, self._epoch, self._decode, self._wall = spec, epoch, decode, wall
         self._trackers = trackers
         self._pieces: dict[int, str] = {}
@@ -63,31 +68,37 @@ class Samples:
         self._left_out = 0
 
     def add_step(self, step: int, version: int, ask: Callable[[], Answer]) -> None:
-        """Keep the samples of a training step of `version`. `ask` calls `take_samples` of the data ranks; it must not wait."""
+        """Write samples of training step `step`, which trained policy `version`.
+
+        `ask()` starts the call of `take_samples` on the data ranks and returns without waiting.
+        """
         if self._spec.groups:
             self._submit_answer(
                 f"step {step}", ask, lambda parts: self._write_step(step, version, [part for part in parts if part])
             )
 
     def add_validation(self, step: int, version: int, samples: Sequence[KeptSample]) -> None:
-        """Keep the samples of a validation after `step`."""
+        """Write samples of the validation after training step `step`, of policy `version`."""
         if samples:
             self._submit(lambda: self._write(VALIDATION, step, version, samples, {}))
 
     def add_failed(self, step: int, version: int, samples: Sequence[KeptSample]) -> None:
-        """Keep samples that failed their groups in training `step`, at most as many as groups are kept."""
+        """Write samples that made their groups fail in training step `step`: at most `spec.samples.groups` of them."""
         if kept := samples[: self._spec.groups]:
             self._submit(lambda: self._write(TRAIN, step, version, kept, {}))
 
     def add_filtered(self, groups: Sequence[FilteredGroup], ask: Callable[[], Answer]) -> None:
-        """Keep all samples of groups that dynamic sampling discarded. `ask` calls `read_samples` of the actor for them; it must not wait."""
+        """Write all samples of `groups`, which dynamic sampling discarded.
+
+        `ask()` starts the call of `read_samples` on the actor and returns without waiting.
+        """
         if groups:
             self._submit_answer(
                 f"filtered groups of step {groups[0].step}", ask, lambda parts: self._write_filtered(groups, parts)
             )
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Write what waits and close the files. After `seconds` the rest is left out."""
+        """Write the waiting samples and close the files. Samples that are not written within `seconds` are left out."""
         self._pool.shutdown(wait=False)
         _, unwritten = concurrent.futures.wait(self._waiting, seconds)
         if unwritten:
@@ -175,7 +186,7 @@ class Samples:
             self._trackers.add_samples(split, step, rows)
 
     def _piece(self, token: int) -> str:
-        """Return the text of a token; most come again and again."""
+        """Return the text of a token. Texts are cached, because most tokens occur many times."""
         piece = self._pieces.get(token)
         if piece is None:
             piece = self._pieces[token] = self._decode(token)
@@ -189,9 +200,10 @@ def _row(sample: KeptSample) -> SampleRow:
 
 
 def _with_texts(sample: KeptSample, pieces: Sequence[str]) -> KeptSample:
-    """Return `sample` with the text of its tokens, `pieces` [T], in messages to the model that have tokens and no text.
+    """Return a copy of `sample` in which messages with tokens but without text have the text of their tokens.
 
-    Such messages come from programs that send token ids. A completion without text stays so: the model ended it at once.
+    `pieces` are the texts of all tokens of the sample, in order. Messages without text come from programs that send token ids. A completion
+    without text is not changed: the model ended it at once.
     """
     messages, begin = [], 0
     for role, content, count in sample.messages:

@@ -1,4 +1,4 @@
-"""Decides when a run is saved, writes its checkpoints and its exported model, and repeats writes to a full disk where it must."""
+"""Decides when a checkpoint is due, writes checkpoints and the exported model, and repeats writes while the disk is full."""
 
 import logging
 import time
@@ -38,7 +38,7 @@ class Due(Enum):
 
 
 class Stateful(Protocol):
-    """An object of a program that a checkpoint holds: the ledger of a text program, or any object of a user's program."""
+    """An object whose state checkpoints store: the ledger of a text program, or any object of a user's program."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON-able values."""
@@ -259,7 +259,7 @@ class Saving:
             self._report_refusal(error, "training goes on from the weights in memory")
 
     def finish(self, *, resumable: bool) -> None:
-        """Write what the run leaves behind: a checkpoint of the last step, and the exported model unless the run is `resumable`.
+        """Write a checkpoint of the last step, and export the model unless the run is `resumable`.
 
         A resumable run that is rolled back saves nothing; its checkpoints since the first violating step are set aside. At the final end,
         writes to a full disk are repeated for deadlines.degraded seconds.

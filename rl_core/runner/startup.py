@@ -31,13 +31,16 @@ class Startup:
         saving: Saving,
         stops: StopController,
     ) -> None:
-        """`trained` are the worker groups that train: the actor, and the group that holds the critic where there is one."""
+        """`trained` are the worker groups that train: the actor, and the group of the critic if the job has one."""
         self._deadlines, self._progress, self._trained, self._members = deadlines, progress, trained, members
         self._board, self._schedule = board, schedule
         self._sync, self._saving, self._stops = sync, saving, stops
 
     def run(self, *, at: Point) -> None:
-        """Return once enough rollouts serve the present weights. Waits for members call `at()`, at which the run may end."""
+        """Start the run, and return when enough rollouts serve the current weights.
+
+        `at()` is called repeatedly while this waits for members. An exception that it raises ends the start.
+        """
         seconds = self._deadlines.wait_ready
         address = self._start_training_groups(seconds, at=at)
         self._members.open(address)
@@ -45,7 +48,10 @@ class Startup:
         self.await_rollouts(at=at)
 
     def _start_training_groups(self, seconds: float, *, at: Point) -> str:
-        """Return the address of the weight publisher once the groups that train have their weights and those of the policy are published."""
+        """Build the models of the groups that train, load the checkpoint, if any, and publish the first weights.
+
+        Returns the address of the weight publisher, from which rollouts pull the weights.
+        """
         stops, progress = self._stops, self._progress
         with self._starting("its processes, which load their libraries"):
             self._members.await_gangs(seconds, at=at)
@@ -65,7 +71,7 @@ class Startup:
         return address
 
     def _starting(self, what: str) -> AbstractContextManager[None]:
-        """Show that the start waits for `what` of the actor while the block runs."""
+        """Show in `/status` that the start waits for `what` of the actor while the block runs."""
         return self._board.during(Phase.STARTING, on=ACTOR, what=what)
 
     def await_group(self, name: str, *, at: Point) -> None:

@@ -42,7 +42,7 @@ GENERATION: Mapping[str, Callable[[Sequence[float]], float]] = {
     "rollout/queue_seconds": max,
     "rollout/prefix_hit_share": fmean,
 }
-"""Metrics that engines report with their heartbeats, and how the values of all rollouts become one number of the step."""
+"""Metrics that engines report with their heartbeats, and for each the function that combines the values of all rollouts."""
 WAITS_FOR = {
     Phase.GENERATING: ROLLOUT,
     Phase.VALIDATING: ROLLOUT,
@@ -50,13 +50,13 @@ WAITS_FOR = {
     Phase.SYNCING: ROLLOUT,
     Phase.DEGRADED: ROLLOUT,
 }
-"""The group that the loop of a built-in program waits for in a phase."""
+"""The group that the loop of a built-in program waits for, by phase."""
 UNWATCHED = frozenset({Phase.STARTING, Phase.FINISHED, Phase.FAILED, Phase.SUSPENDED})
-"""Phases without a stall bound: the startup has deadlines of its own."""
+"""Phases in which no stall is detected. The startup has deadlines of its own."""
 
 
 class StatusBoard:
-    """The run's present state; any thread may read it."""
+    """The current state of the run. Thread-safe."""
 
     def __init__(
         self,
@@ -102,23 +102,24 @@ class StatusBoard:
         """Returns the group call that the loop waits for. It is reported where the loop has not named what it waits for."""
         self._channels: list[dict[str, Any]] = []
         self._unwritten: tuple[str, float] | None = None
-        """What waits for disk space, and since when, by time.monotonic()."""
+        """(what is to be written, time.monotonic() at which the wait for disk space began); None without such a wait."""
 
     def adopt(self, spec: RLJobSpec, generation: int) -> None:
-        """Follow a changed spec, which is that of `generation` of the job."""
+        """Apply a changed spec. `generation` is the job's metadata.generation that has this spec."""
         self._roster.adopt(spec)
         self.set(totalSteps=spec.algorithm.steps, appliedGeneration=generation)
 
     @property
     def phase(self) -> Phase:
-        """Return the present phase."""
+        """Return the current phase."""
         return self._phase
 
     @contextmanager
     def during(self, phase: Phase, *, on: str | None = None, what: str = "") -> Iterator[None]:
-        """Be in `phase` while the block runs, then in the one before.
+        """Set the phase while the block runs, then restore the previous one.
 
-        `on`: the group that the loop waits for; None: that of WAITS_FOR. `what`: what it waits for; "" = the phase.
+        `on` is the group that the loop waits for during the block; None means the one in WAITS_FOR. `what` says what it waits for; ""
+        means the name of the phase.
         """
         before = self._enter(phase, WAITS_FOR.get(phase, "") if on is None else on, what)
         try:
@@ -136,13 +137,13 @@ class StatusBoard:
             return before
 
     def set(self, **facts: Any) -> None:
-        """Change facts, by their names in `/status`."""
+        """Set fields of `/status`, given by their names there. Counts as progress of the run."""
         with self._lock:
             self._facts.update(facts, lastProgress=now_text())
             self._loop_progress += 1
 
     def fact(self, name: str) -> Any:
-        """Return the value of one fact."""
+        """Return the value of one field that `set` can change."""
         with self._lock:
             return self._facts[name]
 
@@ -161,9 +162,9 @@ class StatusBoard:
             failures[f"{role}/{kind}"] = failures.get(f"{role}/{kind}", 0) + 1
 
     def totals(self) -> dict[str, float]:
-        """Return the step's metrics that members report:
+        """Return metrics of the step that come from the members and from this board.
 
-        `failures_total/<role>/<kind>`, `weights/lag_max`, counters of environments and rollouts, and the engines' metrics.
+        They are `failures_total/<role>/<kind>`, `weights/lag_max`, counters of environments and rollouts, and the metrics of engines.
         """
         members = list(self._cluster.members())
         with self._lock:
@@ -189,7 +190,7 @@ class StatusBoard:
         self.set(failure=dict(failure) if failure else None, completionTime=now_text())
 
     def step_took(self, seconds: float) -> None:
-        """Use a step's duration in seconds for the default stall bound."""
+        """Record the duration of a step in seconds. The default limit for stalls depends on the durations of steps."""
         self._stall.step_took(seconds)
 
     def show_channels(self, stats: Iterable[ChannelStats]) -> None:
@@ -199,7 +200,7 @@ class StatusBoard:
         ]
 
     def snapshot(self) -> dict[str, Any]:
-        """Return what every program shows in `/status`; a program adds its own part, such as the ledger."""
+        """Return the fields of `/status` that every program has. Programs add further ones, such as the ledger."""
         groups = self._roster.groups
         wanted = {name: self._roster.wanted(name) for name in groups}
         present, known, missing, waits = self._look(wanted)
@@ -221,14 +222,17 @@ class StatusBoard:
         }
 
     def stall(self) -> dict[str, Any] | None:
-        """Return the stall as `/status` shows it, None while there is progress."""
+        """Return the stall as `/status` shows it; None while the run makes progress."""
         present, _, missing, waits = self._look({name: self._roster.wanted(name) for name in self._roster.groups})
         return self._stall_report(present, missing, waits)
 
     def _look(
         self, wanted: Mapping[str, Sequence[str]]
     ) -> tuple[list[Member], list[Member], list[Missing], list[Wait]]:
-        """Return the members that are here, those to show (lost ones only while they are wanted), the missing ones, and all waits."""
+        """Return four lists: present members, members to show, missing members, and waits.
+
+        The members to show are the present ones and those lost members that the spec still asks for.
+        """
         names = {name for of_role in wanted.values() for name in of_role}
         known = [m for m in self._cluster.members(drained=True, lost=True) if m.state != "lost" or m.name in names]
         present = [m for m in known if m.state != "lost"]
@@ -269,9 +273,10 @@ class StatusBoard:
         }
 
     def _waited_for(self, members: Sequence[Member]) -> list[str]:
-        """Return the members that the loop waits for: of the group that it names, those that have a worker.
+        """Return the names of the members that the loop waits for.
 
-        Of groups that pull weights they are those that serve, while Degraded those that do not serve, whatever group the loop names.
+        These are the serving members of all groups that pull weights; in the phase Degraded they are the members of these groups that do not
+        serve. If the loop waits for a group that does not hold the model, the members of that group with a worker are added.
         """
         groups, here = self._roster.groups, [m for m in members if m.state not in LEAVING]
         pulling = [m for m in here if m.role in groups and groups[m.role].pulls_weights]
@@ -282,7 +287,7 @@ class StatusBoard:
         return [*serving, *(m.name for m in here if named and m.role == on and m.state in PRESENT)]
 
     def _waits(self, known: Sequence[Member]) -> list[Wait]:
-        """Return the waits-for graph: silent members first, as they are at the root, then declared waits and the runner's own phase."""
+        """Return the edges of the waits-for graph: silent members, which may be the cause of others, declared waits, and waits of the runner."""
         edges = [
             Wait(who="hub", on=m.name, what="heartbeat", since_seconds=self._clock() - m.last_seen)
             for m in known
@@ -306,7 +311,7 @@ class StatusBoard:
 
 
 def _member(member: Member, group: Group | None) -> dict[str, Any]:
-    """Return a member as `/status` shows it; `group` None: it is of no group of the job."""
+    """Return a member as `/status` shows it. `group` is None if the job has no such group."""
     lost, pulls = member.state == "lost", group is not None and group.pulls_weights
     return {
         "pod": member.pod,
@@ -323,15 +328,15 @@ def _member(member: Member, group: Group | None) -> dict[str, Any]:
 
 
 def _public_state(member: Member, *, pulls: bool) -> str:
-    """Return a member's state as joining, updating, serving, draining, drained or lost; `detail` holds the hub's finer state.
+    """Return the state of a member for users: joining, updating, serving, draining, drained or lost.
 
-    A member that `pulls` weights and holds its worker still lacks weights, so it is joining; any other member then works. A silent member
-    gets no new work.
+    The hub's state `ready` means that the worker is constructed. If the group `pulls` weights, the member has none yet and is joining;
+    otherwise it is serving. The hub's state `suspect`, of a silent member, is updating: it gets no new work.
     """
     ready = "joining" if pulls else "serving"
     return {"constructing": "joining", "ready": ready, "suspect": "updating"}.get(member.state, str(member.state))
 
 
 def _generation(member: Member) -> dict[str, float]:
-    """Return what the engine of a member is doing."""
+    """Return the metrics of a member's engine, by their names without the prefix."""
     return {name.partition("/")[2]: value for name, value in member.metrics.items() if name in GENERATION}

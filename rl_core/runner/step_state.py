@@ -30,13 +30,13 @@ class FilteredGroup:
 
     group_id: str
     token: str
-    """Lease token, under which its record is stored on the channel `trajectories` until it is taken."""
+    """Token of its lease. It is the key of the group's record on the channel `trajectories`."""
     step: int
-    """Step for which it was generated."""
+    """Training step for which it was generated."""
     version: int
     """Version of the weights that this step trains."""
     why: str
-    """What its rewards have to fulfil, and what they were."""
+    """The rule that its rewards violate, with the rewards; see `explain_filtered`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ class StepState:
     version: int
     """Version of the weights that it trains."""
     target: int
-    """Number of groups to train; it falls with drops if `algorithm.onDrop` is shrink."""
+    """Number of groups to train. Dropped groups reduce it if `algorithm.onDrop` is shrink."""
     rank_sizes: list[int]
     """Number of admitted groups by data rank."""
     issued: int = 0
@@ -102,7 +102,7 @@ class StepState:
         return rank
 
     def sampling_metrics(self, prompts_per_step: int) -> dict[str, float]:
-        """Return the metrics of dynamic sampling: generation batches asked for, and what became of their groups."""
+        """Return the metrics of dynamic sampling: generation batches, and the numbers of groups that were kept, dropped or surplus."""
         rewards = reward_metrics(list(self.admitted.values()))
         counts = {"batches": self.issued / prompts_per_step, "kept_groups": len(self.admitted)}
         counts |= {"dropped_groups": self.filtered, "surplus_groups": self.surplus}
@@ -111,7 +111,11 @@ class StepState:
 
 
 def explain_filtered(rewards: Sequence[float], min_std: float) -> str:
-    """Return why rewards, NaN for a masked sample, do not fulfil `algorithm.dynamicSampling` with `min_std`."""
+    """Return an explanation why dynamic sampling discards a group with these `rewards`, as text for people.
+
+    NaN stands for the reward of a masked sample, which does not count. `min_std` is `algorithm.dynamicSampling.minStd`: the sample
+    standard deviation of the rewards must be greater.
+    """
     given = [reward for reward in rewards if math.isfinite(reward)]
     if len(given) < 2:
         return f"algorithm.dynamicSampling needs at least two rewards in a group, got {len(given)}"
@@ -122,7 +126,10 @@ def explain_filtered(rewards: Sequence[float], min_std: float) -> str:
 
 
 def reward_metrics(entries: Sequence[GroupEntry]) -> dict[str, float]:
-    """Return `reward/{mean,std,min,max}` over the finite raw rewards of admitted groups, float64, and the number of others."""
+    """Return `reward/mean`, `std`, `min` and `max` over the finite raw rewards of admitted groups, computed in float64.
+
+    `reward/missing` is the number of samples without a finite reward.
+    """
     given = np.asarray([reward for entry in entries for reward in entry.rewards], dtype=np.float64)
     rewards = given[np.isfinite(given)]
     missing = {"reward/missing": float(given.size - rewards.size)}

@@ -142,7 +142,10 @@ class WeightSync:
                 logger.warning("version %s: %s of %s receivers are left to take it", version, len(asked), len(before))
 
     def _those_left(self, asked: list[Member]) -> list[Member]:
-        """Return those of `asked` that can still receive weights. The hub may learn of the loss of a process or engine later than the publisher."""
+        """Return those of `asked` that can still receive weights.
+
+        Waits at most LOSS_HEARTBEATS heartbeats for the hub to notice a loss, because the publisher may notice it earlier.
+        """
         addresses = {m.address for m in asked}
         end = time.monotonic() + LOSS_HEARTBEATS * self._applied.spec.runtime.deadlines.heartbeat
         while True:

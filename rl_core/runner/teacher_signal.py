@@ -1,4 +1,4 @@
-"""Ends a run in which nothing is learned: without a reward, or from a teacher that changes nothing."""
+"""Ends a run that cannot learn anything: no sample has a reward, or the teacher's log-probabilities equal those of the student."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ class TeacherSignal:
         self._silent = 0
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a step. Raises ConfigError at the third step in a row without a signal of the teacher."""
+        """Record the metrics of a step. Raises ConfigError at the third consecutive step in which the teacher's share is 0."""
         share = metrics.get(TEACHER_SHARE)
         self._silent = self._silent + 1 if share == 0.0 else 0
         if self._silent >= MOST_SILENT_STEPS:
@@ -33,7 +33,7 @@ class RewardSignal:
         self._silent = 0
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a step. Raises ConfigError at the third step in a row in which samples were scored and none has a reward.
+        """Record the metrics of a step. Raises ConfigError at the third consecutive step in which samples were scored and none has a reward.
 
         Steps with a teacher train without rewards and are not counted.
         """

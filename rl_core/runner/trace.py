@@ -1,11 +1,12 @@
-"""The trace of a run in `traces/`: what the loop did, and each sample from its lease to the end of the step that trained it.
+"""Writes the trace of a run to `traces/`: the parts of the loop, and each sample from its lease to the end of the step that trained it.
 
     runner          | step                                                   |   parts of the loop: rollout, train, sync, checkpoint ...
     rollout:0       | 0-7_g0: lease, generate, env, generate, env, siblings  |   one sample per slot
     actor           |              0-7: put, admit, hold, score, train       |   one group per slot, an arrow from its rollout
 
-Every time is the runner's monotonic clock; no other host's clock is compared with it. A rollout's times count from the moment in which
-its lease came, which is put where the runner gave it out. So a rollout's spans lie early by the time of one message.
+All times are on the runner's monotonic clock. Clocks of other hosts are not used: a rollout measures its times from the arrival of the
+lease, and the trace places this arrival at the time when the runner granted the lease. The spans of a rollout are therefore too early by
+the duration of one message.
 """
 
 import concurrent.futures
@@ -21,13 +22,13 @@ from rl_core.runner.step_state import GroupSpan
 
 logger = logging.getLogger(__name__)
 MOST_WAITING = 4
-"""Steps that may wait to be written; a further one is left out, so that slow storage does not fill the memory."""
+"""Largest number of steps that wait to be written. Further steps are left out, so that slow storage does not fill the memory."""
 CLOSE_SECONDS = 10.0
-"""How long the end of a run waits for the trace."""
+"""Seconds that the end of a run waits until the trace is written."""
 
 
 class Span(NamedTuple):
-    """One part of the loop; times are the runner's monotonic clock."""
+    """One part of the loop. Times are in seconds on the runner's monotonic clock."""
 
     name: str
     began: float
@@ -45,7 +46,7 @@ class Trace:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Write to `folder`; `clock` is the dispatcher's."""
+        """Write to `folder`. `clock` is the clock of the times that are added; `wall()` returns seconds since 1970."""
         self._folder, self._epoch = folder, epoch
         self._rows = TraceRows()
         self._since_1970 = wall() - clock()
@@ -59,9 +60,9 @@ class Trace:
         return cls(TraceFolder(path), epoch=epoch)
 
     def add(self, step: int, version: int, parts: Sequence[Span], groups: Sequence[GroupSpan] = ()) -> None:
-        """Add the `parts` of the loop that were done for `step` at `version`, and the groups that the step trained or refused.
+        """Add the `parts` of the loop in step `step` at policy `version`, and the groups that the step trained or refused.
 
-        Called by the loop.
+        Called by the loop. Returns at once; a thread writes.
         """
         self._waiting = [write for write in self._waiting if not write.done()]
         if len(self._waiting) < MOST_WAITING:
@@ -71,7 +72,10 @@ class Trace:
             logger.warning("the trace is written more slowly than steps end; it has gaps from step %s on", step)
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Write what waits and close the file. After `seconds` the rest is left out: a storage that hangs must not keep the run's end."""
+        """Write the waiting steps and close the file.
+
+        Steps that are not written within `seconds` are left out, so that hanging storage does not delay the end of the run.
+        """
         self._pool.shutdown(wait=False)
         _, unwritten = concurrent.futures.wait(self._waiting, seconds)
         if unwritten:

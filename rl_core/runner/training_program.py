@@ -1,4 +1,4 @@
-"""`TrainingProgram`: what the programs that train a policy have in common: its start, one training step, and the publication of weights."""
+"""`TrainingProgram`: the base of programs that train a policy. It starts the run, trains one step, and publishes weights."""
 
 from abc import abstractmethod
 from typing import Any
@@ -16,7 +16,7 @@ from rl_core.runner.sync import WeightSync
 
 
 class TrainingProgram(Program):
-    """A program with an actor that trains and rollouts that take its weights. A subclass writes `run_step`."""
+    """A program with an actor that trains and rollouts that receive its weights. A subclass implements `run_step`."""
 
     def __init__(
         self, run: Run, saving: Saving, *, startup: Startup, schedule: DeviceSchedule, sync: WeightSync
@@ -26,7 +26,7 @@ class TrainingProgram(Program):
         self.actor = run.groups[ACTOR]
         critic = run.job.spec.algorithm.critic_group
         self.critic = None if critic is None else run.groups[critic]
-        """The group that holds the critic; None where the actor does or there is none."""
+        """The worker group of the critic; None if the critic is part of the actor or the job has no critic."""
         self.startup, self.schedule, self.sync = startup, schedule, sync
 
     def start(self) -> None:
@@ -95,7 +95,7 @@ class TrainingProgram(Program):
         }
 
     def write_last_step(self) -> None:
-        """Write the metrics and the trace of the last step, as far as they are not written. A program may have more to write."""
+        """Write the metrics and the trace of the last step, unless they are written already. Subclasses may write more."""
         self.report.write()
 
     def publish(self) -> None:
@@ -123,7 +123,7 @@ class TrainingProgram(Program):
         return {"time/idle_actor": self.report.seconds("rollout"), "time/idle_rollout": sum(busy_actor)}
 
     def apply(self, spec: RLJobSpec, before: RLJobSpec) -> None:
-        """Apply a changed learning rate and number of steps to the actors and to the group that holds the critic."""
+        """Apply a changed learning rate and number of steps to the actor and to the group of the critic."""
         optimizer, steps, seconds = spec.actor.optimizer, spec.algorithm.steps, spec.runtime.deadlines.rpc
         if (optimizer.learning_rate, steps) != (before.actor.optimizer.learning_rate, before.algorithm.steps):
             self.stops.wait(self.actor.set_schedule(optimizer.learning_rate, steps), seconds)
@@ -136,5 +136,5 @@ class TrainingProgram(Program):
         return {"devices": self.schedule.devices()}
 
     def close(self) -> None:
-        """Stop the joins."""
+        """Let no further members join."""
         self.sync.members.close()

@@ -45,7 +45,7 @@ class Validation:
         self._dispatcher, self._results, self._attempts = dispatcher, results, attempts
         self._rounds = 0
         self.kept: list[KeptSample] = []
-        """Samples of the last round, in the order of the prompts, those that failed their prompts last."""
+        """Samples of the last round in the order of the prompts, followed by the samples that made their prompts fail."""
 
     def measure(
         self,
@@ -83,7 +83,7 @@ class Validation:
         return self._metrics(validation)
 
     def _metrics(self, validation: ValidationRound) -> dict[str, float]:
-        """Return `val/*` over all prompts, and where the job has several data sets `val/<name>/*` over those of each."""
+        """Return `val/*` over all prompts. If the job has several data sets, also return `val/<name>/*` for each of them."""
         scores: dict[str, list[ValidationScores]] = {}
         errors = Counter(self._set_of(group_id) for group_id in validation.failures)
         for group_id, score in validation.scores.items():
@@ -96,7 +96,7 @@ class Validation:
         return metrics
 
     def _set_of(self, group_id: str) -> str:
-        """Return the name of the data set of a validation prompt, empty where the job has one."""
+        """Return the name of the data set of a validation prompt; empty if the job has only one data set."""
         return self._samples[index_of(group_id)].get("data_set", "")
 
     def _collect(self, validation: ValidationRound, cancelled: Callable[[], bool], short: Callable[[], bool]) -> None:
@@ -118,7 +118,7 @@ class Validation:
 
 
 def _first_of_each_set(samples: Sequence[DatumSpec], most: int | None) -> Sequence[DatumSpec]:
-    """Return the first `most` samples of each data set, all for None. The samples of a data set follow each other."""
+    """Return the first `most` samples of each data set; all samples if `most` is None. Samples must be ordered by data set."""
     sets = groupby(samples, key=lambda sample: sample.get("data_set"))
     return [sample for _, own in sets for sample in islice(own, most)]
 

@@ -181,11 +181,11 @@ def _parse(head: bytes) -> Request:
 
 
 def _length(request: Request) -> int:
-    told = request.headers.get("content-length", "0")
-    if not (told.isascii() and told.isdigit()):
-        raise BadRequest(HTTPStatus.BAD_REQUEST, f"Content-Length must be a number of bytes, got {told!r}")
-    if len(told) > 12 or int(told) > BODY_BYTES:
+    length = request.headers.get("content-length", "0")
+    if not (length.isascii() and length.isdigit()):
+        raise BadRequest(HTTPStatus.BAD_REQUEST, f"Content-Length must be a number of bytes, got {length!r}")
+    if len(length) > 12 or int(length) > BODY_BYTES:
         raise BadRequest(
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body must be at most {BODY_BYTES} bytes, got {told[:20]}"
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body must be at most {BODY_BYTES} bytes, got {length[:20]}"
         )
-    return int(told)
+    return int(length)

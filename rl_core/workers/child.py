@@ -86,7 +86,7 @@ class Child:
         self.name = name
         self.returncode: int | None = None
         self.state: str | None = None
-        """State that the process has reported last. None before its first report."""
+        """State in the last report of the process. None before its first report."""
         self.started = clock()
         """Time of its start on the clock, in seconds."""
         self.last_alive: float | None = None

@@ -27,7 +27,7 @@ _LOOK_SECONDS = 1.0
 
 
 class PendingCall:
-    """A call to one member that is under way. Implements `result.RankCall`."""
+    """A call to one member that is in progress. Implements `result.RankCall`."""
 
     def __init__(self, member_name: str, hub: Hub, future: "concurrent.futures.Future[Any]") -> None:
         self.future = future

@@ -95,7 +95,7 @@ class WorkerContext:
         self.hub = hub
         """RPC client of the runner's hub. None before the first registration and outside a job."""
         self._silent: list[RpcClient] = []
-        """Earlier clients of a silent hub, on which calls may be under way. Only the thread that registers uses this list."""
+        """Earlier clients of a hub that became silent. They may have calls in progress. Only the thread that registers uses this list."""
         self.state = MemberState.JOINING
         self.retired = False
         """Whether this process takes no more work, even in later epochs. Set when the runner removes it from an elastic group."""
@@ -115,7 +115,7 @@ class WorkerContext:
         self.num_serving = 0
         """Members of this process's group that are in the state SERVING, as of the last heartbeat."""
         self._waiting_for_view: set[Callable[[], object]] = set()
-        """One callback per coroutine that waits in `view_changed`, which wakes it."""
+        """One callback for each coroutine that waits in `view_changed`. It wakes the coroutine."""
         self._peers: dict[str, RpcClient] = {}
 
     # --- from the worker -------------------------------------------------------------------------------------------
@@ -238,18 +238,18 @@ class WorkerContext:
             self.hub.set_epoch(epoch)
 
     def members(self, group: str | None = None) -> list[MemberView]:
-        """Return the members of `group` that are not gone, by group and rank. None returns those of all groups that this process sees."""
+        """Return the members of `group` that are not gone, ordered by group and rank. None means all groups that this process sees."""
         with self._lock:
             present = [m for m in self._members.values() if not m.state.gone and group in (None, m.group)]
         return sorted(present, key=lambda m: (m.group, m.rank))
 
     def member(self, name: str) -> MemberView | None:
-        """Return the member `group:rank`, also one that is gone. None when this process has not seen it."""
+        """Return the member `group:rank`, even if it is gone. None if this process has never seen it."""
         with self._lock:
             return self._members.get(name)
 
     def world_size_of(self, group: str) -> int:
-        """Return the planned number of processes of `group`, also when all its members are gone. 0 when this process has seen none."""
+        """Return the planned number of processes of `group`, even if all are gone. 0 if this process has seen no member of the group."""
         with self._lock:
             seen = [m for m in self._members.values() if m.group == group]
         return max((m.world_size for m in [m for m in seen if not m.state.gone] or seen), default=0)

@@ -57,7 +57,7 @@ class WorkerGroup:
         """Guards `_constructing`: the thread of `launch` and that of the hub may find a gang complete at the same time."""
         self._cluster: Cluster | None = None
         self._constructing: dict[str, tuple[tuple[int, int], PendingCall]] = {}
-        """By name of a gang member: the incarnation that was last constructed, and that call."""
+        """By name of a gang member: incarnation of the process in which the class was last constructed, and the call that does so."""
         self._name = ""
 
     @classmethod
@@ -194,7 +194,10 @@ class WorkerGroup:
         return WorkerSpec(path=self._path, args=self._args, kwargs=self._kwargs, max_concurrency=self._max_concurrency)
 
     def _construct_joined(self, member: Member) -> None:
-        """Construct a gang once all its members have joined: its ranks then wait for each other for deadlines.collective at most."""
+        """Construct the class in all members of a gang as soon as the last of them has joined.
+
+        Not earlier: the ranks wait for each other during construction, at most for deadlines.collective.
+        """
         if member.group != self.name:
             return
         here = {m.rank: m for m in self.cluster.members() if m.group == self.name} | {member.rank: member}
@@ -218,7 +221,7 @@ class WorkerGroup:
 
 
 class GroupView:
-    """Some ranks of a group, whose methods are called like those of the group."""
+    """Some ranks of a group. Methods are called on it as on a WorkerGroup, and run on these ranks only."""
 
     def __init__(self, group: WorkerGroup, ranks: tuple[int, ...] | None, seconds: float | None = None) -> None:
         """Call `ranks` (None: all ranks) with a limit of `seconds` per call (None: `deadlines.groupMethod`)."""
@@ -234,11 +237,15 @@ class GroupView:
 GROUP_NAMES = frozenset(name for name in dir(WorkerGroup) if not name.startswith("_"))
 """Public names of WorkerGroup. A worker class must not define methods of these names, because they could not be called on a group."""
 
+HOOKS = {"on_new_epoch": ("epoch",), "drain": (), "close": ()}
+"""Methods that the process of a worker calls by itself, with their arguments; see Worker."""
+
 
 def check_class(cls: type[Any]) -> None:
     """Check that `cls` can be the class of a remote worker.
 
-    Raises ConfigError when it does not derive from Worker, and ValueError when one of its methods has the name of a method of WorkerGroup.
+    Raises ConfigError when it does not derive from Worker, and ValueError when one of its methods has the name of a method of WorkerGroup,
+    or that of a hook and other arguments.
     """
     if not hasattr(cls, "remote_methods"):
         raise ConfigError(f"{cls.__qualname__} must derive from rl_core.workers.worker.Worker")
@@ -247,3 +254,12 @@ def check_class(cls: type[Any]) -> None:
         raise ValueError(
             f"{cls.__qualname__} must not define {', '.join(clashes)}: WorkerGroup has methods of these names; rename them"
         )
+    for name, args in HOOKS.items():
+        if name in cls.remote_methods():
+            try:
+                inspect.signature(getattr(cls, name)).bind("self", *args)
+            except TypeError as error:
+                called = f"{name}({', '.join(args)})"
+                raise ValueError(
+                    f"{cls.__qualname__}.{name} must be callable as {called}, a hook of Worker, got: {error}; rename the method"
+                ) from error

@@ -131,7 +131,7 @@ class Host:
     # --- epochs and ends -------------------------------------------------------------------------------------------
 
     async def _reset(self, epoch: int) -> None:
-        """Drop everything that belongs to the old hub and enter `epoch`: the present one when only the next hub knows the new epoch."""
+        """Drop everything that belongs to the old hub and enter `epoch`. If only the next hub knows the new epoch, pass the current one."""
         context = self._context
         context.enter_epoch(epoch)
         self._server.set_epoch(epoch)
@@ -149,7 +149,7 @@ class Host:
             self._retiring = asyncio.ensure_future(self._drain_for_good())
 
     async def _drain_for_good(self) -> None:
-        """Drain within `drainSeconds`, then stay without work until the pod is deleted. On the handlers' loop."""
+        """Drain within `drainSeconds`, then stay idle until the pod is deleted. Runs on the event loop of the RPC handlers."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._methods.drain(), self._drain_seconds)
         self._context.set_state(MemberState.DRAINED)
@@ -195,7 +195,7 @@ class Host:
     # --- what the method server calls ---------------------------------------------------------------------------------------
 
     def _load_extensions(self) -> None:
-        """Import the job's extensions, once. Runs in the worker's thread: an import may take minutes, and heartbeats must go on."""
+        """Import the modules in `spec.extensions`, once. Runs in the worker's thread, because an import may take minutes."""
         if not self._registration.accepted.wait(HELLO_DEADLINE):
             raise InfrastructureError(f"the hub's answer to hello must come within {HELLO_DEADLINE:.0f} s, got none")
         if self._context.job is not None and not self._extended:
@@ -203,7 +203,11 @@ class Host:
             self._extended = True
 
     def _serve_methods(self, methods: dict[str, Callable[..., Any]]) -> None:
-        """Serve the methods of the worker object to the groups that it names; in a script, to all workers: one user started them."""
+        """Serve the methods of the worker object by RPC.
+
+        The runner may call all of them, and other groups those in `peer_methods`. In a script all workers may call all methods, because the
+        same user has started them.
+        """
         assert self._methods.worker is not None
         self._callers["runner"] |= methods.keys()
         for role, names in self._methods.worker.peer_methods.items():
@@ -213,7 +217,7 @@ class Host:
         self._server.add_handlers(methods)
 
     async def _report_ready(self) -> None:
-        """Send the new state to the hub before the runner is answered that the construction is done. On the handlers' loop."""
+        """Send the new state to the hub, before `construct` is answered. Runs on the event loop of the RPC handlers."""
         try:
             await self._registration.send_heartbeat()
         except (DeadlineExceeded, InfrastructureError) as error:
@@ -227,7 +231,7 @@ class Host:
         return RpcServer(bind, {}, self._keys, self.identity, max_concurrency=MOST_CALLS, allowed=allowed).start()
 
     def _reachable_address(self) -> str:
-        """Return how others reach the server: a socket on all interfaces does not know the pod's address."""
+        """Return the address at which other processes reach the RPC server. A socket on all interfaces does not know the pod's address."""
         address, pod_ip = self._server.address, self.identity.pod_ip
         return address if self._local or not pod_ip else f"tcp://{pod_ip}:{split_address(address)[1]}"
 
@@ -238,7 +242,7 @@ class Host:
         return client
 
     def _connect_channel(self) -> None:
-        """Connect to the channel server, in place of an earlier connection."""
+        """Connect to the channel server. This replaces an earlier connection."""
         if self.identity.channel:
             from rl_core.channel import client
 
@@ -246,7 +250,7 @@ class Host:
 
 
 async def _on_handlers(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine on the loop of RPC handlers, where the worker's async code lives."""
+    """Run a coroutine on the event loop of the RPC handlers, which also runs the async methods of the worker, and wait for it."""
     await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, HandlerLoop.shared().loop))
 
 

@@ -104,8 +104,8 @@ class Hub:
         self._changed = threading.Condition(self._lock)
         """Notified after every change, for `wait_changed`."""
         self._order = threading.RLock()
-        """Serializes changes until they are queued for the listeners: else a listener could be told of the hello of a replacement before
-        the loss that the sweep found. Taken before `_lock`."""
+        """Serializes changes until they are queued for the listeners. Otherwise a listener could be called for the join of a replacement
+        before it is called for the loss that `sweep` has found. Acquired before `_lock`."""
         self._watchers: list[Callable[[Change], None]] = []
         self._joined: list[Callable[[Member], object]] = []
         self._lost: list[Callable[[Member, str], object]] = []
@@ -122,7 +122,7 @@ class Hub:
         self._callers = {group: set(_MEMBER_METHODS) for group in self._kinds} | {
             "supervisor": set(_SUPERVISOR_METHODS)
         }
-        """Methods by the role that may call them, where there are keys."""
+        """Names of methods by the role that may call them. Used only with keys."""
         allowed = self._callers if keys is not None else None
         self._server = RpcServer(
             bind or _bindable(identity.hub), handlers, keys, identity, unfenced=_UNFENCED, allowed=allowed
@@ -262,7 +262,7 @@ class Hub:
     # machine in a local run, cannot be told apart.
 
     def _check_caller(self, subject: MemberId, method: str) -> None:
-        """Raise ConfigError unless the caller is `subject` or its supervisor. Without keys nothing is proven, and nothing is checked."""
+        """Raise ConfigError unless the caller is `subject` or its supervisor. Without keys callers are not authenticated, and all pass."""
         caller = current_caller()
         if self.keys is None or caller is None:
             return
@@ -301,7 +301,7 @@ class Hub:
 
     @contextmanager
     def _changing(self) -> Iterator[Membership]:
-        """Let the block change the membership, then report the changes: to watchers at once, to listeners on their thread."""
+        """Run a block that changes the membership, then report its changes: to watchers at once, to listeners on their thread."""
         with self._order:
             with self._changed:
                 yield self._membership
@@ -342,7 +342,10 @@ def visible_groups(groups: Iterable[GroupKind]) -> dict[str, frozenset[str]]:
 
 
 def _bindable(address: str) -> str:
-    """Return where to listen so that others reach `address`: loopback as it is, a pod's service name on all interfaces."""
+    """Return the address to listen on, so that other processes reach `address`.
+
+    A loopback address is returned unchanged. For any other host, such as the service name of a pod, it is all interfaces.
+    """
     host, port = split_address(address)
     return address if is_loopback(host) else f"tcp://0.0.0.0:{port}"
 

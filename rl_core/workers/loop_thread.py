@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines that may block: the event loop of the RPC handlers goes on meanwhile.
+    """Runs coroutines that may block on an event loop of their own, so that the event loop of the RPC handlers is not blocked.
 
     A coroutine that was cancelled ends before one that is submitted afterwards begins.
     """

@@ -1,8 +1,9 @@
 """Messages between workers by group name and rank: `Worker.send`, `recv`, `send_tensor`, `recv_tensor` and `broadcast`.
 
-Messages travel through one channel of the job, with a key for each pair of sender and receiver. So they arrive in the order of the sends,
-need no moment at which both ends are ready, and large arrays go through shared memory where both ends see the same /dev/shm, and by socket
-elsewhere. Tensors of devices travel through host memory. When a receiver is lost, the messages stored for it are deleted.
+Messages are sent through one channel of the job, with a key for each pair of sender and receiver. They therefore arrive in the order in
+which they were sent, and a sender need not wait until the receiver is ready. Large arrays are passed in shared memory if both processes see
+the same /dev/shm, and by socket otherwise. Tensors on devices are copied to host memory first. When a receiver is lost, the messages that
+are stored for it are deleted.
 """
 
 import contextlib
@@ -22,24 +23,24 @@ from rl_core.workers.context import WorkerContext
 
 CHANNEL = "worker-messages"
 MOST_WAITING = 64
-"""Messages of one sender to one receiver that may wait to be received; a further send waits."""
+"""Largest number of messages of one sender to one receiver that are stored. A further send waits until one is received."""
 OPTIONS = ChannelOptions(maxsize=MOST_WAITING)
 DEFAULT_SECONDS = 600.0
 LOOK_SECONDS = 0.25
-"""Seconds between two looks whether the sender is lost."""
+"""Seconds between two checks whether the sender is lost."""
 DEADLOCK_SECONDS = 5.0
 """Seconds after which a receive asks the hub whether it is part of a cycle of receives."""
 ASK_SECONDS = 1.0
 REFRESH_SECONDS = 1.0
-"""Seconds within which the hub tells of the replacement of a lost receiver, if there is one."""
+"""Seconds that a send waits for the hub to report the replacement of a lost receiver."""
 VIEW_SECONDS = 5.0
-"""Seconds within which a launched group is seen by the others; heartbeats tell of it."""
+"""Seconds within which other workers see a group that was just launched. They learn of it with their heartbeats."""
 
 
 def delete_stored(receiver: str) -> None:
-    """Start to delete the messages that are stored for the worker `receiver`, which is lost: its replacement must not take them for its own.
+    """Start to delete the messages that are stored for the lost worker `receiver`, so that its replacement does not receive them.
 
-    Called in the process of the hub. Does nothing where no worker has sent a message. Does not wait.
+    Called in the process of the hub. Returns without waiting. Does nothing if no worker has sent a message.
     """
     try:
         backend = client.current().backend(CHANNEL, OPTIONS)
@@ -70,7 +71,7 @@ class Mail:
         self._backend = client.current().backend(CHANNEL, OPTIONS)
         self._channel = Channel(CHANNEL, self._backend, local=False)
         self._sends: list[AsyncHandle[None]] = []
-        """Asynchronous sends that may be under way."""
+        """Asynchronous sends that may not have ended yet."""
 
     def send(self, message: Any, receiver: str, *, timeout: float | None, may_block: bool) -> AsyncHandle[None]:
         """Start to send `message` to the worker `group:rank`; the handle is done when the message is stored for it.
@@ -87,9 +88,9 @@ class Mail:
     def broadcast(self, message: Any, groups: Sequence[str], *, timeout: float | None) -> None:
         """Send `message` to all planned members of `groups` but this worker; it is written to shared memory once.
 
-        Returns when it is stored for all. Raises as `send`, DeadlineExceeded, and ValueError for a group of which this process sees no
-        member within some seconds. When nothing can be sent, because a receiver is gone or the message cannot be serialized, the other
-        receivers get the error as a PackedError in place of the message.
+        Returns when the message is stored for all receivers. Raises the errors of `send`, DeadlineExceeded, and ValueError for a group of
+        which this process sees no member within VIEW_SECONDS. If a receiver is gone or the message cannot be serialized, the other receivers
+        get the error, as a PackedError, instead of the message.
         """
         refuse_on_event_loop("Worker.broadcast")
         seconds = DEFAULT_SECONDS if timeout is None else timeout
@@ -109,13 +110,18 @@ class Mail:
     def receive(self, sender: str, *, timeout: float | None) -> "Receipt":
         """Start to receive the next message of the worker `group:rank`.
 
-        Raises ValueError for a rank that the group does not have. The returned object raises what happens to the receive.
+        Raises ValueError for a rank that the group does not have. Other errors are raised by `wait` of the returned object.
         """
         self._member(sender)
         return Receipt(self, sender, DEFAULT_SECONDS if timeout is None else timeout)
 
+    def size_of(self, group: str) -> int:
+        """Return the planned number of processes of `group`. Raises ValueError when this process sees no member of it within some seconds."""
+        self._await_seen([group])
+        return self._context.world_size_of(group)
+
     def _await_seen(self, groups: Sequence[str]) -> None:
-        """Wait until this process has seen a member of each of `groups`, one of which may have been launched a moment ago."""
+        """Wait until this process has seen a member of each of `groups`, because a group may have been launched only just before."""
         deadline = time.monotonic() + VIEW_SECONDS
         while missing := [group for group in groups if not self._context.world_size_of(group)]:
             if time.monotonic() > deadline:
@@ -153,7 +159,7 @@ class Mail:
 
 
 class Receipt:
-    """A receive that is under way. `wait` and `async_wait` return the message, and may be called again."""
+    """A receive in progress. `wait` and `async_wait` return the message; they may be called several times."""
 
     def __init__(self, mail: Mail, sender: str, timeout: float) -> None:
         """Start the receive. Called by `Mail.receive`."""
@@ -202,7 +208,7 @@ class Receipt:
             raise self._late(error) from error
 
     def _check(self) -> None:
-        """Give up when the sender is gone, or was replaced since this receive began. Its stored messages have been received before."""
+        """End the receive with WorkerLost if the sender is gone or was replaced. Messages that it has stored were received before."""
         member = self._mail._context.member(self._sender)
         first = self._first
         replaced = first is not None and member is not None and member.incarnation != first.incarnation
@@ -214,7 +220,7 @@ class Receipt:
             )
 
     def _asks(self) -> bool:
-        """Return whether to ask the hub for a cycle. Not while messages of this worker are on their way: they may end it."""
+        """Return whether to ask the hub for a cycle of receives. False while this worker is sending, because its messages may end the cycle."""
         now = time.monotonic()
         if now - self._asked < ASK_SECONDS or any(not send.done() for send in self._mail._sends):
             return False

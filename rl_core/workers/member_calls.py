@@ -1,4 +1,5 @@
-"""Calls from a worker to the members of another group: to the one with the fewest calls in flight, and to another one if it is lost.
+"""Calls from a worker to members of another group. A call goes to the member with the fewest calls in flight, and is repeated on another
+member if that one is lost.
 
 The group must name the caller's group in `callers`, and its worker class must name the method in `peer_methods`.
 """
@@ -15,28 +16,28 @@ from rl_core.messages.members import MemberState, MemberView
 from rl_core.workers.worker import Worker
 
 LEAVING = (MemberState.SUSPECT, MemberState.DRAINING)
-"""States of a member that gets no new call."""
+"""States in which a member gets no new call."""
 MOST_LOSSES = 3
-"""Members that may be lost with one call before the call is given up, because the call itself may be what ends them."""
+"""Number of members lost with the same call after which the call is given up, because the call itself may cause the losses."""
 LOOK_SECONDS = 1.0
-"""Longest time between two looks at the members while none is there."""
+"""Longest time, in seconds, between two checks for a member while there is none."""
 
 
 class MemberCaller:
-    """Calls methods of members of other groups for `worker`. Its coroutines may run on any event loop."""
+    """Calls methods of members of other groups on behalf of the worker `worker`. Its coroutines may run on any event loop."""
 
     def __init__(self, worker: Worker, *, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` returns seconds."""
         self._worker, self._clock = worker, clock
         self._in_flight: Counter[str] = Counter()
-        """Calls without an answer, by address of the member."""
+        """Number of calls in flight, by address of the member."""
         self.losses = 0
-        """Calls that were repeated because their member was lost."""
+        """Number of times that a call was repeated because its member was lost."""
 
     async def call(self, group: str, method: str, /, *args: Any, seconds: float) -> Any:
         """Return `method(*args)` of a member of `group`. The method may run twice if a member is lost.
 
-        `seconds` bounds the wait for a member and for the answer together. Raises what the method raised, WorkerLost when MOST_LOSSES
+        `seconds` limits the wait for a member and for the answer together. Raises the error of the method, WorkerLost when MOST_LOSSES
         members were lost with this call, and DeadlineExceeded.
         """
         deadline, losses = self._clock() + seconds, 0

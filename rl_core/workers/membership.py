@@ -1,4 +1,4 @@
-"""The members of a job and their states, behind the hub. Pure: no threads, no sockets, the clock is injected.
+"""The members of a job and their states, as the hub keeps them. Pure: no threads, no sockets, and the clock is an argument.
 
     hello --accepted--> JOINING -> ... -> SERVING --silence suspect--> SUSPECT --silence lost--> LOST
       |                                    |  ^___heartbeat____________|          ^
@@ -74,9 +74,9 @@ class Membership:
         self._view_version = 0
         """Rises with every change that other members see."""
         self._shown: dict[str, dict[str, int]] = {}
-        """By group: the view version at which each member last changed, the latest change last."""
+        """By group and member: view version of the member's last change, in ascending order."""
         self._serving: Counter[str] = Counter()
-        """Members in the state SERVING, by group."""
+        """Number of members in the state SERVING, by group."""
         self._changes: list[Change] = []
         self._last_sweep = clock()
 
@@ -147,7 +147,7 @@ class Membership:
         )
 
     def child_ended(self, child: MemberId, code: int) -> None:
-        """Declare a member lost because its process ended with exit code `code`. An earlier process of the same name is ignored."""
+        """Declare a member lost because its process ended with exit code `code`. Ignored if a newer process has the same name."""
         self.declare_lost(child, f"its process ended with code {code}")
 
     def declare_lost(self, member_id: MemberId, reason: str) -> None:
@@ -220,9 +220,9 @@ class Membership:
         return member
 
     def _update(self, group: str, since: int) -> View | None:
-        """Return what `group` has not seen after view version `since`; None when there is nothing.
+        """Return the changes of members that `group` sees, after view version `since`; None if there are none.
 
-        A version that was never given out belongs to another hub: everything is sent.
+        If this hub never had the version `since`, the version is of another hub, and all members are returned.
         """
         if since > self._view_version:
             since = -1
@@ -261,7 +261,7 @@ class Membership:
 
 
 def _repeated(old: Member, new: Member) -> bool:
-    """Return whether a process repeats a hello whose answer was late, without having started over in between."""
+    """Return whether a hello is a repetition: its process got no answer to the first one in time, and has not started over since."""
     same = (old.id, old.registration) == (new.id, new.registration)
     return same and new.registration > 0 and not old.state.gone
 

@@ -51,7 +51,7 @@ class MethodServer:
         - `before_build()` is called in the thread that builds the object, before it is built.
         - `on_methods(handlers)` receives the handlers that are to be served under their own names.
         - `on_ready()` is awaited once the object is built, before `construct` returns.
-        - `requests` is the RPC server of the process, whose requests the worker's thread reads while no method runs; None: it does not.
+        - `requests` is the RPC server of the process. The worker's thread reads its requests while no method runs. None: it does not.
         """
         self.worker: Worker | None = None
         self._context = context
@@ -62,7 +62,7 @@ class MethodServer:
         self._built_from: bytes | None = None
         self._runner = HandlerRunner(threads=1, coroutines=ASYNC_CONCURRENCY, requests=requests)
         self._building = asyncio.Lock()
-        """Guards the construction: a second `construct` must see the object of the first, to keep it or to close it."""
+        """Held during a construction, so that a second `construct` finds the object of the first and keeps or closes it."""
 
     async def construct(self, spec: WorkerSpec) -> MethodResult:
         """Build the worker object that `spec` describes.
@@ -77,7 +77,7 @@ class MethodServer:
 
     @scheduling
     def execute(self, call: IncomingCall) -> None:
-        """Run the public method that the option `target` of the call names; reply with its value and the seconds that it and timers took.
+        """Run the public method named by the option `target` of the call. The reply has its value, its duration and the sums of timers.
 
         The caller gets InfrastructureError before an object is constructed, ConfigError for an unknown method, and RemoteError, with the
         traceback, when the method raises an exception that is no RLJobError.
@@ -161,7 +161,7 @@ class MethodServer:
         self._runner.submit(call, self._guarded(function, method, timed))
 
     def _guarded(self, function: Callable[..., Any], name: str, timed: bool) -> Callable[..., Any]:
-        """Return a function that raises RemoteError for what is no RLJobError, and with `timed` returns a MethodResult."""
+        """Wrap a method: exceptions other than RLJobError become RemoteError, and with `timed` the result becomes a MethodResult."""
 
         async def awaited(start: Callable[[], Awaitable[Any]], began: float) -> Any:
             try:

@@ -1,17 +1,17 @@
-"""Finds cycles of workers that wait for messages of each other, from the waits that their heartbeats declare. Pure, behind the hub."""
+"""Finds cycles of workers that wait for messages of each other, from the waits that their heartbeats report. Pure; used by the hub."""
 
 from collections.abc import Callable
 
 from rl_core.workers.member import Member
 
 LEAST_SECONDS = 3.0
-"""Seconds that each member of a cycle has waited. A message on its way arrives sooner."""
+"""Seconds that each member of a cycle must have waited. A message that was sent already arrives earlier."""
 
 
 class ReceiveCycles:
     """Answers members that ask whether their receive is part of a cycle.
 
-    The first member that asks finds the cycle. The others are told of it too, although the wait of the first has ended then.
+    The cycle is found when its first member asks, and stored for the others: when they ask, the wait of the first has ended already.
     """
 
     def __init__(self, get: Callable[[str], Member | None], *, clock: Callable[[], float]) -> None:
@@ -19,10 +19,13 @@ class ReceiveCycles:
         self._get = get
         self._clock = clock
         self._found: dict[str, tuple[float, list[str]]] = {}
-        """By member that was not told yet: when its cycle was found, and the cycle."""
+        """(time at which the cycle was found, cycle) by member; an entry is removed when the member asks."""
 
     def ask(self, name: str, waited: float) -> list[str]:
-        """Return the members of the cycle in which `name` has waited for `waited` seconds, each waiting for the next. Empty: none."""
+        """Return the members of the cycle of which `name` is one, each of which waits for the next; empty if there is none.
+
+        `waited` is the number of seconds for which `name` has waited.
+        """
         at, cycle = self._found.pop(name, (0.0, []))
         if cycle and self._clock() - waited < at:
             return cycle

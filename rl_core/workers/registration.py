@@ -139,7 +139,7 @@ class Registration:
         return True
 
     def _check_hello_deadline(self, waited: float) -> None:
-        """Raise Ended when a gang member of a local run waits for too long. Elastic members and members in a cluster wait without a bound."""
+        """Raise Ended if a gang member of a local run has waited too long. Elastic members and members in a cluster wait without a limit."""
         if not self.elastic and not self._identity.in_cluster and waited > HELLO_DEADLINE:
             hub = self._identity.hub
             raise Ended(3, f"the hub {hub} must answer hello within {HELLO_DEADLINE:.0f} s, got nothing")
@@ -195,10 +195,10 @@ class Registration:
     async def keep_in_touch(self) -> None:
         """Send heartbeats until the hub is silent for `deadlines.lost` seconds or no longer knows this process.
 
-        Silence is the time of heartbeats without an answer. A heartbeat counts for no longer than it waits, because what takes longer is a
-        pause of this process, which says nothing about the hub: imports or a full machine can stop it for many seconds.
+        When it returns, the caller registers again. Raises Ended when a newer process has taken over the name of this one.
 
-        Returns then, and the caller registers again. Raises Ended when a newer process has taken over the name of this one.
+        The silence is the sum of the times of heartbeats without an answer. Each counts at most with its timeout: if it took longer, this
+        process itself was paused, for example by imports or a busy machine, which says nothing about the hub.
         """
         silence = 0.0
         while silence < self._lost_seconds:
@@ -228,7 +228,7 @@ class Registration:
         logger.warning("the hub has been silent for %.0f s", self._lost_seconds)
 
     async def _reconnect(self) -> None:
-        """Look the hub up anew. The present connection stays when its name is not resolved."""
+        """Resolve the name of the hub again and connect to it. The current connection stays if the name cannot be resolved."""
         try:
             self._context.reconnect_hub(await self._connect())
         except InfrastructureError as error:

@@ -53,7 +53,7 @@ class RankCall(Protocol):
 
 
 class WorkerGroupFuncResult:
-    """A group call that is under way, with one result per rank.
+    """A group call in progress, with one result per rank.
 
     `wait` and `async_wait` return the values in the order of ranks and may be called several times. Awaiting the object is the same as
     `async_wait()`.
@@ -69,7 +69,7 @@ class WorkerGroupFuncResult:
         settle: float = SETTLE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Follow `calls`, which are under way, by rank.
+        """Wait for `calls`, which have been started, by rank.
 
         - `group`, `method`: names for messages.
         - `default_timeout`: seconds from now after which `wait()` without a timeout fails.
@@ -87,11 +87,11 @@ class WorkerGroupFuncResult:
         self._failed_at: float | None = None
         self._consumed = False
         self._told = False
-        """Whether a waiter got the outcome. A failure that nobody was told of is logged when the object is dropped."""
+        """Whether a caller has received the result or an error. If not, a failure is logged when the object is deleted."""
         self._lock = threading.Lock()
-        """Guards the three below: ranks end on several threads."""
+        """Guards the three fields below, because calls to ranks end on several threads."""
         self._wakes: list[Callable[[], object]] = []
-        """Wake threads and coroutines that wait."""
+        """Functions that wake the waiting threads and coroutines."""
         self._version = 0
         """Rises with each change that ends a wait or makes it shorter."""
         self._running = len(self._calls)
@@ -216,7 +216,7 @@ class WorkerGroupFuncResult:
 
     @contextlib.contextmanager
     def _woken(self, version: int, wake: Callable[[], object]) -> Iterator[bool]:
-        """Let `wake()` be called at the next change after `version`. The value is false when there was one already."""
+        """Call `wake()` at the next change after `version`, while the block runs. The value is false if there was a change already."""
         with self._lock:
             unchanged = self._version == version
             if unchanged:
@@ -228,7 +228,7 @@ class WorkerGroupFuncResult:
                 self._wakes.remove(wake)
 
     def _changes(self, wait: DeadlineWait) -> Iterator[tuple[int, float]]:
-        """Yield the version of which to wait for a change, and how long, until the wait is over."""
+        """Yield (version after which to wait for a change, seconds to wait) until the wait is over."""
         while True:
             version = self._version  # taken before the state is read, else a change between the two would wake nobody
             if self.done():
@@ -291,7 +291,7 @@ class WorkerGroupFuncResult:
 def _tell(
     result: "weakref.ref[WorkerGroupFuncResult]", name: str, future: "concurrent.futures.Future[MethodResult]"
 ) -> None:
-    """Tell the group call `name` that the call to one rank has ended, if somebody still holds it."""
+    """Inform the group call `name` that the call to one rank has ended. If its result object was deleted, log an error of the rank."""
     if (follower := result()) is not None:
         follower._on_done(future)
     else:
@@ -299,14 +299,14 @@ def _tell(
 
 
 def _log_forgotten(name: str, future: "concurrent.futures.Future[MethodResult]") -> None:
-    """Log what a rank raised in the group call `name`, whose result was dropped. A loss is left out: the hub reports it."""
+    """Log the error of a rank in the group call `name`, whose result object was deleted. WorkerLost is not logged: the hub reports losses."""
     error = _error_of(future)
     if error is not None and not isinstance(error, WorkerLost):
         logger.warning("%s failed and nobody waited for its result: %s: %s", name, type(error).__name__, error)
 
 
 def _error_of(future: "concurrent.futures.Future[MethodResult]") -> Exception | None:
-    """Return what an ended rank raised; None for a value and for a rank that was cancelled."""
+    """Return the error of a call that has ended; None if it returned a value or was cancelled."""
     try:
         error = future.exception()
     except concurrent.futures.CancelledError:

@@ -167,7 +167,7 @@ class Supervisor:
         return int(code)
 
     def _check_devices(self) -> None:
-        """Refuse to start anything with fewer accelerators than were asked for. Raises ConfigError."""
+        """Raise ConfigError if the container has fewer accelerators than its processes need. Called before any process starts."""
         visible = [process.visible_devices for process in self._processes]
         if any(visible):
             devices.check_visible_devices(visible, exclusive="RLJOB_POD_IP" in self._environ)
@@ -288,7 +288,7 @@ class Supervisor:
             self._kill_all()
 
     async def _drain(self) -> None:
-        """End the runner alone, because it saves with the help of the others, then the others with what is left of the grace."""
+        """End the runner first, because it needs the other processes to save, then end these within the rest of the grace period."""
         # The kubelet kills the container when the grace is over: we kill a little earlier, to write down why the pod ended.
         deadline = self._clock() + self._grace - min(5.0, self._grace / 4)
         runner = [c for name, c in self._children.items() if kind_of(self._plans[name]) == "runner" and c.running]
@@ -297,7 +297,7 @@ class Supervisor:
         await self._end_others(max(deadline - self._clock(), 0.0))
 
     async def _end_others(self, seconds: float) -> None:
-        """SIGTERM all, SIGKILL what is left after `seconds`."""
+        """Send SIGTERM to all running processes, and SIGKILL to those that still run after `seconds`."""
         running = [child for child in self._children.values() if child.running]
         self._ask_to_end(running)
         await self._wait_ended(running, self._clock() + seconds)
@@ -307,7 +307,10 @@ class Supervisor:
                 child.kill()
 
     def _ask_to_end(self, children: list[Child]) -> None:
-        """SIGTERM each child once: the end of the runner and a signal to us may both get here, and a second one means haste."""
+        """Send SIGTERM to each child, but not twice: children take a second SIGTERM as a request to end at once.
+
+        This may be called twice, for the end of the runner and for a signal to this process.
+        """
         for child in children:
             if child.pid not in self._asked_to_end:
                 self._asked_to_end.add(child.pid)
@@ -338,7 +341,7 @@ class Supervisor:
         return processes.children() - ours - self._foreign
 
     def _kill_orphans(self) -> None:
-        """End what children left behind outside their groups: the kernel made us its parent."""
+        """Kill the processes that ended children left outside their process groups. The kernel made them children of this process."""
         for pid in self._orphans():
             processes.kill(pid, signal.SIGKILL)
             processes.reap(pid)
@@ -394,7 +397,7 @@ class Supervisor:
         )
 
     def _summary(self) -> dict[str, Any] | None:
-        """Return the runner's last status, where the runner is a process of this pod."""
+        """Return the last status of the runner if it is a process of this pod; else None."""
         runner = next((process for process in self._processes if kind_of(process) == "runner"), None)
         folder = self._environ.get("RLJOB_OUTPUT")
         if runner is None or not folder:

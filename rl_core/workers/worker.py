@@ -233,7 +233,7 @@ class Worker:
     def send_tensor(
         self, tensor: Any, dst_group: str, dst_rank: int, *, async_op: bool = False, timeout: float | None = None
     ) -> "AsyncHandle[None] | None":
-        """Send a tensor or array as `send` does. One of a device is copied to host memory first."""
+        """Send a tensor or array as `send` does. A tensor on a device is copied to host memory first."""
         on_device = getattr(tensor, "device", "cpu") != "cpu" and hasattr(tensor, "cpu")
         return self.send(
             tensor.detach().cpu() if on_device else tensor, dst_group, dst_rank, async_op=async_op, timeout=timeout
@@ -253,9 +253,9 @@ class Worker:
     ) -> Any:
         """Return the `obj` of the worker `src`, a pair of group and rank, on each member of `groups`.
 
-        All members of the groups call it, and `src` too, which need not be one of them. `obj` of the others is ignored. `timeout` is in
-        seconds (None: 600). Raises the errors of `send` and `recv`; ValueError for a group that has no members. When `src` cannot send,
-        because a member is gone or `obj` cannot be serialized, all members that are there raise this error.
+        All members of the groups and `src` must call it; `src` need not be a member of the groups. The argument `obj` of all others is
+        ignored. `timeout` is in seconds (None: 600). Raises the errors of `send` and `recv`, and ValueError for a group that has no members.
+        If `src` cannot send, because a member is gone or `obj` cannot be serialized, all present members raise this error.
         """
         source = f"{src[0]}:{src[1]}"
         if self.identity.name != source:
@@ -265,6 +265,40 @@ class Worker:
             return found
         self._mail.broadcast(obj, groups, timeout=timeout)
         return obj
+
+    def send_rows(self, batch: Any, dst_group: str, *, timeout: float | None = None) -> None:
+        """Send this worker's rows of a batch to the workers of another group, which get them with `recv_rows`.
+
+        The batch consists of the rows of all workers of this group in the order of ranks. Each of them calls this with the same number of
+        rows. Each worker of `dst_group` gets the same number of consecutive rows, so the sizes of the groups may differ. `batch` is a tensor,
+        an array, a list of rows, or a dictionary of these. `timeout` is in seconds (None: 600). Raises the errors of `send`, and ValueError
+        for rows that cannot be divided equally.
+        """
+        from rl_core.collective.routing import get_dst_ranks, row_count, split_batch
+
+        total = (row_count(batch) or 0) * self.world_size
+        route = get_dst_ranks(total, self.world_size, self._mail.size_of(dst_group), self.rank)
+        parts = split_batch(batch, [rows for _, rows in route])
+        for (rank, _), part in zip(route, parts, strict=True):
+            self.send([total, part], dst_group, rank, timeout=timeout)
+
+    def recv_rows(self, src_group: str, *, timeout: float | None = None) -> Any:
+        """Return this worker's rows of a batch that the workers of `src_group` have sent with `send_rows`.
+
+        `timeout` is in seconds for each sender (None: 600). Raises the errors of `recv`, and ValueError when the senders had different
+        numbers of rows.
+        """
+        from rl_core.collective.routing import get_src_ranks, merge_batches
+
+        sources = self._mail.size_of(src_group)
+        ranks = [rank for rank, _ in get_src_ranks(sources * self.world_size, sources, self.world_size, self.rank)]
+        totals, parts = zip(*(self.recv(src_group, rank, timeout=timeout) for rank in ranks), strict=True)
+        if len(set(totals)) > 1:
+            raise ValueError(
+                f"all ranks of {src_group} must send the same number of rows to {self.group_name}, "
+                f"got {dict(zip(ranks, [total // sources for total in totals], strict=True))} by rank"
+            )
+        return merge_batches(parts)
 
     @property
     def _mail(self) -> Mail:
@@ -308,8 +342,8 @@ class Worker:
 
         A function as `what` is called for each heartbeat, on any thread, and must return quickly.
 
-        `on` names a member, a group or a channel. When a run stalls, the runner follows these declarations from one member to the next and
-        blames the last. `cause` is the failure reason that it then reports; with None the reason names the group `on`.
+        `on` names a member, a group or a channel. When a run stalls, the runner follows these declarations from one member to the next, and
+        reports the last one as the reason. `cause` is the failure reason that it then reports; None means a reason that names the group `on`.
         """
         return self._context.waiting(what, on, cause)
 

@@ -54,6 +54,16 @@ class Adder(Worker):
         return "done"
 
 
+class Doomed(Worker):
+    """Rank 1 cannot be constructed."""
+
+    def __init__(self, end):
+        if self.rank == 1 and end == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.rank == 1:
+            raise ValueError("bad config")
+
+
 class Talker(Worker):
     """Sends and receives by name."""
 
@@ -92,6 +102,16 @@ class Talker(Worker):
 
     def spread(self, value, groups, src):
         return self.broadcast(value if self.rank == src[1] else None, groups=groups, src=src, timeout=60)
+
+    def send_part(self, rows, group):
+        """Send `rows` consecutive rows, numbered over the ranks of this group."""
+        first = self.rank * rows
+        ids = np.arange(first, first + rows)
+        self.send_rows({"ids": ids, "text": [str(row) for row in ids.tolist()]}, group)
+
+    def recv_part(self, group):
+        batch = self.recv_rows(group, timeout=60)
+        return batch["ids"].tolist(), batch["text"]
 
     def spread_unsendable(self, groups, src):
         return self.broadcast(object(), groups=groups, src=src, timeout=60)

@@ -63,6 +63,27 @@ def test_what_stops_a_broadcast_is_raised_at_every_member_and_the_next_one_is_co
     assert [call.wait(timeout=60) for call in calls] == [["again"] * 2] * 2
 
 
+def test_rows_are_divided_equally_between_groups_of_unequal_size_in_both_directions(cluster, groups):
+    left, _ = groups
+    three = Talker.create_group({}).launch(cluster, placement_strategy=NodePlacementStrategy([0, 0, 0]), name="three")
+    for senders, receivers in ((left, three), (three, left)):
+        each = 12 // senders.world_size
+        sending = senders.send_part(each, receivers.name)
+        found = receivers.recv_part(senders.name).wait(timeout=60)
+        sending.wait(timeout=60)
+        assert [len(ids) for ids, _ in found] == [12 // receivers.world_size] * receivers.world_size
+        assert [row for ids, _ in found for row in ids] == list(range(12))
+        assert [text for _, texts in found for text in texts] == [str(row) for row in range(12)]
+    with pytest.raises(WorkerErrors, match="must be divisible by both numbers of ranks, got 8 rows, 2 and 3 ranks"):
+        left.send_part(4, "three").wait(timeout=60)
+    left.execute_on(0).send_part(3, "three").wait(timeout=60)
+    left.execute_on(1).send_part(6, "three").wait(timeout=60)
+    with pytest.raises(
+        RemoteError, match=r"all ranks of left must send the same number of rows to three, got \{0: 3, 1: 6\}"
+    ):
+        three.execute_on(1).recv_part("left").wait(timeout=60)
+
+
 @pytest.mark.parametrize("sent", [np.zeros(3, np.float32), np.zeros((2, 2)), {"a": 1}], ids=["shape", "type", "kind"])
 def test_a_tensor_of_another_shape_or_type_is_refused_at_the_receiver(groups, sent):
     left, right = groups

@@ -1,7 +1,11 @@
 """A script with worker processes of its own: groups, results by rank, placement, failures, and the end of every process."""
 
 import ast
+import functools
+import itertools
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,11 +13,20 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rl_core import Channel, Cluster
-from rl_core.api.errors import ConfigError, DeadlineExceeded, PlacementError, RemoteError, WorkerLost
+from rl_core.api.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InfrastructureError,
+    PlacementError,
+    RemoteError,
+    WorkerLost,
+)
 from rl_core.plan.placement import FlexiblePlacementStrategy, PackedPlacementStrategy
-from tests.integration.script_workers import Adder
+from tests.integration.script_workers import Adder, Doomed
+from tests.small_models import save_policy
 
 SCRIPT = Path(__file__).with_name("script_workers.py")
 
@@ -120,6 +133,73 @@ def test_a_class_that_no_other_process_can_import_is_refused():
     code = "from rl_core import Worker\nclass Mine(Worker): pass\nMine.create_group()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "__main__.Mine: it has no file; write it into a module, for example own.py" in done.stderr
+
+
+def test_the_code_of_the_tutorial_runs_as_a_script_and_as_a_job(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/own-pipeline.md").read_text()
+    blocks = re.findall(r"```(python|yaml)\n(.*?)```", page, re.DOTALL)
+    script, program, scorer = (
+        next(text for kind, text in blocks if kind == "python" and f"class {name}(" in text)
+        for name in ("Square", "Squares", "Scorer")
+    )
+    job, scoring = (yaml.safe_load(text) for kind, text in blocks if kind == "yaml")
+    (tmp_path / "own.py").write_text(f"{program}\n\n{script}")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
+    save_policy(tmp_path / "model")
+    run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    environ = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    done = run([sys.executable, "own.py"], env=environ)
+    [comment] = re.findall(r"print\(group.apply.* # (.*)", script)
+    assert (done.returncode, done.stdout.strip()) == (0, comment), done.stderr
+    job["spec"]["algorithm"]["steps"] = 2
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    done = run([sys.executable, "-m", "rl_core.cli.main", "run", "job.yaml", "--output", "out"], env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["reward/mean"] for line in lines] == [30.0, 30.0]
+    (tmp_path / "own.py").write_text(f"{program}\n\n{scorer}\n\n{script}")
+    job["spec"]["groups"] += scoring["groups"]
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    done = run([sys.executable, "-m", "rl_core.cli.main", "validate", "job.yaml"], env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_example_of_batches_loses_no_text_and_fills_each_batch():
+    example = Path(__file__).parents[2] / "examples/pipeline/batches.py"
+    code = "import ast, sys, batches\nif __name__ == '__main__': print(batches.main(ast.literal_eval(sys.argv[1])))"
+    texts = [chr(97 + row % 26) * (1 + row % 20) for row in range(60)]
+    done = subprocess.run(
+        [sys.executable, "-c", code, repr(texts)],
+        env={**os.environ, "PYTHONPATH": f"{example.parent}:{Path.cwd()}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = ast.literal_eval(done.stdout)
+    for key, wanted in (("short", lambda text: len(text) <= 8), ("long", lambda text: len(text) > 8)):
+        batches = found[key]
+        assert sorted(text for batch in batches for text in batch) == sorted(filter(wanted, texts))
+        assert all(batches) and all(sum(map(len, batch)) <= 32 for batch in batches)
+        for batch, following in itertools.pairwise(batches):
+            assert sum(map(len, batch)) + len(following[0]) > 32
+
+
+@pytest.mark.parametrize(
+    ("end", "error", "text"),
+    [
+        (
+            "kill",
+            InfrastructureError,
+            "the processes of group doomed-kill have ended: doomed-kill-1 ended by signal SIGKILL",
+        ),
+        ("raise", RemoteError, "doomed-raise rank 1: __init__ raised ValueError: bad config"),
+    ],
+)
+def test_a_rank_that_ends_or_fails_while_the_group_is_formed_is_named(cluster, end, error, text):
+    with pytest.raises(error, match=text):
+        Doomed.create_group(end).launch(cluster, name=f"doomed-{end}", timeout=60)
 
 
 def test_the_pipeline_example_gives_what_a_loop_in_one_process_gives():

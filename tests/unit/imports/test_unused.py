@@ -34,7 +34,7 @@ EXPECTED = {
     "rl_core.samples.lines:array_of": "documented in docs/samples.md",
     "rl_core.envs.registry:register_env": "documented in docs/writing-an-env.md",
     **dict.fromkeys(
-        (f"rl_core.channel.channel:Channel.{name}" for name in ("get_batch", "get_batch_async", "get_nowait")),
+        (f"rl_core.channel.channel:Channel.{name}" for name in ("get_batch_async", "get_nowait")),
         CHANNEL,
     ),
     **dict.fromkeys(

@@ -44,6 +44,11 @@ def test_a_method_with_the_name_of_a_groups_own_is_refused():
         worker_classes.Clashing.create_group()
 
 
+def test_a_method_with_the_name_of_a_hook_and_other_arguments_is_refused():
+    with pytest.raises(ValueError, match=r"Hooked.drain must be callable as drain\(\), .* argument: 'channel'; rename"):
+        worker_classes.Hooked.create_group()
+
+
 def test_every_name_of_a_groups_interface_is_kept_from_workers():
     assert {"launch", "execute_on", "within", "construct", "of", "name", "cluster", "world_size"} <= GROUP_NAMES
 

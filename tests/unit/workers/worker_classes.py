@@ -28,3 +28,10 @@ class Clashing(Worker):
 
     def execute_on(self):
         return 0
+
+
+class Hooked(Worker):
+    """Has a method with the name of a hook and other arguments."""
+
+    def drain(self, channel):
+        return channel
