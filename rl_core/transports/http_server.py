@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 HEAD_BYTES = 16 * 1024
 BODY_BYTES = 1 << 20
 EXCHANGE_SECONDS = 5.0
-"""Time of one exchange, from the connection to the last byte of the answer: who sends a byte at a time gets no more."""
+"""Limit of one exchange, from the connection to the last byte of the answer, also for a client that sends very slowly."""
 CONNECTIONS = 64
-"""Connections held at once. One more ends the oldest: those that wait longest are those that send nothing."""
+"""Largest number of connections. A further one ends the oldest, which is likely to be one that sends nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
