@@ -60,6 +60,11 @@ def _of_experts(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator[str]:
             f"model.lora must be null for a mixture of experts, whose experts have no adapters, got {experts} experts; remove it, or choose a "
             "dense model"
         )
+    if experts and spec.actor.compile:
+        yield (
+            f"actor.compile must be false for a mixture of experts, as torch.compile does not take the product over experts, got {experts} "
+            "experts; remove it"
+        )
 
 
 def _of_flash_attention(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator[str]:

@@ -74,7 +74,7 @@ class EnvSpec(RoleSpec):
     @field_validator("reward", mode="before")
     @classmethod
     def _one_function(cls, value: Any) -> Any:
-        """Tell who brings a list of functions how one gives several rewards."""
+        """Raise an error for a list of functions, which says how one function returns several rewards."""
         if isinstance(value, list):
             raise PydanticCustomError(
                 "string_type",

@@ -61,7 +61,7 @@ class GymTransportError(InfrastructureError):
 
 
 class StorageFull(InfrastructureError):
-    """A disk or a quota is used up: nobody but its owner can make room."""
+    """A disk or a quota is full. Only its owner can free space."""
 
 
 class WeightsDiverged(InfrastructureError):
@@ -85,7 +85,7 @@ class RemoteError(RLJobError):
 
 
 class DeadlineExceeded(RLJobError, TimeoutError):
-    """A wait ended by its deadline; the text names who is missing and for how long."""
+    """The deadline of a wait has passed. The text says which members or answers are missing, and for how long."""
 
 
 class Deadlock(DeadlineExceeded):
@@ -131,7 +131,7 @@ def text_of(error: BaseException, *, limit: int = MAX_TEXT) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return `value` for the text of an error, shortened: what is wrong may be of any size, or not even have a repr."""
+    """Return the repr of `value` for an error message, shortened. Values without a working repr are allowed too."""
     return _SHORT.repr(value)
 
 

@@ -24,7 +24,7 @@ Location = tuple[int | str, ...]
 
 
 def suggest(root: type[BaseModel], loc: Location, value: Any = None) -> str:
-    """Return the hint for an unknown field of a job, such as `write algorithm.groupSize`. `loc` is its path, and `value` what it holds."""
+    """Return a hint for an unknown field of a job, such as `write algorithm.groupSize`. `loc` is its path, `value` its value."""
     name, block, known = str(loc[-1]), loc[:-1], fields_at(root, loc[:-1])
     camel = to_camel(name)
     if camel != name and camel in known:

@@ -46,7 +46,7 @@ class TrainingBatch:
     reward_components: dict[str, Tensor]
     """Name -> [B] float32; NaN where a completion has no such component."""
     group_ids: Tensor
-    """[B] int64 codes, dense in order of first appearance; `group_texts` has what they stand for."""
+    """[B] int64 codes of the groups, numbered in the order of their first row; `group_texts` has the group ids."""
     valid: Tensor
     """[B] bool, the reward can be trusted."""
     sample_mask: Tensor

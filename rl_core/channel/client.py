@@ -106,7 +106,7 @@ class RemoteBackend:
         return self._client.sender.put(self._name, frames.encode(request.item), request, keys)
 
     def take(self, request: TakeRequest) -> "Future[list[Delivery]]":
-        """Return a future of what was taken."""
+        """Request items. Returns a future of the received items."""
         receipts = self._client.receipts.collect()
         args = (
             self._name, request.key, request.timeout, request.nowait, request.target, request.most, request.allow_oversize,
@@ -187,7 +187,7 @@ class _Receipts:
             return pending
 
     def restore(self, receipts: dict[str, list[str]], take: "Future[Any]") -> None:
-        """Send receipts again whose take may not have arrived; the server ignores what it knows."""
+        """Send the receipts of a failed take again, because it may not have arrived. The server ignores receipts that it knows."""
         if take.cancelled() or take.exception() is not None:
             self.put_back(receipts)
 

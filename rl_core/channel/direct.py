@@ -29,14 +29,14 @@ class PeerLost(InfrastructureError):
 
 
 class DirectChannel:
-    """One end, for one collection. It takes the place of the channel to put to and of the channel to get from."""
+    """One end of the direct connections of a collection. Used in place of the channels for observations and actions."""
 
     def __init__(self, mailbox: Mailbox, *, get_from: Channel, put_to: Channel) -> None:
-        """`mailbox` has the direct connections of this process."""
+        """`mailbox` has the direct connections of this process. Keys without a connection use the channels `get_from` and `put_to`."""
         self._mailbox, self._get_from, self._put_to = mailbox, get_from, put_to
         self._ways: dict[str, Connection] = {}
-        self._told: dict[str, asyncio.Future[Any]] = {}
-        """Of keys whose messages are waited for: what comes by the channel, as the runner says there that a process is lost."""
+        self._from_channel: dict[str, asyncio.Future[Any]] = {}
+        """Pending receives from the channel, by key. The runner reports there that the other process of a key is lost."""
 
     def connect(self, key: str, connection: Connection) -> None:
         """Exchange the messages of `key` by a direct connection from now on."""
@@ -68,8 +68,8 @@ class DirectChannel:
         while (found := self._mailbox.take(key)) is None:
             if connection.closed:
                 raise PeerLost(GONE)
-            if key in self._told and self._told[key].done():
-                return self._told[key].result()
+            if key in self._from_channel and self._from_channel[key].done():
+                return self._from_channel[key].result()
             arrived = self._mailbox.wait(SLICE)
             if (found := self._mailbox.take(key)) is not None:
                 break
@@ -93,9 +93,9 @@ class DirectChannel:
             if found or left <= 0:
                 return found
             if len(remote) == len(keys):
-                told = [self._told[key] for key in keys]
+                pending = [self._from_channel[key] for key in keys]
                 await asyncio.wait(
-                    told, timeout=None if left == math.inf else left, return_when=asyncio.FIRST_COMPLETED
+                    pending, timeout=None if left == math.inf else left, return_when=asyncio.FIRST_COMPLETED
                 )
                 continue
             if not self._mailbox.wait(min(left, MIXED_SLICE if remote else SLICE)):
@@ -105,15 +105,15 @@ class DirectChannel:
     def _listen(self, keys: Collection[str]) -> None:
         """Ask the channel for the next messages of `keys` too."""
         for key in keys:
-            if key not in self._told:
-                self._told[key] = asyncio.ensure_future(self._get_from.get_async(key=key))
+            if key not in self._from_channel:
+                self._from_channel[key] = asyncio.ensure_future(self._get_from.get_async(key=key))
 
     def _arrived(self, key: str) -> Any | None:
         """Return the next message of `key` where it has arrived, a PeerLost where none will; else None."""
         if (found := self._mailbox.take(key)) is not None:
             return from_arrays(found[0])
-        if key in self._told and self._told[key].done():
-            return self._told.pop(key).result()
+        if key in self._from_channel and self._from_channel[key].done():
+            return self._from_channel.pop(key).result()
         connection = self._ways.get(key)
         if connection is not None and connection.closed:
             return PeerLost(GONE)
@@ -125,9 +125,9 @@ class DirectChannel:
             self._mailbox.remove(connection)
 
     def close(self) -> None:
-        """Wait for nothing any more. The connections are kept for the next collection."""
-        for told in self._told.values():
-            told.cancel()
+        """Cancel the pending receives. The connections are kept for the next collection."""
+        for pending in self._from_channel.values():
+            pending.cancel()
 
 
 def to_arrays(item: EnvOutput | np.ndarray) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class AsyncHandle(Generic[Value]):
         self._received = False
         self._value: Value | None = None
         self._error: Exception | None = None
-        """Why the outcome could not be received, for whoever waits again."""
+        """Error because of which the result could not be received. It is raised again by later waits."""
 
     def done(self) -> bool:
         """Return whether `wait` would return or raise at once."""

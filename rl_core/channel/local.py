@@ -60,7 +60,7 @@ class LocalBackend:
         self.options = options
         self._core = ChannelCore(name, options)
         self._lock = threading.RLock()
-        """Guards the core and the timer. Re-entrant: a result that is set runs the callbacks of whoever waits for it."""
+        """Guards the core and the timer. Re-entrant, because setting a result runs the callbacks of its future."""
         self._clock = clock
         self._client = _Process()
         self._registrations: list[int] = []
@@ -96,7 +96,7 @@ class LocalBackend:
         return future
 
     def take(self, request: TakeRequest) -> "Future[list[Delivery]]":
-        """Return a future of what was taken."""
+        """Request items. Returns a future of the received items."""
         future: Future[list[Delivery]] = Future()
         now = self._clock()
 
@@ -121,7 +121,7 @@ class LocalBackend:
         return delivery.payload
 
     def confirm(self, tokens: list[str]) -> None:
-        """Delete what was taken."""
+        """Delete the received items with these tokens."""
         with self._lock:
             self._core.confirm(self._clock(), tokens)
 

@@ -36,7 +36,7 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """Return the BLAKE3 of a file's bytes in hexadecimal; on all cores, as whoever checks a checkpoint waits for it."""
+    """Return the BLAKE3 digest of a file in hexadecimal. It is computed on all cores, because checkpoints are checked while others wait."""
     digest = blake3.blake3(max_threads=blake3.blake3.AUTO)
     digest.update_mmap(path)
     return digest.hexdigest()

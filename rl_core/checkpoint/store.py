@@ -42,7 +42,7 @@ class Checkpoint:
     path: Path
     manifest: Manifest
     passed_over: tuple[str, ...] = ()
-    """Newer checkpoints that `auto` found damaged, each with what is wrong."""
+    """Newer checkpoints that `auto` skipped because they are damaged, each with the damage."""
 
     def __fspath__(self) -> str:
         return str(self.path)

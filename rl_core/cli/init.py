@@ -127,7 +127,7 @@ def init(folder: Path | None, *, task: str | None, model: str | None, gpus: int 
 
 
 def inspect(reference: str) -> Model:
-    """Return what is known of a model. Raises ConfigError when `reference` is neither a model folder nor a name of the hub."""
+    """Return the facts about a model that `rljob init` needs. Raises ConfigError if `reference` is neither a model folder nor a hub name."""
     folder = Path(reference).expanduser()
     if reference.startswith(HUB_SCHEME) or (HUB_NAME.fullmatch(reference) and not folder.exists()):
         return Model(

@@ -31,7 +31,7 @@ class RunFailed(RuntimeError):
 
 
 class LocalRun:
-    """A run on this machine, in processes of its own. It goes on when the Python process that started it ends."""
+    """A run on this machine. It has its own processes, which continue when the Python process that started them ends."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", output: Path, log: Path, *, done: int) -> None:
         """`done`: the last step that the output folder held before, -1 for a new run."""

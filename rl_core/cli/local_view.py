@@ -151,7 +151,7 @@ def device_table(status: dict[str, Any]) -> Table | None:
 
 
 def group_table(status: dict[str, Any]) -> Table | None:
-    """Return how many prompt groups each member holds, with the oldest one; None when nobody holds any."""
+    """Return a table of the prompt groups that each member holds, with the age of the oldest; None if no group is held."""
     held: dict[str, list[dict[str, Any]]] = {}
     for group in status.get("ledger", {}).get("groups", []):
         held.setdefault(group["owner"] or group["state"], []).append(group)
@@ -166,7 +166,7 @@ def group_table(status: dict[str, Any]) -> Table | None:
 
 
 def wait_table(status: dict[str, Any]) -> Table | None:
-    """Return which process waits for which, and the stall; None when nobody waits or the run has ended."""
+    """Return a table of the waits between processes, with the stall if there is one; None without waits and after the end of the run."""
     if status.get("phase") in FINAL or not (status.get("waits") or status.get("stall")):
         return None
     stall = status.get("stall")

@@ -41,7 +41,7 @@ def show_plan(file: Path, settings: Sequence[str], *, device_memory: float | Non
 
 
 def _remarks(spec: RLJobSpec, report: CapacityReport) -> Iterator[str]:
-    """Yield what the tables do not show: accelerators that nobody uses, the room of the KV pool, and what was not compared."""
+    """Yield remarks beside the tables: unused accelerators, the capacity of the KV pool, and estimates that were not compared."""
     yield from (f"warning: {problem}" for problem in idle_accelerators(spec))
     if report.pool is not None:
         yield str(report.pool)

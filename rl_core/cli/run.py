@@ -77,7 +77,7 @@ def resume_argument(resume: str) -> str:
 
 
 def check_devices(job: RLJob) -> None:
-    """Raise ConfigError when the job asks for more accelerators than this machine has, so that nobody trains on CPU by accident.
+    """Raise ConfigError if the job asks for more accelerators than this machine has, so that no run falls back to the CPU by accident.
 
     Raises CapacityError when the smallest of them has too little memory.
     """

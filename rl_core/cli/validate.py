@@ -278,7 +278,7 @@ def _data_references(job: RLJob, on_volumes: Collection[str]) -> Iterator[tuple[
 
 
 def _hub_problems(found: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Yield the problems of references to the hub, (field, reference). A hub that does not answer is told on stderr, and is no problem."""
+    """Yield the problems of (field, reference) pairs, whose references are on the hub. If the hub does not answer, warn on stderr only."""
     for number, (field, reference) in enumerate(found):
         try:
             if problem := hub_problem(reference, data=field != "model.path"):

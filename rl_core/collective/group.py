@@ -26,7 +26,7 @@ JOINED = b"joined"
 POLL_SECONDS = 0.0005
 """Seconds between two polls of a broadcast between devices."""
 RELEASE_SECONDS = 0.2
-"""Seconds between two looks at the store during a broadcast: whether the group was released, or its store is gone."""
+"""Seconds between two checks during a broadcast whether the group was released or its store is gone."""
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Variable that NCCL's watchdog reads when a group is made: 0 = it leaves errors to the caller."""
 

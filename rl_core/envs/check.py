@@ -30,7 +30,7 @@ def check_env(
 
     `search_path` is one folder or several with user code, usually that of the job file. `examples` are rows of the data by their place,
     with which the environment is called once each and once together; None = it is only built. `deadline` is in seconds; None =
-    runtime.deadlines.envReset for the start and envStep for each call. `warn` is told what is no problem but looks like an oversight.
+    runtime.deadlines.envReset for the start and envStep for each call. `warn` is called for findings that are no errors but look like one.
     """
     bounds = spec.runtime.deadlines
     try:
@@ -65,7 +65,7 @@ class _Calls:
         """Problems of the calls so far; None when nothing was called."""
 
     async def refuse(self, call: MemberCall) -> None:
-        """Remember what is wrong with `call`. Raises ConfigError."""
+        """Add the problem of `call` to `problems`, and raise ConfigError."""
         self.problems = self.problems or []
         if ENV not in self._callers.get(call.group, ()):
             got = "a group without it" if call.group in self._callers else f"the groups {', '.join(self._callers)}"

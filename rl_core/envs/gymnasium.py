@@ -22,7 +22,7 @@ from rl_core.transports.shared_rows import FINAL_ROW, ColumnAddress
 
 logger = logging.getLogger(__name__)
 MOST_FAILURES = 5
-"""Times in a row that the simulator of a slot may fail, without one chunk in between, before the run is told that it does not work."""
+"""Number of consecutive failures of a simulator, without a chunk of actions in between, after which the run ends with an error."""
 SeedOf = Callable[[int, int], int]
 """Returns the seed of an episode: (number of the simulator in this environment, number of the episode)."""
 
@@ -216,7 +216,7 @@ class GymnasiumVectorEnv:
         return self._number_of_steps
 
     def open_episodes(self) -> list[dict[str, Any]]:
-        """Return what is known of the episodes that have not ended, in the form of `final_info`."""
+        """Return the statistics so far of the episodes that have not ended, in the form of `final_info`."""
         return [self._info(index) for index, episode in enumerate(self._episodes) if episode.resting is None]
 
     def recordings(self) -> list[list[np.ndarray]]:

@@ -138,7 +138,7 @@ class GymnasiumTextEnvironment(EnvironmentInterface):
 
 
 class _Episode:
-    """A simulator, and what it answered last."""
+    """A simulator and its last observation."""
 
     def __init__(self, simulator: Any, seed: int) -> None:
         self.simulator = simulator

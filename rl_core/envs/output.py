@@ -80,7 +80,7 @@ class PipeCopier:
         return bool(data)
 
     def close(self) -> None:
-        """Read what is left in the pipe and stop."""
+        """Read the rest of the output from the pipe, and stop."""
         for _ in range(_LAST_CHUNKS):
             if not (self._open and self._read()):
                 break

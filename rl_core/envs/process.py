@@ -36,7 +36,7 @@ HIDDEN_ENV = ("RLJOB_CURVE_DIR", "RLJOB_EVENTS_FD", "RLJOB_CONFIG", "RLJOB_HUB",
 PRIVATE = ".rljob"
 """The launcher's folder inside the output folder."""
 MARK = "RLJOB_ENV_PROCESS"
-"""Variable that tells which env process a program belongs to."""
+"""Environment variable that names the env process to which a program belongs."""
 LAST_ANSWER_SECONDS = 1.0
 """How long to wait for a last answer after the process has ended."""
 

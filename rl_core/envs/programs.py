@@ -72,7 +72,7 @@ class ProgramEnvironment(EnvironmentInterface):
 
     @abc.abstractmethod
     async def call(self, row: dict[str, Any], *, base_url: str, api_key: str, model: str) -> Any:
-        """Run the program for `row` and return what it returns. Cancelled when its time is up."""
+        """Run the program for `row` and return its result. The call is cancelled when the time of the program is over."""
 
     async def step(
         self, message_log_batch: Sequence[Log], metadata_batch: Sequence[dict[str, Any] | None]

@@ -107,7 +107,7 @@ class RewardEnvironment(EnvironmentInterface):
 
 
 def _way_out(error: Exception) -> str:
-    """Return what to correct; whoever indexes a completion as TRL's lists of messages gets the form that it has here."""
+    """Return a hint on how to correct `error`. If the function indexes completions as TRL's lists of messages, the hint shows the right form."""
     if isinstance(error, TypeError) and "string indices" in str(error):
         return 'write completion for completion[0]["content"]: completions and prompts are texts, the column `messages` has {role, content}'
     return "correct it"

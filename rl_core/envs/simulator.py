@@ -228,7 +228,7 @@ class SimulatorServer:
         self._simulator = Simulator(settings)
 
     def serve(self, stream: socket.socket) -> NoReturn:
-        """Answer what comes over `stream`. A failure of the simulator is told in the answer. Raises EOFError when the stream ends."""
+        """Answer the requests on `stream`. If the simulator fails, the answer has the failure. Raises EOFError when the stream ends."""
         connection = Connection(stream, takes_descriptors=True)
         while True:
             for key, arrays in connection.receive(wait=True):
@@ -257,7 +257,7 @@ def _mapped(arrays: dict[str, np.ndarray], connection: Connection) -> Observatio
 
 
 def failure_of(error: BaseException) -> EnvFailure:
-    """Return what is told of an error in a simulator."""
+    """Return the failure that is sent for an error in a simulator. Errors of the simulator's own code are logged with their traceback."""
     if isinstance(error, RLJobError):
         return EnvFailure(type="RolloutDataFailure", message=text_of(error))
     logger.error("the simulator raised", exc_info=error)

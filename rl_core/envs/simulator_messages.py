@@ -30,7 +30,7 @@ def request_to_arrays(request: Request) -> dict[str, Any]:
 
 
 def request_from_arrays(arrays: Arrays) -> Request:
-    """Return what was given to `request_to_arrays`."""
+    """Return the request that `request_to_arrays` converted to `arrays`."""
     seed, row = arrays["seed"].tolist()
     if "actions" in arrays:
         return SimulatorChunk(actions=arrays["actions"], seed=seed, row=row)
@@ -52,7 +52,7 @@ def answer_to_arrays(answer: SimulatorAnswer) -> dict[str, Any]:
 
 
 def answer_from_arrays(arrays: Arrays) -> SimulatorAnswer:
-    """Return what was given to `answer_to_arrays`."""
+    """Return the answer that `answer_to_arrays` converted to `arrays`."""
     parts: dict[str, dict[str, np.ndarray]] = {"obs": {}, "final_obs": {}, "frames": {}}
     for name, array in arrays.items():
         outer, dot, inner = name.partition(".")

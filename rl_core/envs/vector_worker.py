@@ -73,9 +73,9 @@ class EnvWorker(Worker):
     async def interact(
         self, input_channel: Channel, output_channel: Channel, round: CollectionRound | None = None
     ) -> EpisodeStats:
-        """Take part in one collection: send observations to `output_channel`, make the actions from `input_channel`.
+        """Take part in one collection: send observations to `output_channel`, and step the simulators with actions from `input_channel`.
 
-        `round` None: this worker and one rollout alone. A collection that is still under way is given up for this one.
+        `round` describes the collection; None means one of only this worker and one rollout. A collection in progress is abandoned.
         """
         round = round or CollectionRound(number=0, step=self._step + 1, envs=(self.rank,), rollouts=(0,))
         if self._interacting is not None:

@@ -17,7 +17,7 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class ControlClient:
-    """Calls the runner at one port. A call returns None when nobody answers, or when the answer is not signed by the runner."""
+    """Calls the runner at one port. A call returns None without an answer, and for an answer that the runner has not signed."""
 
     def __init__(self, port: int, token_file: Path, *, uid: str, epoch: Callable[[], int]) -> None:
         """`epoch()` returns the epoch of the runner; calls are signed where the token file exists."""

@@ -72,7 +72,7 @@ class RestartPolicy:
         return self._budget.restarts
 
     def pod_ended(self, role: str, index: int, code: int, reason: str) -> RestartDecision:
-        """Decide what to do about a pod that ended with exit code `code` although nobody asked it to."""
+        """Decide what to do about a pod that ended with exit code `code` without a request to end."""
         if role == CONTROL_GROUP and code == ExitCode.DONE:
             return RestartDecision(action=Action.FINISH) if index == 0 else RestartDecision(action=Action.NONE)
         ruling = rules.rule_on(PodEnd(role=role, code=code, message=reason), self._spec.rules, self._groups)

@@ -18,4 +18,4 @@ class CriticRow:
     values: np.ndarray
     """[T] float32, what the critic predicted before the step."""
     returns: np.ndarray
-    """[T] float32, what it is to predict."""
+    """[T] float32, the returns that the critic learns to predict."""

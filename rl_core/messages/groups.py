@@ -70,7 +70,7 @@ class GroupEntry:
     informative: bool
     """Whether its rewards differ enough to teach (dynamic sampling)."""
     times: GroupTimes | None = None
-    """None where nobody noted them."""
+    """Times of the group; None if they were not recorded."""
 
 
 @record

@@ -36,10 +36,10 @@ class TraceEvents:
         """
         process, thread = row
         start = int(began * 1e6)
-        told = "" if args is None else f',"args":{_encode(args)}'
+        encoded = "" if args is None else f',"args":{_encode(args)}'
         self._lines.append(
             f'{{"ph":"X","pid":{process},"tid":{thread},"ts":{start},"dur":{max(int(ended * 1e6) - start, 0)},'
-            f'"name":{_text(name)}{told}}},\n'
+            f'"name":{_text(name)}{encoded}}},\n'
         )
 
     def arrow(self, name: str, source: tuple[int, int], target: tuple[int, int], at: float) -> None:

@@ -227,7 +227,7 @@ def elastic_block(spec: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def group_blocks(spec: Any) -> dict[str, dict[str, Any]]:
-    """Return the block of each group of a job, by name, in `spec` as it was written; what is no block of a group is left out."""
+    """Return the block of each group by name in `spec`, a job as it was written, before validation. Malformed blocks are left out."""
     written = spec if isinstance(spec, Mapping) else {}
     declared = written.get("groups")
     blocks = {name: written.get(name) or {} for name in BUILT_IN}
@@ -273,7 +273,10 @@ def kinds_as_variable(groups: Mapping[str, GroupKind]) -> str:
 
 
 def kinds_of_environment(environ: Mapping[str, str] | None = None) -> Mapping[str, GroupKind]:
-    """Return the groups of the job that `environ` tells of (None: the environment of this process), for a process without the job."""
+    """Return the groups of the job from the environment variables `environ` (None: those of this process).
+
+    Used by processes that do not have the job.
+    """
     kinds = json.loads((os.environ if environ is None else environ).get(KINDS_VARIABLE) or "[]")
     declared = [
         GroupKind(

@@ -159,7 +159,7 @@ def _build_pod(context: _Context, group: Group, index: int, by_pod: list[list[Pl
 
 
 def _offset(context: _Context, group: str, index: int) -> int:
-    """Return what is added to the ports of pod `index` of a group; on one machine the launcher picks free ports."""
+    """Return the number that is added to the ports of pod `index` of a group; 0 in a local run, whose launcher picks free ports."""
     return 0 if context.local else port_offset(context.groups, group, index)
 
 

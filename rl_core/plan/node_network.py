@@ -25,7 +25,7 @@ def is_on_node(group: Group) -> bool:
 
 
 def port_offset(groups: Mapping[str, Group], name: str, index: int) -> int:
-    """Return what is added to the port numbers of a pod; 0 for a pod with a network of its own, and for the first pod on a node's network."""
+    """Return the number that is added to the ports of a pod on the network of its node; 0 for the first one and for all other pods."""
     if not is_on_node(groups[name]):
         return 0
     before = 0

@@ -91,7 +91,7 @@ class VLAPolicy(Policy):
         return {"log_probs": log_probs.view(shape), "entropy": entropy.view(shape), "values": self.value(hidden[:, 0])}
 
     def _prompt(self, obs: Mapping[str, Tensor]) -> Tensor:
-        """Return the embeddings [B, L, H] of what comes before the actions."""
+        """Return the embeddings [B, L, H] of the tokens before the actions."""
         dtype = self.value.weight.dtype
         features = self.vlm.model.get_image_features(pixel_values=image_floats(obs["pixels"], dtype)).pooler_output
         parts = [features if isinstance(features, Tensor) else torch.stack(list(features))]

@@ -172,7 +172,10 @@ class AgentRolloutImpl(AsyncRolloutImpl):
         )
 
     def _fill(self, episode: Episode, branch: Branch, cut: str | None) -> None:
-        """Write a branch into `episode`: what the policy read and what it sampled, in turns. `cut`: why it could not go on, if so."""
+        """Write a branch into `episode`: the tokens that the policy read and those that it sampled, in turns.
+
+        `cut` is the reason why the branch could not be continued; None if it was not cut off.
+        """
         episode.log, episode.env_info = [], None
         line = branch.turns
         length = 0

@@ -38,7 +38,7 @@ def _printable(character: str) -> str:
 
 
 def explain_reasons(reasons: Iterable[str]) -> str:
-    """Return one line for each of `reasons`, once, that says what it means; those of another version are left out."""
+    """Return one line with the meaning of each of `reasons`, without repetitions. Reasons that this version does not know are left out."""
     return "".join(f"{reason}: {REASONS[reason]}\n" for reason in dict.fromkeys(reasons) if reason in REASONS)
 
 

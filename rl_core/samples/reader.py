@@ -93,7 +93,7 @@ class SampleReader:
         self._lock = threading.Lock()
 
     def refresh(self) -> None:
-        """Take in what was written, and forget files that were deleted."""
+        """Read the samples that were written since the last call, and forget those in deleted files."""
         with self._lock:
             paths = {path.name: path for path in sorted(self.folder.glob(f"*{DATA}"))}
             changed = self._files.keys() - paths.keys()

@@ -38,9 +38,9 @@ _CREDIT_STEP = 4
 """Chunks per credit message."""
 TAG_BYTES = 32
 TICKET_SECONDS = 60.0
-"""A ticket that nobody uses, or a stream that takes no chunk, ends after this time."""
+"""Seconds after which an unused ticket, or a stream that requests no chunk, ends."""
 SWEEP_SECONDS = 1.0
-"""How often those are looked for while streams run."""
+"""Seconds between two searches for such tickets and streams."""
 LAST_LOOK_MS = 1_000
 """For how long a receiver looks once more after its timeout: if it stood still itself, what came meanwhile is found then."""
 _HELLO, _MORE, _CHUNK, _END, _REFUSED = b"H", b"M", b"C", b"E", b"R"

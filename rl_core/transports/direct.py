@@ -176,7 +176,7 @@ class Listener:
         """Name and secret. It must go to processes only that may connect."""
 
     def accept(self) -> Connection | None:
-        """Return the next connection; None where nobody connects, and for a stranger."""
+        """Return the next connection; None if no process is connecting, or if it fails the authentication."""
         try:
             end, _ = self.socket.accept()
         except BlockingIOError:
@@ -242,7 +242,7 @@ class Mailbox:
                 raise InfrastructureError(f"a direct connection failed: {error}") from error
 
     def keep(self, prefix: str) -> None:
-        """Forget the messages that nobody has taken and whose key does not begin with `prefix`."""
+        """Delete the received messages whose key does not begin with `prefix`."""
         for key in [key for key in self._arrived if not key.startswith(prefix)]:
             del self._arrived[key]
 

@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 HEAD_BYTES = 16 * 1024
 BODY_BYTES = 1 << 20
 EXCHANGE_SECONDS = 5.0
-"""Time of one exchange, from the connection to the last byte of the answer: who sends a byte at a time gets no more."""
+"""Limit of one exchange, from the connection to the last byte of the answer, also for a client that sends very slowly."""
 CONNECTIONS = 64
-"""Connections held at once. One more ends the oldest: those that wait longest are those that send nothing."""
+"""Largest number of connections. A further one ends the oldest, which is likely to be one that sends nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,11 +181,11 @@ def _parse(head: bytes) -> Request:
 
 
 def _length(request: Request) -> int:
-    told = request.headers.get("content-length", "0")
-    if not (told.isascii() and told.isdigit()):
-        raise BadRequest(HTTPStatus.BAD_REQUEST, f"Content-Length must be a number of bytes, got {told!r}")
-    if len(told) > 12 or int(told) > BODY_BYTES:
+    length = request.headers.get("content-length", "0")
+    if not (length.isascii() and length.isdigit()):
+        raise BadRequest(HTTPStatus.BAD_REQUEST, f"Content-Length must be a number of bytes, got {length!r}")
+    if len(length) > 12 or int(length) > BODY_BYTES:
         raise BadRequest(
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body must be at most {BODY_BYTES} bytes, got {told[:20]}"
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body must be at most {BODY_BYTES} bytes, got {length[:20]}"
         )
-    return int(told)
+    return int(length)

@@ -16,8 +16,8 @@ from rl_core.transports.shared_memory import SegmentLoan
 from rl_core.transports.sockets import IoThread
 
 TRIM_SECONDS = 30.0
-"""Segments that nobody used for this long (up to twice) are deleted. A new one costs several times a copy of its size, and the steps of a
-training may be minutes apart."""
+"""Segments that were not used for this time (up to twice as long) are deleted. Allocating a new one takes several times as long as a copy of
+its size, and the steps of a training may be minutes apart."""
 RELEASE_SECONDS = 0.002
 """How long releases are gathered before they are sent."""
 

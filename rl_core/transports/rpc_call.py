@@ -56,7 +56,7 @@ class CallFuture(concurrent.futures.Future[Any]):
         """Whether a thread that reads the connection waits for this call."""
 
     def result(self, timeout: float | None = None) -> Any:
-        """Return what the call returned or raise what it raised. Raises TimeoutError after `timeout` seconds; None waits for the end."""
+        """Return the result of the call, or raise its error. Raises TimeoutError after `timeout` seconds; None waits without a limit."""
         return super().result(0 if self.read_until_done(timeout) and timeout is not None else timeout)
 
     def read_until_done(self, seconds: float | None) -> bool:

@@ -151,7 +151,7 @@ class Connection:
         self._reader.wake()
 
     def abandon(self, call: CallFuture) -> None:
-        """Drop `call`. The server is asked to cancel it, or to undo its effect when it has replied to a call that nobody waits for."""
+        """Give up `call`. The server is asked to cancel it or, if it has replied already, to undo its effect."""
         self._abandoned.append(call)
         self._io.call_soon(self._drop_abandoned)
 

@@ -30,7 +30,7 @@ THRESHOLD = 256 * 1024
 RESERVE = 64 * 2**20
 """Bytes of /dev/shm left to others (NCCL, data loaders)."""
 IDLE_BYTES = (256 * 2**20, 2 * 2**30)
-"""Bytes kept in segments that nobody holds: a quarter of the store's capacity within these bounds. `trim` deletes what is not used again."""
+"""Bounds of the bytes kept in unused segments, which are a quarter of the store's capacity. `trim` deletes segments that stay unused."""
 _MAPPED = 256
 
 
@@ -66,7 +66,7 @@ class Segment:
 
     @property
     def memory(self) -> mmap.mmap:
-        """The memory as this process sees it. Mapped at first use: the channel server lends what it never reads."""
+        """The memory, mapped into this process at first use. The channel server lends most segments without ever reading them."""
         if self._memory is None:
             assert self._descriptor is not None, "a removed segment is not mapped"
             self._memory = mmap.mmap(self._descriptor, self.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)

@@ -34,9 +34,9 @@ LINGER_MS = 1_000
 RECONNECT_MS = (200, 5_000)
 """First and longest pause between two attempts to connect; each resolves the name again."""
 CONNECT_TIMEOUT_MS = 5_000
-"""How long one attempt may take: a host that is gone answers nothing, and its successor has another address."""
+"""Limit of one attempt to connect. A host that is gone does not answer, and its successor has another address."""
 HANDSHAKE_MS = 10_000
-"""Longest handshake: who proves no key in this time is cut off."""
+"""Limit of a handshake. A connection that has not proved a key by then is closed."""
 
 MAX_FRAME_BYTES = FRAME_BYTES + 1024
 """Largest frame that is received, its encryption included."""
@@ -78,7 +78,7 @@ class IoThread:
         self._pid = os.getpid()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._sleeping = False
-        """Whether the thread may be in its epoll, so that `call_soon` must wake it; else it looks at the queue anyway."""
+        """Whether the thread may be waiting in epoll, so that `call_soon` must wake it. Otherwise it will read the queue anyway."""
         self._stopping = False
         self._soon: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._timers: list[tuple[float, int, Timer]] = []

@@ -32,7 +32,7 @@ _TOKEN_NAME = re.compile(r"rljob-[a-z0-9]+-\d+-[0-9a-f]{16}-token")
 _ENGINE_FILE = re.compile(r"sglang_loads_(rljob-[a-z0-9]+-\d+-[0-9a-f]{16})_\w+\.shm")
 """What an SGLang engine shares with its scheduler; the group is the owner."""
 _OWNERLESS_SECONDS = 3_600.0
-"""Age at which a segment without a token, or an empty token, is nobody's."""
+"""Age, in seconds, from which a segment without a token, or an empty token, counts as left behind."""
 
 
 class NotOurs(OSError):

@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 MAX_UNAUTHENTICATED = 64
 """Connections of one server in their handshake."""
 PATIENCE_SECONDS = 1.0
-"""Time in which nobody is ended for a newer one: members that come all at once must be able to finish."""
+"""Age, in seconds, below which a connection is not closed in favor of a newer one, so that many members can connect at the same time."""
 WARN_SECONDS = 60.0
 _STRANGER_BYTES = 260
-"""A greeting (64), a WELCOME (170) and a refusal (up to 15) are sent to anybody; READY (54 and more) only to who holds a key."""
+"""Largest number of bytes sent before authentication: a greeting (64), a WELCOME (170) and a refusal (up to 15). READY needs a key."""
 _ACKNOWLEDGED = struct.Struct("=Q")
 _ACKNOWLEDGED_AT = 120
 """Offset of tcpi_bytes_acked in struct tcp_info."""

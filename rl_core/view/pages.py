@@ -28,7 +28,7 @@ FINAL = frozenset({"Finished", "Failed", "Suspended"})
 
 
 class NotFound(ValueError):
-    """A request for what is not there."""
+    """A request for something that does not exist."""
 
 
 class RunView:
@@ -155,7 +155,7 @@ class Query:
         return (self._values.get(name) or [default])[0] or default
 
     def optional(self, name: str) -> float | None:
-        """Return a number, None where it is missing or empty. Raises ValueError for what is none."""
+        """Return the parameter `name` as a number; None if it is missing or empty. Raises ValueError for other text."""
         text = self.text(name, "")
         try:
             return float(text) if text else None
@@ -163,7 +163,7 @@ class Query:
             raise ValueError(f"{name} must be a number, got {text[:40]!r}") from None
 
     def number(self, name: str) -> int:
-        """Return an integer, 0 where it is missing. Raises ValueError for what is none."""
+        """Return the parameter `name` as an integer; 0 if it is missing. Raises ValueError for other text."""
         text = self.text(name, "0")
         if not (text.isascii() and text.isdigit()) or len(text) > 12:
             raise ValueError(f"{name} must be a number, got {text[:40]!r}")

@@ -2,8 +2,8 @@
 
 The manifest lists both, so that its digest proves the base and the adapters of a version. The publisher writes the base to host memory
 once and overwrites the adapters there. A version is also offered as a patch that holds all adapters and applies to every version of the
-same base (`WeightManifest.base_digest`). A receiver that has the base verifies the adapters, and a share of the base in turn; all others
-get the whole version.
+same base (`WeightManifest.base_digest`). A receiver that has the base verifies the adapters and, at each version, another part of the base.
+All other receivers get the whole version.
 """
 
 import itertools
@@ -32,7 +32,7 @@ def sends_adapters(spec: RLJobSpec) -> bool:
 
 
 class AdapterSource:
-    """A `VersionSource` of whole tensors that rank 0 has already, such as adapters."""
+    """A `VersionSource` of tensors that are complete on rank 0, such as adapters: no gathering is needed."""
 
     def __init__(self, tensors: "dict[str, torch.Tensor]", *, bucket_bytes: int) -> None:
         """Offer `tensors` by name, in their types."""
@@ -54,7 +54,7 @@ class AdapterSource:
 
 
 class AdapterEncoder:
-    """Writes versions by `copies`: all of a source with a base, and adapters over the base of the version before otherwise.
+    """Writes versions to host memory with `copies`: base and adapters, or new adapters beside the base of the previous version.
 
     Only one thread may write at a time.
     """

@@ -63,10 +63,10 @@ class Assembly:
         """
         self.bad: list[str] = []
         self.touched = False
-        """Whether anything of the target may have changed."""
+        """Whether memory of the target may have been changed."""
         self._proven_later = proven_later
         self._partial: tuple[np.ndarray, int, checksums.Checksum] | None = None
-        """Of the tensor under way: its memory, bytes so far, sums so far."""
+        """(memory, number of bytes so far, checksum so far) of the tensor that is being received."""
         self.manifest, self.layout = manifest, layout
         self._entries = manifest.entries
         self._wanted, self._check = wanted, check
@@ -77,20 +77,20 @@ class Assembly:
         self._destinations = writable_bytes(destinations)
         self._retained, self._base = retained, base
         self._memory = {**(retained or {}), **self._destinations}
-        """Where the bytes of a tensor are written, by the name that travels."""
+        """Memory to which the bytes of a tensor are written, by the name under which the tensor is sent."""
 
     @property
     def is_needed_here(self) -> bool:
-        """Return whether this process must have the bytes: it keeps them for later patches, or loads adapters itself."""
+        """Return whether the bytes must reach this process, because it keeps them for later patches or loads adapters itself."""
         return self._retained is not None or bool(self.manifest.base_digest)
 
     def _without_place(self) -> dict[str, int]:
-        """Return name -> size of the tensors that travel and have no destination."""
+        """Return name -> size in bytes of the tensors that are sent and have no destination."""
         entries = (entry for entry in self._entries if entry.alias_of is None)
         return {entry.name: entry.nbytes for entry in entries if entry.name not in self._destinations}
 
     def _make_room(self, retained: dict[str, np.ndarray]) -> None:
-        """Let `retained` have room for exactly the tensors without a destination."""
+        """Allocate memory in `retained` for the tensors without a destination, and remove all others."""
         sizes = self._without_place()
         for name in list(retained):
             if sizes.get(name) != retained[name].size:
@@ -101,7 +101,7 @@ class Assembly:
         self._memory = {**retained, **self._destinations}
 
     def tensors(self, pieces: Iterable[Piece]) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """Yield (name, tensor) of each tensor without a destination, valid as long as `pieces` are.
+        """Yield (name, tensor) of each tensor without a destination. A tensor is valid as long as the pieces that it was made of.
 
         Raises DataError when bytes are missing.
         """
@@ -130,7 +130,7 @@ class Assembly:
             )
 
     def device_tensors(self, buckets: Iterable[tuple[Bucket, "torch.Tensor"]]) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """Yield (name, tensor) of whole buckets (uint8) in an accelerator's memory, checked and left there."""
+        """Verify buckets of whole tensors (uint8) in the memory of an accelerator, and yield (name, tensor) without copying them."""
         import torch
 
         self._destinations = {}
@@ -188,10 +188,10 @@ class Assembly:
             raise DataError(f"patch must be of tensors of the manifest, got {next(iter(changes))!r}")
 
     def _adapters(self, source: PatchSource, data: np.ndarray) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """Yield the adapters of `source`, whole tensors in `data`. The base is in the engine already, and is not touched.
+        """Yield the adapters of `source`, which are whole tensors in `data`. The base is in the engine already and is not changed.
 
-        Tensors of the base that are named in `source.verify` are read where they are in memory. Raises DataError unless the adapters are
-        those of the manifest, over the base in memory.
+        Tensors of the base that are named in `source.verify` are read from memory and verified. Raises DataError if the adapters are not
+        those of the manifest, or belong to another base than the one in memory.
         """
         assert self._base is not None
         if self.manifest.base_digest != source.base:
@@ -235,7 +235,7 @@ class Assembly:
         self._partial = (memory, done + data.size, checksums.add(sums, added))
 
     def _whole(self, entry: WeightEntry, data: np.ndarray) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """Finish `entry` with its last (or only) bytes."""
+        """Complete the tensor of `entry` with its last (or only) bytes."""
         place = self._memory.get(entry.name)
         if self._partial is not None:
             self._part(entry, data)
@@ -253,7 +253,7 @@ class Assembly:
     def _proven(
         self, entry: WeightEntry, memory: np.ndarray, sums: checksums.Checksum | None
     ) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """Copy what `memory` holds to the tied names of `entry` and hand it out, if its `sums` are those of the manifest."""
+        """If the checksum `sums` is that of the manifest, copy `memory` to the tied names of `entry` and yield the tensors."""
         if sums != entry.checksum:
             self.bad.append(entry.name)
             return

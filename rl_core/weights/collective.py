@@ -1,8 +1,9 @@
 """Weights over a process group (gloo on CPUs, NCCL between GPUs): the publisher broadcasts bucket by bucket.
 
 Its members are the publisher and the processes that hold the weights: the receiver's own process, or each process of its engine. The group
-exists as long as its members do. If a member is lost, no broadcast can finish; the publisher then releases the group in its store, where
-every member looks while it waits, offers the version to the remaining receivers again, and forms a new group (the next generation).
+exists as long as its members do. If a member is lost, no broadcast can finish. The publisher then marks the group as released in the store
+of the group, which waiting members check regularly. It offers the version to the remaining receivers again, and forms a new group (the next
+generation).
 """
 
 import asyncio
@@ -31,7 +32,7 @@ class GroupSender:
     ) -> None:
         """`timeout`: seconds for forming the group and for each bucket. `device`: device from which NCCL sends.
 
-        `device_buffer`: where the version is on that device; without it, or where it is empty, the host copy is sent.
+        `device_buffer`: copy of the version on that device. If it is None or empty, the host copy is sent.
         """
         self._device_buffer = device_buffer
         self._host, self._epoch, self._backend, self._device, self._timeout = host, epoch, backend, device, timeout
@@ -58,7 +59,7 @@ class GroupSender:
                 self._abort(plan, reason)
 
     def _broken(self, done: "asyncio.Future[Any]", transfers: Mapping["asyncio.Future[Any]", Handshake]) -> str:
-        """Return why the group cannot be used after `done`, or ""."""
+        """Return why the group cannot be used any more; "" if it can. `done` is the ended broadcast, or the ended answer of a receiver."""
         handshake = transfers.get(done)
         if handshake is None:
             error = done.exception()
@@ -117,12 +118,12 @@ class GroupSender:
 
 
 def _ranks(handshake: Handshake) -> int:
-    """Return how many members of the group a READY receiver is."""
+    """Return the number of members that a receiver has in the group: one, or one for each process of its engine."""
     return handshake.ready.ranks if handshake.ready is not None else 1
 
 
 class GroupReceiver:
-    """The end of one member that receives. It is used by one thread."""
+    """The receiving end of one member of the group. Used by one thread."""
 
     def __init__(self, *, timeout: float) -> None:
         """`timeout`: seconds for forming the group and for each bucket."""
@@ -170,7 +171,7 @@ class GroupReceiver:
         return self._group
 
     def abort(self, reason: str) -> None:
-        """End the group for all its members, because this one goes no further."""
+        """End the group for all its members, because this member has given up the transfer."""
         if self._group is not None:
             self._group.abort(reason)
 

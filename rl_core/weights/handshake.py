@@ -43,7 +43,7 @@ class HandshakeState(enum.Enum):
 
 
 class Handshake:
-    """The conversation with the receiver `name`. `counts`: whether its acknowledgement is one of those that the sync needs."""
+    """The conversation with the receiver `name`. `counts`: whether its acknowledgement counts for the minimum that the sync needs."""
 
     def __init__(self, *, name: str, client: RpcClient, host_token: str, counts: bool = True) -> None:
         self.name, self.client, self.host_token, self.counts = name, client, host_token, counts
@@ -192,8 +192,9 @@ class Handshake:
 class CommitGate:
     """Opens when the version is committed: when all live receivers have applied it, or when enough have and the others are slow.
 
-    A receiver that died unnoticed therefore delays the others by `straggler_seconds`, not by its whole deadline. `settled` is done once the
-    version is committed, enough receivers serve it, and no other has applied it without an acknowledgement. Slower ones may still load it.
+    A receiver that died unnoticed therefore delays the others by `straggler_seconds`, not by its whole deadline. The future `settled` is done
+    when the version is committed, enough receivers serve it, and no receiver that has applied it still owes its acknowledgement. Slower
+    receivers may still be loading.
     """
 
     def __init__(self, *, min_acks: int, straggler_seconds: float, opened: Callable[[], None]) -> None:

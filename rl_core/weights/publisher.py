@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class _LateSync(NamedTuple):
-    """The rest of a sync: receivers that load a version which is committed already."""
+    """The late part of a sync: receivers that still load the version although it is committed."""
 
     version: int
     handshakes: list[Handshake]
@@ -150,13 +150,13 @@ class WeightPublisher:
         return transport == "ipc" or (transport == "auto" and mode != "disaggregated")
 
     def current(self) -> tuple[int, str]:
-        """Return (version, digest) that late joiners get; (-1, "") before the first commit and while a version is being published."""
+        """Return (version, digest) of the version that late joiners pull; (-1, "") before the first commit and during a publish."""
         copy = self._pull_server.committed
         return (copy.manifest.version, copy.manifest.digest) if copy is not None else NO_VERSION
 
     @property
     def needs_base(self) -> bool:
-        """Return whether the next source must have all tensors. False: adapters are enough, over the base of the version before."""
+        """Return whether the next source must have all tensors. False: adapters suffice, because the base of the last version is used."""
         return self._adapter_encoder is None or not self._adapter_encoder.has_base
 
     def publish(
@@ -307,7 +307,7 @@ def _report(
     started: float,
     copied: float,
 ) -> PublishReport:
-    """Return the report of a sync whose `handshakes` have ended, but for those of `late` receivers."""
+    """Return the report of a sync. `handshakes` have ended; those of `late` receivers have not."""
     acked = [handshake for handshake in handshakes if handshake.acknowledged]
     if sum(handshake.counts for handshake in acked) < min_acks:
         missing = "; ".join(handshake.describe() for handshake in (*handshakes, *late) if handshake not in acked)

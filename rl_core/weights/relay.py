@@ -1,6 +1,6 @@
 """Streams a verified version from the memory of a receiver to other receivers (`weights.fanout`).
 
-The engine reads the same memory meanwhile. It is only written for the next version, and the streams end before that.
+The engine serves from the same memory at the same time. The memory is written only for the next version, and the streams end before that.
 """
 
 from collections.abc import Iterator, Mapping

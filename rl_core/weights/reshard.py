@@ -102,7 +102,7 @@ class _Offered:
                 yield from ((rank, ranges) for rank in ranks)
 
     def gap(self, part: Ranges) -> Ranges:
-        """Return the part of `part` from its first element on, which no source has, that ends where a source begins."""
+        """Return a box in `part` that begins at its first element and that no source overlaps. No source may have that element."""
         for ranges, _ in self._boxes:
             if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(part, ranges, strict=True)):
                 ends = [(a, c if c > a else b) for (a, b), (c, _) in zip(part, ranges, strict=True)]
@@ -135,7 +135,7 @@ def _common(first: Ranges, second: Ranges) -> Ranges:
 
 
 def _rest(part: Ranges, taken: Ranges) -> Iterator[Ranges]:
-    """Yield, as boxes, what is left of `part` without `taken`, which has the same first corner."""
+    """Yield boxes that make up `part` without `taken`. Both boxes begin at the same element."""
     for dim, ((_, stop), (_, end)) in enumerate(zip(part, taken, strict=True)):
         if end < stop:
             yield (*taken[:dim], (end, stop), *part[dim + 1 :])

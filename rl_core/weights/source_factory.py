@@ -46,17 +46,23 @@ class SourceFactory:
         return False
 
     def needs_no_relay(self, copy: HostCopy, host_token: str, have: str) -> bool:
-        """Return whether that process, which serves the version with digest `have`, can do without a stream of the whole version."""
+        """Return whether a receiver needs no stream of the whole version.
+
+        This is so if the process can map the memory of `copy`, or if a patch applies to the version with digest `have` that it serves.
+        """
         return self.maps(copy, host_token) or (copy.patch is not None and copy.patch.base == have)
 
     def source(self, copy: HostCopy, host_token: str, have: str = "") -> WeightSource:
-        """Return the source of `copy` for that process: its patch if `have` (the digest that the process serves) is the base of the patch."""
+        """Return the source of `copy` for a process on the host with `host_token`.
+
+        It is the source of the patch if `have`, the digest of the version that the process serves, is the base of the patch.
+        """
         if copy.patch is not None and copy.patch.base == have:
             return self.patch_source(copy.patch, host_token)
         return self._data_source(copy, host_token)
 
     def patch_source(self, patch: PatchCopy, host_token: str) -> PatchSource:
-        """Return the source of `patch` for that process."""
+        """Return the source of `patch` for a process on the host with `host_token`."""
         data: SharedSource | StreamSource | MessageSource
         if patch.nbytes <= MESSAGE_BYTES and not self.maps(patch, host_token):
             data = MessageSource(data=patch.memory.data[: patch.nbytes])
@@ -65,7 +71,7 @@ class SourceFactory:
         return PatchSource(base=patch.base, tensors=patch.tensors, data=data, verify=patch.verify)
 
     def _data_source(self, copy: HostCopy | PatchCopy, host_token: str) -> SharedSource | StreamSource:
-        """Return where the bytes are. A stream can be read by one receiver only."""
+        """Return the source of bytes in host memory: shared memory or a new stream. A stream can be read by one receiver only."""
         segment = copy.memory.segment
         if segment is not None and self.maps(copy, host_token):
             return SharedSource(segment=segment, nbytes=copy.nbytes)
@@ -83,7 +89,7 @@ class SourceFactory:
 def make_offer(
     copy: HostCopy, source: WeightSource | None, deadlines: Deadlines, patch: PatchSource | None = None
 ) -> WeightOffer:
-    """Return the OFFER of `copy`. A receiver that serves the base of `patch` loads that at once; otherwise it loads `source`, if given."""
+    """Return the OFFER of `copy`. A receiver that serves the base of `patch` loads the patch at once; any other loads `source`, if given."""
     manifest = copy.manifest
     return WeightOffer(
         digest=manifest.digest,

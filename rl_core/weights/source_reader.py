@@ -128,7 +128,7 @@ class SourceReader:
         return isinstance(source, GroupSource) and self._group_receiver().broken
 
     def leave_group(self, reason: str) -> None:
-        """End the process group for all its members, if there is one, so that none waits for this one, which goes no further."""
+        """End the process group, if there is one, for all its members, so that they do not wait for this one."""
         if self._group is not None:
             self._group.abort(reason)
 

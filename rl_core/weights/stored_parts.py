@@ -1,8 +1,8 @@
-"""`StoredPart`: which part of a parameter each tensor of a model folder is, where the two differ.
+"""`StoredPart`: maps the tensors of a model folder to parameters of the model, for models in which the two differ.
 
-transformers holds all experts of a layer in one parameter, while model folders have a tensor for each of them, and some modules have other
-names there. Trainers and engines use the names and tensors of the folder, which SGLang's loader knows as well. What transformers does when
-it saves a model says which part of which parameter a stored tensor is.
+transformers keeps all experts of a layer in one parameter, but a model folder has one tensor per expert; some modules have other names in
+the folder. Trainers and engines exchange weights by the names and tensors of the folder, which SGLang's loader reads too. The mapping is
+found by having transformers convert a small model with known values as it does when it saves a model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from rl_core.api.errors import ConfigError
 
 _PROBE = 4
-"""Size to which the dimensions of a parameter but the first are reduced in `stored_parts`, where it divides them."""
+"""Size to which `stored_parts` reduces the dimensions of a parameter, except the first, if it divides them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class StoredPart:
 
 
 def stored_parts(model: Any) -> dict[str, StoredPart]:
-    """Return name in the folder -> part of a parameter, for the tensors that are not parameters of that name.
+    """Return name in the folder -> part of a parameter, for each tensor of the folder that is not a whole parameter of the same name.
 
     `model` is a transformers model that is not wrapped, on any device; it may have further submodules. Raises ConfigError for a parameter
     that a folder does not have as rectangular parts.
@@ -93,7 +93,10 @@ def stored_parts(model: Any) -> dict[str, StoredPart]:
 
 
 def _box(probe: Tensor, values: Tensor, start: int) -> tuple[tuple[int, int], ...] | None:
-    """Return the intervals in which `values`, indices from `start` on, lie in `probe`; None if they are no box of it in its order."""
+    """Return the box of `probe` that equals `values`, as one interval per dimension; None if there is none in this order.
+
+    The elements of both are consecutive indices, of which that of the first element of `probe` is `start`.
+    """
     index = torch.stack(torch.unravel_index(values.reshape(-1) - start, probe.shape))
     box = tuple((int(low), int(high) + 1) for low, high in zip(index.amin(1), index.amax(1), strict=True))
     part = probe[tuple(slice(*interval) for interval in box)]
@@ -105,7 +108,10 @@ def _box(probe: Tensor, values: Tensor, start: int) -> tuple[tuple[int, int], ..
 
 
 def _kept(sizes: tuple[int, ...], stored: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the dimensions of a part of `sizes` that the stored tensor of size `stored` has: all, or those of more than one element."""
+    """Return the dimensions of a part with shape `sizes` that the stored tensor, of shape `stored`, has too.
+
+    These are all dimensions, or those with more than one element.
+    """
     return tuple(range(len(sizes))) if len(sizes) == len(stored) else tuple(i for i, n in enumerate(sizes) if n != 1)
 
 

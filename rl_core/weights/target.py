@@ -1,7 +1,7 @@
 """What a receiver of weights needs from the engine: rollout workers implement it, `receiver` calls it.
 
-    prepare -> load -> resume          a sync that was committed
-    prepare -> load (or nothing)       a sync that was not: the engine stays paused until the next one
+    prepare -> load -> resume          a sync that is committed
+    prepare -> load (or nothing)       a sync that is not committed: the engine stays paused until the next one
 
 Between `prepare` and `resume` the engine serves nothing. `load` runs in a thread, the other methods on the worker's event loop.
 """
@@ -30,8 +30,8 @@ class WeightTarget(Protocol):
     def load(self, tensors: Iterator[tuple[str, "torch.Tensor"]], version: int) -> None:
         """Take every (name, tensor) of the iterator. Each tensor is verified and valid until this returns.
 
-        Names are those of `names_and_shapes`. Errors of the iterator must be propagated. After an error the weights are of no version until the
-        next `load`.
+        Names are those of `names_and_shapes`. Errors of the iterator must be propagated. After an error the weights have no version until
+        the next `load`.
         """
         ...
 
@@ -58,7 +58,7 @@ class InPlaceTarget(Protocol):
 
 @runtime_checkable
 class RankTarget(Protocol):
-    """A target whose engine runs in processes of its own, its ranks, which read a version where the publisher has it.
+    """A target whose engine has its own processes, the ranks, which read a version directly from the memory or group of the publisher.
 
     The bytes of such a version do not pass through the process of the receiver.
     """
@@ -84,7 +84,7 @@ class RankTarget(Protocol):
     def load_source(self, source: "SharedSource | DeviceSource | GroupSource", assembly: "Assembly") -> None:
         """Let each rank read the version of `assembly` from `source`, verify and load it.
 
-        `assembly.bad` gets the names of the tensors whose checksum differs. It takes the place of `load`.
-        After an error the weights are of no version until the next call of either.
+        Called instead of `load`. The names of tensors whose checksum differs are added to `assembly.bad`. After an error the weights have
+        no version until the next `load` or `load_source`.
         """
         ...

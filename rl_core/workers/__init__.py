@@ -1,1 +1,1 @@
-"""Worker processes, their groups, the hub that knows who is alive, the supervisor."""
+"""Worker processes: their groups, the hub that keeps track of live members, and the supervisor of a pod."""

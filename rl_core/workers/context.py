@@ -52,7 +52,7 @@ class _Wait:
     cause: WaitCause | None
 
     def text(self) -> str:
-        """Return what is waited for now."""
+        """Return the text that says what this process waits for at the moment."""
         return self.what if isinstance(self.what, str) else self.what()
 
 

@@ -1,8 +1,11 @@
 """A script with worker processes of its own: groups, results by rank, placement, failures, and the end of every process."""
 
 import ast
+import functools
 import itertools
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rl_core import Channel, Cluster
 from rl_core.api.errors import (
@@ -22,6 +26,7 @@ from rl_core.api.errors import (
 )
 from rl_core.plan.placement import FlexiblePlacementStrategy, PackedPlacementStrategy
 from tests.integration.script_workers import Adder, Doomed
+from tests.small_models import save_policy
 
 SCRIPT = Path(__file__).with_name("script_workers.py")
 
@@ -128,6 +133,36 @@ def test_a_class_that_no_other_process_can_import_is_refused():
     code = "from rl_core import Worker\nclass Mine(Worker): pass\nMine.create_group()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "__main__.Mine: it has no file; write it into a module, for example own.py" in done.stderr
+
+
+def test_the_code_of_the_tutorial_runs_as_a_script_and_as_a_job(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/own-pipeline.md").read_text()
+    blocks = re.findall(r"```(python|yaml)\n(.*?)```", page, re.DOTALL)
+    script, program, scorer = (
+        next(text for kind, text in blocks if kind == "python" and f"class {name}(" in text)
+        for name in ("Square", "Squares", "Scorer")
+    )
+    job, scoring = (yaml.safe_load(text) for kind, text in blocks if kind == "yaml")
+    (tmp_path / "own.py").write_text(f"{program}\n\n{script}")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
+    save_policy(tmp_path / "model")
+    run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    environ = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    done = run([sys.executable, "own.py"], env=environ)
+    [comment] = re.findall(r"print\(group.apply.* # (.*)", script)
+    assert (done.returncode, done.stdout.strip()) == (0, comment), done.stderr
+    job["spec"]["algorithm"]["steps"] = 2
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    done = run([sys.executable, "-m", "rl_core.cli.main", "run", "job.yaml", "--output", "out"], env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["reward/mean"] for line in lines] == [30.0, 30.0]
+    (tmp_path / "own.py").write_text(f"{program}\n\n{scorer}\n\n{script}")
+    job["spec"]["groups"] += scoring["groups"]
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    done = run([sys.executable, "-m", "rl_core.cli.main", "validate", "job.yaml"], env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_example_of_batches_loses_no_text_and_fills_each_batch():

@@ -34,6 +34,15 @@ def hf_world():
     made.close()
 
 
+@pytest.fixture(scope="module")
+def hf_bfloat16_world():
+    spec = {"model": {"path": "unused", "dtype": "bfloat16"}, "weights": {"syncer": "patch", "verifyEvery": 3}}
+    made = World(max_seq_len=64, spec=spec)
+    made.start()
+    yield made
+    made.close()
+
+
 @pytest.fixture(params=["hf", "sglang"])
 def world(request):
     return request.getfixturevalue(f"{request.param}_world")
@@ -218,12 +227,20 @@ def test_a_patch_finds_its_base_also_where_the_weights_were_away(world, colocate
     assert serves(world, state)
 
 
-@pytest.mark.parametrize(("engine", "syncs"), [("hf", 850), ("sglang", 150)])
+@pytest.mark.parametrize(("engine", "syncs"), [("hf", 850), ("hf_bfloat16", 1000), ("sglang", 150)])
 def test_a_thousand_syncs_raise_no_alarm(request, engine, syncs):
+    """A step changes few elements, or it moves all by a learning rate of 1e-6, which leaves most of them in bfloat16 as they are."""
     world = request.getfixturevalue(f"{engine}_world")
-    state = start_from(world, 16)
+    dtype = getattr(torch, world.spec.model.dtype)
+    masters = random_state(16)
     for step in range(syncs):
-        state = stepped(state, step) if step % 5 else random_state(1000 + step)
+        if step % 5 == 0:
+            masters = random_state(1000 + step)
+        elif step % 5 == 1:
+            masters = {name: tensor + 1e-6 for name, tensor in masters.items()}
+        else:
+            masters = stepped(masters, step)
+        state = {name: tensor.to(dtype) for name, tensor in masters.items()}
         report = world.publish_next(state)
         assert report.acked == ("rollout:0",)
         if step % 50 == 0:

@@ -55,7 +55,7 @@ REASONS: Mapping[str, Mapping[str, str]] = {
     "Progressing": {
         "StepFinished": "a step was finished within the stall timeout",
         "NoStepYet": "the first step of this epoch is not finished yet",
-        "Stalled": "there was no progress for longer than the stall timeout; the message names who waits for whom",
+        "Stalled": "there was no progress for longer than the stall timeout; the message lists which members wait and what each waits for",
         "RunnerUnreachable": "the operator cannot reach the runner; training may continue",
         "NotReady": "the runner is not running yet",
         "Suspended": "the job is suspended",

@@ -262,7 +262,7 @@ def _budget(record: Record) -> Budget:
 
 
 def stall_description(stall: object) -> str:
-    """Return the reason of a stall and who waits for whom. The text has no durations, so that it does not change while the stall lasts."""
+    """Return the reason of a stall and the waits of its members, without durations, so that the text does not change during the stall."""
     if not hasattr(stall, "get"):
         return "unknown"
     waits = stall.get("waits")

@@ -49,11 +49,11 @@ class PolicyModelManager(FSDPModelManager):
         return [[parameter for group in self.optimizer.param_groups for parameter in group["params"]]]
 
     def set_global_step(self, global_step: int) -> None:
-        """Set the last trained step, and tell the policy where it wants to know. Raises as `ModelManager.set_global_step`."""
+        """Set the last trained step. Calls `set_global_step` of the policy if it has that method. Raises as `ModelManager.set_global_step`."""
         super().set_global_step(global_step)
-        told = getattr(getattr(self, "model", None), "set_global_step", None)
-        if callable(told):
-            told(global_step)
+        hook = getattr(getattr(self, "model", None), "set_global_step", None)
+        if callable(hook):
+            hook(global_step)
 
 
 class PolicyBackend(FSDPBackend):

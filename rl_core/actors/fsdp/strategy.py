@@ -301,7 +301,7 @@ def _handles(model: nn.Module) -> list[Any]:
 
 
 def _forwarding(method: str) -> Any:
-    """Return a method of a model under FSDP1 that runs `method` of what it wraps, hooks included: FSDP1 has hooks on `forward` alone."""
+    """Return a method for a model wrapped by FSDP1 that runs `method` of the wrapped model with FSDP's hooks, which are on `forward` only."""
 
     def run(root: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> Any:
         root.module.forward = getattr(root.module, method)

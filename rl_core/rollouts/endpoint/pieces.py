@@ -51,7 +51,7 @@ class TextStream:
         self._pending: list[int] = []
 
     def push(self, ids: list[int]) -> tuple[str, list[int]]:
-        """Return the text that is certain after `ids`, without what was returned before, and the ids since text was last returned."""
+        """Add token ids. Returns the new text that further ids cannot change, and the ids since text was last returned."""
         self._ids += ids
         self._pending += ids
         known = self._decode(self._ids[self._window : self._decoded])
@@ -67,7 +67,7 @@ class TextStream:
         return new, pending
 
     def rest(self, content: str, ids: list[int]) -> tuple[str, list[int]]:
-        """Return what was not returned of the finished reply, whose text is `content` and whose ids are `ids`."""
+        """Return the remaining text and ids of the finished reply, which has the text `content` and the token ids `ids`."""
         missing = self._pending + ids[len(self._ids) :]
         if content.startswith(self._text[: self._sent]):
             return content[self._sent :], missing

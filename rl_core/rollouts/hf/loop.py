@@ -176,7 +176,7 @@ class EngineLoop:
         return results
 
     def _report_tokens(self) -> None:
-        """Report the new tokens of the rows that somebody watches. A row that ended has the last ones in its output."""
+        """Report new tokens to the callbacks of watched rows. The last tokens of a row are only in its output."""
         for ticket, ids in self.engine.new_ids({ticket: seen for ticket, (_, seen) in self._watched.items()}).items():
             on_tokens, seen = self._watched[ticket]
             if ids:

@@ -167,7 +167,7 @@ def checked(
     *,
     optional: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Tensor]:
-    """Return the tensors by name. Raises DataError naming what is unknown, repeated, missing or mis-shaped."""
+    """Return the tensors by name. Raises DataError naming tensors that are unknown, repeated, missing or of a wrong shape."""
     by_name: dict[str, Tensor] = {}
     problems: list[str] = []
     for name, tensor in tensors:

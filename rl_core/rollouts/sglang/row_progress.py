@@ -52,7 +52,7 @@ class RowProgress:
         return GenerationOutput(ids=[], logprobs=[], finish_reason=self._limit_reason, versions=[])
 
     def request(self) -> EngineRow:
-        """Return what is requested from the engine: prompt and ids so far, and the remaining number of tokens."""
+        """Return the next request to the engine: the prompt with the ids generated so far, and the remaining number of tokens."""
         params = self.row.params
         sampling: dict[str, Any] = {
             "temperature": params.temperature,

@@ -55,3 +55,10 @@ def test_what_cannot_be_compiled_is_refused(make_spec, changes, words):
     (line,) = unsupported_settings(make_spec(actor__compile=True, **changes), config)
     assert all(word in line for word in words)
     assert not list(unsupported_settings(make_spec(**changes), config))
+
+
+def test_a_mixture_of_experts_is_refused(make_spec):
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}
+    (line,) = unsupported_settings(make_spec(actor__compile=True), config)
+    assert line.startswith("actor.compile must be false for a mixture of experts") and "got 8 experts" in line
+    assert not list(unsupported_settings(make_spec(), config))

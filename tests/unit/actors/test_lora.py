@@ -57,7 +57,7 @@ def saved_merged(actor, folder):
     return folder
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "olmo2", "gemma"])
 def test_logits_and_gradients_are_those_of_peft(family, tmp_path):
     folder = actor_samples.make_model(tmp_path / family, family=family, tied=False)
     ours = hf.build_model(hf.read_config(folder), dtype=torch.float32)

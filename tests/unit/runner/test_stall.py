@@ -1,4 +1,4 @@
-"""The stall detector names who waits for whom."""
+"""The stall detector reports which member waits for which."""
 
 import pytest
 

@@ -60,7 +60,7 @@ class CopiedSums:
         self._sums.clear()
 
     def copy(self, place: Tensor, source: Tensor, region: Region) -> None:
-        """Copy `source`, the part `region` of a given tensor, to `place`, and keep the checksum of what is at `place` then."""
+        """Copy `source`, the part `region` of a sent tensor, to `place`, and store the checksum of `place` after the copy."""
         self.overwritten(place)
         offset = region.offset * place.element_size() // 4
         sums = checksums.copy_and_read_back(host_bytes(place), host_bytes(source), offset=offset)
