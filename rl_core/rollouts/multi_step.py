@@ -192,11 +192,13 @@ class MultiStepRolloutWorker(WeightMethods):
 
     def _output_of(self, stage: int, env: int, message: Any) -> EnvOutput:
         """Return the output that an env worker sent. Any other message means that it is lost; what stands for its output is returned."""
-        if env in self._gone or not isinstance(message, EnvOutput) or message.obs is None:
+        if env not in self._gone and isinstance(message, EnvOutput) and message.obs is not None:
+            output = message
+        else:
             self._gone.add(env)
-            message = lost_output(self._latest.get((stage, env)), self.options.chunk)
-        self._latest[stage, env] = message
-        return message
+            output = lost_output(self._latest.get((stage, env)), self.options.chunk)
+        self._latest[stage, env] = output
+        return output
 
     def send_chunk_actions(
         self, output_channel: Exchange, chunk_actions: Tensor | np.ndarray, mode: Mode = "train", stage: int = 0
