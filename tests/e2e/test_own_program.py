@@ -182,6 +182,66 @@ def test_what_is_wrong_with_a_program_is_told_with_its_place_and_nothing_is_left
     assert run.processes() == []
 
 
+KEYS = """
+from rl_core.api.errors import RLJobError
+from rl_core.runner.group_program import GroupProgram
+from rl_core.workers.worker import Worker
+
+
+class Vault(Worker):
+    peer_methods = {"friend": frozenset({"open"})}
+
+    def __init__(self, config): ...
+
+    def where(self):
+        return self.address
+
+    def open(self):
+        return "opened"
+
+    def empty(self):
+        return "empty"
+
+
+class Caller(Worker):
+    def __init__(self, config): ...
+
+    def ask(self, address, method):
+        try:
+            return self.peer(address, "vault").call_sync(method, timeout=5)
+        except RLJobError as error:
+            return f"{type(error).__name__}: {error}"
+
+
+class Ask(GroupProgram):
+    def loop(self):
+        groups = self.run.groups
+        for step in self.steps():
+            with step:
+                [address] = self.stops.wait(groups["vault"].where())
+                for group, method in (("friend", "open"), ("friend", "empty"), ("stranger", "open")):
+                    [answer] = self.stops.wait(groups[group].ask(address, method))
+                    print(group, method, answer, flush=True)
+"""
+
+
+def test_a_group_answers_its_declared_callers_what_it_names_and_nobody_else(start):
+    groups = [
+        {"name": "vault", "worker": "own:Vault", "callers": ["friend"]},
+        {"name": "friend", "worker": "own:Caller"},
+        {"name": "stranger", "worker": "own:Caller"},
+    ]
+    run = start(**SPEC | {"program": "own:Ask", "groups": groups, "algorithm": {"steps": 1}})
+    (run.job.parent / "own.py").write_text(KEYS)
+    assert run.run() == 0, run.text + run.logs()
+    for told in (
+        "friend open opened",
+        "friend empty ConfigError: role friend may not call 'empty' of vault:0 at ",
+        "stranger open DeadlineExceeded: open at .* the server refused this process's key",
+    ):
+        assert re.search(told, run.logs()), run.logs()
+
+
 def counter(run):
     """Return the counters that the job asks for and those that are ready, as the runner tells them now."""
     (role,) = [role for role in connect(run.output).status()["roles"] if role["name"] == "counter"]
