@@ -53,6 +53,11 @@ def test_a_broadcast_reaches_every_member_of_the_groups(groups):
     assert all(np.array_equal(found, value) for call in calls for found in call.wait(timeout=60))
 
 
+def test_async_methods_broadcast_and_receive_into_a_buffer(groups):
+    left, _ = groups
+    assert left.spread_async(np.array([1.0, 2.0]), ["left"], ("left", 0)).wait(timeout=60) == [[2.0, 3.0], [1.0, 2.0]]
+
+
 def test_what_stops_a_broadcast_is_raised_at_every_member_and_the_next_one_is_complete(groups):
     left, right = groups
     calls = [group.spread_unsendable(["left", "right"], ("left", 1)) for group in (left, right)]
