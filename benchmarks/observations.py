@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rl_core.actors import trajectories
 from rl_core.api.job import RLJobSpec
+from rl_core.batching import trajectories
 from rl_core.channel import Channel, puts
 from rl_core.channel.client import ChannelClient
 from rl_core.channel.server import ChannelServer

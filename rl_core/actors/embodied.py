@@ -14,12 +14,13 @@ from torch import Tensor
 
 from rl_core.actors.base import Actor
 from rl_core.actors.fsdp.policy import PolicyBackend, PolicyModelManager
-from rl_core.actors.trajectories import merge_trajectories, prepare_rows
+from rl_core.actors.trajectories import prepare_rows
 from rl_core.api.embodied import embodied_options
 from rl_core.api.errors import ConfigError, DeadlineExceeded
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import Trajectory
 from rl_core.batching.collate import TrainingBatch
+from rl_core.batching.trajectories import merge_trajectories
 from rl_core.channel import Channel
 from rl_core.messages.embodied import CollectionRound
 from rl_core.plan.groups import ACTOR, ROLLOUT

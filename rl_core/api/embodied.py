@@ -54,6 +54,10 @@ class EmbodiedOptions(Spec):
     """true: a finished simulator begins its next episode at once. false: it rests until the next training step."""
     vectorization: Literal["process", "sync"] = "process"
     """process: each simulator runs in a child process, which may hang or end. sync: all run in the process of the env worker."""
+    batching: Literal["lockstep", "decoupled"] = "lockstep"
+    """lockstep: a rollout decides for all its env workers at once. decoupled: for those that have sent observations, without waiting for others."""
+    min_batch_size: int = Field(1, ge=1, le=1024)
+    """With `batching: decoupled`: env workers that a decision waits for, at most 20 ms. Whatever has come is decided for in one batch."""
     bootstrap: Literal["standard", "always", "none"] = "standard"
     """Which ends of an episode add gamma times the value of the final observation to the last reward. standard: truncated ones; always: all
     ends; none: no end."""
@@ -134,6 +138,11 @@ def fields_of_text(spec: "RLJobSpec") -> list[str]:
 
 def check_sizes(spec: "RLJobSpec", options: EmbodiedOptions) -> None:
     """Raise ConfigError naming the first size that does not divide another one it must."""
+    if options.batching == "lockstep" and options.min_batch_size != 1:
+        raise ConfigError(
+            f"env.options.minBatchSize needs env.options.batching: decoupled, got {options.min_batch_size} with lockstep; set it or remove "
+            "minBatchSize"
+        )
     group = spec.algorithm.group_size if spec.algorithm.name == "grpo" else 1
     per_stage = options.num_envs // options.stages
     rules = [

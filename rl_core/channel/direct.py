@@ -4,7 +4,9 @@ Two processes on the same host exchange messages by a direct connection, all oth
 """
 
 import asyncio
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -17,6 +19,9 @@ from rl_core.transports.direct import SLICE, Connection, Mailbox
 
 OUTPUT_FIELDS = tuple(one.name for one in fields(EnvOutput) if one.name != "final_info")
 ACTIONS = "actions"
+GONE = "the other end of a collection is gone; the collection is run again"
+MIXED_SLICE = 0.001
+"""Seconds of one wait for direct connections where messages may come by channels as well."""
 
 
 class PeerLost(InfrastructureError):
@@ -62,16 +67,57 @@ class DirectChannel:
             return await self._get_from.get_async(key=key)
         while (found := self._mailbox.take(key)) is None:
             if connection.closed:
-                raise PeerLost("the other end of a collection is gone; the collection is run again")
+                raise PeerLost(GONE)
             if key in self._from_channel and self._from_channel[key].done():
                 return self._from_channel[key].result()
             arrived = self._mailbox.wait(SLICE)
             if (found := self._mailbox.take(key)) is not None:
                 break
-            if not arrived and key not in self._from_channel:
-                self._from_channel[key] = asyncio.ensure_future(self._get_from.get_async(key=key))
+            if not arrived:
+                self._listen([key])
             await asyncio.sleep(0)  # lets others of this loop go on, and a cancellation in
         return from_arrays(found[0])
+
+    async def get_any(self, keys: Collection[str], seconds: float = math.inf) -> dict[str, Any]:
+        """Return the next message of each of `keys` that has one, by key. Waits at most `seconds` for the first; returns none after that.
+
+        A PeerLost takes the place of the messages of a process that is gone.
+        """
+        deadline = time.monotonic() + seconds
+        remote = [key for key in keys if key not in self._ways]
+        self._listen(remote)
+        while True:
+            self._mailbox.wait(0.0)
+            found = {key: message for key in keys if (message := self._arrived(key)) is not None}
+            left = deadline - time.monotonic()
+            if found or left <= 0:
+                return found
+            if len(remote) == len(keys):
+                pending = [self._from_channel[key] for key in keys]
+                await asyncio.wait(
+                    pending, timeout=None if left == math.inf else left, return_when=asyncio.FIRST_COMPLETED
+                )
+                continue
+            if not self._mailbox.wait(min(left, MIXED_SLICE if remote else SLICE)):
+                self._listen(keys)
+            await asyncio.sleep(0)
+
+    def _listen(self, keys: Collection[str]) -> None:
+        """Ask the channel for the next messages of `keys` too."""
+        for key in keys:
+            if key not in self._from_channel:
+                self._from_channel[key] = asyncio.ensure_future(self._get_from.get_async(key=key))
+
+    def _arrived(self, key: str) -> Any | None:
+        """Return the next message of `key` where it has arrived, a PeerLost where none will; else None."""
+        if (found := self._mailbox.take(key)) is not None:
+            return from_arrays(found[0])
+        if key in self._from_channel and self._from_channel[key].done():
+            return self._from_channel.pop(key).result()
+        connection = self._ways.get(key)
+        if connection is not None and connection.closed:
+            return PeerLost(GONE)
+        return None
 
     def disconnect(self) -> None:
         """Close the direct connections of the collection, so that the other ends know that nothing follows."""

@@ -36,8 +36,14 @@ def shape_of(spec: RLJobSpec) -> Shape:
     """Return "processes" if actor and rollout of a colocated job share a container, "containers" if they only share a pod.
 
     A device plugin never gives one accelerator to two containers; a resource claim can be shared, and processes on CPU need none.
-    Raises ConfigError for fields and volumes of `rollout` that cannot differ from those of the actor in the same pod.
+    Raises ConfigError for fields and volumes of `rollout` that cannot differ from those of the actor in the same pod, and for
+    `weights.transport: ipc` with rollouts on other devices than that of the publisher.
     """
+    if spec.weights.transport == "ipc" and spec.rollout.replicas > 1:
+        raise ConfigError(
+            "weights.transport ipc reaches rollouts on the device of the actor's first process alone, got rollout.replicas "
+            f"{spec.rollout.replicas}; write auto"
+        )
     shape: Shape = "processes" if spec.actor.gpus and spec.actor.gpu_allocation == "devicePlugin" else "containers"
     own = PROCESS_FIELDS | (CONTAINER_FIELDS if shape == "containers" else frozenset())
     actor, rollout = spec.actor, spec.rollout

@@ -126,6 +126,26 @@ def tensors_of(named: dict[str, Any]) -> dict[str, Tensor]:
     return {name: tensor_of(array) for name, array in named.items()}
 
 
+def host_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor on the CPU, without gradient."""
+    return tensor if tensor.device.type == "cpu" and not tensor.requires_grad else tensor.detach().cpu()
+
+
+def host_result(
+    given: dict[str, Tensor], obs: dict[str, Tensor], actions: Tensor, result: dict[str, Any]
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return what `predict` of a policy returned, on the CPU. `obs` are the observations `given` on the device of the policy."""
+    values = result.get("prev_values")
+    return host_tensor(actions).contiguous(), {
+        "prev_logprobs": host_tensor(result["prev_logprobs"]).float(),
+        "prev_values": None if values is None else host_tensor(values).float(),
+        "forward_inputs": {
+            name: given[name] if tensor is obs.get(name) else host_tensor(tensor)
+            for name, tensor in result["forward_inputs"].items()
+        },
+    }
+
+
 def cut_trajectory(trajectory: Trajectory, parts: int) -> list[Trajectory]:
     """Return the trajectory as `parts` of consecutive simulators, sizes as equal as possible."""
     if parts == 1:

@@ -21,15 +21,19 @@ from rl_core.api.embodied import EmbodiedOptions, embodied_options
 from rl_core.api.errors import ConfigError, DataError, InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import ChunkStepResult, EnvOutput
+from rl_core.batching.trajectories import merge_trajectories
 from rl_core.channel import Channel
 from rl_core.channel.direct import DirectChannel, PeerLost
 from rl_core.messages.embodied import CollectionRound
 from rl_core.plan.routing import data_rank_of, routes, trajectory_parts
 from rl_core.policies.base import Mode, splits_values
 from rl_core.policies.folder import build_policy
+from rl_core.rollouts.decoupled import DecoupledDecisions, Lane
 from rl_core.rollouts.embodied import (
     bootstrap_rewards,
     cut_trajectory,
+    host_result,
+    host_tensor,
     lost_output,
     merge_env_outputs,
     tensor_of,
@@ -118,27 +122,12 @@ class MultiStepRolloutWorker(WeightMethods):
         obs = self._on_device(given)
         with torch.no_grad():
             actions, result = self.model.predict(obs, mode)
-        return self._kept(given, obs, actions, result)
+        return host_result(given, obs, actions, result)
 
     def _on_device(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.device == "cpu":
             return given
         return {name: tensor.to(self.device) for name, tensor in given.items()}
-
-    @staticmethod
-    def _kept(
-        given: dict[str, Tensor], obs: dict[str, Tensor], actions: Tensor, result: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Return what `predict` of a policy returned, on the CPU. `obs` are the observations `given` on the device of the policy."""
-        values = result.get("prev_values")
-        return _on_host(actions).contiguous(), {
-            "prev_logprobs": _on_host(result["prev_logprobs"]).float(),
-            "prev_values": None if values is None else _on_host(values).float(),
-            "forward_inputs": {
-                name: given[name] if tensor is obs.get(name) else _on_host(tensor)
-                for name, tensor in result["forward_inputs"].items()
-            },
-        }
 
     def get_dones_and_rewards(self, env_output: EnvOutput) -> tuple[Tensor, Tensor | None]:
         """Return dones [B, C], and scaled rewards [B, C] with the value of the final observation added where an episode was cut.
@@ -193,17 +182,23 @@ class MultiStepRolloutWorker(WeightMethods):
             if env not in self._gone:
                 with self.waiting("observations", f"env:{self._round.envs[env]}"), suppress(PeerLost):
                     shard = await input_channel.get_async(key=self._round.key(stage, env, self._place))
-            if shard is None or shard.obs is None:
-                self._gone.add(env)
-                shard = lost_output(self._latest.get((stage, env)), self.options.chunk)
-            self._latest[stage, env] = shard
-            shards.append(shard)
+            shards.append(self._output_of(stage, env, shard))
         sizes = [size for _, size in sources]
         if not self._rows:
             return merge_env_outputs(shards, sizes)
         rows = self._rows[stage]
         shards = rows.receive(shards, sizes, [env in self._gone for env, _ in sources])
         return rows.fill(merge_env_outputs(shards, sizes))
+
+    def _output_of(self, stage: int, env: int, message: Any) -> EnvOutput:
+        """Return the output that an env worker sent. Any other message means that it is lost; what stands for its output is returned."""
+        if env not in self._gone and isinstance(message, EnvOutput) and message.obs is not None:
+            output = message
+        else:
+            self._gone.add(env)
+            output = lost_output(self._latest.get((stage, env)), self.options.chunk)
+        self._latest[stage, env] = output
+        return output
 
     def send_chunk_actions(
         self, output_channel: Exchange, chunk_actions: Tensor | np.ndarray, mode: Mode = "train", stage: int = 0
@@ -216,13 +211,16 @@ class MultiStepRolloutWorker(WeightMethods):
                 f"actions must be as many as the simulators {[size for _, size in destinations]}, got {len(actions)}"
             )
         for env, size in destinations:
-            part = np.ascontiguousarray(actions[begin : begin + size])
-            if env not in self._gone:
-                try:
-                    output_channel.put(part, key=self._round.key(stage, env, self._place), async_op=True)
-                except PeerLost:
-                    self._gone.add(env)
+            self._send(output_channel, stage, env, actions[begin : begin + size])
             begin += size
+
+    def _send(self, channel: Exchange, stage: int, env: int, actions: np.ndarray) -> None:
+        if env not in self._gone:
+            try:
+                part = np.ascontiguousarray(actions)
+                channel.put(part, key=self._round.key(stage, env, self._place), async_op=True)
+            except PeerLost:
+                self._gone.add(env)
 
     # --- one collection ----------------------------------------------------------------------------------------------
 
@@ -257,9 +255,10 @@ class MultiStepRolloutWorker(WeightMethods):
         options, version = self.options, self.sync_model_from_actor() if self._weights is not None else self.global_step
         stages, decisions = range(options.stages), options.horizon // options.chunk
         self._gone, self._latest = set(), {}
-        recorders = [
-            TrajectoryRecorder(sender=self._place, stage=stage, auto_reset=options.auto_reset) for stage in stages
-        ]
+        if options.batching == "decoupled":
+            await self._generate_decoupled(observations, actions, trajectories, version, decisions)
+            return decisions * options.stages
+        recorders = [self._recorder(stage) for stage in stages]
         with self._lent_rows(), closing(self._exchange(observations, actions)) as exchange, self._seeded():
             for decision in range(decisions + 1):
                 for stage in stages:
@@ -275,8 +274,38 @@ class MultiStepRolloutWorker(WeightMethods):
                     self._observe(recorders[stage], output)
                     recorders[stage].decide(step)
                 self.record_progress("decisions")
-            await self._deliver(trajectories, recorders)
+            await self._deliver(trajectories, [[recorder] for recorder in recorders])
         return decisions * options.stages
+
+    async def _generate_decoupled(
+        self, observations: Channel, actions: Channel, trajectories: Channel, version: int, decisions: int
+    ) -> None:
+        """Do the same, but decide for each env worker as its observations come. Large observations travel in messages."""
+        stages, round = range(self.options.stages), self._round
+        lanes = [
+            Lane(stage, env, size, round.key(stage, env, self._place), self._recorder(stage))
+            for stage in stages
+            for env, size in self.get_src_ranks(stage)
+        ]
+        with closing(self._exchange(observations, actions)) as exchange, self._seeded():
+            await DecoupledDecisions(
+                lanes=lanes,
+                decisions=decisions,
+                min_batch_size=self.options.min_batch_size,
+                lost=self._gone.__contains__,
+                output_of=lambda lane, message: self._output_of(lane.stage, lane.env, message),
+                decide=lambda output: self._decide(output, version),
+                act=lambda lane, chosen: self._send(exchange, lane.stage, lane.env, chosen.numpy()),
+                observe=self._observe,
+                end=self._end,
+                waiting=lambda env: self.waiting("observations", f"env:{round.envs[env]}"),
+                progress=self.record_progress,
+            ).run(exchange)
+            by_stage = [[lane.recorder for lane in lanes if lane.stage == stage] for stage in stages]
+            await self._deliver(trajectories, by_stage)
+
+    def _recorder(self, stage: int) -> TrajectoryRecorder:
+        return TrajectoryRecorder(sender=self._place, stage=stage, auto_reset=self.options.auto_reset)
 
     def _decide(self, output: EnvOutput, version: int) -> tuple[ChunkStepResult, Callable[[], Tensor] | None]:
         """Return the decision on an output, and what returns its values where it has none yet.
@@ -287,7 +316,7 @@ class MultiStepRolloutWorker(WeightMethods):
             given = tensors_of(output.obs)
             obs = self._on_device(given)
             with torch.no_grad():
-                actions, result = self._kept(given, obs, *self.model.act(obs, "train"))  # type: ignore[union-attr]
+                actions, result = host_result(given, obs, *self.model.act(obs, "train"))  # type: ignore[union-attr]
             return ChunkStepResult(actions=actions, versions=version, **result), lambda: self._values(obs)
         actions, result = self.predict(output.obs)
         if self._with_values and result["prev_values"] is None:
@@ -299,7 +328,7 @@ class MultiStepRolloutWorker(WeightMethods):
     def _values(self, obs: dict[str, Tensor]) -> Tensor:
         """Return the values [B, 1] of observations on the device of the policy."""
         with torch.no_grad():
-            return _on_host(self.model.values(obs)).float()  # type: ignore[union-attr]
+            return host_tensor(self.model.values(obs)).float()  # type: ignore[union-attr]
 
     def _observe(self, recorder: TrajectoryRecorder, output: EnvOutput) -> None:
         """Record an output. The decision before it must have been recorded, and that on it not yet."""
@@ -314,12 +343,13 @@ class MultiStepRolloutWorker(WeightMethods):
             self._large = large_observations(output.obs)
         self._last_values[recorder] = self.predict(output.obs, "eval")[1]["prev_values"]
 
-    async def _deliver(self, channel: Channel, recorders: list[TrajectoryRecorder]) -> None:
+    async def _deliver(self, channel: Channel, recorders: list[list[TrajectoryRecorder]]) -> None:
+        """Send the trajectories of each stage, which may have several recorders, in the order of the simulators."""
         round, stages = self._round, self.options.stages
         senders = len(round.rollouts) * stages
-        for stage, recorder in enumerate(recorders):
+        for stage, parts in enumerate(recorders):
             sender = self._place * stages + stage
-            trajectory = recorder.finish(self._last_values.pop(recorder))
+            trajectory = merge_trajectories([one.finish(self._last_values.pop(one)) for one in parts])
             for part, piece in enumerate(cut_trajectory(trajectory, trajectory_parts(senders, round.actors))):
                 rank = data_rank_of(sender, part, senders=senders, actors=round.actors)
                 await channel.put_async(piece, key=round.trajectory_key(rank))
@@ -458,7 +488,3 @@ class MultiStepRolloutWorker(WeightMethods):
     def _stop(self) -> None:
         if self._working is not None:
             self._working.cancel()
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor if tensor.device.type == "cpu" and not tensor.requires_grad else tensor.detach().cpu()

@@ -8,17 +8,18 @@ are stored for it are deleted.
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from rl_core.api.errors import ConfigError, DeadlineExceeded, Deadlock, RLJobError, WorkerLost
 from rl_core.channel import AsyncHandle, Channel, client
 from rl_core.channel.backend import PutRequest
-from rl_core.channel.handle import wait_sync
+from rl_core.channel.handle import detach
 from rl_core.messages.channel import ChannelOptions, ChannelStats
 from rl_core.messages.members import MemberView
-from rl_core.transports.rpc_wire import pack_error, refuse_on_event_loop
+from rl_core.messages.rpc import PackedError
+from rl_core.transports.rpc_wire import pack_error, rebuild_error
 from rl_core.workers.context import WorkerContext
 
 CHANNEL = "worker-messages"
@@ -32,7 +33,7 @@ DEADLOCK_SECONDS = 5.0
 """Seconds after which a receive asks the hub whether it is part of a cycle of receives."""
 ASK_SECONDS = 1.0
 REFRESH_SECONDS = 1.0
-"""Seconds that a send waits for the hub to report the replacement of a lost receiver."""
+"""Seconds that a send and a receive wait for the hub to report the replacement of a lost worker."""
 VIEW_SECONDS = 5.0
 """Seconds within which other workers see a group that was just launched. They learn of it with their heartbeats."""
 
@@ -85,46 +86,51 @@ class Mail:
         self._sends = [send for send in self._sends if not send.done()] + [handle]
         return handle
 
-    def broadcast(self, message: Any, groups: Sequence[str], *, timeout: float | None) -> None:
-        """Send `message` to all planned members of `groups` but this worker; it is written to shared memory once.
+    def broadcast(
+        self, message: Any, groups: Sequence[str], *, timeout: float | None, may_block: bool
+    ) -> AsyncHandle[Any]:
+        """Start to send `message` to all planned members of `groups` but this worker. It is written to shared memory once.
 
-        Returns when the message is stored for all receivers. Raises the errors of `send`, DeadlineExceeded, and ValueError for a group of
-        which this process sees no member within VIEW_SECONDS. If a receiver is gone or the message cannot be serialized, the other receivers
-        get the error, as a PackedError, instead of the message.
+        The handle is done when the message is stored for all, and returns it. `may_block` allows to wait some seconds for groups of which this
+        process has seen no member yet, and for the replacement of a lost receiver. Raises the errors of `send`, and ValueError for a group
+        without members. If nothing can be sent, because a receiver is gone or the message cannot be serialized, the other receivers get the
+        error, as a PackedError, instead of the message.
         """
-        refuse_on_event_loop("Worker.broadcast")
         seconds = DEFAULT_SECONDS if timeout is None else timeout
         try:
-            self._await_seen(groups)
+            self._await_seen(groups, seconds=VIEW_SECONDS if may_block else 0.0)
             receivers = self._receivers(groups)
             for receiver in receivers:
-                self._check_present(receiver, may_block=True)
-            stored = self._put_copies(message, receivers, seconds) if receivers else None
+                self._check_present(receiver, may_block=may_block)
+            stored = self._put_copies(message, receivers, seconds)
         except (RLJobError, TypeError, ValueError) as error:
             if present := [receiver for receiver in self._receivers(groups) if not self._is_gone(receiver)]:
                 self._put_copies(pack_error(error), present, seconds)
             raise
-        if stored is not None:
-            wait_sync(lambda: stored, "Worker.broadcast")
+        handle = AsyncHandle(stored, lambda none: message, detach)
+        self._sends = [send for send in self._sends if not send.done()] + [handle]
+        return handle
 
-    def receive(self, sender: str, *, timeout: float | None) -> "Receipt":
-        """Start to receive the next message of the worker `group:rank`.
+    def receive(
+        self, sender: str, *, timeout: float | None, convert: Callable[[Any], Any] = lambda message: message
+    ) -> "Receipt":
+        """Start to receive the next message of the worker `group:rank`, whose receipt returns `convert(message)`.
 
         Raises ValueError for a rank that the group does not have. Other errors are raised by `wait` of the returned object.
         """
         self._member(sender)
-        return Receipt(self, sender, DEFAULT_SECONDS if timeout is None else timeout)
+        return Receipt(self, sender, DEFAULT_SECONDS if timeout is None else timeout, convert)
 
     def size_of(self, group: str) -> int:
         """Return the planned number of processes of `group`. Raises ValueError when this process sees no member of it within some seconds."""
         self._await_seen([group])
         return self._context.world_size_of(group)
 
-    def _await_seen(self, groups: Sequence[str]) -> None:
+    def _await_seen(self, groups: Sequence[str], *, seconds: float = VIEW_SECONDS) -> None:
         """Wait until this process has seen a member of each of `groups`, because a group may have been launched only just before."""
-        deadline = time.monotonic() + VIEW_SECONDS
+        deadline = time.monotonic() + seconds
         while missing := [group for group in groups if not self._context.world_size_of(group)]:
-            if time.monotonic() > deadline:
+            if time.monotonic() >= deadline:
                 raise ValueError(
                     f"group {missing[0]} must have members that {self._name} sees, got none; launch it first, "
                     "and name the groups that call it in its callers in a job"
@@ -145,6 +151,10 @@ class Mail:
 
     def _put_copies(self, message: Any, receivers: Sequence[str], seconds: float) -> "Future[None]":
         keys = [(self._name, receiver) for receiver in receivers]
+        if not keys:
+            nothing: Future[None] = Future()
+            nothing.set_result(None)
+            return nothing
         return self._backend.put_copies(PutRequest(item=message, weight=0.0, key=keys[0], timeout=seconds), keys)
 
     def _is_gone(self, name: str) -> bool:
@@ -161,13 +171,15 @@ class Mail:
 class Receipt:
     """A receive in progress. `wait` and `async_wait` return the message; they may be called several times."""
 
-    def __init__(self, mail: Mail, sender: str, timeout: float) -> None:
+    def __init__(self, mail: Mail, sender: str, timeout: float, convert: Callable[[Any], Any]) -> None:
         """Start the receive. Called by `Mail.receive`."""
-        self._mail, self._sender, self._timeout = mail, sender, timeout
+        self._mail, self._sender, self._timeout, self._convert = mail, sender, timeout, convert
         self._began = time.monotonic()
         self._asked = self._began + DEADLOCK_SECONDS - ASK_SECONDS
         member = mail._context.member(sender)
         self._first = member if member is not None and not member.state.gone else None
+        if self._first is None:
+            mail._context.wait_view_changed(0.0)  # the last heartbeat may be older than the replacement
         key = (sender, mail._name)
         self._handle: AsyncHandle[Any] = mail._channel.get(key=key, async_op=True, timeout=timeout)
 
@@ -177,6 +189,13 @@ class Receipt:
 
     def wait(self) -> Any:
         """Return the message. Raises WorkerLost, Deadlock or DeadlineExceeded, which name sender and receiver."""
+        return self._convert(self._message())
+
+    async def async_wait(self) -> Any:
+        """Return the message as `wait` does, in a coroutine."""
+        return self._convert(await self._message_async())
+
+    def _message(self) -> Any:
         context = self._mail._context
         with context.waiting("a message", self._sender):
             while not self.done():
@@ -191,8 +210,7 @@ class Receipt:
         except DeadlineExceeded as error:
             raise self._late(error) from error
 
-    async def async_wait(self) -> Any:
-        """Return the message as `wait` does, in a coroutine."""
+    async def _message_async(self) -> Any:
         context = self._mail._context
         with context.waiting("a message", self._sender):
             while not self.done():
@@ -212,6 +230,8 @@ class Receipt:
         member = self._mail._context.member(self._sender)
         first = self._first
         replaced = first is not None and member is not None and member.incarnation != first.incarnation
+        if first is None and self._waited < REFRESH_SECONDS:
+            return
         if member is not None and (member.state.gone or replaced):
             self._give_up(
                 WorkerLost(
@@ -248,6 +268,13 @@ class Receipt:
     def _give_up(self, error: RLJobError) -> None:
         self._handle.cancel()
         raise error
+
+
+def check_sent(message: Any, sender: str) -> Any:
+    """Return the message of a broadcast of `sender`, or raise the error that stopped it."""
+    if isinstance(message, PackedError):
+        raise rebuild_error(message, method="broadcast", peer=sender)
+    return message
 
 
 def check_tensor(target: Any, found: Any, sender: str) -> None:

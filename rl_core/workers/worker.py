@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from rl_core.api.identity import Identity, WorkerAddress, WorkerInfo
 from rl_core.messages.members import MemberView, WaitCause
-from rl_core.messages.rpc import PackedError
 from rl_core.transports.rpc import RpcClient
-from rl_core.transports.rpc_wire import rebuild_error
+from rl_core.transports.rpc_wire import refuse_on_event_loop
 from rl_core.transports.sockets import split_address
 from rl_core.workers.context import WorkerContext
 from rl_core.workers.group import WorkerGroup
-from rl_core.workers.mail import Mail, check_tensor
+from rl_core.workers.mail import Mail, Receipt, check_sent, check_tensor
 from rl_core.workers.timers import PROCESS, worker_timer
 
 if TYPE_CHECKING:
@@ -239,32 +238,48 @@ class Worker:
             tensor.detach().cpu() if on_device else tensor, dst_group, dst_rank, async_op=async_op, timeout=timeout
         )
 
-    def recv_tensor(self, tensor: Any, src_group: str, src_rank: int, *, timeout: float | None = None) -> None:
-        """Receive a tensor or array into `tensor`, on any device.
+    def recv_tensor(
+        self, tensor: Any, src_group: str, src_rank: int, *, async_op: bool = False, timeout: float | None = None
+    ) -> "Receipt | None":
+        """Receive a tensor or array into `tensor`, on any device, or with `async_op` return a `Receipt` at once, to wait for.
 
         Raises ValueError when the message has another shape or type; the message is dropped then. Other errors are those of `recv`.
         """
-        found = self.recv(src_group, src_rank, timeout=timeout)
-        check_tensor(tensor, found, f"{src_group}:{src_rank}")
-        tensor[...] = found
+        source = f"{src_group}:{src_rank}"
+
+        def store(found: Any) -> None:
+            check_tensor(tensor, found, source)
+            tensor[...] = found
+
+        receipt = self._mail.receive(source, timeout=timeout, convert=store)
+        return receipt if async_op else receipt.wait()
 
     def broadcast(
-        self, obj: Any = None, *, groups: Sequence[str], src: tuple[str, int], timeout: float | None = None
+        self,
+        obj: Any = None,
+        *,
+        groups: Sequence[str],
+        src: tuple[str, int],
+        async_op: bool = False,
+        timeout: float | None = None,
     ) -> Any:
         """Return the `obj` of the worker `src`, a pair of group and rank, on each member of `groups`.
+
+        With `async_op`, return at once a handle with `wait` and `async_wait`, as `send` and `recv` do.
 
         All members of the groups and `src` must call it; `src` need not be a member of the groups. The argument `obj` of all others is
         ignored. `timeout` is in seconds (None: 600). Raises the errors of `send` and `recv`, and ValueError for a group that has no members.
         If `src` cannot send, because a member is gone or `obj` cannot be serialized, all present members raise this error.
         """
         source = f"{src[0]}:{src[1]}"
-        if self.identity.name != source:
-            found = self.recv(*src, timeout=timeout)
-            if isinstance(found, PackedError):
-                raise rebuild_error(found, method="broadcast", peer=source)
-            return found
-        self._mail.broadcast(obj, groups, timeout=timeout)
-        return obj
+        if not async_op:
+            refuse_on_event_loop("Worker.broadcast")
+        handle: Receipt | AsyncHandle[Any]
+        if self.identity.name == source:
+            handle = self._mail.broadcast(obj, groups, timeout=timeout, may_block=not async_op)
+        else:
+            handle = self._mail.receive(source, timeout=timeout, convert=lambda found: check_sent(found, source))
+        return handle if async_op else handle.wait()
 
     def send_rows(self, batch: Any, dst_group: str, *, timeout: float | None = None) -> None:
         """Send this worker's rows of a batch to the workers of another group, which get them with `recv_rows`.

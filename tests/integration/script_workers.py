@@ -93,6 +93,15 @@ class Talker(Worker):
         await self.send("ping", group, rank, async_op=True).async_wait(60)
         return await self.recv(group, rank, async_op=True, timeout=60).async_wait()
 
+    async def spread_async(self, value, groups, src):
+        """Broadcast an array, then pass it on to the next rank into a buffer of its shape."""
+        handle = self.broadcast(value if self.rank == src[1] else None, groups=groups, src=src, async_op=True)
+        found = await handle.async_wait()
+        buffer, peers = np.empty_like(found), self.world_size
+        self.send_tensor(found + self.rank, self.group_name, (self.rank + 1) % peers, async_op=True)
+        await self.recv_tensor(buffer, self.group_name, (self.rank - 1) % peers, async_op=True).async_wait()
+        return buffer.tolist()
+
     async def take_late(self, group, rank):
         """Await a message that has arrived already."""
         receipt = self.recv(group, rank, async_op=True, timeout=60)

@@ -16,13 +16,14 @@ from rl_core.messages.engine import TensorPlace
 from rl_core.rollouts.engine import PROVEN
 from rl_core.rollouts.hf.worker import HFRolloutWorker
 from rl_core.rollouts.sampling import SamplingParams
-from rl_core.rollouts.sglang import SGLangWorker
+from rl_core.rollouts.sglang import SGLangWorker, setup
 from rl_core.rollouts.sglang.proof import GivenTensors
 from tests.actor_samples import EXPERTS, make_model, make_record, make_spec
 from tests.integration.rollout_world import World
 
 PROMPTS = [[3, 4, 5], [7, 8], list(range(2, 40)), [9, 10, 11, 12]]
-WORKERS = {"hf": HFRolloutWorker, "sglang": SGLangWorker}
+ENGINES = {"hf": (HFRolloutWorker, 1), "sglang": (SGLangWorker, 1), "sglang of two": (SGLangWorker, 2)}
+"""Worker and number of tensor-parallel processes."""
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +43,20 @@ def actor(folder):
     return made
 
 
-@pytest.fixture(scope="module", params=WORKERS)
+@pytest.fixture(scope="module", params=ENGINES)
 def world(request, folder, actor):
     """A rollout with each engine that serves the trainer's weights."""
     config = json.loads((folder / "config.json").read_text())
-    made = World(WORKERS[request.param], max_seq_len=64, config=config, engine=request.param)
-    made.start()
+    (worker, processes), options = ENGINES[request.param], setup.options
+    with pytest.MonkeyPatch.context() as patch:
+        if processes > 1:
+            patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+            patch.setenv(
+                "SGLANG_NCCL_SO_PATH", "none"
+            )  # else SGLang makes a communicator of GPUs where the library is there
+            patch.setattr(setup, "options", lambda *arguments: options(*arguments) | {"tp_size": processes})
+        made = World(worker, max_seq_len=64, config=config, engine=request.param.split()[0])
+        made.start()
     report = made.publish_next(actor.manager.get_model_state_dict(True, True))
     assert report.acked == ("rollout:0",)
     yield made

@@ -53,6 +53,11 @@ def test_a_broadcast_reaches_every_member_of_the_groups(groups):
     assert all(np.array_equal(found, value) for call in calls for found in call.wait(timeout=60))
 
 
+def test_async_methods_broadcast_and_receive_into_a_buffer(groups):
+    left, _ = groups
+    assert left.spread_async(np.array([1.0, 2.0]), ["left"], ("left", 0)).wait(timeout=60) == [[2.0, 3.0], [1.0, 2.0]]
+
+
 def test_what_stops_a_broadcast_is_raised_at_every_member_and_the_next_one_is_complete(groups):
     left, right = groups
     calls = [group.spread_unsendable(["left", "right"], ("left", 1)) for group in (left, right)]
@@ -125,8 +130,9 @@ def test_a_loss_ends_the_receives_of_its_messages_and_the_replacement_gets_later
         waiting.wait(timeout=60)
     assert ["right:1 is gone" in str(error) for error in failed.value.exceptions] == [True, True]
     cluster.wait_ready(["right"], timeout=60)
+    waiting = left.execute_on(1).recv_all(1, "right", 1)  # no heartbeat needs to have told of the replacement
     right.execute_on(1).send_all(["again"], "left", 1).wait(timeout=60)
-    assert left.execute_on(1).recv_all(1, "right", 1).wait(timeout=60) == [["again"]]
+    assert waiting.wait(timeout=60) == [["again"]]
     left.execute_on(0).send_all(["to the replacement"], "right", 1).wait(timeout=60)
     assert right.execute_on(1).recv_all(1, "left", 0).wait(timeout=60) == [["to the replacement"]]
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core.actors.trajectories import merge_trajectories
 from rl_core.api.errors import InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import EnvOutput
+from rl_core.batching.trajectories import merge_trajectories
 from rl_core.channel import Channel
 from rl_core.channel.direct import from_arrays, to_arrays
 from rl_core.envs.embodied import train_seed
@@ -186,11 +186,16 @@ class PlainSimulator:
         return rows, self.obs
 
 
+BATCHING = ("lockstep", "decoupled")
+
+
 @pytest.mark.parametrize(
-    ("envs", "rollouts", "stages"), itertools.product((1, 2, 3), (1, 2, 3), (1, 2)), ids="{}".format
+    ("envs", "rollouts", "stages", "batching"),
+    itertools.product((1, 2, 3), (1, 2, 3), (1, 2), BATCHING),
+    ids="{}".format,
 )
-def test_every_transition_is_that_of_a_plain_loop_and_arrives_once(envs, rollouts, stages):
-    world = World(envs, rollouts, stages)
+def test_every_transition_is_that_of_a_plain_loop_and_arrives_once(envs, rollouts, stages, batching):
+    world = World(envs, rollouts, stages, batching=batching)
     plain = [PlainSimulator(number) for number in range(envs * PER_WORKER)]
 
     async def check(step, actors, direct=False):
@@ -223,7 +228,8 @@ def test_every_transition_is_that_of_a_plain_loop_and_arrives_once(envs, rollout
     asyncio.run(twice())
 
 
-def test_a_collection_that_was_given_up_is_repeated_exactly():
+@pytest.mark.parametrize("batching", BATCHING)
+def test_a_collection_that_was_given_up_is_repeated_exactly(batching):
     """Without auto-reset every collection begins with the seeds of its step, whatever happened before."""
 
     async def collected(world):
@@ -240,7 +246,7 @@ def test_a_collection_that_was_given_up_is_repeated_exactly():
     first_round = CollectionRound(number=99, step=2, envs=(0, 1), rollouts=(0, 1))
 
     async def main():
-        calm, disturbed = (World(2, 2, 1, autoReset=False) for _ in range(2))
+        calm, disturbed = (World(2, 2, 1, autoReset=False, batching=batching) for _ in range(2))
         expected = await collected(calm)
         await disturbed.collect(1, 1)
         begun = await given_up(disturbed)
@@ -252,11 +258,12 @@ def test_a_collection_that_was_given_up_is_repeated_exactly():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("batching", BATCHING)
 @pytest.mark.parametrize("decisions", [1, 2, 3])
 @pytest.mark.parametrize("rollouts", [1, 2, 3])
 @pytest.mark.parametrize(("direct", "hangs"), [(False, False), (True, False), (True, True)])
-def test_an_env_worker_that_is_lost_costs_its_open_episodes_only(rollouts, decisions, direct, hangs):
-    world, lost = World(2, rollouts, 1), 1
+def test_an_env_worker_that_is_lost_costs_its_open_episodes_only(rollouts, decisions, direct, hangs, batching):
+    world, lost = World(2, rollouts, 1, batching=batching), 1
     plain = [PlainSimulator(number) for number in range(2 * PER_WORKER)]
 
     async def check():

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from rl_core.actors.trajectories import merge_trajectories, prepare_rows
+from rl_core.actors.trajectories import prepare_rows
+from rl_core.batching.trajectories import merge_trajectories
 from rl_core.envs.embodied import train_seed
 from tests.unit.embodied.simulators import FAULTY_SEEDS, Echo, Faulty
 from tests.unit.embodied.test_collection import CHUNK, ENDS, GAMMA, HORIZON, PER_WORKER, World

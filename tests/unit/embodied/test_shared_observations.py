@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core.actors.trajectories import merge_trajectories
+from rl_core.batching.trajectories import merge_trajectories
 from rl_core.transports.direct import Connection
 from rl_core.transports.links import ProcessSharedMemory
 from rl_core.transports.tokens import DIRECTORY

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core.actors.trajectories import merge_trajectories, prepare_rows
+from rl_core.actors.trajectories import prepare_rows
 from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.embodied import EmbodiedOptions
 from rl_core.api.records import ChunkStepResult, EnvOutput
+from rl_core.batching.trajectories import merge_trajectories
 from rl_core.plan.routing import data_rank_of, routes, trajectory_parts
 from rl_core.rollouts.embodied import bootstrap_rewards, cut_trajectory, merge_env_outputs
 from rl_core.rollouts.recorder import TrajectoryRecorder

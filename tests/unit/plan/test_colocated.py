@@ -116,6 +116,14 @@ def test_a_colocated_job_of_unequal_halves_is_refused(odd, host):
         planned(colocated(job(**odd)), host=host)
 
 
+@pytest.mark.parametrize("host", [None, "127.0.0.1"])
+def test_rollouts_on_other_devices_than_that_of_the_publisher_are_refused_with_ipc(host):
+    spec = colocated(job(2, 2, 2))
+    written = spec.model_copy(update={"weights": spec.weights.model_copy(update={"transport": "ipc"})})
+    with pytest.raises(ConfigError, match=r"weights\.transport ipc .* got rollout\.replicas 2; write auto"):
+        planned(written, host=host)
+
+
 def test_a_colocated_rollout_is_known_to_be_in_the_pod_of_its_actor():
     written = job(2, 2, 2)
     for spec in (written.spec, colocated(written)):

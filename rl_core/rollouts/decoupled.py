@@ -1,0 +1,152 @@
+"""`DecoupledDecisions`: a rollout decides for its env workers as their observations come, so that a slow one holds up no other.
+
+    env worker -- EnvOutput --> lane --+
+    env worker -- EnvOutput --> lane --+--> one decision --> actions to these env workers
+    env worker (still steps)    lane
+
+Legend: B simulators, C actions of a chunk.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_core.api.errors import DataError
+from rl_core.api.records import ChunkStepResult, EnvOutput
+from rl_core.channel.direct import DirectChannel
+from rl_core.rollouts.embodied import merge_env_outputs
+from rl_core.rollouts.recorder import TrajectoryRecorder
+
+BATCH_SECONDS = 0.02
+"""How long a decision waits for further env workers, counted from the first one."""
+
+
+@dataclass(eq=False, slots=True)
+class Lane:
+    """One stage of one env worker in a collection. It has one request at a time, so that its decisions keep their order."""
+
+    stage: int
+    env: int
+    """Place of the env worker in the collection."""
+    size: int
+    """Number of simulators."""
+    key: str
+    """Key of its messages."""
+    recorder: TrajectoryRecorder
+    made: int = 0
+    """Number of decisions."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DecoupledDecisions:
+    """The decisions of one collection."""
+
+    lanes: Sequence[Lane]
+    decisions: int
+    """Decisions of each lane."""
+    min_batch_size: int
+    """Lanes that a decision waits for, at most BATCH_SECONDS."""
+    lost: Callable[[int], bool]
+    """Whether an env worker is lost, by its place."""
+    output_of: Callable[[Lane, Any], EnvOutput]
+    """Returns the output of a lane for a message; for None, or a PeerLost, what stands for that of an env worker that is lost."""
+    decide: Callable[[EnvOutput], tuple[ChunkStepResult, Callable[[], Tensor] | None]]
+    """Returns the decision on an output, and what returns its values where it has none yet."""
+    act: Callable[[Lane, Tensor], None]
+    """Sends actions [B, C, ...] to the env worker of a lane."""
+    observe: Callable[[TrajectoryRecorder, EnvOutput], None]
+    """Records an output."""
+    end: Callable[[TrajectoryRecorder, EnvOutput], None]
+    """Records the last output."""
+    waiting: Callable[[int], AbstractContextManager[None]]
+    """Declares that the rollout waits for an env worker, by its place."""
+    progress: Callable[[str], None]
+    """Counts what was done, by its kind."""
+    clock: Callable[[], float] = time.monotonic
+
+    async def run(self, exchange: DirectChannel) -> None:
+        """Decide until all lanes have made their decisions and have their last outputs."""
+        lanes = list(self.lanes)
+        while lanes:
+            arrived = [
+                (lane, merge_env_outputs([self.output_of(lane, message)], [lane.size]))
+                for lane, message in await self._arrived(exchange, lanes)
+            ]
+            ending = [pair for pair in arrived if pair[0].made == self.decisions]
+            if asking := [pair for pair in arrived if pair[0].made < self.decisions]:
+                self._decide(asking)
+            for lane, output in ending:
+                self.end(lane.recorder, output)
+                lanes.remove(lane)
+
+    async def _arrived(self, exchange: DirectChannel, lanes: Sequence[Lane]) -> list[tuple[Lane, Any]]:
+        """Return the lanes that have something to decide, with their messages, in the order of `lanes`; waits for one at least.
+
+        A lane of an env worker that is lost has always something, and its message is None.
+        """
+        lost = [lane for lane in lanes if self.lost(lane.env)]
+        waiting = {lane.key for lane in lanes if lane not in lost}
+        messages: dict[str, Any] = dict.fromkeys(lane.key for lane in lost)
+        if waiting:
+            last = min((lane for lane in lanes if lane.key in waiting), key=lambda lane: lane.made)
+            with self.waiting(last.env):
+                messages |= await (exchange.get_any(waiting, 0.0) if lost else exchange.get_any(waiting))
+        deadline = self.clock() + BATCH_SECONDS
+        while (
+            len(messages) < min(self.min_batch_size, len(lanes))
+            and (left := deadline - self.clock()) > 0
+            and (rest := waiting - messages.keys())
+        ):
+            messages |= await exchange.get_any(rest, left)
+        return [(lane, messages[lane.key]) for lane in lanes if lane.key in messages]
+
+    def _decide(self, asking: Sequence[tuple[Lane, EnvOutput]]) -> None:
+        """Decide for lanes in one batch, and record their outputs while their simulators make the actions."""
+        self.progress("decisions")
+        step, values = self.decide(EnvOutput(obs=merged_observations([output.obs for _, output in asking])))
+        steps = split_step(step, [lane.size for lane, _ in asking])
+        for (lane, _), part in zip(asking, steps, strict=True):
+            self.act(lane, part.actions)
+        if values is not None:
+            worth = values().split([lane.size for lane, _ in asking])
+            for part, mine in zip(steps, worth, strict=True):
+                part.prev_values = mine
+        for (lane, output), part in zip(asking, steps, strict=True):
+            self.observe(lane.recorder, output)
+            lane.recorder.decide(part)
+            lane.made += 1
+
+
+def merged_observations(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return observations [B, ...] by name of several env workers as one, in their order."""
+    if len(parts) == 1:
+        return parts[0]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def split_step(step: ChunkStepResult, sizes: Sequence[int]) -> list[ChunkStepResult]:
+    """Return the decision as parts of `sizes` consecutive simulators; their tensors are views.
+
+    Raises DataError when it has another number of actions.
+    """
+    if sum(sizes) != len(step.actions):
+        raise DataError(f"actions must be as many as the simulators {list(sizes)}, got {len(step.actions)}")
+    bounds = [0]
+    for size in sizes:
+        bounds.append(bounds[-1] + size)
+    return [
+        ChunkStepResult(
+            actions=step.actions[begin:end],
+            prev_logprobs=step.prev_logprobs[begin:end],
+            prev_values=None if step.prev_values is None else step.prev_values[begin:end],
+            forward_inputs={name: tensor[begin:end] for name, tensor in step.forward_inputs.items()},
+            versions=step.versions,
+        )
+        for begin, end in pairwise(bounds)
+    ]
