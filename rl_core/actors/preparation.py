@@ -29,7 +29,7 @@ Reduce = Callable[[Tensor], Tensor]
 
 @dataclass(kw_only=True, slots=True)
 class PreparedBatch:
-    """The completions of a rank in a step, and what is computed for them before training."""
+    """The completions of a rank in a step, with their log-probabilities, advantages and other values that are computed before training."""
 
     collated: TrainingBatch
     """The batch as received: raw rewards, and masks that select every generated token."""

@@ -93,7 +93,7 @@ class StepSampler:
         return samples
 
     def take(self) -> StepSamples:
-        """Return what was kept of the last step, and forget it."""
+        """Return the samples that were kept of the last step, and delete them here."""
         # Where the mask is false there is no log-probability.
         known = to_host(values.float().where(mask, np.nan) for values, mask in self._log_probs.values())
         log_probs = [(number, values.numpy()) for number, values in zip(self._log_probs, known, strict=True)]

@@ -47,6 +47,6 @@ def merge_trajectories(trajectories: Sequence[Trajectory]) -> Trajectory:
 
 
 def _flags(trajectories: Sequence[Trajectory]) -> Tensor:
-    """Return where a person acted [T, B, C] bool; a trajectory without flags is one in which nobody did."""
+    """Return a mask, bool [T, B, C], of the actions that a person chose. It is false everywhere for a trajectory without such flags."""
     given = [(one.intervene_flags, one.rewards) for one in trajectories]
     return torch.cat([torch.zeros(r.shape, dtype=torch.bool) if flags is None else flags for flags, r in given], dim=1)

@@ -1,6 +1,6 @@
 """`DirectChannel`: the exchange of observations and actions between an env worker and a rollout.
 
-What two processes of one host send each other goes by a direct connection; what others do goes by the channels of the job.
+Two processes on the same host exchange messages by a direct connection, all others by the channels of the job.
 """
 
 import asyncio

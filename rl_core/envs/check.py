@@ -13,7 +13,7 @@ from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvRow, EnvSettings, Me
 from rl_core.plan.groups import ENV, groups_of
 
 SHOWN = 3
-"""Most failing example rows that are reported."""
+"""Largest number of failing example rows that are reported."""
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +57,12 @@ def check_env(
 
 
 class _Calls:
-    """The calls of an environment to groups of the job. No group runs while a job is checked, so each call is refused and remembered."""
+    """Calls of an environment to groups of the job during a check. No group runs then, so each call is recorded and refused."""
 
     def __init__(self, spec: RLJobSpec) -> None:
         self._callers = {name: group.callers for name, group in groups_of(spec).items()}
         self.problems: list[str] | None = None
-        """Problems of the calls so far; None when nothing was called."""
+        """Problems of the calls so far; None if no group was called."""
 
     async def refuse(self, call: MemberCall) -> None:
         """Add the problem of `call` to `problems`, and raise ConfigError."""
@@ -84,9 +84,9 @@ async def _try(
     start_seconds: float,
     step_seconds: float,
 ) -> list[str]:
-    """Return the problems of calling the environment: per example row, and of all rows in one call where each alone works.
+    """Return the problems of calling the environment with each example row and, if these calls succeed, with all rows at once.
 
-    An environment that calls a group of the job is tried up to that call.
+    If the environment calls a group of the job, it is run up to that call.
     """
     max_turns = spec.env.max_turns
     child = await EnvProcess.start(source, deadline=start_seconds, quiet=True, call_member=calls.refuse)

@@ -25,11 +25,11 @@ from rl_core.envs.output import PipeCopier
 from rl_core.workers import processes
 
 OUTPUT_BYTES = 1 << 19
-"""Most bytes that a program may print. Below the limit of `PipeCopier`, so that no byte of a shorter output is left out."""
+"""Largest number of bytes that a program may print. It is below the limit of `PipeCopier`, which therefore drops no byte."""
 QUOTED_BYTES = 2048
-"""Bytes of standard error of which a failure quotes the last line."""
+"""Number of bytes at the end of standard error that are kept. Failures quote the last line of them."""
 MARK = "RLJOB_AGENT_RUN"
-"""Variable by which the processes of one run are found."""
+"""Environment variable by which all processes of one run of a program are found."""
 
 
 class _Text:
@@ -41,7 +41,7 @@ class _Text:
         """Set when the program has printed more than `OUTPUT_BYTES`."""
 
     def take(self, data: bytes) -> None:
-        """Keep `data`, unless there is too much."""
+        """Store `data`. If the output would exceed its limit, set `full` instead."""
         if len(self.data) + len(data) > OUTPUT_BYTES:
             self.full.set()
         else:
@@ -49,13 +49,13 @@ class _Text:
 
 
 class _Tail:
-    """The end of the standard error of a program, all of which goes to this process's own."""
+    """Copies the standard error of a program to that of this process, and keeps its end."""
 
     def __init__(self) -> None:
         self._data = b""
 
     def take(self, data: bytes) -> None:
-        """Pass `data` on and keep the end."""
+        """Write `data` to the standard error of this process, and keep the end."""
         os.write(sys.stderr.fileno(), data)
         self._data = (self._data + data)[-QUOTED_BYTES:]
 
@@ -68,7 +68,7 @@ class _Tail:
 
 @contextmanager
 def _pipe(take: Callable[[bytes], None]) -> Iterator[int]:
-    """Yield the descriptor to which a program writes; `take` gets the data, the last of it when the block ends."""
+    """Yield a file descriptor for the output of a program. `take` is called with the data; all of it was passed when the block ends."""
     near, far = os.pipe()
     copier = PipeCopier(near, take)
     try:
@@ -79,7 +79,7 @@ def _pipe(take: Callable[[bytes], None]) -> Iterator[int]:
 
 
 async def _either(*waits: Coroutine[Any, Any, Any]) -> None:
-    """Wait until one of `waits` is over; the others are cancelled."""
+    """Wait until one of `waits` has ended, then cancel the others."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -89,7 +89,7 @@ async def _either(*waits: Coroutine[Any, Any, Any]) -> None:
 
 
 class Command:
-    """Runs a program. Each run is a process group of its own."""
+    """Runs a program. Each run has its own process group."""
 
     def __init__(self, words: Sequence[str], *, folder: str | None = None) -> None:
         """Run `words`, a program and its arguments, in `folder`; None = the folder with the user's code. `python` is this Python.

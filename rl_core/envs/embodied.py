@@ -1,4 +1,4 @@
-"""What an env worker computes beside its simulators: seeds, and the metrics of episodes. Pure."""
+"""The seeds and the metrics of the episodes of an env worker. Pure."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from rl_core.plan.groups import ENV
 from rl_core.plan.routing import shares
 
 EVALUATION = 1 << 30
-"""Seeds of evaluations are at least this, seeds of training below it."""
+"""Smallest seed of evaluations. Seeds of training are smaller."""
 
 
 def train_seed(base_seed: int, group: int, episode: int) -> int:
@@ -20,7 +20,7 @@ def train_seed(base_seed: int, group: int, episode: int) -> int:
 def eval_seeds(base_seed: int, worker: int, workers: int, num_envs: int) -> list[int]:
     """Return the seeds of the `num_envs` evaluation episodes of one env worker: fixed by `base_seed`, disjoint over the workers.
 
-    Each is in [2 ** 30, 2 ** 31), where no seed of training is.
+    All are in [2 ** 30, 2 ** 31), and so differ from all seeds of training.
     """
     if not 0 <= worker < workers:
         raise ValueError(f"worker must be in [0, {workers}), got {worker}")
@@ -28,14 +28,14 @@ def eval_seeds(base_seed: int, worker: int, workers: int, num_envs: int) -> list
 
 
 def eval_share(episodes: int, worker: int, workers: int) -> int:
-    """Return how many of `episodes` evaluation episodes the env worker at place `worker` runs."""
+    """Return how many of `episodes` evaluation episodes the env worker with index `worker` runs."""
     return shares(episodes, workers)[worker]
 
 
 def episode_metrics(final_infos: Sequence[Mapping[str, Any]], *, prefix: str = ENV) -> dict[str, float]:
     """Return means over episodes: return, reward per step, length, success at any step and at the last one; and their number.
 
-    Without episodes only `num_trajectories` is given.
+    Without episodes the result has only `num_trajectories`.
     """
     count = len(final_infos)
     metrics = {f"{prefix}/num_trajectories": float(count)}

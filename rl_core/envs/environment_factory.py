@@ -27,9 +27,9 @@ from rl_core.envs.programs import ProgramConfig, ProgramEnvironment
 Message = dict[str, Any]
 OWN_METHODS = ("reset", "get_reward")
 FULL = frozenset({"context_length_exceeded", "too_many_calls"})
-"""Codes of refusals that end an episode: the sequence or the calls of the sample are used up."""
+"""Error codes of the endpoint that end an episode: the limit of the sequence or of the calls of the sample is reached."""
 EMPTY_PROMPT = [{"role": "user", "content": ""}]
-"""Prompt of a row without one: `reset` writes it."""
+"""Prompt of a row without a prompt. The text that `reset` returns is appended to it."""
 
 
 class FactoryConfig(ProgramConfig):
@@ -95,7 +95,7 @@ class EnvironmentFactory(ProgramEnvironment):
 
 
 class _Kind:
-    """One environment class: the descriptions of its tools, and its instances that no episode uses at the moment."""
+    """One environment class, with the schemas of its tools and its unused instances."""
 
     def __init__(self, factory: Callable[[], Any], where: str) -> None:
         self._factory = factory
@@ -121,7 +121,7 @@ class _Kind:
             return self._factory()
 
     def give_back(self, instance: Any) -> None:
-        """Keep `instance` for another episode."""
+        """Return `instance`, so that another episode can use it."""
         self._free.append(instance)
 
 
@@ -141,7 +141,7 @@ def schema_of(tool: Callable[..., Any], where: str) -> dict[str, Any]:
 
 
 def first_messages(prompt: Any, observation: Any) -> list[Message]:
-    """Return the prompt with what `reset` returned at the end of its last message. A text is one message of the user."""
+    """Return the messages of the prompt, with the result of `reset` appended to the last one. A prompt that is a text is a user message."""
     messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if observation is None:
         return messages
@@ -161,7 +161,7 @@ class Tools:
         self._loop = loop
 
     def run(self, calls: list[Mapping[str, Any]]) -> list[Message]:
-        """Return one message per call: those of async tools at the end."""
+        """Run tool calls, and return one message per call. The messages of async tools come last."""
         done: list[Message] = []
         waiting: list[tuple[str, str, Coroutine[Any, Any, Any]]] = []
         for call in calls:
@@ -191,7 +191,7 @@ async def _all(work: list[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 
 def wait_for(work: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> Any:
-    """Return the result of `work`, which runs on `loop`; called in another thread."""
+    """Run the coroutine `work` on the event loop `loop` and wait for its result. Called in another thread than that of the loop."""
     return asyncio.run_coroutine_threadsafe(work, loop).result()
 
 

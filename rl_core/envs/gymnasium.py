@@ -1,7 +1,7 @@
 """`GymnasiumVectorEnv`: B simulators that are stepped together, by chunks of actions.
 
-A simulator that raises, hangs or dies loses its own open episode: it is replaced and begins another one, and its row of the output says
-`lost`. The other simulators go on.
+If a simulator raises, hangs or dies, only its own open episode is lost: it is replaced by another one, which begins a new episode, and its
+row of the output is marked as `lost`. The other simulators continue.
 
 Legend: B simulators, C actions of a chunk.
 """
@@ -33,14 +33,14 @@ class _Episode:
 
     obs: dict[str, np.ndarray] = field(default_factory=dict)
     total: float = 0.0
-    """Sum of its rewards."""
+    """Sum of the rewards of the episode."""
     length: int = 0
     success_once: bool = False
     success_at_end: bool = False
     resting: tuple[bool, bool] | None = None
-    """How it ended, (terminated, truncated), where no other episode has begun."""
+    """(terminated, truncated) if the episode has ended and no other one has begun; else None."""
     frames: list[np.ndarray] = field(default_factory=list)
-    """Images of it, where it is recorded."""
+    """Images of the episode; empty if it is not recorded."""
 
 
 class GymnasiumVectorEnv:
@@ -84,26 +84,26 @@ class GymnasiumVectorEnv:
         self._begun = [0] * num_envs
         """Number of episodes that each slot has begun."""
         self._upcoming: list[int | None] = [None] * num_envs
-        """Seed of the next episode of each slot, once it was asked for."""
+        """Seed of the next episode of each slot, if it was computed already."""
         self._failures = [0] * num_envs
         self._episodes = [_Episode() for _ in range(num_envs)]
         self._number_of_steps = 0
         self._columns: list[dict[str, np.ndarray]] = [{} for _ in range(num_envs)]
-        """Of each slot: arrays [R, ...] in shared memory of the observations that go there."""
+        """By slot: name -> array [R, ...] in shared memory, for the observations that are written there."""
         self._row = 0
-        """Row of the present observations there."""
+        """Row of the current observations in these arrays."""
 
     def share(self, columns: Sequence[ColumnAddress]) -> None:
-        """Put large observations into shared memory from now on, where `columns` has a column for each simulator.
+        """Write large observations to shared memory from now on. `columns` has a column for each simulator.
 
-        The present ones go to row 0 as soon as they are asked for, those of each chunk to the next row, and the last ones of episodes that
-        end to FINAL_ROW. Outputs have none of them. Raises InfrastructureError when the memory is gone.
+        The current observations are written to row 0 when they are requested, the observations after each chunk to the next row, and the
+        last observations of ended episodes to FINAL_ROW. Outputs do not contain them. Raises InfrastructureError when the memory is gone.
         """
         self._columns, self._row = [column.map() for column in columns], 0
         self._slots.write_to(columns)
 
     def end_sharing(self) -> None:
-        """Copy the present observations from shared memory, and put all into the outputs again. May be called again."""
+        """Stop writing to shared memory: outputs contain all observations again. The current ones are copied from it. Idempotent."""
         for episode, column in zip(self._episodes, self._columns, strict=True):
             for name, array in column.items():
                 episode.obs.setdefault(name, array[self._row].copy())
@@ -130,20 +130,20 @@ class GymnasiumVectorEnv:
         return self.current()
 
     def restart_seeds(self) -> None:
-        """Count the episodes anew, because `seed_of` gives other seeds from now on. Open episodes go on."""
+        """Count episodes from 0 again, because `seed_of` returns other seeds from now on. Open episodes continue."""
         self._begun, self._upcoming = [0] * self.num_envs, [None] * self.num_envs
 
     def current(self) -> EnvOutput:
-        """Return the present observations without rewards, as the first output of a trajectory."""
+        """Return the current observations without rewards, as the first output of a trajectory."""
         none = np.zeros((self.num_envs, 1), bool)
         return EnvOutput(obs=self._observations(), terminations=none, truncations=none.copy(), dones=none.copy())
 
     def step(self, actions: Any) -> EnvOutput:
-        """Make one action per simulator; `actions` is [B, ...]. The output has C = 1."""
+        """Step each simulator with one action; `actions` is [B, ...]. The output has C = 1."""
         return self.chunk_step(np.asarray(actions)[:, None])
 
     def chunk_step(self, actions: Any) -> EnvOutput:
-        """Make a chunk of actions [B, C, ...] in every simulator, up to the end of its episode."""
+        """Step each simulator with a chunk of `actions` [B, C, ...], up to the end of its episode."""
         actions = np.asarray(actions)
         count, width = actions.shape[:2]
         if count != self.num_envs:
@@ -212,7 +212,7 @@ class GymnasiumVectorEnv:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps that the simulators have made."""
+        """Number of steps of all simulators so far."""
         return self._number_of_steps
 
     def open_episodes(self) -> list[dict[str, Any]]:
@@ -261,9 +261,9 @@ class GymnasiumVectorEnv:
         self._episodes[index] = _Episode(obs=answer.obs, frames=list(answer.frames))
 
     def _refuse_if_none_works(self, outcomes: Sequence[Outcome | None]) -> None:
-        """Raise RolloutDataFailure where several simulators made their first chunk of actions and all of them failed.
+        """Raise RolloutDataFailure if there are several simulators and all of them failed in their first chunk of actions.
 
-        No other seed will help then, as where the class has the interface of an older gymnasium.
+        Other seeds would not help, for example if the class has the interface of an older gymnasium.
         """
         failures = [outcome for outcome in outcomes if isinstance(outcome, RolloutDataFailure)]
         if len(failures) == len(outcomes) > 1:
@@ -272,9 +272,9 @@ class GymnasiumVectorEnv:
             )
 
     def _replaced(self, index: int, why: Outcome | None) -> SimulatorAnswer:
-        """Replace the simulator of a slot until one begins an episode; return its answer. Raises after MOST_FAILURES in a row.
+        """Replace the simulator of a slot, and begin an episode; return the answer. Raises after MOST_FAILURES consecutive failures.
 
-        Each attempt has another seed: a seed of which the simulator hangs or dies must not end the run.
+        Each attempt uses another seed, because a seed with which the simulator hangs or dies must not end the run.
         """
         while True:
             self._failures[index] += 1
@@ -299,7 +299,7 @@ class GymnasiumVectorEnv:
         return {name: np.array([episode.obs[name] for episode in self._episodes]) for name in self._episodes[0].obs}
 
     def _moved(self, index: int, obs: dict[str, np.ndarray], row: int) -> dict[str, np.ndarray]:
-        """Move what belongs into shared memory but came in a message to `row` there; return the rest."""
+        """Write observations that came in a message but belong into shared memory to `row` there; return the other observations."""
         column = self._columns[index]
         for name in column.keys() & obs.keys():
             column[name][row] = obs[name]

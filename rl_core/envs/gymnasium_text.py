@@ -45,7 +45,7 @@ class GymnasiumTextConfig(EnvConfig):
 
 
 class GymnasiumTextEnvironment(EnvironmentInterface):
-    """Makes one step of a simulator per turn. The reward of a turn is that of the step."""
+    """Steps a simulator once per turn. The reward of a turn is the reward of the step."""
 
     config_model = GymnasiumTextConfig
 
@@ -56,7 +56,7 @@ class GymnasiumTextEnvironment(EnvironmentInterface):
             _function(getattr(self.config, name), f"env.options.{name}") for name in ("action", "observation")
         )
         self._open: OrderedDict[str, _Episode] = OrderedDict()
-        """Episodes by seed and actions made."""
+        """Episodes by their seed and the actions so far."""
         self._idle = [self._make()]
         """Simulators that no episode uses."""
 
@@ -145,7 +145,7 @@ class _Episode:
         self.observation, self.info = simulator.reset(seed=seed)
 
     def make(self, action: Any) -> tuple[float, bool]:
-        """Make an action and return its reward and whether the episode is over."""
+        """Step the simulator with an action. Returns the reward and whether the episode has ended."""
         space = self.simulator.action_space
         whole = type(space).__name__ == "Discrete"
         given = action if whole else np.asarray(action, getattr(space, "dtype", None))

@@ -19,7 +19,7 @@ from rl_core.transports import pipe
 
 
 class _Connection:
-    """The stream to the env worker. The lock holds one exchange together, because threads of user code may call at the same time."""
+    """The stream to the env worker. The lock is held for one call, because threads of user code may call at the same time."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -31,12 +31,12 @@ _connection = _Connection()
 
 
 def connect(stream: socket.socket) -> None:
-    """Make the calls of this process over `stream`."""
+    """Use `stream` for all calls of this process from now on."""
     _connection.stream, _connection.pid = stream, os.getpid()
 
 
 def call_member(group: str, method: str, /, *arguments: Any) -> Any:
-    """Return `method(*arguments)` of a member of `group`, called with the rights of the environments. Blocks until it is there.
+    """Call `method(*arguments)` of a member of `group`, with the rights of environments, and return the result. Blocks.
 
     Arguments and result are numbers, texts, bytes, numpy arrays, lists and mappings of these. If the member is lost, another one is called,
     so a method may run twice. Call it while the environment steps, which also bounds the time: envStep of `runtime.deadlines`.

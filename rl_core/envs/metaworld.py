@@ -34,14 +34,14 @@ class MetaWorld(gymnasium.Env):  # type: ignore[misc]
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Begin an episode in the arrangement that `seed` chooses; None keeps the present one."""
+        """Begin an episode in the arrangement that `seed` selects; None keeps the current one."""
         if seed is not None:
             self._env.set_task(self._arrangements[seed % len(self._arrangements)])
         observation, info = self._env.reset()
         return observation.astype(np.float32), info
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Make one action; `info["success"]` says whether the task is solved."""
+        """Step with one action; `info["success"]` says whether the task is solved."""
         observation, reward, terminated, truncated, info = self._env.step(action)
         return observation.astype(np.float32), float(reward), bool(terminated), bool(truncated), info
 

@@ -28,7 +28,7 @@ BODY_BYTES = 4 << 20
 CONNECT_SECONDS = 10.0
 """Longest wait for a connection to the endpoint."""
 STOP_SECONDS = 1.0
-"""How long a stop waits for answers on their way."""
+"""Seconds that a stop waits for calls in progress."""
 GONE = 410
 """Status of a call whose endpoint does not answer, or whose session has ended. The servers repeat other failures, some of them without end,
 and after a refused key they send no further call of any row."""

@@ -39,7 +39,7 @@ class AgentRequest(TypedDict):
     attempt: int
     """Attempt of the sample, on which its sampling seeds depend."""
     resumed: bool
-    """Whether this attempt was begun before, on a rollout that is lost or gave its group back. A run of it that goes on is continued."""
+    """Whether this attempt was begun before, on a rollout that was lost or returned its group. A program that still runs is continued."""
     oldest_version: int
     """Lowest policy version of the tokens that a run that is continued may have."""
 

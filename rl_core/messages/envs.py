@@ -31,7 +31,7 @@ class EnvAnswer:
     """The response of the environment to one row."""
 
     observation: dict[str, str]
-    """The message that goes on the log, {role, content}."""
+    """The message that is appended to the log: {role, content}."""
     metadata: dict[str, Any] | None
     stop_strings: list[str] | None
     """Stops of the next turn; None = the task's."""

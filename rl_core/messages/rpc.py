@@ -10,7 +10,7 @@ from rl_core.messages.registry import record
 
 @record
 class Caller:
-    """The process at the other end of a connection. With keys its role and group are proven; the rest is what it claims."""
+    """The process at the other end of a connection. With keys its role and group are authenticated; it states all other fields itself."""
 
     job: str
     uid: str

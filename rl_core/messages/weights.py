@@ -46,9 +46,9 @@ class PublishReport:
     seconds: float
     """The whole publish."""
     bytes: int
-    """Most bytes that a receiver needed: the size of the version, or of its patch where everybody who needed bytes took that."""
+    """Largest number of bytes that a receiver needed: the size of the version, or of its patch if all receivers used the patch."""
     transport: str
-    """What carried the bytes: shared, stream, message, gloo, nccl, ipc, joined by "+"; "none" when nobody needed any."""
+    """How the bytes were sent: shared, stream, message, gloo, nccl, ipc, joined by "+"; "none" if no receiver needed bytes."""
     copy_seconds: float
     """Gathering the weights and copying them to host memory."""
     sync_seconds: float

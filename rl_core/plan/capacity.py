@@ -276,7 +276,7 @@ def _rollout_rows(name: str, job: RLJobSpec, facts: ModelFacts) -> list[Capacity
 
 
 def _policy_rows(name: str, job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
-    """Return the rows of a group that pulls the weights of the policy: what it computes with them is not known."""
+    """Return the table rows of a group that pulls the weights of the policy. Its own computation is not known and not counted."""
     weights, buckets = {"weights": facts.parameters * WIDTH[job.model.dtype]}, 2 * job.weights.bucket_bytes
     return [
         _row(name, "load", weights),

@@ -50,7 +50,7 @@ class PodEnd:
     message: str = ""
     """Termination message."""
     deleted: bool = False
-    """Whether somebody else deleted the pod while it ran."""
+    """Whether the pod was deleted while it ran, by another client than the operator."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +106,7 @@ def _is_gang(role: str, groups: Mapping[str, GroupKind]) -> bool:
 
 
 def _for_gang(action: Action) -> Action:
-    """Return the action for a pod of a gang, which restarts as a whole whatever a rule says about one pod."""
+    """Return the action for a pod of a gang. A gang always restarts as a whole, even if the rule names an action for one pod."""
     return action if action == "FailJob" else "RestartJob"
 
 
@@ -163,7 +163,7 @@ class Budget:
         )
 
     def replenish(self, step: int, *, every: int | None) -> Budget:
-        """Return the budget after `step` was finished: what is due is forgiven. `every` is failurePolicy.forgiveAfterSteps."""
+        """Return the budget after `step` was finished, with restarts forgiven if that is due. `every` is failurePolicy.forgiveAfterSteps."""
         if every is None or self.forgive_at is None or step < self.forgive_at:
             return self
         given = 1 + (step - self.forgive_at) // every

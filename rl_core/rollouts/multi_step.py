@@ -233,7 +233,7 @@ class MultiStepRolloutWorker(WeightMethods):
     ) -> int:
         """Choose the actions of one collection and send its trajectories to `actor_channel`; return the number of decisions.
 
-        Observations come from `input_channel`, actions go to `output_channel`. A collection that is under way is given up for this one.
+        Observations are received from `input_channel`, and actions are sent to `output_channel`. A collection in progress is abandoned.
         """
         return await self._work(round, self._generate(input_channel, output_channel, actor_channel, round))
 

@@ -16,7 +16,7 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 class PolicyWeightTarget:
-    """Implements `WeightTarget` and `InPlaceTarget` over a module that nobody calls while its weights change."""
+    """Implements `WeightTarget` and `InPlaceTarget` for a module. The module must not be called while its weights change."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """Write into `tensors`, which share memory with the module, by the names that the trainer gives them; see `saved_tensors`."""

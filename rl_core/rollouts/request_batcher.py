@@ -96,7 +96,7 @@ class RequestBatcher:
             self._resolve([(row.key, error) for row in rows])
 
     def _receive(self, results: list[Result]) -> None:
-        """Pass results from the engine's thread to the event loop; on a closed loop nobody waits for them."""
+        """Pass results from the engine's thread to the event loop. If the loop is closed, they are dropped."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._resolve, results)
 

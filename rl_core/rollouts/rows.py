@@ -46,7 +46,7 @@ class Row:
     batch: int | None = None
     """Rows with the same number run as an engine batch of their own; None = in any batch."""
     on_tokens: OnTokens | None = None
-    """Receives the tokens of the row while it runs; None = nobody waits for them."""
+    """Called with new tokens of the row while it runs; None = new tokens are not reported."""
 
 
 Result = tuple[Any, GenerationOutput | BaseException]

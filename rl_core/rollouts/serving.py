@@ -46,7 +46,7 @@ class OpenEpisodes(Episodes):
         self._generator = generator
 
     def find(self, authorization: str | None) -> AgentEpisode:
-        """Return a new session with a seed of its own, whatever the key is. It is not kept."""
+        """Return a new session, with a new seed, for any key. The session is not stored."""
         return AgentEpisode(
             key="",
             name="served",

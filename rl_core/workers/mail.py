@@ -33,7 +33,7 @@ DEADLOCK_SECONDS = 5.0
 """Seconds after which a receive asks the hub whether it is part of a cycle of receives."""
 ASK_SECONDS = 1.0
 REFRESH_SECONDS = 1.0
-"""Seconds that a send waits for the hub to report the replacement of a lost receiver."""
+"""Seconds that a send and a receive wait for the hub to report the replacement of a lost worker."""
 VIEW_SECONDS = 5.0
 """Seconds within which other workers see a group that was just launched. They learn of it with their heartbeats."""
 
@@ -178,6 +178,8 @@ class Receipt:
         self._asked = self._began + DEADLOCK_SECONDS - ASK_SECONDS
         member = mail._context.member(sender)
         self._first = member if member is not None and not member.state.gone else None
+        if self._first is None:
+            mail._context.wait_view_changed(0.0)  # the last heartbeat may be older than the replacement
         key = (sender, mail._name)
         self._handle: AsyncHandle[Any] = mail._channel.get(key=key, async_op=True, timeout=timeout)
 
@@ -228,6 +230,8 @@ class Receipt:
         member = self._mail._context.member(self._sender)
         first = self._first
         replaced = first is not None and member is not None and member.incarnation != first.incarnation
+        if first is None and self._waited < REFRESH_SECONDS:
+            return
         if member is not None and (member.state.gone or replaced):
             self._give_up(
                 WorkerLost(

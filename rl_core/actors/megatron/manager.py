@@ -28,7 +28,7 @@ _RECOMPUTED: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
 }
-"""megatron's settings by actor.gradientCheckpointingMode; its flash attention computes again by itself what it does not keep."""
+"""Settings of megatron by actor.gradientCheckpointingMode. Its flash attention always recomputes the values that it does not store."""
 
 
 class MegatronModelManager(ModelManager):

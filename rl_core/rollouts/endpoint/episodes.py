@@ -30,7 +30,7 @@ from rl_core.rollouts.sampling import sample_seed
 
 T = TypeVar("T")
 REMEMBERED_KEYS = 4096
-"""Keys of closed sessions that are told apart from keys that never existed."""
+"""Number of closed sessions whose keys are remembered, so that they can be distinguished from keys that never existed."""
 CONTEXT_LENGTH = "context_length_exceeded"
 """Code of the refusal of a call whose messages leave no room for a reply."""
 CALLS_AT_ONCE = 64

@@ -31,11 +31,11 @@ class ChildAdapters:
     """The adapters of one engine, two at most. In an engine without adapters no row waits for one."""
 
     def __init__(self, manager: Any, loader: ChildWeightLoader, *, enabled: bool) -> None:
-        """Load into the engine of the tokenizer manager `manager` what is in the memory of `loader`."""
+        """Load the adapters in the memory of `loader` into the engine of the tokenizer manager `manager`."""
         self._manager, self._loader, self.enabled = manager, loader, enabled
         self._served: Adapter | None = None
         self._offered: Adapter | None = None
-        """Loaded, and not served yet."""
+        """The adapter that is loaded but not served yet."""
         self._count = 0
         self._paused = False
         self._open = asyncio.Event()
