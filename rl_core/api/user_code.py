@@ -69,6 +69,11 @@ def import_reference(reference: str, *, field: str) -> Any:
     module_name, _, path = reference.partition(":")
     if not module_name or not path:
         raise ConfigError(f"{field}: must have the form module:name, got {reference!r}; correct it")
+    if "/" in module_name or module_name.endswith(".py"):
+        module = module_name.rpartition("/")[2].removesuffix(".py")
+        raise ConfigError(
+            f"{field}: must name a module and not a file, got {reference!r}; write {module}:{path}, with {module}.py beside the job file"
+        )
     target: Any = _import(module_name, field=field)
     for part in path.split("."):
         if not hasattr(target, part):

@@ -73,6 +73,14 @@ def test_a_reference_names_module_and_object(reference):
         import_reference(reference, field="env.reward")
 
 
+@pytest.mark.parametrize("reference", ["score.py:correct", "./score.py:correct", "rewards/score.py:correct"])
+def test_a_file_in_place_of_a_module_gets_the_name_of_the_module(reference):
+    with pytest.raises(
+        ConfigError, match=r"name a module and not a file, got .*; write score:correct, with score\.py beside"
+    ):
+        import_reference(reference, field="env.reward")
+
+
 def test_a_module_is_imported_and_its_register_called_where_it_has_one(module):
     name = module("done = []\ndef register(): done.append(1)")
     load_extensions([name, "json"])
