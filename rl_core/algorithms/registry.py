@@ -122,10 +122,20 @@ def resolve(kind: str, name: str) -> Callable[..., Any]:
     if canonical not in table:
         known = names(kind)
         raise ValueError(
-            f"{kind} must be one of {', '.join(known)} or a 'package.module:function', got {name!r}{did_you_mean(name, known)}"
+            f"{kind} must be one of {', '.join(known)} or a 'package.module:function', got {name!r}{_with_colon(name) or did_you_mean(name, known)}"
         )
     function = table[canonical]
     return _load(kind, function) if isinstance(function, _Builtin) else function
+
+
+def _with_colon(name: str) -> str:
+    """Return ` (did you mean MODULE:FUNCTION?)` for a name of the form MODULE.FUNCTION, else ""."""
+    module, _, function = name.rpartition(".")
+    return (
+        f" (did you mean {module}:{function}?)"
+        if module.replace(".", "_").isidentifier() and function.isidentifier()
+        else ""
+    )
 
 
 def builtin(kind: str, name: str) -> Callable[..., Any]:

@@ -141,3 +141,8 @@ def test_user_extension_is_imported_by_path():
 def test_failing_extension_is_a_value_error_naming_it(path, told):
     with pytest.raises(ValueError, match=told):
         resolve("reward", path)
+
+
+def test_a_function_with_a_dot_before_its_name_gets_the_colon():
+    with pytest.raises(ValueError, match=r"got 'own\.rewards\.score' \(did you mean own\.rewards:score\?\)"):
+        resolve("reward", "own.rewards.score")

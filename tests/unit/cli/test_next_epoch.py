@@ -35,6 +35,8 @@ def test_a_run_that_failed_says_whether_it_goes_on_from_a_checkpoint(tmp_path, c
         (tmp_path / "checkpoints/step-00000015").mkdir(parents=True)
         (tmp_path / "checkpoints/step-00000015/manifest.json").touch()
     spec = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"promptsPerStep": 1, "steps": 1}}
-    job = RLJob.model_validate({"metadata": {"name": "own"}, "spec": spec})
+    job = RLJob.model_validate(
+        {"apiVersion": "rljob.dev/v1alpha1", "kind": "RLJob", "metadata": {"name": "own"}, "spec": spec}
+    )
     assert report(job, tmp_path, 2) == 2
     assert ("; continue with" if saved else "; begin again at step 0 with") in capsys.readouterr().err
