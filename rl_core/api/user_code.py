@@ -6,7 +6,7 @@ import subprocess
 import sys
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,14 @@ def import_reference(reference: str, *, field: str) -> Any:
             )
         target = getattr(target, part)
     return target
+
+
+def import_function(reference: str, *, field: str) -> Callable[..., Any]:
+    """Return the function `module:name`. Raises ConfigError as `import_reference`, and for an object that cannot be called."""
+    function = import_reference(reference, field=field)
+    if not callable(function):
+        raise ConfigError(f"{field}: must name a function, got {reference!r}, which is a {type(function).__name__}")
+    return function  # type: ignore[no-any-return]
 
 
 def _import(name: str, *, field: str) -> Any:

@@ -81,7 +81,7 @@ class TensorGroup:
 
     @property
     def poisoned(self) -> str:
-        """Return why the group cannot be used any more; "" while it can."""
+        """The reason why the group was aborted or closed, or "" if it can be used. A group with a reason must be formed again."""
         return self._poison
 
     def broadcast(self, tensor: torch.Tensor, *, root: int = 0, timeout: float | None = None) -> None:

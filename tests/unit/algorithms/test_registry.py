@@ -135,7 +135,7 @@ def test_user_extension_is_imported_by_path():
     [
         ("no_such_package.x:f", r"reward function: must be importable, got 'no_such_package\.x', which was not found"),
         ("json:no_such", "reward function: must exist, got 'json:no_such'"),
-        ("json:__name__", "reward function: must be a function, got 'json:__name__', which is a str"),
+        ("json:__name__", "reward function: must name a function, got 'json:__name__', which is a str"),
     ],
 )
 def test_failing_extension_is_a_value_error_naming_it(path, told):
