@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 FINAL_PHASES = ("Finished", "Failed", "Suspended")
 INTERRUPTED = 130
 """Exit code of a run that was asked to stop."""
+TERMINATED = "SIGTERM: "
+"""Beginning of the failure message of a runner that got SIGTERM. The runner does not know the reason; the launcher does."""
 LOCK_SECONDS = 0.2
 """Seconds that a run waits for the lock of its folder; `is_abandoned` holds it for a moment."""
 PRIVATE = ".rljob"
@@ -155,8 +157,8 @@ class Workspace:
         elif status["phase"] == "Finished" and status.get("step", 0) < status.get("totalSteps", 0):
             status["phase"] = "Suspended"  # it was asked to end and has saved: `--resume auto` continues it
         own = status.get("failure") or {}
-        if code not in (0, INTERRUPTED) and own.get("type") == "Interrupted" and failure not in own["message"]:
-            status["failure"] = {**own, "message": f"{failure}; {own['message']}"}  # why the runner was interrupted
+        if code not in (0, INTERRUPTED) and failure and str(own.get("message")).startswith(TERMINATED):
+            status["failure"] = {**own, "message": f"{failure}; {own['message']}"}
         if code != 0 and not own:
             kind, message = "Interrupted" if code == INTERRUPTED else "", failure or "the launcher failed"
             status["failure"] = {"type": kind, "message": message, "exitCode": code}

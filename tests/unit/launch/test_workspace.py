@@ -38,10 +38,11 @@ def test_a_run_with_steps_left_is_never_told_as_finished_by_an_interrupt(tmp_pat
     [
         ("Interrupted", "SIGTERM: ended at step 4", "stalled: no progress; SIGTERM: ended at step 4"),
         ("Interrupted", "stalled: no progress: ended at step 4", "stalled: no progress: ended at step 4"),
+        ("Interrupted", "SIGTERM at actor:1: ended at step 4", "SIGTERM at actor:1: ended at step 4"),
         ("ZeroDivisionError", "division by zero", "division by zero"),
     ],
 )
-def test_the_failure_of_an_interrupted_runner_begins_with_the_reason_of_the_launcher(tmp_path, kind, message, expected):
+def test_the_failure_of_a_terminated_runner_begins_with_the_reason_of_the_launcher(tmp_path, kind, message, expected):
     space = Workspace(tmp_path)
     space.write_status({"epoch": 0, "phase": "Failed", "failure": {"type": kind, "message": message}}, restarts=0)
     assert space.final_status(3, "stalled: no progress", epoch=0)["failure"]["message"] == expected
