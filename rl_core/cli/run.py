@@ -20,7 +20,7 @@ from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJob
 from rl_core.checkpoint.manifest import MANIFEST
 from rl_core.cli.progress import ProgressDisplay
-from rl_core.cli.resume import resume_line
+from rl_core.cli.resume import checkpoint_folder, resume_line
 from rl_core.cli.validate import GIB, memory_report, prepare
 from rl_core.cli.validation_metric import ValidationMetric, validation_metric
 from rl_core.launch.local import LocalCluster
@@ -193,12 +193,20 @@ def report(job: RLJob, folder: Path, code: int) -> int:
     sys.stderr.write(
         f"rljob: {job.metadata.name} ended with {kind} (exit code {code}) at step {read_step(folder)}: {message}\n"
     )
-    goes_on = "continue" if any(folder.glob(f"checkpoints/step-*/{MANIFEST}")) else "begin again at step 0"
-    again = "" if code == 4 else f"; {goes_on} with --output {folder} --resume auto"  # it would meet the same data
+    again = "" if code == 4 else way_on(job, folder)  # with code 4 it would meet the same data
     sys.stderr.write(
         f"rljob: look at it with rljob view {shlex.quote(str(folder))}; logs in {folder / 'logs'}{again}\n"
     )
     return code
+
+
+def way_on(job: RLJob, folder: Path) -> str:
+    """Return how to go on with a run that ended early: continue its newest checkpoint, or start it again where there is none."""
+    if any(checkpoint_folder(job, folder).glob(f"step-*/{MANIFEST}")):
+        return f"; continue with --output {folder} --resume auto"
+    if (folder / "metrics.jsonl").exists():
+        return f"; begin again at step 0 with --output {folder} --resume auto"
+    return "; there is no checkpoint yet: start it again with the same command"
 
 
 def success_text(folder: Path, status: dict[str, Any], measured: ValidationMetric) -> str:

@@ -44,7 +44,7 @@ def fetch_references(job: RLJob) -> RLJob:
 
     Called by `rljob run` before it starts processes, and by the runner on a cluster. Raises ConfigError if a reference cannot be fetched.
     """
-    whole = job.model_dump(mode="json", by_alias=True)
+    whole = job.model_dump(mode="json", by_alias=True, exclude_unset=True)
     for _, holder, key in references(whole["spec"]):
         if holder[key].startswith(HUB_SCHEME):
             holder[key] = str(fetch(holder[key]))

@@ -1,5 +1,6 @@
 """Kept samples as text for a terminal. Samples are hostile input: nothing that a terminal would act on is printed as it is."""
 
+import json
 import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -47,6 +48,11 @@ def number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else "-"
 
 
+def as_json(value: Any) -> str:
+    """Return a column as JSON, so that the text "4" and the number 4 differ."""
+    return json.dumps(value, ensure_ascii=False)
+
+
 def render_sample(sample: Mapping[str, Any]) -> str:
     """Return a sample as text for a terminal: a line with step, group, reward and reason, then its columns, errors and messages."""
     parts = ", ".join(f"{printable(str(name))} {number(part)}" for name, part in sample["parts"].items())
@@ -62,7 +68,7 @@ def render_sample(sample: Mapping[str, Any]) -> str:
     ]
     lines = ["== " + " | ".join(facts)]
     if sample.get("info"):
-        lines.append("   " + printable("; ".join(f"{key}: {value}" for key, value in sample["info"].items())))
+        lines.append("   " + printable("; ".join(f"{key}: {as_json(value)}" for key, value in sample["info"].items())))
     if sample.get("filtered"):
         lines.append("   filtered, not trained: " + printable(str(sample["filtered"])))
     if sample.get("error"):

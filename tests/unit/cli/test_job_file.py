@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from rl_core.api.errors import ConfigError
-from rl_core.cli.job_file import JobProblems, read_document
+from rl_core.cli.job_file import JobProblems, load_job, read_document
 from rl_core.cli.validate import missing_path_hint, validate_file
 from tests.small_models import save_policy
 
@@ -142,6 +142,39 @@ def test_a_program_that_calls_a_model_without_a_chat_template_is_refused(tmp_pat
     with pytest.raises(JobProblems, match=r"spec\.data\.chatTemplate: must be given for env.type agent"):
         validate_file(file, [])
     assert validate_file(file, ["data.chatTemplate='{{ messages[0].content }}'"]) == 0
+
+
+PLAIN = '{"prompt": "1+1=", "answer": "2"}\n'
+MESSAGES = '{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}\n'
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "settings", "warned"),
+    [
+        (PLAIN, True, [], True),
+        (PLAIN, True, ["data.chat=false"], False),
+        (PLAIN, True, ["data.chat=true"], False),
+        (MESSAGES, True, [], False),
+        (PLAIN, False, [], False),
+    ],
+    ids=["not given", "false", "true", "messages", "no template"],
+)
+def test_plain_prompts_for_a_model_with_a_chat_template_are_warned_of(tmp_path, capsys, row, template, settings, warned):
+    model = save_policy(tmp_path / "model")
+    if template:
+        (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    document = yaml.safe_load((JOB % "chat").replace("{}", "{model: {path: model}, data: {train: rows.jsonl}}"))
+    (tmp_path / "rows.jsonl").write_text(row)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(document))
+    assert validate_file(tmp_path / "job.yaml", settings) == 0
+    told = "warning: the model has a chat template, but the prompts of spec.data.train are plain text"
+    assert (told in capsys.readouterr().err) == warned
+
+
+def test_which_fields_are_given_is_known_after_loading(tmp_path):
+    (tmp_path / "job.yaml").write_text((JOB % "a").replace("{}", "{model: {path: m}, data: {train: t}}"))
+    assert load_job(tmp_path / "job.yaml").spec.data.model_fields_set == {"train"}
+    assert load_job(tmp_path / "job.yaml", ["data.chat=false"]).spec.data.model_fields_set == {"train", "chat"}
 
 
 CODE = """

@@ -167,6 +167,12 @@ def test_that_no_sample_failed_is_no_error(tmp_path, capsys):
             show_samples(tmp_path, choice)
 
 
+def test_columns_are_printed_with_their_types(tmp_path, capsys):
+    write(tmp_path, [kept(info={"text": "4", "number": 4, "none": None, "list": ["a", 1.0]})])
+    show_samples(tmp_path, Choice())
+    assert '   text: "4"; number: 4; none: null; list: ["a", 1.0]\n' in capsys.readouterr().out
+
+
 def test_printing_a_hostile_sample_prints_nothing_that_a_terminal_acts_on(tmp_path, capsys):
     text = "\x1b[31mred\x07 \u202eright to left\u2066 \x9b2J \r\nnext \ud800 end"
     write(tmp_path, [kept("g\x1b[2J", text=text, role="as\x1bsistant")])
