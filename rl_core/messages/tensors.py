@@ -11,7 +11,7 @@ from rl_core.messages.registry import record
 
 
 @record
-class TensorPlace:
+class TensorLocation:
     """Where a tensor is."""
 
     device: str
@@ -28,7 +28,7 @@ class TensorHeader:
     """Unique name of the transfer. The messages that follow are stored under it."""
     shape: tuple[int, ...]
     dtype: str
-    place: TensorPlace
+    place: TensorLocation
     incarnation: Incarnation
     """Incarnation of the sender."""
 
@@ -37,7 +37,7 @@ class TensorHeader:
 class TensorTarget:
     """The receiver has seen the header and expects such a tensor."""
 
-    place: TensorPlace
+    place: TensorLocation
     """Where the receiver wants the tensor."""
     group: str
     """Key of the process group that the receiver has formed with the sender and that works; "" if there is none."""

@@ -1,6 +1,7 @@
 """The channel through which the messages between workers are sent, and the receive of one message."""
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -58,9 +59,10 @@ class MessageChannel:
         """Return whether a message is on its way to the server."""
         return any(not send.done() for send in self._sends)
 
-    def delete(self, receiver: str, transfer: str) -> None:
-        """Start to delete what this process has stored for `receiver` in a transfer."""
-        self.backend.control("move", [(_key(self.name, receiver, transfer), None)])
+    def take_back(self, receiver: str, transfer: str) -> None:
+        """Delete the message that this process has stored for `receiver` in a transfer, if there is one. Blocks for the answer of the server."""
+        with contextlib.suppress(RLJobError):
+            self.channel.get_nowait(key=_key(self.name, receiver, transfer))
 
 
 class Watch:

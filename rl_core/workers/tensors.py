@@ -26,7 +26,7 @@ from rl_core.channel import AsyncHandle
 from rl_core.channel.handle import detach
 from rl_core.messages.members import Incarnation
 from rl_core.messages.rpc import PackedError
-from rl_core.messages.tensors import DeviceMemory, TensorHeader, TensorPlace, TensorTarget, WayUnavailable
+from rl_core.messages.tensors import DeviceMemory, TensorHeader, TensorLocation, TensorTarget, WayUnavailable
 from rl_core.messages.weights import GroupPlan
 from rl_core.plan.groups import kinds_of_environment
 from rl_core.transports.rpc_wire import pack_error, rebuild_error
@@ -46,7 +46,7 @@ TENSOR = "a tensor"
 """What a worker waits for once the header has arrived, and in an asynchronous send."""
 FORM_SECONDS = 30.0
 """Seconds for forming a process group. After them the tensor goes through host memory."""
-ORIGINAL_SECONDS = 1.0
+ORIGINAL_SECONDS = 5.0
 """Seconds that an end whose group has failed waits for the error of the other end, which may be the reason."""
 
 
@@ -110,7 +110,7 @@ class TensorTransfers:
             transfer=secrets.token_hex(8),
             shape=tuple(tensor.shape),
             dtype=str(tensor.dtype),
-            place=TensorPlace(device=device, host_token=host_token()),
+            place=TensorLocation(device=device, host_token=host_token()),
             incarnation=self._context.identity.incarnation,
         )
 
@@ -148,7 +148,7 @@ class TensorTransfers:
         with exchange.reporting_errors():
             if target is not None:
                 check_tensor(target.tensor, header, sender)
-            place = TensorPlace(device="" if target is None else target.device, host_token=host_token())
+            place = TensorLocation(device="" if target is None else target.device, host_token=host_token())
             held = self._groups.held(sender) if place.device else ""
             exchange.post(TensorTarget(place=place, group=held))
             while True:
@@ -198,7 +198,7 @@ class TensorTransfers:
         with self._lock:
             self.sent[way] += 1
 
-    def _ways(self, own: TensorPlace, other: TensorPlace, receiver: str) -> list[str]:
+    def _ways(self, own: TensorLocation, other: TensorLocation, receiver: str) -> list[str]:
         """Return the ways besides host memory."""
         if not other.device:
             return []
@@ -252,6 +252,7 @@ class TensorTransfers:
             answer = exchange.opened(reply.wait())
             return answer.reason if isinstance(answer, WayUnavailable) else str(error)
         except BaseException as error:
+            exchange.report(error)  # before the other end sees that the group has ended
             groups.abort(plan, str(error))
             raise
 
@@ -281,6 +282,7 @@ class TensorTransfers:
                 return str(error)
             raise exchange.original(error)
         except BaseException as error:
+            exchange.report(error)  # before the other end sees that the group has ended
             self._groups.abort(plan, str(error))
             raise
 
@@ -311,7 +313,8 @@ class _Exchange:
         self.peer = peer
         self._messages, self._transfer, self._watch, self._seconds = messages, transfer, watch, seconds
         self._deadline = time.monotonic() + seconds
-        self._peer_has_failed = False
+        self._has_failed = False
+        """Whether one of the ends has sent an error to the other."""
 
     @property
     def left(self) -> float:
@@ -346,8 +349,8 @@ class _Exchange:
         """Return a message of the other end, or raise the error that it is."""
         if not isinstance(message, PackedError):
             return message
-        self._peer_has_failed = True
-        self._messages.delete(self.peer, self._transfer)  # it receives no more
+        self._has_failed = True
+        self._messages.take_back(self.peer, self._transfer)  # it receives no more
         if message.type == ValueError.__name__:
             raise ValueError(message.message)
         raise rebuild_error(message, method="a transfer of a tensor", peer=self.peer)
@@ -369,18 +372,24 @@ class _Exchange:
         try:
             self.take(TENSOR, ORIGINAL_SECONDS)
         except (RLJobError, ValueError) as other:
-            return other if self._peer_has_failed or isinstance(other, WorkerLost) else error
+            return other if self._has_failed or isinstance(other, WorkerLost) else error
         return error
+
+    def report(self, error: BaseException) -> None:
+        """Send `error` to the other end, unless it has failed before, is gone, or has an error of this end."""
+        if self._has_failed or self._watch.lost:
+            return
+        self._has_failed = True
+        with contextlib.suppress(RLJobError):
+            self._messages.put(pack_error(error), self.peer, transfer=self._transfer, timeout=FORM_SECONDS)
 
     @contextlib.contextmanager
     def reporting_errors(self) -> Iterator[None]:
-        """Send an error of the block to the other end, unless the other end has failed before."""
+        """Send an error of the block to the other end."""
         try:
             yield
         except BaseException as error:
-            if not self._peer_has_failed and not self._watch.lost:
-                with contextlib.suppress(RLJobError):
-                    self._messages.put(pack_error(error), self.peer, transfer=self._transfer, timeout=FORM_SECONDS)
+            self.report(error)
             raise
 
 

@@ -139,7 +139,7 @@ class Courier(Worker):
 
     def left_over(self):
         """Return the threads of transfers, once they have had time to end, and the stored messages of transfers."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             threads = [t.name for t in threading.enumerate() if "tensor" in t.name]
             keys = [key for key in self._mail._messages.backend.control("stats").result(20).keys if len(key) > 2]

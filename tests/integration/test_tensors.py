@@ -87,7 +87,7 @@ def test_a_tensor_of_another_shape_is_refused_at_both_ends_and_the_next_one_arri
 
 def test_sends_that_nobody_waits_for_are_received_in_any_order_of_the_waits(groups):
     left, right = groups
-    sending = left.send_many(range(5), "right", 0)
+    sending = left.send_many(list(range(5)), "right", 0)
     assert right.recv_backwards(5, "left", 0).wait(timeout=120) == [[0.0, 1.0, 2.0, 3.0, 4.0]]
     sending.wait(timeout=60)
 
