@@ -21,7 +21,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rl_core.api.errors import DeadlineExceeded, InfrastructureError, RLJobError, WorkerLost
+from rl_core.api.errors import DeadlineExceeded, Deadlock, InfrastructureError, RLJobError, WorkerLost
 from rl_core.channel import AsyncHandle
 from rl_core.channel.handle import detach
 from rl_core.messages.members import Incarnation
@@ -131,7 +131,7 @@ class TensorTransfers:
 
         def deliver() -> None:
             with exchange.reporting_errors():
-                target = exchange.take(MESSAGE if waited_for else TENSOR)
+                target = exchange.take_answer(MESSAGE if waited_for else TENSOR)
                 ready()
                 self._deliver(exchange, tensor.detach(), header, target)
 
@@ -344,6 +344,20 @@ class _Exchange:
     def take(self, what: str, seconds: float | None = None) -> Any:
         """Return the next message of the other end, or raise the error that it has sent."""
         return self.opened(self.receipt(what, seconds).wait())
+
+    def take_answer(self, what: str) -> TensorTarget:
+        """Return the answer to the header of a tensor. `what` is reported as that for which this worker waits."""
+        try:
+            answer: TensorTarget = self.take(what)
+        except Deadlock:
+            raise
+        except DeadlineExceeded as error:
+            if self._has_failed:
+                raise
+            raise DeadlineExceeded(
+                f"{self.peer} must receive {TENSOR} of {self._messages.name} within {self._seconds:g} s, it has not begun to"
+            ) from error
+        return answer
 
     def opened(self, message: Any) -> Any:
         """Return a message of the other end, or raise the error that it is."""
