@@ -137,16 +137,16 @@ class Courier(Worker):
     def sent(self):
         return dict(self._mail._tensors.sent)
 
-    def left_over(self):
-        """Return the threads of transfers, once they have had time to end, and the stored messages of transfers."""
+    def left_over(self, messages=True):
+        """Return the threads of transfers and the stored messages of transfers that do not end within some seconds.
+
+        `messages` false does not wait for messages.
+        """
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
-            threads = [t.name for t in threading.enumerate() if "tensor" in t.name]
-            keys = [key for key in self._mail._messages.backend.control("stats").result(20).keys if len(key) > 2]
-            if not (threads or keys):
+            threads = [thread.name for thread in threading.enumerate() if "tensor" in thread.name]
+            stored = [key for key in self._mail._messages.backend.control("stats").result(30).keys if len(key) > 2]
+            if not threads and not (messages and stored):
                 break
             time.sleep(0.1)
-        return threads, keys
-
-    def die(self):
-        os.kill(os.getpid(), signal.SIGKILL)
+        return threads, stored

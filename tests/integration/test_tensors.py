@@ -22,10 +22,16 @@ def groups(cluster):
     return [Courier.create_group("").launch(cluster, name=name).execute_on(0) for name in ("left", "right")]
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_left(groups):
+@pytest.fixture
+def _no_messages_left(groups):
     yield
-    assert [found for group in groups for found in group.left_over().wait(timeout=60)] == [([], [])] * 2
+    assert [stored for group in groups for _, stored in group.left_over().wait(timeout=60)] == [[], []]
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_left(groups):
+    yield
+    assert [threads for group in groups for threads, _ in group.left_over(False).wait(timeout=60)] == [[], []]
 
 
 def transfer(left, right):
@@ -42,6 +48,7 @@ def error_of(call):
     return failed.value
 
 
+@pytest.mark.usefixtures("_no_messages_left")
 def test_tensors_of_every_type_and_layout_keep_their_values_and_their_place_among_messages(groups):
     left, right = groups
     sending = left.send_samples("right", 0)
@@ -51,6 +58,7 @@ def test_tensors_of_every_type_and_layout_keep_their_values_and_their_place_amon
     assert key.startswith("tensors/left:0/right:0/")
 
 
+@pytest.mark.usefixtures("_no_messages_left")
 def test_a_receiver_on_the_same_accelerator_copies_from_the_memory_of_the_sender(cluster):
     one, other = [Courier.create_group("gpu").launch(cluster, name=name).execute_on(0) for name in ("one", "other")]
     sending = one.send_samples("other", 0)
@@ -60,6 +68,7 @@ def test_a_receiver_on_the_same_accelerator_copies_from_the_memory_of_the_sender
     assert [found for group in (one, other) for found in group.left_over().wait(timeout=60)] == [([], [])] * 2
 
 
+@pytest.mark.usefixtures("_no_messages_left")
 def test_a_receiver_in_host_memory_and_a_plain_receive_get_the_tensor_through_host_memory(groups):
     left, right = groups
     [before] = left.sent().wait(timeout=60)
@@ -72,6 +81,7 @@ def test_a_receiver_in_host_memory_and_a_plain_receive_get_the_tensor_through_ho
     assert after["host"] - before.get("host", 0) == 2 and after["gloo"] == before["gloo"]
 
 
+@pytest.mark.usefixtures("_no_messages_left")
 def test_a_tensor_of_another_shape_is_refused_at_both_ends_and_the_next_one_arrives(groups):
     left, right = groups
     sending = left.send_one(1, "right", 0, shape=(2, 2))
@@ -85,6 +95,7 @@ def test_a_tensor_of_another_shape_is_refused_at_both_ends_and_the_next_one_arri
     assert transfer(left, right) == [7.0] * 4
 
 
+@pytest.mark.usefixtures("_no_messages_left")
 def test_sends_that_nobody_waits_for_are_received_in_any_order_of_the_waits(groups):
     left, right = groups
     sending = left.send_many(list(range(5)), "right", 0)
@@ -92,12 +103,14 @@ def test_sends_that_nobody_waits_for_are_received_in_any_order_of_the_waits(grou
     sending.wait(timeout=60)
 
 
+@pytest.mark.usefixtures("_no_messages_left")
 def test_async_methods_of_both_ends_swap_tensors(groups):
     left, right = groups
     calls = [left.swap("right", 0), right.swap("left", 0)]
     assert [call.wait(timeout=120) for call in calls] == [[0.0], [0.0]]
 
 
+@pytest.mark.usefixtures("_no_messages_left")
 def test_two_workers_that_wait_for_each_others_receive_are_named_as_a_deadlock(groups):
     left, right = groups
     calls = [left.send_then_recv("right", 0), right.send_then_recv("left", 0)]
@@ -109,6 +122,7 @@ def test_two_workers_that_wait_for_each_others_receive_are_named_as_a_deadlock(g
     assert transfer(left, right) == [7.0] * 4
 
 
+@pytest.mark.usefixtures("_no_messages_left")
 def test_a_send_ends_with_its_deadline_and_who_receives_later_learns_why(groups):
     left, right = groups
     with pytest.raises(
@@ -122,6 +136,7 @@ def test_a_send_ends_with_its_deadline_and_who_receives_later_learns_why(groups)
     assert transfer(left, right) == [7.0] * 4
 
 
+@pytest.mark.usefixtures("_no_messages_left")
 @pytest.mark.parametrize("failing", [0, 1], ids=["sender", "receiver"])
 def test_an_error_in_a_transfer_is_raised_at_both_ends_and_the_next_send_forms_a_new_group(groups, failing):
     left, right = groups
@@ -133,6 +148,17 @@ def test_an_error_in_a_transfer_is_raised_at_both_ends_and_the_next_send_forms_a
     assert transfer(left, right) == [7.0] * 4
     [[after]] = left.group_keys().wait(timeout=60)
     assert generation(after) > generation(before)
+
+
+@pytest.mark.usefixtures("_no_messages_left")
+def test_a_group_that_cannot_be_formed_is_replaced_by_host_memory(groups):
+    left, right = groups
+    [before] = left.sent().wait(timeout=60)
+    right.fail_in_transfer("unformed").wait(timeout=60)
+    # A plan of a new generation is needed for the receiver to form a group.
+    assert [transfer(left, right) for _ in range(2)] == [[7.0] * 4] * 2
+    [after] = left.sent().wait(timeout=60)
+    assert after["host"] - before.get("host", 0) == 2 and after.get("gloo") == before.get("gloo")
 
 
 @pytest.mark.parametrize("how", ["killed", "killed in formation"])
@@ -151,16 +177,6 @@ def test_the_loss_of_an_end_is_raised_at_the_other_and_its_replacement_is_reache
     cluster.wait_ready(["left", "right"], timeout=120)
     assert transfer(left, right) == [7.0] * 4
     assert len(left.group_keys().wait(timeout=60)[0]) == 1
-
-
-def test_a_group_that_cannot_be_formed_is_replaced_by_host_memory(groups):
-    left, right = groups
-    [before] = left.sent().wait(timeout=60)
-    right.fail_in_transfer("unformed").wait(timeout=60)
-    # A plan of a new generation is needed for the receiver to form a group.
-    assert [transfer(left, right) for _ in range(2)] == [[7.0] * 4] * 2
-    [after] = left.sent().wait(timeout=60)
-    assert after["host"] - before.get("host", 0) == 2 and after.get("gloo") == before.get("gloo")
 
 
 def generation(key):
