@@ -75,10 +75,11 @@ class Courier(Worker):
         for send in sends:
             send.wait(60)
 
-    def recv_one(self, group, rank, timeout=60):
-        buffer = torch.zeros(4)
+    def recv_one(self, group, rank, timeout=60, size=4):
+        """Return the first four elements."""
+        buffer = torch.zeros(size)
         self.recv_tensor(buffer, group, rank, timeout=timeout)
-        return buffer.tolist()
+        return buffer[:4].tolist()
 
     def recv_backwards(self, count, group, rank):
         """Start `count` receives and wait for the last one first."""
@@ -130,9 +131,10 @@ class Courier(Worker):
         groups.transfer = fail
 
     def group_keys(self):
-        """Return the keys of the working groups of this process."""
-        groups = self._mail._tensors._pairs
-        return [] if groups is None else sorted(g.plan.key for g in groups._groups.values() if not g.poisoned)
+        """Return the keys of the working groups in which this process sends."""
+        pairs = self._mail._tensors._pairs
+        groups = [] if pairs is None else pairs._groups.values()
+        return [g.plan.key for g in groups if not g.poisoned and g.plan.members[0] == self.identity.name]
 
     def sent(self):
         return dict(self._mail._tensors.sent)

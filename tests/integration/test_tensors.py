@@ -159,7 +159,8 @@ def test_the_loss_of_an_end_is_raised_at_the_other_and_its_replacement_is_reache
     if how == "killed":
         assert transfer(left, right) == [7.0] * 4
     groups[killed].fail_in_transfer(how).wait(timeout=60)
-    calls = [left.send_one(1, "right", 0), right.recv_one("left", 0)]
+    size = 2**22  # more than the sockets hold
+    calls = [left.send_one(1, "right", 0, shape=(size,)), right.recv_one("left", 0, size=size)]
     errors = [error_of(call) for call in calls]
     name = ("left:0", "right:0")[killed]
     assert isinstance(errors[1 - killed], WorkerLost) and f"{name} is gone" in str(errors[1 - killed]), errors
