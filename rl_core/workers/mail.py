@@ -87,7 +87,7 @@ class Mail:
             on_device = getattr(tensor, "device", "cpu") != "cpu" and hasattr(tensor, "cpu")
             message = tensor.detach().cpu() if on_device else tensor
             return self.send(message, receiver, timeout=timeout, may_block=may_block)
-        self.send(header, receiver, timeout=timeout, may_block=may_block)
+        self._check_present(receiver, may_block=may_block)
         seconds = DEFAULT_SECONDS if timeout is None else timeout
         return self._tensors.send(tensor, header, receiver, seconds=seconds, waited_for=may_block)
 

@@ -121,13 +121,14 @@ class TensorTransfers:
     def send(
         self, tensor: Any, header: TensorHeader, receiver: str, *, seconds: float, waited_for: bool
     ) -> AsyncHandle[None]:
-        """Start to send the tensor of a header that was stored. The handle is done when the receiver has the tensor.
+        """Start to send a tensor, whose header is stored for the receiver. The handle is done when the receiver has the tensor.
 
         `waited_for` says that the caller waits for the handle. The handle raises WorkerLost, Deadlock, DeadlineExceeded, and the error of
         the receiver.
         """
         watch, ready = Watch.present(self._context, receiver), _queued(tensor)
         exchange = _Exchange(self._messages, receiver, header.transfer, seconds, watch)
+        self._messages.note_send(self._messages.put(header, receiver, timeout=seconds))
 
         def deliver() -> None:
             with exchange.reporting_errors():
@@ -390,8 +391,11 @@ class _Exchange:
         return error
 
     def report(self, error: BaseException) -> None:
-        """Send `error` to the other end, unless it has failed before, is gone, or has an error of this end."""
-        if self._has_failed or self._watch.lost:
+        """Send `error` to the other end, unless one of the ends has sent an error before.
+
+        If the other end is gone, the hub deletes the error with the other messages for it, but a replacement that gets the header needs it.
+        """
+        if self._has_failed:
             return
         self._has_failed = True
         with contextlib.suppress(RLJobError):
