@@ -58,7 +58,7 @@ PARTS = {
     "attention": (kernels.attention, 60),
     "generation": (kernels.generation, 60),
     "hand_over": (hand_over, 60),
-    "tensors": (tensors, 60),
+    "tensors": (tensors, 120),
     "model": (make_model, 60),
     "fsdp2": (partial(trainer, backend="fsdp2"), 75),
     "megatron": (partial(trainer, backend="megatron"), 75),
