@@ -201,14 +201,17 @@ class TensorTransfers:
 
     def _ways(self, own: TensorLocation, other: TensorLocation, receiver: str) -> list[str]:
         """Return the ways besides host memory."""
-        if not other.device:
+        if not other.device or not self._trusts(receiver):
             return []
         if own.device == other.device:  # a group cannot use an accelerator twice
             return ["ipc"] if own.host_token == other.host_token else []
-        return [self._backend] if self._may_connect(receiver) else []
+        return [self._backend]
 
-    def _may_connect(self, peer: str) -> bool:
-        """Return whether the network rules of a job permit a process group with `peer`: both groups must hold the model."""
+    def _trusts(self, peer: str) -> bool:
+        """Return whether this process may share memory or form a process group with `peer`.
+
+        In a job both groups must hold the model. The others run code that must not reach the trainer, and the network rules separate them.
+        """
         if self._context.job is None:
             return True
         kinds = kinds_of_environment()
@@ -246,10 +249,10 @@ class TensorTransfers:
                     return answer.reason
                 sending.result(exchange.left)
                 return ""
-            groups.abort(plan, str(error))
             if not isinstance(error, NotFormed):
                 reply.cancel()
                 raise exchange.original(error)
+            groups.abort(plan, str(error))  # ends the formation at the receiver
             answer = exchange.opened(reply.wait())
             return answer.reason if isinstance(answer, WayUnavailable) else str(error)
         except BaseException as error:
@@ -261,6 +264,10 @@ class TensorTransfers:
 
     def _fill(self, exchange: "_Exchange", message: GroupPlan | DeviceMemory, data: "torch.Tensor") -> str:
         """Receive `data`. Return "" when it has arrived, or why this process cannot receive in this way."""
+        if not self._trusts(exchange.peer):
+            raise InfrastructureError(
+                f"{exchange.peer} must send through host memory to {self._name}; one of the groups holds no model"
+            )
         if isinstance(message, GroupPlan):
             return self._join(exchange, message, data)
         return _copy(message, data)
@@ -269,7 +276,7 @@ class TensorTransfers:
         """Receive `data` over a process group. Return "" when it has arrived, or why the group could not be formed."""
         from rl_core.collective.pair import NotFormed
 
-        if plan.members != (exchange.peer, self._name) or not self._may_connect(exchange.peer):
+        if plan.members != (exchange.peer, self._name):
             raise InfrastructureError(f"{self._name} must not form a process group of {', '.join(plan.members)}")
         receiving = self._start(exchange, plan, data)
         try:

@@ -31,7 +31,7 @@ def test_the_way_is_that_of_the_places_of_both_ends(receiver, ways):
     assert transfers()._ways(HERE, receiver, "other:0") == ways
 
 
-def test_in_a_job_only_groups_that_hold_the_model_form_process_groups(monkeypatch):
+def test_in_a_job_only_groups_that_hold_the_model_share_memory_and_process_groups(monkeypatch):
     kinds = [
         {"name": name, "lifecycle": lifecycle, "weights": "none", "callers": [], "channels": {}}
         for name, lifecycle in (("worker", "gang"), ("gang", "gang"), ("elastic", "elastic"))
@@ -40,7 +40,7 @@ def test_in_a_job_only_groups_that_hold_the_model_form_process_groups(monkeypatc
     of_job = transfers(job=SimpleNamespace())
     found = {name: of_job._ways(HERE, OTHER, f"{name}:0") for name in ("gang", "elastic", "unknown")}
     assert found == {"gang": ["nccl"], "elastic": [], "unknown": []}
-    assert of_job._ways(HERE, HERE, "elastic:0") == ["ipc"]
+    assert of_job._ways(HERE, HERE, "gang:0") == ["ipc"] and of_job._ways(HERE, HERE, "elastic:0") == []
 
 
 def test_what_is_in_host_memory_is_sent_as_any_other_message():
