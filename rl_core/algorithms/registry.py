@@ -16,9 +16,8 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, TypeVar
 
-from rl_core.api.errors import ConfigError
 from rl_core.api.similar import did_you_mean
-from rl_core.api.user_code import import_reference
+from rl_core.api.user_code import import_function
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -116,16 +115,26 @@ def resolve(kind: str, name: str) -> Callable[..., Any]:
     """
     table = _table(kind)
     if ":" in name:
-        return _extension(kind, name)
+        return import_function(name, field=f"{kind} function")
     canonical = _normal(name)
     canonical = _aliases[kind].get(canonical, canonical)
     if canonical not in table:
         known = names(kind)
         raise ValueError(
-            f"{kind} must be one of {', '.join(known)} or a 'package.module:function', got {name!r}{did_you_mean(name, known)}"
+            f"{kind} must be one of {', '.join(known)} or a 'package.module:function', got {name!r}{_with_colon(name) or did_you_mean(name, known)}"
         )
     function = table[canonical]
     return _load(kind, function) if isinstance(function, _Builtin) else function
+
+
+def _with_colon(name: str) -> str:
+    """Return ` (did you mean MODULE:FUNCTION?)` for a name of the form MODULE.FUNCTION, else ""."""
+    module, _, function = name.rpartition(".")
+    return (
+        f" (did you mean {module}:{function}?)"
+        if module.replace(".", "_").isidentifier() and function.isidentifier()
+        else ""
+    )
 
 
 def builtin(kind: str, name: str) -> Callable[..., Any]:
@@ -211,13 +220,3 @@ def _table(kind: str) -> dict[str, _Builtin | Callable[..., Any]]:
 
 def _normal(name: str) -> str:
     return name.lower().replace("-", "_")
-
-
-def _extension(kind: str, name: str) -> Callable[..., Any]:
-    extension = import_reference(name, field=f"{kind} function")
-    if not callable(extension):
-        raise ConfigError(
-            f"{kind} function: must be a function, got {name!r}, which is a {type(extension).__name__}; correct it"
-        )
-    function: Callable[..., Any] = extension
-    return function

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,11 @@ def import_reference(reference: str, *, field: str) -> Any:
     module_name, _, path = reference.partition(":")
     if not module_name or not path:
         raise ConfigError(f"{field}: must have the form module:name, got {reference!r}; correct it")
+    if "/" in module_name or module_name.endswith(".py"):
+        module = module_name.rpartition("/")[2].removesuffix(".py")
+        raise ConfigError(
+            f"{field}: must name a module and not a file, got {reference!r}; write {module}:{path}, with {module}.py beside the job file"
+        )
     target: Any = _import(module_name, field=field)
     for part in path.split("."):
         if not hasattr(target, part):
@@ -79,6 +84,14 @@ def import_reference(reference: str, *, field: str) -> Any:
             )
         target = getattr(target, part)
     return target
+
+
+def import_function(reference: str, *, field: str) -> Callable[..., Any]:
+    """Return the function `module:name`. Raises ConfigError as `import_reference`, and for an object that cannot be called."""
+    function = import_reference(reference, field=field)
+    if not callable(function):
+        raise ConfigError(f"{field}: must name a function, got {reference!r}, which is a {type(function).__name__}")
+    return function  # type: ignore[no-any-return]
 
 
 def _import(name: str, *, field: str) -> Any:

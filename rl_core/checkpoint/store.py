@@ -42,7 +42,7 @@ class Checkpoint:
     path: Path
     manifest: Manifest
     passed_over: tuple[str, ...] = ()
-    """Newer checkpoints that `auto` skipped because they are damaged, each with the damage."""
+    """Set by a resume with `auto`: the newer checkpoints that it skipped because they are damaged, each as text with the reason."""
 
     def __fspath__(self) -> str:
         return str(self.path)

@@ -193,7 +193,7 @@ def report(job: RLJob, folder: Path, code: int) -> int:
     sys.stderr.write(
         f"rljob: {job.metadata.name} ended with {kind} (exit code {code}) at step {read_step(folder)}: {message}\n"
     )
-    goes_on = "continue" if (status.get("checkpoint") or {}).get("lastStep") is not None else "begin again at step 0"
+    goes_on = "continue" if any(folder.glob(f"checkpoints/step-*/{MANIFEST}")) else "begin again at step 0"
     again = "" if code == 4 else f"; {goes_on} with --output {folder} --resume auto"  # it would meet the same data
     sys.stderr.write(
         f"rljob: look at it with rljob view {shlex.quote(str(folder))}; logs in {folder / 'logs'}{again}\n"

@@ -81,7 +81,7 @@ class TensorGroup:
 
     @property
     def poisoned(self) -> str:
-        """Return why the group cannot be used any more; "" while it can."""
+        """The reason why the group was aborted or closed, or "" if it can be used. A group with a reason must be formed again."""
         return self._poison
 
     def broadcast(self, tensor: torch.Tensor, *, root: int = 0, timeout: float | None = None) -> None:
@@ -161,8 +161,8 @@ class TensorGroup:
             self.abort(f"{self.plan.members[0]} ended it: a member was lost")
 
     def _late(self, timeout: float) -> DeadlineExceeded:
-        done = "by nobody" if self.rank == 0 else f"by {self.plan.members[0]}"
-        return DeadlineExceeded(f"broadcast in group {self.plan.key} was not finished {done} within {timeout:g} s")
+        what = "received by all members" if self.rank == 0 else f"finished by {self.plan.members[0]}"
+        return DeadlineExceeded(f"broadcast in group {self.plan.key} was not {what} within {timeout:g} s")
 
     def abort(self, reason: str) -> None:
         """Make the group unusable and end the operations in it. A second call does nothing."""

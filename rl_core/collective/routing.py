@@ -8,34 +8,35 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rl_core.plan.routing import routes
+
 Route = list[tuple[int, int]]
 """[(rank of the other side, rows)], in row order."""
 
 
 def get_dst_ranks(batch: int, sources: int, destinations: int, src: int) -> Route:
     """Return where the rows of source `src` go. Raises ValueError when `batch` rows cannot be divided equally on both sides."""
-    return _overlaps(batch, sources, destinations, src, "src")
+    _check(batch, sources, destinations, src=src)
+    every = routes(batch // sources, env_workers=sources, rollouts=destinations)
+    return [(one.rollout, one.size) for one in every if one.env == src]
 
 
 def get_src_ranks(batch: int, sources: int, destinations: int, dst: int) -> Route:
     """Return where the rows of destination `dst` come from. It is the inverse of `get_dst_ranks`, and raises the same errors."""
-    return _overlaps(batch, destinations, sources, dst, "dst")
+    _check(batch, sources, destinations, dst=dst)
+    every = routes(batch // sources, env_workers=sources, rollouts=destinations)
+    return [(one.env, one.size) for one in every if one.rollout == dst]
 
 
-def _overlaps(batch: int, own: int, others: int, rank: int, name: str) -> Route:
-    if own <= 0 or others <= 0 or batch <= 0 or batch % own or batch % others:
+def _check(batch: int, sources: int, destinations: int, *, src: int = 0, dst: int = 0) -> None:
+    if sources <= 0 or destinations <= 0 or batch <= 0 or batch % sources or batch % destinations:
         raise ValueError(
-            f"the rows of a batch must be divisible by both numbers of ranks, got {batch} rows, {own} and {others} ranks; pad or drop rows"
+            f"the rows of a batch must be divisible by both numbers of ranks, got {batch} rows, {sources} and {destinations} ranks; "
+            "pad or drop rows"
         )
-    if not 0 <= rank < own:
-        raise ValueError(f"{name} must be in [0, {own}), got {rank}")
-    mine, theirs = batch // own, batch // others
-    start, stop = rank * mine, (rank + 1) * mine
-    route = []
-    for other in range(start // theirs, -(-stop // theirs)):
-        rows = min(stop, (other + 1) * theirs) - max(start, other * theirs)
-        route.append((other, rows))
-    return route
+    for name, rank, ranks in (("src", src, sources), ("dst", dst, destinations)):
+        if not 0 <= rank < ranks:
+            raise ValueError(f"{name} must be in [0, {ranks}), got {rank}")
 
 
 def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:

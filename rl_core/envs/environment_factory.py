@@ -114,14 +114,14 @@ class _Kind:
         self._free = [instance]
 
     def take(self) -> Any:
-        """Return an instance that no other episode uses."""
+        """Take an instance out of the pool for one episode. Creates a new one if all are in use."""
         try:
             return self._free.pop()  # atomic: episodes run in threads
         except IndexError:
             return self._factory()
 
     def give_back(self, instance: Any) -> None:
-        """Return `instance`, so that another episode can use it."""
+        """Put `instance` back into the pool after its episode. A later `take` returns it."""
         self._free.append(instance)
 
 

@@ -10,15 +10,15 @@ and makes these actions again, so an episode survives the loss of a process, and
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from pydantic import Field
 
-from rl_core.api.errors import ConfigError, RolloutDataFailure
+from rl_core.api.errors import RolloutDataFailure
 from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
-from rl_core.api.user_code import import_reference
+from rl_core.api.user_code import import_function
 from rl_core.envs.base import EnvConfig, Log, bool_array, float_array, last_assistant_text, parse_config
 from rl_core.envs.simulator import make_simulator
 from rl_core.messages.embodied import SimulatorSettings
@@ -53,7 +53,8 @@ class GymnasiumTextEnvironment(EnvironmentInterface):
         """Build a simulator. Raises ConfigError when it cannot be built and for functions that cannot be imported."""
         self.config = parse_config(GymnasiumTextConfig, cfg)
         self._action, self._observation = (
-            _function(getattr(self.config, name), f"env.options.{name}") for name in ("action", "observation")
+            import_function(getattr(self.config, name), field=f"env.options.{name}")
+            for name in ("action", "observation")
         )
         self._open: OrderedDict[str, _Episode] = OrderedDict()
         """Episodes by their seed and the actions so far."""
@@ -159,13 +160,6 @@ class _Episode:
                 f"environment gymnasium_text: the reward of a step must be a finite number, got {reward!r}; correct the simulator"
             )
         return float(reward), bool(terminated or truncated)
-
-
-def _function(reference: str, field: str) -> Callable[..., Any]:
-    function = import_reference(reference, field=field)
-    if not callable(function):
-        raise ConfigError(f"{field}: must name a function, got {reference}, which is a {type(function).__name__}")
-    return function  # type: ignore[no-any-return]
 
 
 def _key(seed: int, made: list[Any]) -> str:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from rl_core.api.errors import ConfigError
 from rl_core.api.records import EnvironmentInterface
 from rl_core.api.similar import did_you_mean
-from rl_core.api.user_code import describe, import_reference
+from rl_core.api.user_code import describe, import_function, import_reference
 
 Env = TypeVar("Env", bound=type)
 RewardFunction = Callable[..., Any]
@@ -102,10 +102,7 @@ def load_reward(reference: str) -> RewardFunction:
     """
     if ":" not in reference:
         return _registered_reward(reference)
-    function = import_reference(reference, field="env.reward")
-    if not callable(function):
-        raise ConfigError(f"env.reward: must name a function, got {reference!r}, which is a {type(function).__name__}")
-    return function  # type: ignore[no-any-return]
+    return import_function(reference, field="env.reward")
 
 
 def _registered_reward(name: str) -> RewardFunction:

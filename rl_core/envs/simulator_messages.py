@@ -22,7 +22,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def request_to_arrays(request: Request) -> dict[str, Any]:
-    """Return a request as arrays by name."""
+    """Convert a request to the simulator process into arrays by name, the form in which it is sent."""
     seed = np.array((request.seed, request.row), np.int64)
     if isinstance(request, SimulatorReset):
         return {"seed": seed, "record": np.array(request.record)}
@@ -30,7 +30,7 @@ def request_to_arrays(request: Request) -> dict[str, Any]:
 
 
 def request_from_arrays(arrays: Arrays) -> Request:
-    """Return the request that `request_to_arrays` converted to `arrays`."""
+    """Convert received `arrays` back into a request. The inverse of `request_to_arrays`."""
     seed, row = arrays["seed"].tolist()
     if "actions" in arrays:
         return SimulatorChunk(actions=arrays["actions"], seed=seed, row=row)
@@ -38,7 +38,7 @@ def request_from_arrays(arrays: Arrays) -> Request:
 
 
 def answer_to_arrays(answer: SimulatorAnswer) -> dict[str, Any]:
-    """Return the answer of a simulator as arrays by name."""
+    """Convert the answer of a simulator process into arrays by name, the form in which it is sent."""
     arrays = {f"obs.{name}": array for name, array in answer.obs.items()}
     if answer.final_obs is not None:
         arrays |= {f"final_obs.{name}": array for name, array in answer.final_obs.items()}

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import Field, model_validator
 
 from rl_core.api.errors import ConfigError, DataError, shown
-from rl_core.api.user_code import describe, import_reference
+from rl_core.api.user_code import describe, import_function
 from rl_core.envs.base import last_assistant_text, parse_config, prompt_text
 from rl_core.groups.model import ModelConfig, conversation_ids, load, load_tokenizer
 from rl_core.plan.groups import ACTOR, ENV, ROLLOUT
@@ -208,12 +208,7 @@ def _parser(reference: str | None) -> Callable[[str], Any]:
     """Return the user's parser, or that of numbers between markers. Raises ConfigError."""
     if reference is None:
         return marked_number
-    parser = import_reference(reference, field="config.parser")
-    if not callable(parser):
-        raise ConfigError(
-            f"config.parser: must be a function of the answer, got {type(parser).__name__}; name a function"
-        )
-    return parser  # type: ignore[no-any-return]
+    return import_function(reference, field="config.parser")
 
 
 def marked_number(answer: str) -> float | None:

@@ -25,7 +25,7 @@ FINAL_PHASES = ("Finished", "Failed", "Suspended")
 INTERRUPTED = 130
 """Exit code of a run that was asked to stop."""
 TERMINATED = "SIGTERM: "
-"""Begins the failure of a runner that was terminated."""
+"""Beginning of the failure message of a runner that got SIGTERM. The runner does not know the reason; the launcher does."""
 LOCK_SECONDS = 0.2
 """Seconds that a run waits for the lock of its folder; `is_abandoned` holds it for a moment."""
 PRIVATE = ".rljob"
@@ -156,10 +156,10 @@ class Workspace:
             status["phase"] = "Failed"
         elif status["phase"] == "Finished" and status.get("step", 0) < status.get("totalSteps", 0):
             status["phase"] = "Suspended"  # it was asked to end and has saved: `--resume auto` continues it
-        told = status.get("failure") or {}
-        if code not in (0, INTERRUPTED) and failure and str(told.get("message")).startswith(TERMINATED):
-            status["failure"] = {**told, "message": f"{failure}; {told['message']}"}  # why the runner was terminated
-        if code != 0 and not told:
+        own = status.get("failure") or {}
+        if code not in (0, INTERRUPTED) and failure and str(own.get("message")).startswith(TERMINATED):
+            status["failure"] = {**own, "message": f"{failure}; {own['message']}"}
+        if code != 0 and not own:
             kind, message = "Interrupted" if code == INTERRUPTED else "", failure or "the launcher failed"
             status["failure"] = {"type": kind, "message": message, "exitCode": code}
         return status

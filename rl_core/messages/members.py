@@ -52,7 +52,7 @@ class MemberState(StrEnum):
 
     @property
     def constructed(self) -> bool:
-        """Return whether the member holds a worker object and takes calls."""
+        """Return whether the member holds a worker object and takes calls. False while it is SUSPECT or DRAINING."""
         return self in (MemberState.READY, MemberState.UPDATING, MemberState.SERVING)
 
     @property

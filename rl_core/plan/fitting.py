@@ -64,7 +64,10 @@ def _more_processes(job: RLJobSpec) -> Iterator[Change]:
         if in_pod and actor.gpus * factor <= MOST_IN_A_POD and job.placement.mode == "disaggregated":
             yield f"actor.gpus {actor.gpus * factor}", {"gpus": actor.gpus * factor}
         else:
-            yield f"actor.replicas {actor.replicas * factor}", {"replicas": actor.replicas * factor}
+            replicas = actor.replicas * factor
+            shared = job.placement.mode != "disaggregated"  # each pod of the actor has a rollout
+            beside = f" and rollout.replicas {replicas}" if shared and job.rollout.replicas < replicas else ""
+            yield f"actor.replicas {replicas}{beside}", {"replicas": replicas}
 
 
 def _smaller_batches(job: RLJobSpec) -> Iterator[Change]:

@@ -1,4 +1,7 @@
-"""Which env worker sends how many simulators' observations to which rollout, and how trajectories are cut for the data ranks. Pure."""
+"""Which env worker sends how many simulators' observations to which rollout, and how trajectories are cut for the data ranks. Pure.
+
+`collective.routing` divides the rows of a batch between two groups in the same way.
+"""
 
 import math
 from typing import NamedTuple

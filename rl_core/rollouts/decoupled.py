@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rl_core.api.errors import DataError
 from rl_core.api.records import ChunkStepResult, EnvOutput
 from rl_core.channel.direct import DirectChannel
+from rl_core.collective.routing import merge_batches
 from rl_core.rollouts.embodied import merge_env_outputs
 from rl_core.rollouts.recorder import TrajectoryRecorder
 
@@ -109,7 +109,8 @@ class DecoupledDecisions:
     def _decide(self, asking: Sequence[tuple[Lane, EnvOutput]]) -> None:
         """Decide for lanes in one batch, and record their outputs while their simulators make the actions."""
         self.progress("decisions")
-        step, values = self.decide(EnvOutput(obs=merged_observations([output.obs for _, output in asking])))
+        parts = [output.obs for _, output in asking]
+        step, values = self.decide(EnvOutput(obs=parts[0] if len(parts) == 1 else merge_batches(parts)))
         steps = split_step(step, [lane.size for lane, _ in asking])
         for (lane, _), part in zip(asking, steps, strict=True):
             self.act(lane, part.actions)
@@ -121,13 +122,6 @@ class DecoupledDecisions:
             self.observe(lane.recorder, output)
             lane.recorder.decide(part)
             lane.made += 1
-
-
-def merged_observations(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return observations [B, ...] by name of several env workers as one, in their order."""
-    if len(parts) == 1:
-        return parts[0]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def split_step(step: ChunkStepResult, sizes: Sequence[int]) -> list[ChunkStepResult]:

@@ -32,7 +32,6 @@ LOOK_S = 1.0
 """Seconds between two checks for lost members while trajectories are collected."""
 MOST_REPEATS = 20
 """Number of attempts to collect the trajectories of one step. When the last one fails, the run fails."""
-LEAVING = ("suspect", "draining")
 Wait = Callable[[], None]
 
 
@@ -150,7 +149,7 @@ class Collection:
 
     def _members(self, group: str) -> list[Member]:
         version = self._run.progress.version
-        present = [m for m in self._run.cluster.members(group) if m.state.constructed and m.state not in LEAVING]
+        present = [m for m in self._run.cluster.members(group) if m.state.constructed]
         if group != ROLLOUT:
             return present
         return [m for m in present if self._versions.version_of((m.name, m.incarnation)) == version]

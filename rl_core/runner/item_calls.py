@@ -15,8 +15,6 @@ LOOK = 0.25
 """Seconds between two checks of the members and of requests to stop."""
 MOST_LOSSES = 5
 """Number of members lost with the same item after which the item is given up, because the item itself may cause the losses."""
-LEAVING = ("suspect", "draining")
-"""States in which a member has a worker but gets no new item."""
 
 
 def call_each(
@@ -74,7 +72,7 @@ class _ItemCalls:
         for member in self._cluster.members(self._group):
             if not self._waiting:
                 break
-            if member.name in busy or not member.state.constructed or member.state in LEAVING:
+            if member.name in busy or not member.state.constructed:
                 continue
             index = self._waiting.popleft()
             call = self._cluster.submit(member.name, self._method, (self._items[index],), {}, timeout=self._seconds)

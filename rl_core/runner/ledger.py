@@ -451,9 +451,15 @@ class PromptLedger:
         } | self._mixture()
         wrong = {key: (state.get(key), value) for key, value in mine.items() if state.get(key) != value}
         if wrong:
-            differences = ", ".join(f"{key} {saved} (saved) and {now} (now)" for key, (saved, now) in wrong.items())
+            names = {
+                "seed": "algorithm.seed",
+                "shuffle": "data.shuffle",
+                "size": "prompts in data.train",
+                "parts": "data.sets",
+            }
+            differences = ", ".join(f"{names[key]}: {saved} then, {now} now" for key, (saved, now) in wrong.items())
             raise ConfigError(
-                f"the ledger must be resumed over the same data order, got {differences}; restore them or start afresh"
+                f"a run must be resumed with the prompts that it began with, got {differences}; restore them, or begin a new run in another folder"
             )
         self._cursor, self._low_water = int(state["cursor"]), int(state["low_water"])
         self._final = {int(position): GroupState(name) for position, name in state["final_above"].items()}

@@ -25,11 +25,11 @@ PATTERNS = {
     "samples": re.compile(r"[\w-]{1,100}\.(jsonl|index)", re.ASCII),
     "traces": re.compile(r"[\w-]{1,100}\.json", re.ASCII),
 }
-"""Patterns of the names of files that are sent, by their folder below the output folder."""
+"""Files that the CLI may download: folder below the output folder -> pattern of the file names."""
 
 
 def is_served(name: str) -> bool:
-    """Return whether the file `name`, relative to the output folder, may be sent."""
+    """Return whether the CLI may download the file `name`, a path relative to the output folder. PATTERNS lists these files."""
     folder, _, file = name.rpartition("/")
     return folder in PATTERNS and name == _joined(folder, file) and PATTERNS[folder].fullmatch(file) is not None
 

@@ -1,4 +1,8 @@
-"""The objects that every run has, independent of its program: members, spec, progress, status, stops, channels and step reports."""
+"""`Run`: the objects that a training loop needs, whichever program it is.
+
+They are the members of the worker groups, the job's spec, the progress, the status that users see, stop requests, channels and the
+reports of steps.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path

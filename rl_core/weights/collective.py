@@ -59,7 +59,10 @@ class GroupSender:
                 self._abort(plan, reason)
 
     def _broken(self, done: "asyncio.Future[Any]", transfers: Mapping["asyncio.Future[Any]", Handshake]) -> str:
-        """Return why the group cannot be used any more; "" if it can. `done` is the ended broadcast, or the ended answer of a receiver."""
+        """Return the reason why the process group must be aborted, or "" if it can be used further.
+
+        `done` has ended. It is either the broadcast, or one receiver's answer to the transfer: a key of `transfers`.
+        """
         handshake = transfers.get(done)
         if handshake is None:
             error = done.exception()

@@ -250,9 +250,13 @@ class Cluster:
             delete_stored(change.member.name)
         if change.kind == "lost":
             with self._lock:
-                _, client = self._clients.pop(change.member.name, (None, None))
-            if client is not None:
-                client.fail(f"{change.member.name} is lost: {change.reason}")
+                known = self._clients.get(change.member.name)
+                if known is not None and known[0].incarnation > change.member.incarnation:
+                    known = None  # the client is already that of the replacement
+                else:
+                    self._clients.pop(change.member.name, None)
+            if known is not None:
+                known[1].fail(f"{change.member.name} is lost: {change.reason}")
         elif change.kind == "joined":
             for callback in self._on_joined:
                 callback(change.member)

@@ -12,11 +12,9 @@ from contextlib import suppress
 from typing import Any
 
 from rl_core.api.errors import DeadlineExceeded, WorkerLost
-from rl_core.messages.members import MemberState, MemberView
+from rl_core.messages.members import MemberView
 from rl_core.workers.worker import Worker
 
-LEAVING = (MemberState.SUSPECT, MemberState.DRAINING)
-"""States in which a member gets no new call."""
 MOST_LOSSES = 3
 """Number of members lost with the same call after which the call is given up, because the call itself may cause the losses."""
 LOOK_SECONDS = 1.0
@@ -62,7 +60,7 @@ class MemberCaller:
     async def _free_member(self, group: str, method: str, deadline: float, seconds: float) -> MemberView:
         """Return the member with the fewest calls in flight; waits until there is one."""
         while True:
-            ready = [m for m in self._worker.members(group) if m.state.constructed and m.state not in LEAVING]
+            ready = [m for m in self._worker.members(group) if m.state.constructed]
             if ready:
                 return min(ready, key=lambda m: (self._in_flight[m.address], m.rank))
             left = deadline - self._clock()

@@ -86,7 +86,7 @@ class WorkerGroupFuncResult:
         self._cancelled = False
         self._failed_at: float | None = None
         self._consumed = False
-        self._told = False
+        self._received = False
         """Whether a caller has received the result or an error. If not, a failure is logged when the object is deleted."""
         self._lock = threading.Lock()
         """Guards the three fields below, because calls to ranks end on several threads."""
@@ -97,12 +97,12 @@ class WorkerGroupFuncResult:
         self._running = len(self._calls)
         """Ranks that have not ended."""
         # by a weak reference: without a cycle, calls that have ended are freed without the garbage collector
-        on_done = functools.partial(_tell, weakref.ref(self), f"{group}.{method}")
+        on_done = functools.partial(_rank_ended, weakref.ref(self), f"{group}.{method}")
         for call in self._calls.values():
             call.future.add_done_callback(on_done)
 
     def __del__(self) -> None:
-        if getattr(self, "_told", True) or self._cancelled:
+        if getattr(self, "_received", True) or self._cancelled:
             return
         for call in self._calls.values():
             if call.future.done():
@@ -265,7 +265,7 @@ class WorkerGroupFuncResult:
         return "; ".join(call.describe() for call in self._missing())
 
     def _outcome(self, wait: DeadlineWait) -> list[Any]:
-        self._told = self._told or self.done() or self._failed_at is not None
+        self._received = self._received or self.done() or self._failed_at is not None
         if self._cancelled:
             raise CallCancelled(f"{self.group}.{self.method} was cancelled after {self._clock() - self._began:.1f} s")
         if not self._running and self._failed_at is None:
@@ -288,10 +288,13 @@ class WorkerGroupFuncResult:
         return [future.result().value for future in ended]
 
 
-def _tell(
+def _rank_ended(
     result: "weakref.ref[WorkerGroupFuncResult]", name: str, future: "concurrent.futures.Future[MethodResult]"
 ) -> None:
-    """Inform the group call `name` that the call to one rank has ended. If its result object was deleted, log an error of the rank."""
+    """Handle the end of the call to one rank of the group call `name`.
+
+    It notifies the result object of the group call. If this object was deleted, nobody can receive an error of the rank, which is logged.
+    """
     if (follower := result()) is not None:
         follower._on_done(future)
     else:

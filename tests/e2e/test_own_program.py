@@ -161,7 +161,7 @@ class Forgets(Fault):
 
 
 @pytest.mark.parametrize(
-    ("program", "code", "told"),
+    ("program", "code", "message"),
     [
         ("Raises", 3, r"ZeroDivisionError: division by zero \(own.py:28 in fault\)"),
         ("MemberRaises", 3, "square rank 1: fail raised KeyError: 'no such row'"),
@@ -171,14 +171,14 @@ class Forgets(Fault):
         ("Forgets", 0, "square.fail failed and nobody waited for its result: RemoteError: square rank 0: fail raised"),
     ],
 )
-def test_what_is_wrong_with_a_program_is_told_with_its_place_and_nothing_is_left(start, program, code, told):
+def test_what_is_wrong_with_a_program_is_reported_with_its_place_and_nothing_is_left(start, program, code, message):
     stall = {"seconds": 4.0 if "Hangs" in program else 300.0, "action": "FailJob"}
     group = {"name": "square", "worker": "own:Square", "replicas": 2}
     spec = SPEC | {"program": f"own:{program}", "groups": [group], "algorithm": {"steps": 1}}
     run = start(**spec, failurePolicy={"stall": stall, "maxRestarts": 0})
     (run.job.parent / "own.py").write_text(BROKEN)
     assert run.run() == code, run.text + run.logs()
-    assert re.search(told, run.text if code else run.logs()), run.text + run.logs()
+    assert re.search(message, run.text if code else run.logs()), run.text + run.logs()
     assert run.processes() == []
 
 
@@ -189,7 +189,7 @@ from rl_core.workers.worker import Worker
 
 
 class Vault(Worker):
-    peer_methods = {"friend": frozenset({"open"})}
+    peer_methods = {"declared": frozenset({"open"})}
 
     def __init__(self, config): ...
 
@@ -219,7 +219,7 @@ class Ask(GroupProgram):
         for step in self.steps():
             with step:
                 [address] = self.stops.wait(groups["vault"].where())
-                for group, method in (("friend", "open"), ("friend", "empty"), ("stranger", "open")):
+                for group, method in (("declared", "open"), ("declared", "empty"), ("undeclared", "open")):
                     [answer] = self.stops.wait(groups[group].ask(address, method))
                     print(group, method, answer, flush=True)
 """
@@ -227,19 +227,19 @@ class Ask(GroupProgram):
 
 def test_a_group_answers_its_declared_callers_what_it_names_and_nobody_else(start):
     groups = [
-        {"name": "vault", "worker": "own:Vault", "callers": ["friend"]},
-        {"name": "friend", "worker": "own:Caller"},
-        {"name": "stranger", "worker": "own:Caller"},
+        {"name": "vault", "worker": "own:Vault", "callers": ["declared"]},
+        {"name": "declared", "worker": "own:Caller"},
+        {"name": "undeclared", "worker": "own:Caller"},
     ]
     run = start(**SPEC | {"program": "own:Ask", "groups": groups, "algorithm": {"steps": 1}})
     (run.job.parent / "own.py").write_text(KEYS)
     assert run.run() == 0, run.text + run.logs()
-    for told in (
-        "friend open opened",
-        "friend empty ConfigError: role friend may not call 'empty' of vault:0 at ",
-        "stranger open DeadlineExceeded: open at .* the server refused this process's key",
+    for line in (
+        "declared open opened",
+        "declared empty ConfigError: role declared may not call 'empty' of vault:0 at ",
+        "undeclared open DeadlineExceeded: open at .* the server refused this process's key",
     ):
-        assert re.search(told, run.logs()), run.logs()
+        assert re.search(line, run.logs()), run.logs()
 
 
 def counter(run):

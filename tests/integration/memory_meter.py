@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from torch._C._profiler import _EventType
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from rl_core.weights import offload
@@ -21,8 +22,8 @@ GROUPS = (0, 1, 2, 4)
 class Meter:
     """Bytes that torch's CPU allocator has given out since the meter was made, as far as it is run under it.
 
-    Without the copy that gloo makes of what it reduces and scatters: NCCL makes none. A block that gloo's thread frees, because it was the
-    last to use it, is unseen by the profiler, and counts until its address is given out again.
+    Without the copy that gloo makes of what it reduces and scatters: NCCL makes none. The profiler does not see that gloo's thread frees a
+    block. Such a block counts until its address is given out again, or until `forget_unused`.
     """
 
     def __init__(self) -> None:
@@ -39,6 +40,14 @@ class Meter:
         held = list(itertools.accumulate(self._changes(seen), initial=self.held))
         self.held = held[-1]
         return max(held)
+
+    def forget_unused(self) -> None:
+        """Count only the blocks that a tensor of a Python object, or the gradient of one, uses. Not to be called while a graph is held."""
+        tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]  # isinstance would run foreign code
+        tensors += [one.grad for one in tensors if isinstance(one, torch.nn.Parameter) and one.grad is not None]
+        used = {one.untyped_storage().data_ptr() for one in tensors if not isinstance(one, DTensor)}
+        self._sizes = {address: size for address, size in self._sizes.items() if address in used}
+        self.held = sum(self._sizes.values())
 
     def _changes(self, seen: profile) -> Iterator[int]:
         """Yield the size of each block that was allocated, and minus that of each that was freed, in the order of time."""
@@ -100,6 +109,7 @@ def measure(make_actor: Callable[[], object]) -> dict[str, int]:
         measured = {"logprob": meter.peak(lambda: actor.score(row, 1)), "train": meter.peak(lambda: train(actor))}
         stays = {"weights": not parts.params, "gradients": not parts.grads, "optimizer": not parts.optimizer}
         meter.peak(lambda: actor.occupy([part for part, here in stays.items() if here]))
+        meter.forget_unused()
     finally:
         offload.torch = torch
     return measured | {"idle": meter.held}

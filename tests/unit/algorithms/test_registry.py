@@ -135,9 +135,14 @@ def test_user_extension_is_imported_by_path():
     [
         ("no_such_package.x:f", r"reward function: must be importable, got 'no_such_package\.x', which was not found"),
         ("json:no_such", "reward function: must exist, got 'json:no_such'"),
-        ("json:__name__", "reward function: must be a function, got 'json:__name__', which is a str"),
+        ("json:__name__", "reward function: must name a function, got 'json:__name__', which is a str"),
     ],
 )
 def test_failing_extension_is_a_value_error_naming_it(path, told):
     with pytest.raises(ValueError, match=told):
         resolve("reward", path)
+
+
+def test_a_function_with_a_dot_before_its_name_gets_the_colon():
+    with pytest.raises(ValueError, match=r"got 'own\.rewards\.score' \(did you mean own\.rewards:score\?\)"):
+        resolve("reward", "own.rewards.score")

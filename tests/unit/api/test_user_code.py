@@ -1,4 +1,4 @@
-"""Code of the user by name: modules with `register()`, `module:object`, and failures told with their cause."""
+"""Code of the user by name: modules with `register()`, `module:object`, and failures reported with their cause."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def module(tmp_path, monkeypatch, request):
 
 
 FAILURES = pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("x = 1 / 0", r"ZeroDivisionError: division by zero \(user_code_\d+\.py:1 in <module>\); correct the module"),
         ("import sys; sys.exit(3)", "SystemExit: 3"),
@@ -32,11 +32,11 @@ FAILURES = pytest.mark.parametrize(
 
 
 @FAILURES
-def test_a_module_that_fails_to_import_is_told_with_its_cause(module, text, told):
+def test_a_module_that_fails_to_import_is_reported_with_its_cause(module, text, message):
     name = module(text)
-    with pytest.raises(ConfigError, match=rf"^env\.reward: must be importable, got '{name}': {told}"):
+    with pytest.raises(ConfigError, match=rf"^env\.reward: must be importable, got '{name}': {message}"):
         import_reference(f"{name}:f", field="env.reward")
-    with pytest.raises(ConfigError, match=rf"^extensions: must be importable, got '{name}': {told}"):
+    with pytest.raises(ConfigError, match=rf"^extensions: must be importable, got '{name}': {message}"):
         load_extensions([name])
 
 
@@ -47,7 +47,7 @@ def test_a_module_that_is_not_there_says_where_it_is_looked_for():
         load_extensions(["user_nowhere.deep"])
 
 
-def test_an_object_that_is_not_there_is_told_with_those_that_are(module):
+def test_an_object_that_is_not_there_is_reported_with_those_that_are(module):
     name = module("def score(): ...\ndef _hidden(): ...\nnumber = 1")
     with pytest.raises(ConfigError, match="has no 'scor'; it defines score$"):
         import_reference(f"{name}:scor", field="env.reward")
@@ -70,6 +70,14 @@ def test_a_traceback_begins_with_the_users_code_and_goes_on_in_libraries(module)
 @pytest.mark.parametrize("reference", ["module", "module:", ":name"])
 def test_a_reference_names_module_and_object(reference):
     with pytest.raises(ConfigError, match=r"must have the form module:name"):
+        import_reference(reference, field="env.reward")
+
+
+@pytest.mark.parametrize("reference", ["score.py:correct", "./score.py:correct", "rewards/score.py:correct"])
+def test_a_file_in_place_of_a_module_gets_the_name_of_the_module(reference):
+    with pytest.raises(
+        ConfigError, match=r"name a module and not a file, got .*; write score:correct, with score\.py beside"
+    ):
         import_reference(reference, field="env.reward")
 
 

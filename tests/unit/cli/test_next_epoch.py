@@ -1,10 +1,11 @@
-"""The epoch in which a run begins in a folder that another one has used."""
+"""How a run begins in a folder that another one has used, and what it says of the next one when it fails."""
 
 import json
 
 import pytest
 
-from rl_core.cli.run import next_epoch
+from rl_core.api.job import RLJob
+from rl_core.cli.run import next_epoch, report
 
 
 def write(path, text):
@@ -24,3 +25,18 @@ def test_a_torn_status_does_not_begin_again_at_an_epoch_that_the_checkpoints_hav
     write(tmp_path / "checkpoints" / "step-0000003" / "manifest.json", json.dumps({"epoch": 3}))
     write(tmp_path / "checkpoints" / "step-0000005" / "manifest.json", torn)
     assert next_epoch(tmp_path) == 4
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_run_that_failed_says_whether_it_goes_on_from_a_checkpoint(tmp_path, capsys, saved):
+    """Also where the status of the failed attempt names none, because it ended before it loaded one."""
+    (tmp_path / "status.json").write_text(json.dumps({"step": 15, "failure": {"message": "other data"}}))
+    if saved:
+        (tmp_path / "checkpoints/step-00000015").mkdir(parents=True)
+        (tmp_path / "checkpoints/step-00000015/manifest.json").touch()
+    spec = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"promptsPerStep": 1, "steps": 1}}
+    job = RLJob.model_validate(
+        {"apiVersion": "rljob.dev/v1alpha1", "kind": "RLJob", "metadata": {"name": "own"}, "spec": spec}
+    )
+    assert report(job, tmp_path, 2) == 2
+    assert ("; continue with" if saved else "; begin again at step 0 with") in capsys.readouterr().err

@@ -121,7 +121,7 @@ def test_nor_does_a_broadcast_that_is_aborted_while_it_begins():
 def test_a_device_that_is_not_done_in_time_is_not_waited_for():
     group, looks = lone_group(SlowToEnd(queue.SimpleQueue())), iter([False, False, True])
     group._poll(lambda: next(looks), 60)
-    with pytest.raises(DeadlineExceeded, match="broadcast in group w/1/1 was not finished by nobody within 0 s"):
+    with pytest.raises(DeadlineExceeded, match="broadcast in group w/1/1 was not received by all members within 0 s"):
         group._poll(lambda: False, 0.0)
     group.abort("lost")
     group._poll(lambda: False, 60)  # abort ends its kernels

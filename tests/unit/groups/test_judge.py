@@ -154,7 +154,7 @@ def test_a_row_that_is_too_long_or_no_conversation_is_refused(judge):
     [
         ({"template": "{{ prompt"}, r"config.template: must be a Jinja template"),
         ({"parser": "verdicts:none"}, r"config.parser: must exist.*defines broken, digits, first_letter"),
-        ({"parser": "verdicts:number"}, r"config.parser: must be a function of the answer, got int"),
+        ({"parser": "verdicts:number"}, r"config.parser: must name a function, got 'verdicts:number', which is a int"),
         ({"temperature": 0}, r"temperature must be above 0 with attempts 3"),
         ({"minimum": 10}, r"minimum must be below maximum, got 10 and 10"),
         ({"maxNewTokens": 64}, r"config.maxNewTokens: must be below the 64 tokens"),

@@ -34,19 +34,21 @@ def test_a_run_with_steps_left_is_never_told_as_finished_by_an_interrupt(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("kind", "message", "expected"),
     [
-        ("SIGTERM: ended at step 4", "stalled: no progress; SIGTERM: ended at step 4"),
-        ("division by zero", "division by zero"),
+        ("Interrupted", "SIGTERM: ended at step 4", "stalled: no progress; SIGTERM: ended at step 4"),
+        ("Interrupted", "stalled: no progress: ended at step 4", "stalled: no progress: ended at step 4"),
+        ("Interrupted", "SIGTERM at actor:1: ended at step 4", "SIGTERM at actor:1: ended at step 4"),
+        ("ZeroDivisionError", "division by zero", "division by zero"),
     ],
 )
-def test_why_the_runner_was_terminated_is_told_before_its_own_last_words(tmp_path, told, expected):
+def test_the_failure_of_a_terminated_runner_begins_with_the_reason_of_the_launcher(tmp_path, kind, message, expected):
     space = Workspace(tmp_path)
-    space.write_status({"epoch": 0, "phase": "Failed", "failure": {"type": "", "message": told}}, restarts=0)
+    space.write_status({"epoch": 0, "phase": "Failed", "failure": {"type": kind, "message": message}}, restarts=0)
     assert space.final_status(3, "stalled: no progress", epoch=0)["failure"]["message"] == expected
 
 
-def test_a_run_that_told_nothing_has_failed(tmp_path):
+def test_a_run_without_a_status_has_failed(tmp_path):
     status = Workspace(tmp_path).final_status(3, "", epoch=2)
     assert (status["phase"], status["epoch"], status["failure"]["message"]) == ("Failed", 2, "the launcher failed")
 

@@ -348,6 +348,14 @@ def test_a_shortage_of_the_trainer_names_the_settings_with_which_it_fits(actor, 
         estimate(job, QWEN3_8B, device_memory=gib * GIB).check("actor")
 
 
+def test_more_pods_of_a_colocated_trainer_come_with_as_many_rollouts():
+    actor = {"replicas": 4, "gpus": 1, "gradientCheckpointing": True, "offload": {"optimizer": True}}
+    rollout = {"gpus": 1, "replicas": 4}
+    job = spec(actor=actor, rollout=rollout, placement={"mode": "colocated"})
+    with pytest.raises(CapacityError, match=r"; it fits with actor\.replicas 8 and rollout\.replicas 8$"):
+        estimate(job, QWEN3_8B, device_memory=30 * GIB).check("actor")
+
+
 def qwen3_8b(*, gib=80, algorithm=None, placement=None, **blocks):
     """Return the estimate of the job that somebody new writes first: one pod for each group, default batch."""
     sglang = {"engine": "sglang", "gpus": 1, "maxBatch": 128, "maxSequenceLength": 4096}

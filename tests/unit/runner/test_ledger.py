@@ -234,9 +234,9 @@ def test_a_resumed_ledger_continues_every_set_and_refuses_other_weights():
     resumed = mixed(3, 1)
     resumed.load_state_dict(saved)
     assert [lease.group_id for lease in resumed.lease(31, "r")] == whole[9:]
-    with pytest.raises(ConfigError, match="parts"):
+    with pytest.raises(ConfigError, match=r"data\.sets"):
         mixed(1, 1).load_state_dict(saved)
-    with pytest.raises(ConfigError, match="parts"):
+    with pytest.raises(ConfigError, match=r"data\.sets"):
         make(10, seed=2).load_state_dict(saved)
 
 
@@ -247,7 +247,7 @@ def test_an_empty_data_set_is_refused():
 
 def test_a_resume_over_other_data_is_refused():
     state = make(10).state_dict()
-    with pytest.raises(ConfigError, match=r"size 10 \(saved\) and 11 \(now\)"):
+    with pytest.raises(ConfigError, match=r"prompts in data\.train: 10 then, 11 now"):
         make(11).load_state_dict(state)
 
 

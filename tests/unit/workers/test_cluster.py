@@ -1,6 +1,7 @@
 """Calls to members by name: what fails, and what must never wait for the I/O thread."""
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,10 +20,10 @@ from rl_core.workers.membership import Change
 SPEC = WorkerSpec(path="m:C", args=[], kwargs={})
 
 
-def member(rank, state=MemberState.JOINING):
+def member(rank, state=MemberState.JOINING, restarts=0):
     return Member(
         name=f"env:{rank}", role="env", group="env", rank=rank, pod=f"j-env-{rank}", address=f"tcp://127.0.0.1:{9000 + rank}",
-        pid=1, host_token="", incarnation=(0, 0), state=state, reason="it ended",
+        pid=1, host_token="", incarnation=(0, restarts), state=state, reason="it ended",
     )  # fmt: skip
 
 
@@ -115,6 +116,15 @@ def test_a_call_to_a_member_that_is_lost_while_a_connection_to_it_is_made_fails_
     with pytest.raises(WorkerLost, match="it ended"):
         future.result(60)
     reported[0].join()
+
+
+def test_a_loss_that_is_reported_late_leaves_the_calls_to_the_replacement_alone(job):
+    lost = member(0, MemberState.LOST)
+    job.members["env:0"] = replace(member(0, restarts=1), address="tcp://127.0.0.1:9100")
+    future = job.cluster.construct("env:0", SPEC, timeout=60).future
+    job.watcher(Change("lost", lost, "it ended"))
+    IoThread.shared().run(lambda: None)  # what the watcher has scheduled there is done
+    assert not future.done()
 
 
 @pytest.mark.parametrize(
