@@ -61,8 +61,7 @@ class DeviceBuffer:
         """Return a handle for one receiver. Copies that were queued before are complete when the receiver maps the buffer."""
         if self._buffer is None:
             raise AssertionError("bug: device memory must be filled before it is handed out")
-        storage = self._buffer.untyped_storage()
-        return tuple(storage._share_cuda_() if storage.is_cuda else storage._share_filename_cpu_())
+        return handle_of(self._buffer.untyped_storage())
 
     def free(self) -> None:
         """Free the buffer, once no receiver maps it any more."""
@@ -93,9 +92,14 @@ class _CopyingSource:
             yield bucket
 
 
+def handle_of(storage: torch.UntypedStorage) -> Handle:
+    """Return a handle by which one other process maps `storage`. Memory of a CPU is moved to shared memory."""
+    return tuple(storage._share_cuda_() if storage.is_cuda else storage._share_filename_cpu_())
+
+
 @contextmanager
 def mapped(handle: Handle, device: str) -> Iterator[Tensor]:
-    """Map the publisher's buffer as uint8 [nbytes] within a `with` block. `device`: name of the device in this process."""
+    """Map the memory of another process as uint8 [nbytes] within a `with` block. `device`: name of the device in this process."""
     place = torch.device(device)
     if place.type != "cuda":
         yield bytes_of(torch.UntypedStorage._new_shared_filename_cpu(*handle))

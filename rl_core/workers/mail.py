@@ -2,8 +2,8 @@
 
 Messages are sent through one channel of the job, with a key for each pair of sender and receiver. They therefore arrive in the order in
 which they were sent, and a sender need not wait until the receiver is ready. Large arrays are passed in shared memory if both processes see
-the same /dev/shm, and by socket otherwise. Tensors on devices are copied to host memory first. When a receiver is lost, the messages that
-are stored for it are deleted.
+the same /dev/shm, and by socket otherwise. Of a tensor on an accelerator only a header is stored; `tensors` sends the rest when it is
+received. When a receiver is lost, the messages that are stored for it are deleted.
 """
 
 import contextlib
@@ -12,28 +12,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from rl_core.api.errors import ConfigError, DeadlineExceeded, Deadlock, RLJobError, WorkerLost
-from rl_core.channel import AsyncHandle, Channel, client
+from rl_core.api.errors import ConfigError, RLJobError, WorkerLost
+from rl_core.channel import AsyncHandle, client
 from rl_core.channel.backend import PutRequest
 from rl_core.channel.handle import detach
-from rl_core.messages.channel import ChannelOptions, ChannelStats
+from rl_core.messages.channel import ChannelStats
 from rl_core.messages.members import MemberView
 from rl_core.messages.rpc import PackedError
+from rl_core.messages.tensors import TensorHeader
 from rl_core.transports.rpc_wire import pack_error, rebuild_error
 from rl_core.workers.context import WorkerContext
+from rl_core.workers.message_channel import CHANNEL, LOOK_SECONDS, OPTIONS, REFRESH_SECONDS, MessageChannel, Receipt
+from rl_core.workers.tensors import TensorTransfers, check_tensor
 
-CHANNEL = "worker-messages"
-MOST_WAITING = 64
-"""Largest number of messages of one sender to one receiver that are stored. A further send waits until one is received."""
-OPTIONS = ChannelOptions(maxsize=MOST_WAITING)
 DEFAULT_SECONDS = 600.0
-LOOK_SECONDS = 0.25
-"""Seconds between two checks whether the sender is lost."""
-DEADLOCK_SECONDS = 5.0
-"""Seconds after which a receive asks the hub whether it is part of a cycle of receives."""
-ASK_SECONDS = 1.0
-REFRESH_SECONDS = 1.0
-"""Seconds that a send and a receive wait for the hub to report the replacement of a lost worker."""
 VIEW_SECONDS = 5.0
 """Seconds within which other workers see a group that was just launched. They learn of it with their heartbeats."""
 
@@ -67,12 +59,12 @@ class Mail:
         self._name = context.identity.name
         self.epoch = context.epoch
         """Epoch whose channel server is used."""
-        # The answer need not be awaited, which async methods could not: the server handles the requests of a process in order.
-        client.current().create(CHANNEL, OPTIONS)
-        self._backend = client.current().backend(CHANNEL, OPTIONS)
-        self._channel = Channel(CHANNEL, self._backend, local=False)
-        self._sends: list[AsyncHandle[None]] = []
-        """Asynchronous sends that may not have ended yet."""
+        self._messages = MessageChannel(context)
+        self._tensors = TensorTransfers(self._messages)
+
+    def close(self) -> None:
+        """Leave the process groups in which tensors were sent."""
+        self._tensors.close()
 
     def send(self, message: Any, receiver: str, *, timeout: float | None, may_block: bool) -> AsyncHandle[None]:
         """Start to send `message` to the worker `group:rank`; the handle is done when the message is stored for it.
@@ -81,10 +73,23 @@ class Mail:
         for a rank that the group does not have.
         """
         self._check_present(receiver, may_block=may_block)
-        handle = self._channel.put(message, key=(self._name, receiver), async_op=True, timeout=timeout)
-        assert handle is not None
-        self._sends = [send for send in self._sends if not send.done()] + [handle]
+        handle = self._messages.put(message, receiver, timeout=timeout)
+        self._messages.note_send(handle)
         return handle
+
+    def send_tensor(self, tensor: Any, receiver: str, *, timeout: float | None, may_block: bool) -> AsyncHandle[None]:
+        """Start to send a tensor or array as `send` does. That of a tensor on an accelerator is done when the receiver has the tensor.
+
+        `may_block` also says that the caller waits for the returned handle, so that this worker may be part of a cycle of receives.
+        """
+        header = self._tensors.header(tensor) if receiver != self._name else None
+        if header is None:
+            on_device = getattr(tensor, "device", "cpu") != "cpu" and hasattr(tensor, "cpu")
+            message = tensor.detach().cpu() if on_device else tensor
+            return self.send(message, receiver, timeout=timeout, may_block=may_block)
+        self._check_present(receiver, may_block=may_block)
+        seconds = DEFAULT_SECONDS if timeout is None else timeout
+        return self._tensors.send(tensor, header, receiver, seconds=seconds, waited_for=may_block)
 
     def broadcast(
         self, message: Any, groups: Sequence[str], *, timeout: float | None, may_block: bool
@@ -108,18 +113,52 @@ class Mail:
                 self._put_copies(pack_error(error), present, seconds)
             raise
         handle = AsyncHandle(stored, lambda none: message, detach)
-        self._sends = [send for send in self._sends if not send.done()] + [handle]
+        self._messages.note_send(handle)
         return handle
 
     def receive(
         self, sender: str, *, timeout: float | None, convert: Callable[[Any], Any] = lambda message: message
-    ) -> "Receipt":
+    ) -> Receipt:
         """Start to receive the next message of the worker `group:rank`, whose receipt returns `convert(message)`.
 
         Raises ValueError for a rank that the group does not have. Other errors are raised by `wait` of the returned object.
         """
+
+        def open_message(message: Any, seconds: float) -> Any:
+            if isinstance(message, TensorHeader):
+                message = self._tensors.receive(message, sender, seconds)
+            return convert(message)
+
+        return self._receive(sender, timeout, open_message)
+
+    def receive_tensor(self, tensor: Any, sender: str, *, timeout: float | None) -> Receipt:
+        """Start to receive the next message of the worker `group:rank` into `tensor`, as `receive` does.
+
+        The receipt raises ValueError for a message of another shape or type. A sender whose tensor is on an accelerator gets it as well.
+        """
+        target = self._tensors.target(tensor)
+
+        def store(message: Any, seconds: float) -> None:
+            if isinstance(message, TensorHeader):
+                message = self._tensors.receive(message, sender, seconds, target)
+                if message is None:
+                    return
+            check_tensor(tensor, message, sender)
+            tensor[...] = message
+
+        return self._receive(sender, timeout, store)
+
+    def _receive(self, sender: str, timeout: float | None, open_message: Callable[[Any, float], Any]) -> Receipt:
+        """Start to receive a message. The receipt returns `open_message(message, seconds that are left)`."""
         self._member(sender)
-        return Receipt(self, sender, DEFAULT_SECONDS if timeout is None else timeout, convert)
+        seconds = DEFAULT_SECONDS if timeout is None else timeout
+        deadline = time.monotonic() + seconds
+        return Receipt(
+            self._messages,
+            sender,
+            seconds,
+            lambda message: open_message(message, max(0.0, deadline - time.monotonic())),
+        )
 
     def size_of(self, group: str) -> int:
         """Return the planned number of processes of `group`. Raises ValueError when this process sees no member of it within some seconds."""
@@ -155,7 +194,9 @@ class Mail:
             nothing: Future[None] = Future()
             nothing.set_result(None)
             return nothing
-        return self._backend.put_copies(PutRequest(item=message, weight=0.0, key=keys[0], timeout=seconds), keys)
+        return self._messages.backend.put_copies(
+            PutRequest(item=message, weight=0.0, key=keys[0], timeout=seconds), keys
+        )
 
     def _is_gone(self, name: str) -> bool:
         member = self._member(name)
@@ -168,121 +209,8 @@ class Mail:
             raise WorkerLost(f"{name} is gone; {self._name} cannot send to it until it has been replaced")
 
 
-class Receipt:
-    """A receive in progress. `wait` and `async_wait` return the message; they may be called several times."""
-
-    def __init__(self, mail: Mail, sender: str, timeout: float, convert: Callable[[Any], Any]) -> None:
-        """Start the receive. Called by `Mail.receive`."""
-        self._mail, self._sender, self._timeout, self._convert = mail, sender, timeout, convert
-        self._began = time.monotonic()
-        self._asked = self._began + DEADLOCK_SECONDS - ASK_SECONDS
-        member = mail._context.member(sender)
-        self._first = member if member is not None and not member.state.gone else None
-        if self._first is None:
-            mail._context.wait_view_changed(0.0)  # the last heartbeat may be older than the replacement
-        key = (sender, mail._name)
-        self._handle: AsyncHandle[Any] = mail._channel.get(key=key, async_op=True, timeout=timeout)
-
-    def done(self) -> bool:
-        """Return whether `wait` would return or raise at once."""
-        return self._handle.done()
-
-    def wait(self) -> Any:
-        """Return the message. Raises WorkerLost, Deadlock or DeadlineExceeded, which name sender and receiver."""
-        return self._convert(self._message())
-
-    async def async_wait(self) -> Any:
-        """Return the message as `wait` does, in a coroutine."""
-        return self._convert(await self._message_async())
-
-    def _message(self) -> Any:
-        context = self._mail._context
-        with context.waiting("a message", self._sender):
-            while not self.done():
-                try:
-                    return self._handle.wait(LOOK_SECONDS)
-                except DeadlineExceeded:
-                    self._check()
-                    if self._asks():
-                        self._check_cycle(context.hub_client().call_sync("receive_cycle", *self._question))
-        try:
-            return self._handle.wait()
-        except DeadlineExceeded as error:
-            raise self._late(error) from error
-
-    async def _message_async(self) -> Any:
-        context = self._mail._context
-        with context.waiting("a message", self._sender):
-            while not self.done():
-                try:
-                    return await self._handle.async_wait(LOOK_SECONDS)
-                except DeadlineExceeded:
-                    self._check()
-                    if self._asks():
-                        self._check_cycle(await context.hub_client().call("receive_cycle", *self._question))
-        try:
-            return await self._handle.async_wait()
-        except DeadlineExceeded as error:
-            raise self._late(error) from error
-
-    def _check(self) -> None:
-        """End the receive with WorkerLost if the sender is gone or was replaced. Messages that it has stored were received before."""
-        member = self._mail._context.member(self._sender)
-        first = self._first
-        replaced = first is not None and member is not None and member.incarnation != first.incarnation
-        if first is None and self._waited < REFRESH_SECONDS:
-            return
-        if member is not None and (member.state.gone or replaced):
-            self._give_up(
-                WorkerLost(
-                    f"{self._sender} is gone; {self._mail._name} waited {self._waited:.1f} s for a message of it"
-                )
-            )
-
-    def _asks(self) -> bool:
-        """Return whether to ask the hub for a cycle of receives. False while this worker is sending, because its messages may end the cycle."""
-        now = time.monotonic()
-        if now - self._asked < ASK_SECONDS or any(not send.done() for send in self._mail._sends):
-            return False
-        self._asked = now
-        return True
-
-    @property
-    def _question(self) -> tuple[str, float]:
-        return self._mail._name, self._waited
-
-    @property
-    def _waited(self) -> float:
-        return time.monotonic() - self._began
-
-    def _check_cycle(self, cycle: list[str]) -> None:
-        if cycle:
-            text = " waits for ".join([*cycle, cycle[0]])
-            self._give_up(Deadlock(f"deadlock: {text}; each waits in recv, so one of them must send first"))
-
-    def _late(self, error: DeadlineExceeded) -> DeadlineExceeded:
-        return DeadlineExceeded(
-            f"{self._mail._name} must receive a message of {self._sender} within {self._timeout:g} s, got none: {error}"
-        )
-
-    def _give_up(self, error: RLJobError) -> None:
-        self._handle.cancel()
-        raise error
-
-
 def check_sent(message: Any, sender: str) -> Any:
     """Return the message of a broadcast of `sender`, or raise the error that stopped it."""
     if isinstance(message, PackedError):
         raise rebuild_error(message, method="broadcast", peer=sender)
     return message
-
-
-def check_tensor(target: Any, found: Any, sender: str) -> None:
-    """Raise ValueError unless `found` is a tensor or array of the shape and dtype of `target`."""
-    shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
-    if shape is None or tuple(shape) != tuple(target.shape) or str(dtype) != str(target.dtype):
-        got = f"{tuple(shape)} of {dtype}" if shape is not None else f"an object of type {type(found).__name__}"
-        raise ValueError(
-            f"the message of {sender} must be a tensor of shape {tuple(target.shape)} and type {target.dtype}, got {got}; "
-            "use recv for messages of another kind"
-        )

@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 from rl_core.workers.member import Member
 
+MESSAGE = "a message"
+"""What a worker reports that it waits for in a receive that may be part of a cycle."""
 LEAST_SECONDS = 3.0
 """Seconds that each member of a cycle must have waited. A message that was sent already arrives earlier."""
 
@@ -44,6 +46,4 @@ class ReceiveCycles:
     def _awaited(self, name: str) -> str | None:
         member = self._get(name)
         wait = None if member is None or member.state.gone else member.wait
-        return (
-            wait.on if wait is not None and wait.what == "a message" and wait.since_seconds >= LEAST_SECONDS else None
-        )
+        return wait.on if wait is not None and wait.what == MESSAGE and wait.since_seconds >= LEAST_SECONDS else None

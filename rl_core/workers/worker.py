@@ -23,7 +23,8 @@ from rl_core.transports.rpc_wire import refuse_on_event_loop
 from rl_core.transports.sockets import split_address
 from rl_core.workers.context import WorkerContext
 from rl_core.workers.group import WorkerGroup
-from rl_core.workers.mail import Mail, Receipt, check_sent, check_tensor
+from rl_core.workers.mail import Mail, check_sent
+from rl_core.workers.message_channel import Receipt
 from rl_core.workers.timers import PROCESS, worker_timer
 
 if TYPE_CHECKING:
@@ -232,26 +233,24 @@ class Worker:
     def send_tensor(
         self, tensor: Any, dst_group: str, dst_rank: int, *, async_op: bool = False, timeout: float | None = None
     ) -> "AsyncHandle[None] | None":
-        """Send a tensor or array as `send` does. A tensor on a device is copied to host memory first."""
-        on_device = getattr(tensor, "device", "cpu") != "cpu" and hasattr(tensor, "cpu")
-        return self.send(
-            tensor.detach().cpu() if on_device else tensor, dst_group, dst_rank, async_op=async_op, timeout=timeout
-        )
+        """Send a tensor or array as `send` does.
+
+        If the tensor is on an accelerator, this returns when the receiver has the tensor, and raises the errors of `recv` and those of the
+        receiver too. The elements go directly to a tensor on an accelerator for which the receiver calls `recv_tensor`: through memory that
+        both processes map if they use the same accelerator, and by NCCL otherwise. Any other receiver gets them through host memory.
+        """
+        handle = self._mail.send_tensor(tensor, f"{dst_group}:{dst_rank}", timeout=timeout, may_block=not async_op)
+        return handle if async_op else handle.wait()
 
     def recv_tensor(
         self, tensor: Any, src_group: str, src_rank: int, *, async_op: bool = False, timeout: float | None = None
     ) -> "Receipt | None":
         """Receive a tensor or array into `tensor`, on any device, or with `async_op` return a `Receipt` at once, to wait for.
 
-        Raises ValueError when the message has another shape or type; the message is dropped then. Other errors are those of `recv`.
+        Raises ValueError when the message has another shape or type; the message is dropped then. Other errors are those of `recv`. After an
+        error the elements of `tensor` are undefined.
         """
-        source = f"{src_group}:{src_rank}"
-
-        def store(found: Any) -> None:
-            check_tensor(tensor, found, source)
-            tensor[...] = found
-
-        receipt = self._mail.receive(source, timeout=timeout, convert=store)
+        receipt = self._mail.receive_tensor(tensor, f"{src_group}:{src_rank}", timeout=timeout)
         return receipt if async_op else receipt.wait()
 
     def broadcast(
@@ -319,6 +318,8 @@ class Worker:
     def _mail(self) -> Mail:
         mail = self._mail_of_epoch
         if mail is None or mail.epoch != self.epoch:
+            if mail is not None:
+                mail.close()
             mail = self._mail_of_epoch = Mail(self._context)
         return mail
 

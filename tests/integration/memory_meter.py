@@ -43,7 +43,8 @@ class Meter:
 
     def forget_unused(self) -> None:
         """Count only the blocks that a tensor of a Python object, or the gradient of one, uses. Not to be called while a graph is held."""
-        tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]  # isinstance would run foreign code
+        # isinstance would run foreign code.
+        tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
         tensors += [one.grad for one in tensors if isinstance(one, torch.nn.Parameter) and one.grad is not None]
         used = {one.untyped_storage().data_ptr() for one in tensors if not isinstance(one, DTensor)}
         self._sizes = {address: size for address, size in self._sizes.items() if address in used}

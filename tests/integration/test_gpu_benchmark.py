@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
-PARTS = ("group", "attention", "generation", "hand_over", "model", "fsdp2", "megatron", "sglang")
+PARTS = ("group", "attention", "generation", "hand_over", "tensors", "model", "fsdp2", "megatron", "sglang")
 
 
 def test_parts_show_their_figures_and_one_that_has_no_time_says_so(tmp_path):
@@ -31,6 +31,9 @@ def test_parts_show_their_figures_and_one_that_has_no_time_says_so(tmp_path):
     assert lines["group"]["aborted_group_refuses"] and lines["generation"]["parity"]["equal_tokens"] == 1.0
     assert all(lines["attention"][kind]["within_bf16"] for kind in ("causal", "window"))
     assert {way: lines["hand_over"][way]["bit_equal"] for way in ("zmq", "ipc")} == {"zmq": True, "ipc": True}
+    sent = {way: lines["tensors"][way]["sent_so_far"] for way in ("ipc", "group", "host")}
+    assert sent == {"ipc": {"ipc": 6}, "group": {"ipc": 6, "gloo": 6}, "host": {"ipc": 6, "gloo": 6, "host": 6}}
+    assert all(lines["tensors"][way]["bit_equal"] for way in sent)
     for backend in ("fsdp2", "megatron"):
         found = lines[backend]
         assert found["tokens_per_second"] > 0 and found["parameters"] == lines["model"]["parameters"]

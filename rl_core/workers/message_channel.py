@@ -1,0 +1,238 @@
+"""The channel through which the messages between workers are sent, and the receive of one message."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from rl_core.api.errors import DeadlineExceeded, Deadlock, RLJobError, WorkerLost
+from rl_core.channel import AsyncHandle, Channel, client
+from rl_core.messages.channel import ChannelOptions
+from rl_core.messages.members import Incarnation
+from rl_core.messages.tensors import TensorHeader
+from rl_core.transports.handlers import HandlerThreads
+from rl_core.workers.context import WorkerContext
+from rl_core.workers.receive_cycles import MESSAGE
+
+CHANNEL = "worker-messages"
+MOST_WAITING = 64
+"""Largest number of messages of one sender to one receiver that are stored. A further send waits until one is received."""
+OPTIONS = ChannelOptions(maxsize=MOST_WAITING)
+LOOK_SECONDS = 0.25
+"""Seconds between two checks whether the sender is lost."""
+DEADLOCK_SECONDS = 5.0
+"""Seconds after which a receive asks the hub whether it is part of a cycle of receives."""
+ASK_SECONDS = 1.0
+REFRESH_SECONDS = 1.0
+"""Seconds that a send and a receive wait for the hub to report the replacement of a lost worker."""
+
+
+class MessageChannel:
+    """The messages of one worker process."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        """Use the channel server of the process of `context`. Raises ConfigError outside a job and a cluster."""
+        self.context = context
+        self.name = context.identity.name
+        # The answer need not be awaited, which async methods could not: the server handles the requests of a process in order.
+        client.current().create(CHANNEL, OPTIONS)
+        self.backend = client.current().backend(CHANNEL, OPTIONS)
+        self.channel = Channel(CHANNEL, self.backend, local=False)
+        self._sends: list[AsyncHandle[Any]] = []
+        """Asynchronous sends that may not have ended yet."""
+
+    def put(self, message: Any, receiver: str, *, transfer: str = "", timeout: float | None) -> AsyncHandle[None]:
+        """Start to store `message` for the worker `group:rank`; with `transfer` as one of the messages of that transfer."""
+        handle = self.channel.put(message, key=_key(self.name, receiver, transfer), async_op=True, timeout=timeout)
+        assert handle is not None
+        return handle
+
+    def note_send(self, handle: AsyncHandle[Any]) -> None:
+        """Regard this process as sending until `handle` is done."""
+        self._sends = [send for send in self._sends if not send.done()] + [handle]
+
+    @property
+    def sending(self) -> bool:
+        """Return whether a message is on its way to the server."""
+        return any(not send.done() for send in self._sends)
+
+    def take_back(self, receiver: str, transfer: str) -> None:
+        """Delete the message that this process has stored for `receiver` in a transfer, if there is one. Blocks for the answer of the server."""
+        with contextlib.suppress(RLJobError):
+            self.channel.get_nowait(key=_key(self.name, receiver, transfer))
+
+
+class Watch:
+    """Notices when a process is gone or was replaced, as far as the heartbeats tell."""
+
+    def __init__(self, context: WorkerContext, name: str, process: Incarnation | None) -> None:
+        """Watch the process with the incarnation `process` of the member `name`. None: a process that is about to replace one that is gone."""
+        self._context, self._name, self._process = context, name, process
+        self._began = time.monotonic()
+
+    @classmethod
+    def present(cls, context: WorkerContext, name: str) -> "Watch":
+        """Watch the present process of the member `name`, or the next one if it is gone."""
+        member = context.member(name)
+        known = member is not None and not member.state.gone
+        if not known:
+            context.wait_view_changed(0.0)  # the last heartbeat may be older than the replacement
+        return cls(context, name, member.incarnation if known and member is not None else None)
+
+    @property
+    def lost(self) -> bool:
+        """Return whether the process is gone or was replaced."""
+        member, process = self._context.member(self._name), self._process
+        if member is None or (process is None and time.monotonic() - self._began < REFRESH_SECONDS):
+            return False
+        if process is not None and member.incarnation < process:  # the last heartbeat is older than the process
+            return False
+        return member.state.gone or (process is not None and member.incarnation != process)
+
+
+class Receipt:
+    """A receive in progress. `wait` and `async_wait` return the message; they may be called several times."""
+
+    def __init__(
+        self,
+        messages: MessageChannel,
+        sender: str,
+        timeout: float,
+        convert: Callable[[Any], Any],
+        *,
+        transfer: str = "",
+        what: str = MESSAGE,
+        watch: Watch | None = None,
+    ) -> None:
+        """Start to receive the next message of `sender`; with `transfer` the next one of that transfer. `wait` returns `convert(message)`.
+
+        `what` is reported as that for which this worker waits. `watch` None watches the present process of the sender.
+        """
+        self._messages, self._sender, self._timeout, self._convert = messages, sender, timeout, convert
+        self._what = what
+        self._began = time.monotonic()
+        self._asked = self._began + DEADLOCK_SECONDS - ASK_SECONDS
+        self._watch = Watch.present(messages.context, sender) if watch is None else watch
+        key = _key(sender, messages.name, transfer)
+        self._handle: AsyncHandle[Any] = messages.channel.get(key=key, async_op=True, timeout=timeout)
+        self._converting = threading.Lock()
+        self._converted: Future[Any] | None = None
+
+    def done(self) -> bool:
+        """Return whether the message or its header has arrived, or `wait` would raise at once."""
+        return self._handle.done()
+
+    def cancel(self) -> None:
+        """Give up the receive. A message that arrives goes to the next one."""
+        self._handle.cancel()
+
+    def wait(self) -> Any:
+        """Return the message. Raises WorkerLost, Deadlock or DeadlineExceeded, which name sender and receiver."""
+        return self._result(self._message())
+
+    async def async_wait(self) -> Any:
+        """Return the message as `wait` does, in a coroutine."""
+        message = await self._message_async()
+        if isinstance(message, TensorHeader):  # what follows blocks
+            return await asyncio.wrap_future(in_thread(lambda: self._result(message), "rljob-receive-tensor"))
+        return self._result(message)
+
+    def _result(self, message: Any) -> Any:
+        with self._converting:
+            if self._converted is None:
+                self._converted = Future()
+                try:
+                    self._converted.set_result(self._convert(message))
+                except Exception as error:  # noqa: BLE001 - each wait raises it
+                    self._converted.set_exception(error)
+        return self._converted.result()
+
+    def _message(self) -> Any:
+        context = self._messages.context
+        with context.waiting(self._what, self._sender):
+            while not self.done():
+                try:
+                    return self._handle.wait(LOOK_SECONDS)
+                except DeadlineExceeded:
+                    self.check()
+                    if self._asks():
+                        self._check_cycle(context.hub_client().call_sync("receive_cycle", *self._question))
+        try:
+            return self._handle.wait()
+        except DeadlineExceeded as error:
+            raise self._late(error) from error
+
+    async def _message_async(self) -> Any:
+        context = self._messages.context
+        with context.waiting(self._what, self._sender):
+            while not self.done():
+                try:
+                    return await self._handle.async_wait(LOOK_SECONDS)
+                except DeadlineExceeded:
+                    self.check()
+                    if self._asks():
+                        self._check_cycle(await context.hub_client().call("receive_cycle", *self._question))
+        try:
+            return await self._handle.async_wait()
+        except DeadlineExceeded as error:
+            raise self._late(error) from error
+
+    def check(self) -> None:
+        """End the receive with WorkerLost if the sender is gone or was replaced. Messages that it has stored were received before."""
+        if self._watch.lost:
+            self._give_up(
+                WorkerLost(
+                    f"{self._sender} is gone; {self._messages.name} waited {self._waited:.1f} s for {self._what} of it"
+                )
+            )
+
+    def _asks(self) -> bool:
+        """Return whether to ask the hub for a cycle of receives. False while this worker is sending, because its messages may end the cycle."""
+        now = time.monotonic()
+        if self._what != MESSAGE or now - self._asked < ASK_SECONDS or self._messages.sending:
+            return False
+        self._asked = now
+        return True
+
+    @property
+    def _question(self) -> tuple[str, float]:
+        return self._messages.name, self._waited
+
+    @property
+    def _waited(self) -> float:
+        return time.monotonic() - self._began
+
+    def _check_cycle(self, cycle: list[str]) -> None:
+        if cycle:
+            text = " waits for ".join([*cycle, cycle[0]])
+            self._give_up(
+                Deadlock(
+                    f"deadlock: {text}; each waits in recv, or in send_tensor of a tensor on an accelerator, so one of them must send first, "
+                    "or with async_op"
+                )
+            )
+
+    def _late(self, error: DeadlineExceeded) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"{self._messages.name} must receive {self._what} of {self._sender} within {self._timeout:g} s, got none: {error}"
+        )
+
+    def _give_up(self, error: RLJobError) -> None:
+        self._handle.cancel()
+        raise error
+
+
+def in_thread(work: Callable[[], Any], name: str) -> "Future[Any]":
+    """Run `work` in a daemon thread of its own, and return its result as a future."""
+    thread = HandlerThreads(1, name)
+    future = thread.run(work)
+    thread.close()
+    return future
+
+
+def _key(sender: str, receiver: str, transfer: str) -> tuple[str, ...]:
+    """Return the key of the messages of a pair of workers, or of the messages of one transfer between them."""
+    return (sender, receiver, transfer) if transfer else (sender, receiver)

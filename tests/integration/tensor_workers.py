@@ -1,0 +1,154 @@
+"""The worker class of test_tensors.py: it treats tensors of the CPU as tensors on accelerators, with gloo in the place of NCCL."""
+
+import os
+import signal
+import threading
+import time
+
+import torch
+
+from rl_core import Worker
+from rl_core.collective.pair import NotFormed
+from rl_core.workers.tensors import TensorTransfers
+
+DTYPES = ("bool", "uint8", "int64", "float16", "bfloat16", "float32", "float64", "complex64")
+SHAPES = ((), (3,), (2, 3, 4), (257, 129))
+
+
+def sample(dtype: str, shape: tuple[int, ...], *, transposed: bool = False) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(len(dtype) + len(shape))
+    values = torch.randint(0, 100, shape[::-1] if transposed else shape, generator=generator)
+    found = values.to(getattr(torch, dtype))
+    return found.permute(*reversed(range(found.dim()))) if transposed else found
+
+
+def samples() -> list[torch.Tensor]:
+    plain = [sample(dtype, shape) for dtype in DTYPES for shape in SHAPES]
+    return [
+        *plain,
+        sample("float32", (2, 3, 4), transposed=True),
+        sample("float32", (40, 30))[5:15, ::2],
+        torch.empty(0, 4),
+    ]
+
+
+class Courier(Worker):
+    """Sends and receives tensors."""
+
+    def __init__(self, device):
+        """`device`: name of the accelerator on which all tensors are; "" gives each process its own."""
+        self._device = device or self.identity.name
+        self._mail._tensors = TensorTransfers(
+            self._mail._messages,
+            backend="gloo",
+            accelerator_of=lambda tensor: self._device if isinstance(tensor, torch.Tensor) else "",
+        )
+
+    def send_samples(self, group, rank):
+        """Send all samples with a message before each; return how many went which way."""
+        for number, tensor in enumerate(samples()):
+            self.send(number, group, rank)
+            self.send_tensor(tensor, group, rank, timeout=60)
+        return dict(self._mail._tensors.sent)
+
+    def recv_samples(self, group, rank):
+        """Receive all samples, every second one into a tensor that is not contiguous; return the numbers of those that differ."""
+        wrong = []
+        for number, expected in enumerate(samples()):
+            assert self.recv(group, rank, timeout=60) == number
+            buffer = torch.zeros_like(expected, memory_format=torch.contiguous_format)
+            if number % 2 and expected.dim() > 1:
+                buffer = torch.zeros(expected.shape[::-1], dtype=expected.dtype).permute(
+                    *reversed(range(expected.dim()))
+                )
+            self.recv_tensor(buffer, group, rank, timeout=60)
+            if not torch.equal(buffer, expected):
+                wrong.append(number)
+        return wrong
+
+    def send_one(self, value, group, rank, timeout=60, shape=(4,)):
+        self.send_tensor(torch.full(shape, float(value)), group, rank, timeout=timeout)
+
+    def send_many(self, values, group, rank):
+        """Send without waiting for each."""
+        sends = [self.send_tensor(torch.full((4,), float(value)), group, rank, async_op=True) for value in values]
+        for send in sends:
+            send.wait(60)
+
+    def recv_one(self, group, rank, timeout=60, size=4):
+        """Return the first four elements."""
+        buffer = torch.zeros(size)
+        self.recv_tensor(buffer, group, rank, timeout=timeout)
+        return buffer[:4].tolist()
+
+    def recv_backwards(self, count, group, rank):
+        """Start `count` receives and wait for the last one first."""
+        buffers = [torch.zeros(4) for _ in range(count)]
+        receipts = [self.recv_tensor(buffer, group, rank, async_op=True, timeout=60) for buffer in buffers]
+        for receipt in reversed(receipts):
+            receipt.wait()
+            receipt.wait()
+        return [buffer[0].item() for buffer in buffers]
+
+    def recv_plain(self, group, rank):
+        return self.recv(group, rank, timeout=60)
+
+    def recv_array(self, group, rank):
+        """Receive into a tensor in host memory."""
+        self._device, device = "", self._device
+        try:
+            return self.recv_one(group, rank)
+        finally:
+            self._device = device
+
+    async def swap(self, group, rank):
+        sent = self.send_tensor(torch.full((2**18,), float(self.rank)), group, rank, async_op=True)
+        buffer = torch.zeros(2**18)
+        await self.recv_tensor(buffer, group, rank, async_op=True, timeout=60).async_wait()
+        await sent.async_wait(60)
+        return buffer.sum().item()
+
+    def send_then_recv(self, group, rank):
+        self.send_one(1, group, rank)
+        return self.recv_one(group, rank)
+
+    def fail_in_transfer(self, how):
+        """Let the next transfer over a group end as `how` says, when this process has formed the group or is about to form it."""
+        groups = self._mail._tensors._groups
+        transfer = groups.transfer
+
+        def fail(plan, data, *, form_timeout, timeout):
+            groups.transfer = transfer
+            if how == "unformed":
+                raise NotFormed("no route to the other end")
+            if how == "killed in formation":
+                os.kill(os.getpid(), signal.SIGKILL)
+            groups._formed(plan, data.device, form_timeout)
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("the device is broken")
+
+        groups.transfer = fail
+
+    def group_keys(self):
+        """Return the keys of the working groups in which this process sends."""
+        pairs = self._mail._tensors._pairs
+        groups = [] if pairs is None else pairs._groups.values()
+        return [g.plan.key for g in groups if not g.poisoned and g.plan.members[0] == self.identity.name]
+
+    def sent(self):
+        return dict(self._mail._tensors.sent)
+
+    def left_over(self, messages=True):
+        """Return the threads of transfers and the stored messages of transfers that do not end within some seconds.
+
+        `messages` false does not wait for messages.
+        """
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            threads = [thread.name for thread in threading.enumerate() if "tensor" in thread.name]
+            stored = [key for key in self._mail._messages.backend.control("stats").result(30).keys if len(key) > 2]
+            if not threads and not (messages and stored):
+                break
+            time.sleep(0.1)
+        return threads, stored

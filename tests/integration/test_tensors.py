@@ -1,0 +1,183 @@
+"""Tensors on accelerators between workers, by name: the ways, their order among messages, and what happens when an end fails or is lost.
+
+The CPU takes the place of accelerators: shared memory that of CUDA IPC, gloo that of NCCL.
+"""
+
+import pytest
+
+from rl_core import Cluster
+from rl_core.api.errors import DeadlineExceeded, Deadlock, RemoteError, WorkerLost
+from tests.integration.tensor_workers import Courier, samples
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with Cluster.local(processes=2, output=tmp_path_factory.mktemp("tensors")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def groups(cluster):
+    """Two groups whose members have an accelerator each."""
+    return [Courier.create_group("").launch(cluster, name=name).execute_on(0) for name in ("left", "right")]
+
+
+@pytest.fixture
+def _no_messages_left(groups):
+    yield
+    assert [stored for group in groups for _, stored in group.left_over().wait(timeout=60)] == [[], []]
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_left(groups):
+    yield
+    assert [threads for group in groups for threads, _ in group.left_over(False).wait(timeout=60)] == [[], []]
+
+
+def transfer(left, right):
+    """Send a tensor from left to right, and return what arrived."""
+    sending = left.send_one(7, "right", 0)
+    [found] = right.recv_one("left", 0).wait(timeout=120)
+    sending.wait(timeout=120)
+    return found
+
+
+def error_of(call):
+    with pytest.raises(Exception) as failed:
+        call.wait(timeout=120)
+    return failed.value
+
+
+@pytest.mark.usefixtures("_no_messages_left")
+def test_tensors_of_every_type_and_layout_keep_their_values_and_their_place_among_messages(groups):
+    left, right = groups
+    sending = left.send_samples("right", 0)
+    assert right.recv_samples("left", 0).wait(timeout=300) == [[]]
+    assert sending.wait(timeout=60) == [{"gloo": len(samples()) - 1}]  # one has no elements
+    [[key]] = left.group_keys().wait(timeout=60)
+    assert key.startswith("tensors/left:0/right:0/")
+
+
+@pytest.mark.usefixtures("_no_messages_left")
+def test_a_receiver_on_the_same_accelerator_copies_from_the_memory_of_the_sender(cluster):
+    one, other = [Courier.create_group("gpu").launch(cluster, name=name).execute_on(0) for name in ("one", "other")]
+    sending = one.send_samples("other", 0)
+    assert other.recv_samples("one", 0).wait(timeout=300) == [[]]
+    assert sending.wait(timeout=60) == [{"ipc": len(samples()) - 1}]
+    assert one.group_keys().wait(timeout=60) == other.group_keys().wait(timeout=60) == [[]]
+    assert [found for group in (one, other) for found in group.left_over().wait(timeout=60)] == [([], [])] * 2
+
+
+@pytest.mark.usefixtures("_no_messages_left")
+def test_a_receiver_in_host_memory_and_a_plain_receive_get_the_tensor_through_host_memory(groups):
+    left, right = groups
+    [before] = left.sent().wait(timeout=60)
+    for receive in (right.recv_array, right.recv_plain):
+        sending = left.send_one(3, "right", 0)
+        [found] = receive("left", 0).wait(timeout=60)
+        assert list(found) == [3.0] * 4
+        sending.wait(timeout=60)
+    [after] = left.sent().wait(timeout=60)
+    assert after["host"] - before.get("host", 0) == 2 and after["gloo"] == before["gloo"]
+
+
+@pytest.mark.usefixtures("_no_messages_left")
+def test_a_tensor_of_another_shape_is_refused_at_both_ends_and_the_next_one_arrives(groups):
+    left, right = groups
+    sending = left.send_one(1, "right", 0, shape=(2, 2))
+    text = (
+        r"the message of left:0 must be a tensor of shape \(4,\) and type torch.float32, got \(2, 2\) of torch.float32"
+    )
+    with pytest.raises(RemoteError, match=f"ValueError: {text}"):
+        right.recv_one("left", 0).wait(timeout=60)
+    with pytest.raises(RemoteError, match=f"ValueError: {text}"):
+        sending.wait(timeout=60)
+    assert transfer(left, right) == [7.0] * 4
+
+
+@pytest.mark.usefixtures("_no_messages_left")
+def test_sends_that_nobody_waits_for_are_received_in_any_order_of_the_waits(groups):
+    left, right = groups
+    sending = left.send_many(list(range(5)), "right", 0)
+    assert right.recv_backwards(5, "left", 0).wait(timeout=120) == [[0.0, 1.0, 2.0, 3.0, 4.0]]
+    sending.wait(timeout=60)
+
+
+@pytest.mark.usefixtures("_no_messages_left")
+def test_async_methods_of_both_ends_swap_tensors(groups):
+    left, right = groups
+    calls = [left.swap("right", 0), right.swap("left", 0)]
+    assert [call.wait(timeout=120) for call in calls] == [[0.0], [0.0]]
+
+
+@pytest.mark.usefixtures("_no_messages_left")
+def test_two_workers_that_wait_for_each_others_receive_are_named_as_a_deadlock(groups):
+    left, right = groups
+    calls = [left.send_then_recv("right", 0), right.send_then_recv("left", 0)]
+    errors = [error_of(call) for call in calls]
+    assert all(isinstance(error, Deadlock) and "left:0" in str(error) and "right:0" in str(error) for error in errors)
+    # The headers are there still; their receivers learn what has become of the senders.
+    for group, sender in ((right, "left"), (left, "right")):
+        assert isinstance(error_of(group.recv_one(sender, 0)), Deadlock)
+    assert transfer(left, right) == [7.0] * 4
+
+
+@pytest.mark.usefixtures("_no_messages_left")
+def test_a_send_ends_with_its_deadline_and_who_receives_later_learns_why(groups):
+    left, right = groups
+    with pytest.raises(
+        DeadlineExceeded, match="right:0 must receive a tensor of left:0 within 0.5 s, it has not begun to"
+    ):
+        left.send_one(1, "right", 0, timeout=0.5).wait(timeout=60)
+    with pytest.raises(
+        DeadlineExceeded, match="right:0 must receive a tensor of left:0 within 0.5 s, it has not begun to"
+    ):
+        right.recv_one("left", 0).wait(timeout=60)
+    assert transfer(left, right) == [7.0] * 4
+
+
+@pytest.mark.usefixtures("_no_messages_left")
+@pytest.mark.parametrize("failing", [0, 1], ids=["sender", "receiver"])
+def test_an_error_in_a_transfer_is_raised_at_both_ends_and_the_next_send_forms_a_new_group(groups, failing):
+    left, right = groups
+    assert transfer(left, right) == [7.0] * 4
+    [[before]] = left.group_keys().wait(timeout=60)
+    groups[failing].fail_in_transfer("error").wait(timeout=60)
+    calls = [left.send_one(1, "right", 0), right.recv_one("left", 0)]
+    assert ["the device is broken" in str(error_of(call)) for call in calls] == [True, True]
+    assert transfer(left, right) == [7.0] * 4
+    [[after]] = left.group_keys().wait(timeout=60)
+    assert generation(after) > generation(before)
+
+
+@pytest.mark.parametrize("how", ["killed", "killed in formation"])
+@pytest.mark.parametrize("killed", [0, 1], ids=["sender", "receiver"])
+def test_the_loss_of_an_end_is_raised_at_the_other_and_its_replacement_is_reached_over_a_new_group(
+    cluster, groups, killed, how
+):
+    left, right = groups
+    if how == "killed":
+        assert transfer(left, right) == [7.0] * 4
+    groups[killed].fail_in_transfer(how).wait(timeout=60)
+    size = 2**22  # more than the sockets hold
+    calls = [left.send_one(1, "right", 0, shape=(size,)), right.recv_one("left", 0, size=size)]
+    errors = [error_of(call) for call in calls]
+    name = ("left:0", "right:0")[killed]
+    assert isinstance(errors[1 - killed], WorkerLost) and f"{name} is gone" in str(errors[1 - killed]), errors
+    cluster.wait_ready(["left", "right"], timeout=120)
+    assert transfer(left, right) == [7.0] * 4
+    assert len(left.group_keys().wait(timeout=60)[0]) == 1
+
+
+def test_a_group_that_cannot_be_formed_is_replaced_by_host_memory(groups):
+    left, right = groups
+    [before] = left.sent().wait(timeout=60)
+    right.fail_in_transfer("unformed").wait(timeout=60)
+    # A plan of a new generation is needed for the receiver to form a group.
+    assert [transfer(left, right) for _ in range(2)] == [[7.0] * 4] * 2
+    [after] = left.sent().wait(timeout=60)
+    assert after["host"] - before.get("host", 0) == 2 and after.get("gloo") == before.get("gloo")
+
+
+def generation(key):
+    return int(key.rpartition("/")[2])

@@ -1,0 +1,55 @@
+"""Which way a tensor takes, by where both ends are and by what the network rules of a job permit."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rl_core.messages.tensors import TensorLocation
+from rl_core.plan.groups import KINDS_VARIABLE
+from rl_core.workers.context import WorkerContext
+from rl_core.workers.tensors import TensorTransfers, accelerator_of, check_tensor
+
+HERE, THERE = (TensorLocation(device="GPU-1", host_token=token) for token in ("here", "there"))
+OTHER = TensorLocation(device="GPU-2", host_token="here")
+HOST = TensorLocation(device="", host_token="here")
+
+
+def transfers(job=None):
+    context = WorkerContext()
+    context.job = job
+    return TensorTransfers(SimpleNamespace(context=context, name="worker:0"))
+
+
+@pytest.mark.parametrize(
+    ("receiver", "ways"),
+    [(HERE, ["ipc"]), (OTHER, ["nccl"]), (HOST, []), (THERE, [])],
+    ids=["same", "other", "host", "apart"],
+)
+def test_the_way_is_that_of_the_places_of_both_ends(receiver, ways):
+    assert transfers()._ways(HERE, receiver, "other:0") == ways
+
+
+def test_in_a_job_only_groups_that_hold_the_model_share_memory_and_process_groups(monkeypatch):
+    kinds = [
+        {"name": name, "lifecycle": lifecycle, "weights": "none", "callers": [], "channels": {}}
+        for name, lifecycle in (("worker", "gang"), ("gang", "gang"), ("elastic", "elastic"))
+    ]
+    monkeypatch.setenv(KINDS_VARIABLE, json.dumps(kinds))
+    of_job = transfers(job=SimpleNamespace())
+    found = {name: of_job._ways(HERE, OTHER, f"{name}:0") for name in ("gang", "elastic", "unknown")}
+    assert found == {"gang": ["nccl"], "elastic": [], "unknown": []}
+    assert of_job._ways(HERE, HERE, "gang:0") == ["ipc"] and of_job._ways(HERE, HERE, "elastic:0") == []
+
+
+def test_what_is_in_host_memory_is_sent_as_any_other_message():
+    assert accelerator_of(np.ones(3)) == accelerator_of([1]) == ""
+    assert transfers().header(np.ones(3)) is None
+
+
+def test_a_header_is_checked_as_the_tensor_itself():
+    found = SimpleNamespace(shape=(2, 3), dtype="float32")
+    check_tensor(np.zeros((2, 3), np.float32), found, "a:0")
+    with pytest.raises(ValueError, match=r"of shape \(3, 2\) and type float32, got \(2, 3\) of float32"):
+        check_tensor(np.zeros((3, 2), np.float32), found, "a:0")
