@@ -232,7 +232,11 @@ def _check_files(job: RLJob, folder: Path, on_volumes: Collection[str]) -> Itera
             read = partial(load_prompts, reference, data, tokenizer, name=name, task_name=task, max_seq_len=limit)
         prompts: list[PromptDataset] = []
         yield from _read_problems(field, read, missing_path_hint(reference, folder, file="/FILE.parquet"), prompts)
-        if tokenizer is not None and not job.spec.env.calls_model and any(_without_template(one, data, tokenizer) for one in prompts):
+        if (
+            tokenizer is not None
+            and not job.spec.env.calls_model
+            and any(_without_template(one, data, tokenizer) for one in prompts)
+        ):
             plain.append(f"spec.{field}")
     if plain:
         _warn(

@@ -159,7 +159,9 @@ MESSAGES = '{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}\n'
     ],
     ids=["not given", "false", "true", "messages", "no template"],
 )
-def test_plain_prompts_for_a_model_with_a_chat_template_are_warned_of(tmp_path, capsys, row, template, settings, warned):
+def test_plain_prompts_for_a_model_with_a_chat_template_are_warned_of(
+    tmp_path, capsys, row, template, settings, warned
+):
     model = save_policy(tmp_path / "model")
     if template:
         (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
