@@ -101,7 +101,7 @@ def run_table(status: dict[str, Any], measured: ValidationMetric) -> Table:
     metrics = status.get("metrics", {})
     rollout: dict[str, Any] = next((role for role in status.get("roles", []) if role["name"] == ROLLOUT), {})
     table = Table(
-        "PHASE", "STEP", "REWARD", "VAL", "VER", "LAG", "ROLLOUTS", "SAVED", "EPOCH", "TOK/S", "S/STEP", **NARROW
+        "PHASE", "STEP", "REWARD", "VAL", "VER", "LAG", "ROLLOUTS", "SAVED", "ATTEMPT", "TOK/S", "S/STEP", **NARROW
     )
     table.add_row(
         status.get("phase", "-"),

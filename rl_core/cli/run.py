@@ -212,8 +212,9 @@ def way_on(job: RLJob, folder: Path) -> str:
 def success_text(folder: Path, status: dict[str, Any], measured: ValidationMetric) -> str:
     """Return the closing lines of a run that ended well."""
     values = [(line.get("step"), line[measured.key]) for line in read_metrics(folder) if measured.key in line]
+    again = f", restarts and resumes: {status['epoch']}" if status.get("epoch") else ""
     lines = [
-        f"step {status.get('step')}/{status.get('totalSteps')}, policy version {status.get('policyVersion')}, epoch {status.get('epoch')}"
+        f"step {status.get('step')}/{status.get('totalSteps')}, policy version {status.get('policyVersion')}{again}"
     ]
     if values:
         (first, before), (last, after) = values[0], values[-1]
