@@ -3,7 +3,8 @@
 `prompts` and `completions` are lists of B texts. The columns are the keys of the rows' metadata (the columns of the data file), each a list
 of length B with None for rows without the key, and `messages`, the logs as lists of {role, content}. A function without `**columns` gets only
 the columns that it names. `arguments` of the options are passed unchanged. A reward is a number, None (not applicable: the sample is masked),
-or a mapping or object with `reward` and `parts` (numbers by name, which are reported as metrics and which `gdpo` compares one by one).
+or a mapping or object with `reward`, `parts` (numbers by name, which are reported as metrics and which `gdpo` compares one by one) and
+`explanation` (a text that is kept with the sample).
 """
 
 import inspect
@@ -14,6 +15,7 @@ from pydantic import Field
 
 from rl_core.api.errors import ConfigError, RolloutDataFailure
 from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
+from rl_core.api.rewards import explanation_of
 from rl_core.api.user_code import describe
 from rl_core.envs.base import EnvConfig, Log, last_assistant_text, parse_config, prompt_text, single_turn_return
 from rl_core.envs.registry import load_reward
@@ -75,7 +77,7 @@ class RewardEnvironment(EnvironmentInterface):
 
     def _answer(self, scores: Any, metadata_batch: Metadata) -> EnvironmentReturn:
         rewards = check_rewards(scores, len(metadata_batch), what=f"reward {self.config.reward}")
-        return single_turn_return(rewards, metadata_batch)
+        return single_turn_return(rewards, metadata_batch, explanations=[explanation_of(score) for score in scores])
 
     def _columns(self, logs: Sequence[Log], metadata_batch: Metadata) -> dict[str, list[Any]]:
         names = list(dict.fromkeys(key for metadata in metadata_batch for key in metadata or ()))

@@ -77,5 +77,11 @@ def render_sample(sample: Mapping[str, Any]) -> str:
         if not message["content"] and message["role"] != "assistant":  # an environment that only scores
             continue
         lines.append(f"[{printable(str(message['role']))}]")
-        lines += [f"  {line}" for line in printable(str(message["content"])).split("\n")]
+        lines += _indented(message["content"])
+    if sample.get("explanation"):
+        lines += ["[explanation of the reward]", *_indented(sample["explanation"])]
     return "\n".join(lines) + "\n"
+
+
+def _indented(text: Any) -> list[str]:
+    return [f"  {line}" for line in printable(str(text)).split("\n")]

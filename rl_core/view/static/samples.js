@@ -61,7 +61,9 @@ function facts(sample) {
 }
 
 function conversation(sample, from = 0) {
-  return sample.messages.slice(from).filter((message) => message.content !== "" || message.role === "assistant").map((message) =>
+  const shown = sample.messages.slice(from).filter((message) => message.content !== "" || message.role === "assistant");
+  const why = sample.explanation ? [{ role: "explanation of the reward", content: sample.explanation }] : [];
+  return [...shown, ...why].map((message) =>
     el("div", { class: `message ${/^[a-z]+$/.test(message.role) ? message.role : "other"}` }, el("span", { class: "role" }, visible(message.role)), text(message.content)));
 }
 
