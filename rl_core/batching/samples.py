@@ -64,8 +64,9 @@ def _message(message: Mapping[str, Any], *, counted: bool) -> tuple[str, str, in
 def _explanation(extras: Mapping[str, Any] | None, columns: Mapping[str, Any] | None) -> str:
     """Return the explanation that the environment added to its metadata; "" if there is none, or it is a column of the data."""
     text = (extras or {}).get(EXPLANATION)
-    added = isinstance(text, str) and text != (columns or {}).get(EXPLANATION)
-    return bounded_explanation(text) if added else ""
+    if not isinstance(text, str) or text == (columns or {}).get(EXPLANATION):
+        return ""
+    return bounded_explanation(text)
 
 
 def _plain_info(info: Mapping[str, Any] | None) -> dict[str, Any]:
