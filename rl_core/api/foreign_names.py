@@ -8,6 +8,8 @@ from pathlib import Path
 from pydantic.alias_generators import to_camel
 
 LIBRARIES = ("TRL", "verl", "prime-rl", "OpenRLHF")
+GUESSED = "guessed"
+"""Key of names that no library has but people write."""
 GENERIC = frozenset({"name", "type", "path", "interval", "step", "dataset", "project", "rank", "alpha", "n"})
 """Last parts that mean something else in other blocks: they lead to a field of the block that they stand in, or nowhere."""
 
@@ -19,7 +21,7 @@ class ForeignName:
     ours: str
     """Path below `spec`, or an option of `rljob`."""
     names: Mapping[str, tuple[str, ...]]
-    """Library -> what it calls the setting, in several versions."""
+    """Library -> what it calls the setting, in several versions. GUESSED stands for no library."""
     note: str = ""
     """What differs."""
 
@@ -38,7 +40,7 @@ def foreign_names() -> tuple[ForeignName, ...]:
     return tuple(
         ForeignName(
             row["ours"],
-            {library: tuple(row[library]) for library in LIBRARIES if library in row},
+            {library: tuple(row[library]) for library in (*LIBRARIES, GUESSED) if library in row},
             row.get("note", ""),
         )
         for row in rows

@@ -323,7 +323,9 @@ def missing_path_hint(reference: str, beside: Path, *, file: str = "") -> str:
         return f", or make it with python {beside / 'prepare.py'}"
     if (path.suffix and file) or path.parent.parent != beside or path.parent.exists():
         return ""
-    return f", or write hf://{path.parent.name}/{path.name}{file} for that name on the Hugging Face hub"
+    name = f"hf://{path.parent.name}/{path.name}"
+    forms = f"{name}?split=train[&config=CONFIG] or {name}{file}" if file else name
+    return f", or write {forms} for that name on the Hugging Face hub"
 
 
 def _read_problems(

@@ -127,7 +127,10 @@ def hub_problem(reference: str, *, data: bool) -> str:
     """
     wanted = parse(reference)
     if data and not (wanted.split or wanted.file.endswith(HUB_ENDINGS)):
-        return f"must name a split, ?split=train, or a file, /FILE with {', '.join(HUB_ENDINGS)}, of the data set, got {reference}; add it"
+        return (
+            f"must name a split, ?split=train, with &config=NAME if the data set has several configurations, or a file, /FILE with "
+            f"{', '.join(HUB_ENDINGS)}, got {reference}; add it"
+        )
     try:
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RevisionNotFoundError

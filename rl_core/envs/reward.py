@@ -8,7 +8,7 @@ or a mapping or object with `reward`, `parts` (numbers by name, which are report
 """
 
 import inspect
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from pydantic import Field
@@ -24,6 +24,24 @@ from rl_core.envs.scores import check_rewards
 Metadata = Sequence[dict[str, Any] | None]
 PASSED = ("prompts", "completions")
 """What a reward function gets by position."""
+
+
+NO_TOKENS = "completions are texts, and no token ids are passed; tokenize the text, or give the parameter a default"
+NO_TRAINER = "the trainer is not passed; remove it, or give it a default"
+LOGGED = 'return {"reward": ..., "parts": {NAME: NUMBER}} to log numbers, and remove it'
+FOREIGN_ARGUMENTS: Mapping[str, str] = {
+    **dict.fromkeys(("completion_ids", "completions_ids", "prompt_ids", "prompts_ids"), NO_TOKENS),
+    **dict.fromkeys(("trainer_state", "trainer"), NO_TRAINER),
+    **dict.fromkeys(("log_extra", "log_metric"), LOGGED),
+    **dict.fromkeys(
+        PASSED, "prompts and completions are the first two parameters, passed by position; move them to the front"
+    ),
+    **dict.fromkeys(
+        ("solution_str", "extra_info"),
+        "a call scores a list of completions; begin with (prompts, completions, ground_truth, ...)",
+    ),
+}
+"""Parameters of reward functions of TRL and verl that are not passed here -> way out."""
 
 
 class RewardConfig(EnvConfig):
@@ -91,6 +109,10 @@ class RewardEnvironment(EnvironmentInterface):
                 f"{taken[0]} is a column of the data; begin its parameters with prompts, completions"
             )
         missing = [name for name, required in self._parameters.items() if required and name not in columns]
+        if missing and (way_out := FOREIGN_ARGUMENTS.get(missing[0])):
+            raise RolloutDataFailure(
+                f"env.reward: parameters must be prompts, completions and columns of the data, got {missing[0]!r} in {self.config.reward}; {way_out}"
+            )
         if missing:
             raise RolloutDataFailure(
                 f"reward {self.config.reward} needs the column {missing[0]!r}, got columns {sorted(columns)}; "
@@ -127,6 +149,11 @@ def _first_two(function: Any) -> list[str]:
 def _check_order(by_position: list[str], name: str) -> None:
     """Raise ConfigError for a function with the two first parameters in the wrong order: they are passed by position."""
     first, second = [*by_position, "", ""][:2]
+    if "solution_str" in (first, second):
+        raise ConfigError(
+            f"env.reward: must score a list of completions, got {name}({', '.join(by_position)}, ...) in the form of verl; write "
+            "(prompts, completions, ground_truth) and return [compute_score(None, text, truth) for text, truth in zip(completions, ground_truth)]"
+        )
     if first == "completions" or second == "prompts":
         missing = [one for one in PASSED if one not in (first, second)]
         way_out = f"add {' and '.join(missing)}" if missing else "reorder its parameters"

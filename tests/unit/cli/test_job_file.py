@@ -281,8 +281,8 @@ def test_a_name_of_the_hub_gets_its_scheme(tmp_path):
         validate_file(tmp_path / "job.yaml", [])
     model, train, validation = error.value.problems
     assert "or write hf://Qwen/Qwen2.5-0.5B for that name on the Hugging Face hub" in model
-    assert "or write hf://openai/gsm8k/FILE.parquet" in train
-    assert "must name a split, ?split=train, or a file" in validation
+    assert "or write hf://openai/gsm8k?split=train[&config=CONFIG] or hf://openai/gsm8k/FILE.parquet for that" in train
+    assert "must name a split, ?split=train, with &config=NAME if" in validation
 
 
 def test_an_absolute_path_is_not_taken_for_a_name_of_the_hub(tmp_path):

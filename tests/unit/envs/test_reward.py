@@ -241,3 +241,19 @@ async def test_a_long_explanation_loses_its_middle(user):
         long.startswith("begin") and long.endswith("xend") and "6008 characters left out" in long and len(long) < 4100
     )
     assert short == "short"
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "way_out"),
+    [
+        (lambda p, c, completion_ids: [1, 1], RolloutDataFailure, "'completion_ids' .*; completions are texts"),
+        (lambda p, c, trainer_state: [1, 1], RolloutDataFailure, "'trainer_state' .*; the trainer is not passed"),
+        (lambda p, c, *, completions: [1, 1], RolloutDataFailure, "are the first two parameters, passed by position"),
+        (lambda p, c, extra_info: [1, 1], RolloutDataFailure, "'extra_info' .* a call scores a list of completions"),
+        (lambda data_source, solution_str, ground_truth: 1, ConfigError, "in the form of verl; write"),
+    ],
+    ids=["ids", "trainer", "keyword", "verl column", "verl"],
+)
+async def test_parameters_of_other_libraries_are_told_what_is_passed_here(user, function, error, way_out):
+    with pytest.raises(error, match=way_out):
+        await step(env(user, function), LOGS, COLUMNS)
