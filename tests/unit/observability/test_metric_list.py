@@ -104,5 +104,5 @@ def test_metrics_in_a_row_with_one_meaning_are_explained_once(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5, "reward/std": 0.1, "train/loss": 1.0}\n')
     show_metrics(str(tmp_path), "reward")
     meaning = find("reward/mean").meaning
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert printed.count(meaning) == 1 and printed.index("reward/std: 0.1") < printed.index(meaning)
