@@ -14,8 +14,9 @@ pytestmark = pytest.mark.xdist_group("sglang")  # each test looks at the shared 
 
 def engines(run, of=None):
     """Return the living processes of engines; `of`: the process of one worker (None: all)."""
-    found = [entry for entry in run.processes(role="engine") if of in (None, entry["parent"])]
-    return [entry["pid"] for entry in found if psutil.pid_exists(entry["pid"])]
+    found = [entry["pid"] for entry in run.processes(role="engine") if psutil.pid_exists(entry["pid"])]
+    below = found if of is None else [child.pid for child in psutil.Process(of).children(recursive=True)]
+    return [pid for pid in found if pid in below]
 
 
 def proofs(run):
@@ -88,15 +89,15 @@ def test_a_run_learns_with_two_engines_in_a_pod_of_which_one_hangs_and_the_other
     run.until(lambda: proofs(run) == ["engine tensors"] * 2, "proofs at both engines")
     run.at_step(2)
     assert {member["pod"] for member in run.status()["members"] if member["role"] == "rollout"} == {"tiny-rollout-0"}
-    workers = {entry["index"]: entry["pid"] for entry in run.processes(role="rollout")}
+    workers = {entry["rank"]: entry["pid"] for entry in run.processes(role="rollout")}
     first, second = (engines(run, of=workers[rank]) for rank in (0, 1))
     assert len(first) == len(second) == 3, "the child, its scheduler and its detokenizer"
     os.kill(first[1], signal.SIGSTOP)
     run.until(lambda: len(set(engines(run, of=workers[0])) - set(first)) == 3, "another engine")
     assert engines(run, of=workers[1]) == second, "the other engine stayed"
     again = engines(run, of=workers[0])
-    run.kill(role="rollout", index=1)
-    other = run.until(lambda: [p for p in run.processes(role="rollout", index=1) if p["pid"] != workers[1]], "a worker")
+    run.kill(role="rollout", rank=1)
+    other = run.until(lambda: [p for p in run.processes(role="rollout", rank=1) if p["pid"] != workers[1]], "a worker")
     run.until(lambda: len(engines(run, of=other[0]["pid"])) == 3, "its engine")
     run.until(lambda: proofs(run) == ["engine tensors"] * 2, "proofs at both engines")
     assert engines(run, of=workers[0]) == again, "the other engine stayed"
