@@ -218,7 +218,7 @@ def _read(spec: RLJobSpec, inventory: Inventory) -> ModelParallelComponentPlacem
         "mode": spec.placement.mode,
         "recomputeLogProbs": spec.algorithm.recompute_log_probs,
     }
-    parallelism = {ROLLOUT: {"tensor": spec.rollout.tensor_parallel}}  # the accelerators of an engine
+    parallelism = {ROLLOUT: {"tensor": spec.rollout.gpus // spec.rollout.engines or 1}}  # the accelerators of an engine
     try:
         return ModelParallelComponentPlacement(config, inventory, parallelism)
     except PlacementError as error:
