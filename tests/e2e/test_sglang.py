@@ -72,7 +72,7 @@ def test_a_run_learns_with_two_engines_in_a_pod_of_which_one_hangs_and_the_other
     """
     run = start(
         algorithm={
-            "steps": 40,
+            "steps": 400,
             "promptsPerStep": 8,
             "groupSize": 8,
             "maxStaleness": 1,
@@ -83,7 +83,7 @@ def test_a_run_learns_with_two_engines_in_a_pod_of_which_one_hangs_and_the_other
         weights={"onUpdate": "keep_kv"},
         runtime={"deadlines": {"engineSilence": 20}},
         checkpoint={"everySteps": None},
-        pause=0.2,
+        pause=0.5,
     )
     run.start()
     run.until(lambda: proofs(run) == ["engine tensors"] * 2, "proofs at both engines")
