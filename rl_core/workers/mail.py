@@ -23,7 +23,8 @@ from rl_core.messages.tensors import TensorHeader
 from rl_core.transports.rpc_wire import pack_error, rebuild_error
 from rl_core.workers.context import WorkerContext
 from rl_core.workers.message_channel import CHANNEL, LOOK_SECONDS, OPTIONS, REFRESH_SECONDS, MessageChannel, Receipt
-from rl_core.workers.tensors import TensorTransfers, check_tensor
+from rl_core.workers.tensor_memory import check_tensor
+from rl_core.workers.tensors import TensorTransfers
 
 DEFAULT_SECONDS = 600.0
 VIEW_SECONDS = 5.0
@@ -131,10 +132,12 @@ class Mail:
 
         return self._receive(sender, timeout, open_message)
 
-    def receive_tensor(self, tensor: Any, sender: str, *, timeout: float | None) -> Receipt:
+    def receive_tensor(self, tensor: Any, sender: str, *, timeout: float | None, waited_for: bool) -> Receipt:
         """Start to receive the next message of the worker `group:rank` into `tensor`, as `receive` does.
 
         The receipt raises ValueError for a message of another shape or type. A sender whose tensor is on an accelerator gets it as well.
+        `waited_for` says that the caller waits for the receipt. Otherwise a tensor on an accelerator is received while nobody waits, because
+        the caller may wait for the send of another tensor first.
         """
         target = self._tensors.target(tensor)
 
@@ -146,9 +149,11 @@ class Mail:
             check_tensor(tensor, message, sender)
             tensor[...] = message
 
-        return self._receive(sender, timeout, store)
+        return self._receive(sender, timeout, store, at_once=bool(target.device) and not waited_for)
 
-    def _receive(self, sender: str, timeout: float | None, open_message: Callable[[Any, float], Any]) -> Receipt:
+    def _receive(
+        self, sender: str, timeout: float | None, open_message: Callable[[Any, float], Any], *, at_once: bool = False
+    ) -> Receipt:
         """Start to receive a message. The receipt returns `open_message(message, seconds that are left)`."""
         self._member(sender)
         seconds = DEFAULT_SECONDS if timeout is None else timeout
@@ -158,6 +163,7 @@ class Mail:
             sender,
             seconds,
             lambda message: open_message(message, max(0.0, deadline - time.monotonic())),
+            convert_at_once=at_once,
         )
 
     def size_of(self, group: str) -> int:

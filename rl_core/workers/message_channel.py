@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -16,6 +18,8 @@ from rl_core.messages.tensors import TensorHeader
 from rl_core.transports.handlers import HandlerThreads
 from rl_core.workers.context import WorkerContext
 from rl_core.workers.receive_cycles import MESSAGE
+
+logger = logging.getLogger(__name__)
 
 CHANNEL = "worker-messages"
 MOST_WAITING = 64
@@ -106,10 +110,12 @@ class Receipt:
         transfer: str = "",
         what: str = MESSAGE,
         watch: Watch | None = None,
+        convert_at_once: bool = False,
     ) -> None:
         """Start to receive the next message of `sender`; with `transfer` the next one of that transfer. `wait` returns `convert(message)`.
 
-        `what` is reported as that for which this worker waits. `watch` None watches the present process of the sender.
+        `what` is reported as that for which this worker waits. `watch` None watches the present process of the sender. With
+        `convert_at_once` the message is converted in a thread as soon as it arrives, else when it is waited for.
         """
         self._messages, self._sender, self._timeout, self._convert = messages, sender, timeout, convert
         self._what = what
@@ -119,11 +125,21 @@ class Receipt:
         key = _key(sender, messages.name, transfer)
         self._handle: AsyncHandle[Any] = messages.channel.get(key=key, async_op=True, timeout=timeout)
         self._converting = threading.Lock()
+        """Held during the conversion: of several threads that wait, the first converts the message, and the others get the result too."""
         self._converted: Future[Any] | None = None
+        self._will_convert = convert_at_once
+        """Whether a thread converts the message, or will do so."""
+        if convert_at_once:
+            start = weakref.WeakMethod(self._convert_in_thread)
+            self._handle.add_done_callback(lambda: convert() if (convert := start()) is not None else None)
 
     def done(self) -> bool:
-        """Return whether the message or its header has arrived, or `wait` would raise at once."""
-        return self._handle.done()
+        """Return whether the message has arrived, or `wait` would raise at once.
+
+        Of a receive by `Worker.recv_tensor` this is the tensor. `Worker.recv` of a tensor on an accelerator is done when its header has
+        arrived, and `wait` receives the tensor.
+        """
+        return self._handle.done() and not self._will_convert
 
     def cancel(self) -> None:
         """Give up the receive. A message that arrives goes to the next one."""
@@ -143,17 +159,29 @@ class Receipt:
     def _result(self, message: Any) -> Any:
         with self._converting:
             if self._converted is None:
-                self._converted = Future()
+                converted: Future[Any] = Future()
                 try:
-                    self._converted.set_result(self._convert(message))
+                    converted.set_result(self._convert(message))
                 except Exception as error:  # noqa: BLE001 - each wait raises it
-                    self._converted.set_exception(error)
+                    converted.set_exception(error)
+                self._converted = converted
         return self._converted.result()
+
+    def _convert_in_thread(self) -> None:
+        def convert() -> None:
+            try:
+                self._result(self._handle.wait())
+            except Exception as error:  # noqa: BLE001 - each wait raises it
+                logger.debug("a receive of %s from %s failed: %s", self._messages.name, self._sender, error)
+            finally:
+                self._will_convert = False
+
+        in_thread(convert, "rljob-receive-tensor")
 
     def _message(self) -> Any:
         context = self._messages.context
         with context.waiting(self._what, self._sender):
-            while not self.done():
+            while not self._handle.done():
                 try:
                     return self._handle.wait(LOOK_SECONDS)
                 except DeadlineExceeded:
@@ -168,7 +196,7 @@ class Receipt:
     async def _message_async(self) -> Any:
         context = self._messages.context
         with context.waiting(self._what, self._sender):
-            while not self.done():
+            while not self._handle.done():
                 try:
                     return await self._handle.async_wait(LOOK_SECONDS)
                 except DeadlineExceeded:

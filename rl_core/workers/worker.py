@@ -248,9 +248,10 @@ class Worker:
         """Receive a tensor or array into `tensor`, on any device, or with `async_op` return a `Receipt` at once, to wait for.
 
         Raises ValueError when the message has another shape or type; the message is dropped then. Other errors are those of `recv`. After an
-        error the elements of `tensor` are undefined.
+        error the elements of `tensor` on an accelerator are undefined, and the transfer that has failed may still write them: receive into
+        another tensor.
         """
-        receipt = self._mail.receive_tensor(tensor, f"{src_group}:{src_rank}", timeout=timeout)
+        receipt = self._mail.receive_tensor(tensor, f"{src_group}:{src_rank}", timeout=timeout, waited_for=not async_op)
         return receipt if async_op else receipt.wait()
 
     def broadcast(
@@ -313,6 +314,11 @@ class Worker:
                 f"got {dict(zip(ranks, [total // sources for total in totals], strict=True))} by rank"
             )
         return merge_batches(parts)
+
+    def leave_process_groups(self) -> None:
+        """Leave the process groups in which tensors were sent. The process calls this before it ends; the next tensor forms them again."""
+        if self._mail_of_epoch is not None:
+            self._mail_of_epoch.close()
 
     @property
     def _mail(self) -> Mail:

@@ -118,6 +118,15 @@ def test_nor_does_a_broadcast_that_is_aborted_while_it_begins():
     assert ended_by.get(timeout=60) == "rljob-group-end"
 
 
+def test_who_closes_a_group_ends_the_broadcast_that_runs_in_it(store):
+    _, member = form_in_threads(plan_of(store, 20, "p", "a"))
+    closing = threading.Timer(0.1, member.close)
+    closing.start()
+    with pytest.raises(InfrastructureError, match="is over: closed"):
+        member.broadcast(torch.zeros(3), timeout=60)
+    closing.join()
+
+
 def test_a_device_that_is_not_done_in_time_is_not_waited_for():
     group, looks = lone_group(SlowToEnd(queue.SimpleQueue())), iter([False, False, True])
     group._poll(lambda: next(looks), 60)
