@@ -248,9 +248,10 @@ class TensorTransfers:
                 groups.abort(plan, str(error))  # ends the formation at the receiver
                 answer = reply.wait()
                 return answer.reason if isinstance(answer, TransportUnavailable) else str(error)
-            except InfrastructureError as error:
+            except BaseException as error:
                 reply.cancel()
-                exchange.raise_original(error)
+                if isinstance(error, InfrastructureError):
+                    exchange.raise_original(error)
                 raise
             answer = reply.wait()
             if isinstance(answer, TransportUnavailable) or sending is None:

@@ -136,7 +136,7 @@ class Courier(Worker):
                 time.sleep(20)
             if how == "killed in formation":
                 os.kill(os.getpid(), signal.SIGKILL)
-            group = form(plan, device, timeout=timeout)
+            group = formed(plan) or form(plan, device, timeout=timeout)
             return SimpleNamespace(broadcast=fail_to_broadcast) if how in ("killed", "error") else group
 
         def fail_to_broadcast(data, *, timeout):
