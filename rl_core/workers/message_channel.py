@@ -244,8 +244,11 @@ class Receipt:
             )
 
     def _late(self, error: DeadlineExceeded) -> DeadlineExceeded:
+        group = self._sender.rpartition(":")[0]
+        seen = self._messages.context.world_size_of(group)
         return DeadlineExceeded(
             f"{self._messages.name} must receive {self._what} of {self._sender} within {self._timeout:g} s, got none: {error}"
+            + ("" if seen else f"; {self._messages.name} has seen no member of group {group}")
         )
 
     def _give_up(self, error: RLJobError) -> None:

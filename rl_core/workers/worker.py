@@ -214,8 +214,9 @@ class Worker:
 
         Returns when the message is stored for the receiver, or with `async_op` a handle at once; arrays of `obj` must not be changed until
         it is done. Messages of one worker to another arrive in the order of the sends. At most 64 of them wait to be received, then a send
-        waits. `timeout` is in seconds (None: 600). Raises WorkerLost when the receiver is gone, DeadlineExceeded, ValueError for a rank that
-        the group does not have, and TypeError for an object that cannot be serialized.
+        waits. `timeout` is in seconds (None: 600). Raises WorkerLost when the receiver is gone, DeadlineExceeded, TypeError for an object that
+        cannot be serialized, and ValueError for a rank that the group does not have and for a group that does not exist. In a script a send
+        without `async_op` waits up to 30 seconds for a group that still starts; one with `async_op` does not check the name of the group.
         """
         handle = self._mail.send(obj, f"{dst_group}:{dst_rank}", timeout=timeout, may_block=not async_op)
         return handle if async_op else handle.wait()

@@ -167,7 +167,11 @@ class Forgets(Fault):
         ("MemberRaises", 3, "square rank 1: fail raised KeyError: 'no such row'"),
         ("NoNumber", 2, "metrics\\['reward/mean'\\] of a step must be a number, got 'high'"),
         ("MemberHangs", 3, r"stalled: WaitingForSquare: no progress .* runner waits for square \(hang_at at rank 1, "),
-        ("Hangs", 3, "stalled: WaitingForActor: no progress .* nobody declares a wait"),
+        (
+            "Hangs",
+            3,
+            "stalled: WaitingForActor: no progress .* nobody declares a wait; the program runs own.py:\\d+ in fault",
+        ),
         ("Forgets", 0, "square.fail failed and nobody waited for its result: RemoteError: square rank 0: fail raised"),
     ],
 )
