@@ -49,7 +49,7 @@ class Courier(Worker):
         )
 
     def send_samples(self, group, rank):
-        """Send all samples with a message before each; return how many went which way."""
+        """Send all samples with a message before each; return how many took each transport."""
         for number, tensor in enumerate(samples()):
             self.send(number, group, rank)
             self.send_tensor(tensor, group, rank, timeout=60)
