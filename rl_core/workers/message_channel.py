@@ -130,8 +130,14 @@ class Receipt:
         self._will_convert = convert_at_once
         """Whether a thread converts the message, or will do so."""
         if convert_at_once:
-            start = weakref.WeakMethod(self._convert_in_thread)
-            self._handle.add_done_callback(lambda: convert() if (convert := start()) is not None else None)
+            this = weakref.ref(self)  # a receipt that nobody holds gives its message back
+
+            def arrived() -> None:
+                receipt = this()
+                if receipt is not None:
+                    receipt._convert_in_thread()
+
+            self._handle.add_done_callback(arrived)
 
     def done(self) -> bool:
         """Return whether the message has arrived, or `wait` would raise at once.
