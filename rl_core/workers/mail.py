@@ -17,14 +17,14 @@ from rl_core.api.errors import ConfigError, RLJobError, WorkerLost
 from rl_core.channel import AsyncHandle, client
 from rl_core.channel.backend import PutRequest
 from rl_core.channel.handle import detach
-from rl_core.messages.channel import ChannelStats
+from rl_core.messages.channel import WORKER_MESSAGES, ChannelStats
 from rl_core.messages.members import MemberView
 from rl_core.messages.rpc import PackedError
 from rl_core.messages.tensors import TensorHeader
 from rl_core.plan.groups import kinds_of_environment
 from rl_core.transports.rpc_wire import pack_error, rebuild_error
 from rl_core.workers.context import WorkerContext
-from rl_core.workers.message_channel import CHANNEL, LOOK_SECONDS, OPTIONS, REFRESH_SECONDS, MessageChannel, Receipt
+from rl_core.workers.message_channel import LOOK_SECONDS, OPTIONS, REFRESH_SECONDS, MessageChannel, Receipt
 from rl_core.workers.tensor_memory import check_tensor
 from rl_core.workers.tensors import TensorTransfers
 
@@ -41,7 +41,7 @@ def delete_stored(receiver: str) -> None:
     Called in the process of the hub. Returns without waiting. Does nothing if no worker has sent a message.
     """
     try:
-        backend = client.current().backend(CHANNEL, OPTIONS)
+        backend = client.current().backend(WORKER_MESSAGES, OPTIONS)
     except ConfigError:  # a hub without a channel server
         return
 

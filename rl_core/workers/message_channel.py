@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_core.api.errors import DeadlineExceeded, Deadlock, RLJobError, WorkerLost
 from rl_core.channel import AsyncHandle, Channel, client
-from rl_core.messages.channel import ChannelOptions
+from rl_core.messages.channel import WORKER_MESSAGES, ChannelOptions
 from rl_core.messages.members import Incarnation
 from rl_core.messages.tensors import TensorHeader
 from rl_core.transports.handlers import HandlerThreads
@@ -21,7 +21,6 @@ from rl_core.workers.receive_cycles import MESSAGE
 
 logger = logging.getLogger(__name__)
 
-CHANNEL = "worker-messages"
 MOST_WAITING = 64
 """Largest number of messages of one sender to one receiver that are stored. A further send waits until one is received."""
 OPTIONS = ChannelOptions(maxsize=MOST_WAITING)
@@ -42,9 +41,9 @@ class MessageChannel:
         self.context = context
         self.name = context.identity.name
         # The answer need not be awaited, which async methods could not: the server handles the requests of a process in order.
-        client.current().create(CHANNEL, OPTIONS)
-        self.backend = client.current().backend(CHANNEL, OPTIONS)
-        self.channel = Channel(CHANNEL, self.backend, local=False)
+        client.current().create(WORKER_MESSAGES, OPTIONS)
+        self.backend = client.current().backend(WORKER_MESSAGES, OPTIONS)
+        self.channel = Channel(WORKER_MESSAGES, self.backend, local=False)
         self._sends: list[AsyncHandle[Any]] = []
         """Asynchronous sends that may not have ended yet."""
 
