@@ -72,7 +72,7 @@ class Watch:
     """Notices when a process is gone or was replaced, as far as the heartbeats tell."""
 
     def __init__(self, context: WorkerContext, name: str, process: Incarnation | None) -> None:
-        """Watch the process with the incarnation `process` of the member `name`. None: a process that is about to replace one that is gone."""
+        """Watch the process with the incarnation `process` of the member `name`. None: the first process that is seen from now on."""
         self._context, self._name, self._process = context, name, process
         self._began = time.monotonic()
 
@@ -88,12 +88,16 @@ class Watch:
     @property
     def lost(self) -> bool:
         """Return whether the process is gone or was replaced."""
-        member, process = self._context.member(self._name), self._process
-        if member is None or (process is None and time.monotonic() - self._began < REFRESH_SECONDS):
+        member = self._context.member(self._name)
+        if member is None:
             return False
-        if process is not None and member.incarnation < process:  # the last heartbeat is older than the process
+        if self._process is None:
+            if member.state.gone:
+                return time.monotonic() - self._began >= REFRESH_SECONDS
+            self._process = member.incarnation
+        if member.incarnation < self._process:  # the last heartbeat is older than the process
             return False
-        return member.state.gone or (process is not None and member.incarnation != process)
+        return member.state.gone or member.incarnation != self._process
 
 
 class Receipt:

@@ -170,7 +170,7 @@ def test_a_send_to_a_misspelt_group_names_those_that_there_are_and_one_that_stil
     one = left.execute_on(0)
     for tensor in (False, True):
         with pytest.raises(
-            RemoteError, match="group rihgt must have members that left:0 sees, .* of .*left, right; launch"
+            RemoteError, match="group rihgt must have members that left:0 sees, .* of .*left, right.*; launch"
         ):
             one.send_to("rihgt", tensor, 0.5).wait(timeout=60)
     sending = one.send_to("late", False, 60)
