@@ -25,9 +25,13 @@ class ForeignName:
     note: str = ""
     """What differs."""
 
-    def is_called(self, name: str) -> bool:
-        """Return whether a library calls the setting `name`, without the blocks around it, in snake_case or camelCase."""
-        last_parts = (known.rpartition(".")[2] for names in self.names.values() for known in names)
+    def is_called(self, name: str, *, alone: bool = False) -> bool:
+        """Return whether a library calls the setting `name`, without the blocks around it, in snake_case or camelCase.
+
+        `alone`: only names that have no blocks around them.
+        """
+        known_names = (known for names in self.names.values() for known in names if not (alone and "." in known))
+        last_parts = (known.rpartition(".")[2] for known in known_names)
         return any(name in (last, to_camel(last)) for last in last_parts)
 
 

@@ -67,8 +67,10 @@ def render_sample(sample: Mapping[str, Any]) -> str:
         f"version {version}",
     ]
     lines = ["== " + " | ".join(facts)]
-    if sample.get("info"):
-        lines.append("   " + printable("; ".join(f"{key}: {as_json(value)}" for key, value in sample["info"].items())))
+    if info := dict(sample.get("info") or {}):
+        if "answer" in info and info.get("ground_truth") == info["answer"]:
+            del info["ground_truth"]  # the environment gets the answer under both names
+        lines.append("   " + printable("; ".join(f"{key}: {as_json(value)}" for key, value in info.items())))
     if sample.get("filtered"):
         lines.append("   filtered, not trained: " + printable(str(sample["filtered"])))
     if sample.get("error"):

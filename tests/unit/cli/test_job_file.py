@@ -39,6 +39,25 @@ def test_a_file_with_two_jobs_or_none_is_refused(tmp_path, text, error):
 
 
 @pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("spec:\n  steps: 1\n    name: a\n", "mapping values are not allowed here (line 3, column 9)"),
+        (
+            "a: [1\nb: 2\n",
+            "expected ',' or ']', but got ':' while parsing a flow sequence of line 1 (line 2, column 2)",
+        ),
+    ],
+    ids=["indentation", "bracket"],
+)
+def test_an_error_of_yaml_is_one_line_with_its_place(tmp_path, text, cause):
+    file = tmp_path / "job.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_document(file, [])
+    assert str(error.value) == f"{file}: must be valid YAML, got {cause}; correct the line or its indentation"
+
+
+@pytest.mark.parametrize(
     ("spec", "error"),
     [("{a: 1, a: 2}", "the key 'a' twice"), ("{a: {b: 1, 'b': 2}}", "the key 'b' twice"), ("[{a: 1}, {a: 2}]", "")],
 )

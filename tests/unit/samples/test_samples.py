@@ -174,6 +174,16 @@ def test_columns_are_printed_with_their_types(tmp_path, capsys):
     assert '   text: "4"; number: 4; none: null; list: ["a", 1.0]\n' in capsys.readouterr().out
 
 
+def test_the_answer_is_printed_once(tmp_path, capsys):
+    write(
+        tmp_path,
+        [kept(info={"answer": "4", "ground_truth": "4"}), kept(index=1, info={"answer": 4, "ground_truth": "4"})],
+    )
+    show_samples(tmp_path, Choice())
+    printed = capsys.readouterr().out
+    assert '   answer: "4"\n' in printed and '   answer: 4; ground_truth: "4"\n' in printed
+
+
 def test_an_explanation_is_kept_and_printed_after_the_conversation(tmp_path, capsys):
     completion = Completion(message_log=[], reward=7.0, env_extras={"explanation": "good\x1b[0m\nwork", "answer": "4"})
     record = PromptGroupRecord(
