@@ -156,7 +156,11 @@ def test_sizes_of_engines_divide_the_accelerators_of_a_pod_and_sglang_gets_its_o
         (4, {"dp_size": 3}, "engineArgs.dp_size must divide rollout.gpus 4, got 3"),
         (8, {"tp_size": 2, "dp_size": 2}, "tp_size x dp_size must be rollout.gpus 8, got 2 x 2"),
         (4, {"dp_size": 0}, "engineArgs.dp_size must be 1 to 64, got 0"),
-        (0, {"tp_size": 2}, "engineArgs.tp_size must be 1 with rollout.gpus 0, as an engine on CPU is one process, got 2"),
+        (
+            0,
+            {"tp_size": 2},
+            "engineArgs.tp_size must be 1 with rollout.gpus 0, as an engine on CPU is one process, got 2",
+        ),
     ],
 )
 def test_sizes_that_leave_accelerators_over_are_refused(gpus, given, words):
@@ -167,7 +171,9 @@ def test_sizes_that_leave_accelerators_over_are_refused(gpus, given, words):
 
 def test_the_tensor_parallel_size_cannot_be_given_twice_and_differently():
     job = spec({}, rollout={"gpus": 4, "engine": "sglang", "engineArgs": {"tp_size": 2}, "parallel": {"tensor": 4}})
-    with pytest.raises(ConfigError, match=r"tp_size must be rollout\.parallel\.tensor 4, got 2; remove rollout\.parallel"):
+    with pytest.raises(
+        ConfigError, match=r"tp_size must be rollout\.parallel\.tensor 4, got 2; remove rollout\.parallel"
+    ):
         check_engine_arguments(job)
 
 

@@ -88,7 +88,9 @@ def test_autoscaling_counts_pods():
     one = {"replicas": 2, "maxReplicas": 8, "autoscale": {"max": 8}}
     many = job(rollout=TWO | one).spec.rollout
     hungry = {"starved": 0.0, "trainer_starved": 0.5, "seconds": 60.0}
-    wanted = autoscale.decide(job(rollout=one).spec.rollout, autoscale.IdleShares(rollouts=2, **hungry), on_policy=False)
+    wanted = autoscale.decide(
+        job(rollout=one).spec.rollout, autoscale.IdleShares(rollouts=2, **hungry), on_policy=False
+    )
     assert autoscale.decide(many, autoscale.IdleShares(rollouts=4, **hungry), on_policy=False) == wanted
     assert wanted.replicas == 4
     assert autoscale.decide(many, autoscale.IdleShares(rollouts=5, **hungry), on_policy=False) is None
