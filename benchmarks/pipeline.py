@@ -5,8 +5,8 @@ and each case to standard error as it ends.
 
 Every figure is the median over runs in which ours, Ray and the limits take turns, so that a busy machine slows them alike. Beside it stands
 the processor time per item or call, of all processes together. Items are made before the first run. A run has 1,000 items of 1 KB, 100 of
-1 MB or 32 of 64 MB, for ours and Ray alike: in a run of 8 items the start of the calls takes much of the time. Of Ray's two ways to put an
-item on a queue, by value and as an object reference, the faster one counts. The limits are raw pyzmq between two processes and memcpy in one.
+1 MB or 32 of 64 MB, for ours and Ray alike. Of Ray's two ways to put an item on a queue, by value and as an object reference, the faster one
+counts. The limits are raw pyzmq between two processes and memcpy in one.
 """
 
 import argparse
