@@ -82,7 +82,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, default=2, help="steps between two validations")
     parser.add_argument("--learning-rate", type=float, default=3.0e-4)
-    parser.add_argument("--group-size", type=int, help="completions per prompt of the distillation; default: the example's")
+    parser.add_argument(
+        "--group-size", type=int, help="completions per prompt of the distillation; default: the example's"
+    )
     parser.add_argument("--quick", action="store_true", help="models of 0.25M parameters")
     parser.add_argument("--keep", type=Path, help="folder for the runs' files; default: a temporary one")
     options = parser.parse_args()
