@@ -75,11 +75,11 @@ def test_a_problem_names_path_rule_value_and_way_out(spec, words):
         ({"rollout": {"temperature": 0.5}}, "write rollout.sampling.temperature"),
         (
             {"algorithm": {"estimator": "grpo"}},
-            "write algorithm.name (`grpo`, `dr_grpo` (no division by the deviation), `rloo`, `gae` and others)",
+            "write algorithm.name (`grpo`, `dr_grpo` (no deviation, other aggregation), `rloo`, `gae` and others)",
         ),
         (
             {"algorithm": {"advantageEstimator": "grpo"}},
-            "write algorithm.name (`grpo`, `dr_grpo` (no division by the deviation), `rloo`, `gae` and others)",
+            "write algorithm.name (`grpo`, `dr_grpo` (no deviation, other aggregation), `rloo`, `gae` and others)",
         ),
         ({"algorithm": {"loss": {"estimator": "k3"}}}, "write algorithm.loss.klEstimator"),
         ({"algorithm": {"loss": {"type": "ppo"}}}, "write algorithm.loss.name"),
