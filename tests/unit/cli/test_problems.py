@@ -115,7 +115,7 @@ def test_an_unknown_field_gets_the_name_it_has_here(spec, hint):
         (
             {"rollout": {"sampling": {"topK": -1}}},
             "spec.rollout.sampling.topK: ",
-            "leave it out if -1 is meant to switch it off, or change the value",
+            "change the value; if -1 is meant to switch it off, docs/reference/rljob.md says how",
         ),
         ({"algorithm": {"loss": {"name": "ppo"}}}, "spec.algorithm.loss.name: ", "(did you mean ppo_clip?)"),
         ({"placement": {"mode": "colocate"}}, "spec.placement.mode: ", "did you mean colocated?"),
