@@ -200,13 +200,13 @@ def test_a_transfer_over_a_group_that_has_failed_does_not_write_to_the_tensor(gr
 # --- broadcasts ---
 
 
-RECEIVERS = ["same", "apart", "apart too", "plain"]
+RECEIVERS = ["same", "apart", "apart-too", "plain"]
 
 
 @pytest.fixture(scope="module")
 def members(cluster):
     """The source of broadcasts and one receiver on its accelerator, two on others and one in host memory."""
-    devices = {"source": "gpu", "same": "gpu", "apart": "gpu 1", "apart too": "gpu 2", "plain": "gpu 3"}
+    devices = {"source": "gpu", "same": "gpu", "apart": "gpu 1", "apart-too": "gpu 2", "plain": "gpu 3"}
     return {
         name: Courier.create_group(device).launch(cluster, NodePlacementStrategy([0]), name=name)
         for name, device in devices.items()
@@ -241,7 +241,7 @@ def test_a_broadcast_takes_the_transport_of_each_receiver_in_one_call(members):
     assert sent == [{"ipc": count, "gloo": 2 * count, "host": count} for count in (1, 2)]
     assert [key.split("/")[2] for key in members["source"].group_keys().wait(timeout=60)[0]] == [
         "apart:0",
-        "apart too:0",
+        "apart-too:0",
     ]
 
 
