@@ -120,14 +120,14 @@ class Courier(Worker):
         receipt.wait()
         return buffer.sum().item() if receipt.done() else None
 
-    def spread(self, value, groups, src, size=4):
+    def spread(self, value, groups, src, size=4, timeout=60):
         """Broadcast into a tensor of `size` elements, or, if that is 0, into host memory.
 
         Return whether the tensor itself was returned, its first four elements, and how many were sent by each transport.
         """
         is_source = (self.group_name, self.rank) == src
         mine = torch.full((size,), float(value)) if is_source else torch.zeros(size) if size else None
-        found = self.broadcast(mine, groups=groups, src=src, timeout=60)
+        found = self.broadcast(mine, groups=groups, src=src, timeout=timeout)
         return found is mine, found[:4].tolist(), self.sent()
 
     def spread_and_swap(self, groups, backwards):

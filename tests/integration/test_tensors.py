@@ -275,6 +275,28 @@ def test_an_error_of_a_member_ends_a_broadcast_at_all_members(members, failing):
     assert_all_have_it(spread(members))
 
 
+@pytest.mark.usefixtures("_nothing_left")
+def test_a_broadcast_ends_at_all_members_with_the_deadline_of_its_source_and_who_receives_later_learns_why(members):
+    calls = {name: group.spread(5, RECEIVERS, ("source", 0), 4, 60 if name != "source" else 0.5)
+             for name, group in members.items() if name != "apart"}  # fmt: skip
+    errors = [error_of(call) for call in calls.values()] + [
+        error_of(members["apart"].spread(5, RECEIVERS, ("source", 0)))
+    ]
+    text = "apart:0 must receive a tensor of source:0 within 0.5 s, it has not begun to"
+    assert all(isinstance(error, DeadlineExceeded) and text in str(error) for error in errors), errors
+    assert_all_have_it(spread(members))
+
+
+@pytest.mark.usefixtures("_nothing_left")
+def test_two_sources_that_wait_for_each_others_receive_are_named_as_a_deadlock(members):
+    ends = {"source": "same", "same": "source"}
+    errors = [error_of(call) for call in [members[end].spread(1, [other], (end, 0)) for end, other in ends.items()]]
+    assert all(isinstance(error, Deadlock) and "source:0" in str(error) and "same:0" in str(error) for error in errors)
+    for end, other in ends.items():  # the headers are there still
+        assert isinstance(error_of(members[end].recv_one(other, 0)), Deadlock)
+    assert_all_have_it(spread(members))
+
+
 @pytest.mark.parametrize("lost", ["source", "apart"])
 def test_the_loss_of_a_member_ends_a_broadcast_at_all_others_and_its_replacement_gets_the_next_one(
     cluster, members, lost
