@@ -138,7 +138,7 @@ def test_every_main_setting_of_prime_rl_is_answered(path):
 @pytest.mark.parametrize(
     ("path", "way_out"),
     [
-        ("rollout.mode", "remove it, it has no counterpart here: Engines always take requests asynchronously"),
+        ("rollout.mode", "remove it, it has no counterpart here: Generation overlaps with training where"),
         ("trainer.project_name", "write trackers for project_name (Of an entry: `trackers: [{name: wandb, project: NAME"),
         ("trainer.balance_batch", "write actor.balance for balance_batch"),
         ("data.dataset_config", "write data.train (Part of the reference"),
