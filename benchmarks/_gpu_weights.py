@@ -171,7 +171,8 @@ def serve() -> None:
 
     options = json.loads(sys.argv[1])
     engine, device = Engine(**options) if "shapes" in options else SGLang(**options), options["device"]
-    receiver = WeightReceiver(None, None, 0, engine.weight_target, device=device, device_uuid=_uuid(device))
+    uuids = () if device == "cpu" else (_uuid(device),)
+    receiver = WeightReceiver(None, None, 0, engine.weight_target, device=device, device_uuids=uuids)
     receiver.warm_up()
 
     async def held():

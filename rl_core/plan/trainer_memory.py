@@ -180,7 +180,10 @@ def _gathered(job: RLJobSpec, facts: ModelFacts) -> Parts:
 
 
 def _publisher_copy(job: RLJobSpec, facts: ModelFacts) -> Parts:
-    """Return the copy of a version on the device of rank 0, from which receivers map it (CUDA IPC) or a process group gets it (NCCL)."""
+    """Return the copy of a version on a trainer's device.
+
+    Receivers map it (CUDA IPC; each rank whose device has an engine), or a process group gets it (NCCL; rank 0).
+    """
     transport = job.weights.transport
     point_to_point = transport in ("zmq", "gloo") or (
         transport == "auto" and (job.weights.syncer == "patch" or job.model.lora is not None)
