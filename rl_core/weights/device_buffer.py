@@ -90,9 +90,13 @@ class _CopyingSource:
         if self._memory.allocate(self.layout.nbytes, device) is None:
             yield from self._source.buckets(device)
             return
-        for bucket in self._source.buckets(device):
-            write(bucket.tensors, bucket.place, self._memory.part(bucket.place))
-            yield bucket
+        try:
+            for bucket in self._source.buckets(device):
+                write(bucket.tensors, bucket.place, self._memory.part(bucket.place))
+                yield bucket
+        except BaseException:
+            self._memory.free()
+            raise
 
 
 def write(tensors: Iterable[Tensor], bucket: Bucket, memory: Tensor) -> None:
