@@ -39,10 +39,8 @@ class DeviceCopies:
 
     def broadcast(self, bucket: Bucket, tensors: Iterable[Tensor]) -> None:
         """Copy `bucket` to the devices. `tensors` are those of the bucket on rank 0, and are not used elsewhere."""
-        if self._buffer.is_filled:
-            memory = self._buffer.part(bucket)
-        else:
-            memory = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._ranks.device)
+        kept = self._buffer.part(bucket) if self._buffer.is_filled else None
+        memory = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._ranks.device) if kept is None else kept
         if self._ranks.rank == 0:
             write(tensors, bucket, memory)
         dist.broadcast(memory, 0)

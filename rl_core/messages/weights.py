@@ -252,6 +252,7 @@ class ReceiverReady:
     group: str = ""
     """Key of the plan whose process group it is in; "" for none. A process that took a lost member's name and address is in none."""
 
+
 @record
 class ReceiverApplied:
     """APPLIED: the version is loaded and proven, not served yet."""

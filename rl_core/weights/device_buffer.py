@@ -1,8 +1,9 @@
 """A copy of a version in memory of a device of the trainer, for receivers on the same device (CUDA IPC) or in a process group (NCCL).
 
 The publisher fills the buffer while it writes the host copy. It gives a handle to each process that maps the buffer, or broadcasts from it,
-so the bytes do not go through the host; and it frees the buffer after the last ACK. Other ranks of the trainer fill buffers of their own. On a CPU the same steps use shared memory by name; no
-job can ask for that, but tests run it.
+so the bytes do not go through the host; and it frees the buffer after the last ACK. Other ranks of the trainer fill buffers of their own for
+the receivers on their devices (`actors.device_copies`). On a CPU the same steps use shared memory by name; no job can ask for that, but
+tests run it.
 """
 
 import logging
@@ -70,11 +71,11 @@ class DeviceBuffer:
     def free(self, unused: Iterable[Handle] = ()) -> None:
         """Free the buffer, once no receiver maps it any more. `unused`: handles that no process has mapped and none will map."""
         on_gpu = self._buffer is not None and self._buffer.is_cuda
+        # Torch keeps the memory until each handle was mapped once and given up.
+        for _, _, _, _, counter, position, *_ in unused if on_gpu else ():
+            torch.UntypedStorage._release_ipc_counter_cuda(counter, position)
         self._buffer = None
         if on_gpu:
-            # Torch keeps the memory until each handle was mapped once and given up.
-            for _, _, _, _, counter, position, *_ in unused:
-                torch.UntypedStorage._release_ipc_counter_cuda(counter, position)
             torch.cuda.ipc_collect()
 
 

@@ -4,7 +4,6 @@ import pytest
 
 from rl_core.api.errors import ConfigError
 from rl_core.plan import autoscale
-from rl_core.plan.colocated import shape_of
 from rl_core.plan.groups import ROLLOUT, groups_of
 from rl_core.plan.slots import colocated_pods, colocated_rollouts, device_count, idle_accelerators, pod_of
 from rl_core.runner.time_sharing import ColocatedSchedule
