@@ -200,14 +200,15 @@ class Courier(Worker):
         return dict(self._mail._tensors.sent)
 
     def left_over(self, messages=True):
-        """Return the threads of transfers and the stored messages of transfers that do not end within some seconds.
+        """Return the threads of transfers and the stored messages of this worker's transfers that do not end within some seconds.
 
         `messages` false does not wait for messages.
         """
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             threads = [thread.name for thread in threading.enumerate() if "tensor" in thread.name]
-            stored = [key for key in self._mail._messages.backend.control("stats").result(30).keys if len(key) > 2]
+            keys = self._mail._messages.backend.control("stats").result(30).keys
+            stored = [key for key in keys if len(key) > 2 and self.identity.name in key[:2]]
             if not threads and not (messages and stored):
                 break
             time.sleep(0.1)

@@ -158,6 +158,16 @@ def test_an_error_in_a_transfer_is_raised_at_both_ends_and_the_next_send_forms_a
     assert generation(after) > generation(before)
 
 
+@pytest.mark.usefixtures("_no_messages_left")
+def test_a_transfer_over_a_group_that_has_failed_does_not_write_to_the_tensor(groups):
+    left, right = groups
+    right.fail_in_transfer("late").wait(timeout=60)
+    sending = left.send_one(1, "right", 0)
+    assert right.recv_after_error("left", 0).wait(timeout=60) == [[0.0] * 4]
+    assert "the device is broken" in str(error_of(sending))
+    assert transfer(left, right) == [7.0] * 4
+
+
 @pytest.mark.parametrize("how", ["killed", "killed in formation"])
 @pytest.mark.parametrize("killed", [0, 1], ids=["sender", "receiver"])
 def test_the_loss_of_an_end_is_raised_at_the_other_and_its_replacement_is_reached_over_a_new_group(
@@ -185,16 +195,6 @@ def test_a_group_that_cannot_be_formed_is_replaced_by_host_memory(cluster, how, 
     groups[failing].fail_in_transfer(how).wait(timeout=60)
     assert [transfer(left, right, names) for _ in range(2)] == [[7.0] * 4] * 2
     assert left.sent().wait(timeout=60) == [{"host": 2}]
-
-
-@pytest.mark.usefixtures("_no_messages_left")
-def test_a_transfer_over_a_group_that_has_failed_does_not_write_to_the_tensor(groups):
-    left, right = groups
-    right.fail_in_transfer("late").wait(timeout=60)
-    sending = left.send_one(1, "right", 0)
-    assert right.recv_after_error("left", 0).wait(timeout=60) == [[0.0] * 4]
-    assert "the device is broken" in str(error_of(sending))
-    assert transfer(left, right) == [7.0] * 4
 
 
 # --- broadcasts ---
