@@ -43,9 +43,7 @@ def trainable_only(mask: Tensor, **tensors: Tensor) -> list[Tensor]:
     require_bool(mask=mask)
     require_float32(**tensors)
     require_same_shape(**tensors, mask=mask)
-    return [
-        zero_outside(mask, tensor if name == "log_probs" else tensor.detach()) for name, tensor in tensors.items()
-    ]
+    return [zero_outside(mask, tensor if name == "log_probs" else tensor.detach()) for name, tensor in tensors.items()]
 
 
 def clamp_log_ratio(log_ratio: Tensor, bound: float | None) -> Tensor:
