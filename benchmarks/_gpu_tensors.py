@@ -1,4 +1,4 @@
-"""Part of gpu.py: tensors from a worker to another by name, by each way, beside a copy on the device."""
+"""Part of gpu.py: tensors from a worker to another by name, by each transport, beside a copy on the device."""
 
 import statistics
 import time
@@ -11,7 +11,7 @@ from rl_core.plan.placement import PackedPlacementStrategy
 from rl_core.workers.tensors import TensorTransfers
 
 SENDS = 6
-"""Tensors by each way. The first is not timed: it forms the process group."""
+"""Tensors by each transport. The first is not timed: it forms the process group."""
 
 
 class Peer(Worker):
@@ -31,7 +31,7 @@ class Peer(Worker):
         return isinstance(tensor, torch.Tensor) and tensor is not self._host
 
     def send_all(self, group: str) -> tuple[list[float], dict[str, int]]:
-        """Return the seconds of each send, and how many tensors went which way."""
+        """Return the seconds of each send, and how many tensors took each transport."""
         seconds = []
         for value in range(SENDS):
             tensor = torch.full((self._nbytes,), value, dtype=torch.uint8, device=self.device)
@@ -56,7 +56,7 @@ class Peer(Worker):
 
 
 def tensors(world: World) -> dict:
-    """Return GB/s of each way: CUDA IPC on one GPU, NCCL where there are two, and host memory."""
+    """Return GB/s of each transport: CUDA IPC on one GPU, NCCL where there are two, and host memory."""
     nbytes = 1 << (22 if world.small else 30)
     slots = min(2, torch.cuda.device_count()) if world.cuda else 2
     found = {}

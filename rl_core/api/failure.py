@@ -38,7 +38,7 @@ class FailureRule(Spec):
     very long to match."""
     action: RuleAction
     """RestartPod, Ignore: replace the pod; rollouts and envs only. RestartRole: replace all pods of the role. RestartJob: start the actors again
-    under a new epoch. FailJob: end the job."""
+    as a new attempt. FailJob: end the job."""
     count_towards_limit: bool = True
     """Count the restart towards maxRestarts; for rollout and env pods, towards their back-off."""
 

@@ -30,7 +30,10 @@ def suggest(root: type[BaseModel], loc: Location, value: Any = None) -> str:
     if camel != name and camel in known:
         return f"write {camel}"
     path = [str(part) for part in loc[1:]]
-    if setting := foreign_name(name, ".".join(path[:-1])) or foreign_path(path):
+    setting = foreign_name(name, ".".join(path[:-1])) or foreign_path(path)
+    if setting is not None and len(path) == 1 and not setting.is_called(name, alone=True) and camel in _paths(root):
+        return f"did you mean {_elsewhere(root, camel, block)}?"  # such as spec.steps: a name of ours that stands in no block
+    if setting is not None:
         return f"write {setting.ours}" + (f" ({setting.note.rstrip('.')})" if setting.note else "")
     inner = list(dict.fromkeys(_inner(value, tuple(str(part) for part in loc))))
     if not (inner and is_foreign_block(name)) and (near := most_similar(camel, known)):

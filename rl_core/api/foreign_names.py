@@ -8,6 +8,8 @@ from pathlib import Path
 from pydantic.alias_generators import to_camel
 
 LIBRARIES = ("TRL", "verl", "prime-rl", "OpenRLHF")
+GUESSED = "guessed"
+"""Key of names that no library has but people write."""
 GENERIC = frozenset({"name", "type", "path", "interval", "step", "dataset", "project", "rank", "alpha", "n"})
 """Last parts that mean something else in other blocks: they lead to a field of the block that they stand in, or nowhere."""
 
@@ -19,13 +21,17 @@ class ForeignName:
     ours: str
     """Path below `spec`, or an option of `rljob`."""
     names: Mapping[str, tuple[str, ...]]
-    """Library -> what it calls the setting, in several versions."""
+    """Library -> what it calls the setting, in several versions. GUESSED stands for no library."""
     note: str = ""
     """What differs."""
 
-    def is_called(self, name: str) -> bool:
-        """Return whether a library calls the setting `name`, without the blocks around it, in snake_case or camelCase."""
-        last_parts = (known.rpartition(".")[2] for names in self.names.values() for known in names)
+    def is_called(self, name: str, *, alone: bool = False) -> bool:
+        """Return whether a library calls the setting `name`, without the blocks around it, in snake_case or camelCase.
+
+        `alone`: only names that have no blocks around them.
+        """
+        known_names = (known for names in self.names.values() for known in names if not (alone and "." in known))
+        last_parts = (known.rpartition(".")[2] for known in known_names)
         return any(name in (last, to_camel(last)) for last in last_parts)
 
 
@@ -38,7 +44,7 @@ def foreign_names() -> tuple[ForeignName, ...]:
     return tuple(
         ForeignName(
             row["ours"],
-            {library: tuple(row[library]) for library in LIBRARIES if library in row},
+            {library: tuple(row[library]) for library in (*LIBRARIES, GUESSED) if library in row},
             row.get("note", ""),
         )
         for row in rows

@@ -130,7 +130,7 @@ class RLJobSpec(Spec):
     failure_policy: FailurePolicySpec = FailurePolicySpec()
     """Which failures restart the job, and which end it."""
     trackers: Annotated[list[TrackerSpec], Field(max_length=8)] = [TrackerSpec(name="tensorboard")]
-    """Metrics trackers besides metrics.jsonl."""
+    """Metrics trackers besides metrics.jsonl. A list replaces the default, so name tensorboard in it to keep it."""
     samples: SamplesSpec = SamplesSpec()
     """Completions that are kept."""
     extensions: Annotated[list[Name], Field(max_length=32)] = []

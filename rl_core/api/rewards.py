@@ -9,12 +9,30 @@ from rl_core.api.errors import RolloutConfigError, shown
 
 TOTAL = "reward"
 """Among rewards by name, the name of the reward itself; the others are its parts, which are reported and need no weights."""
+EXPLANATION = "explanation"
+"""Key of the environment's metadata of a sample with the text that says why it got its reward; kept with the sample."""
+EXPLANATION_CHARACTERS = 4000
+"""Longest explanation; of a longer one beginning and end are kept."""
 _MISSING = object()
 
 
 def has_parts(returned: Any) -> bool:
     """Return whether user code returned a reward as a mapping or an object with `reward` and `parts`."""
     return isinstance(returned, Mapping) or hasattr(returned, TOTAL)
+
+
+def explanation_of(returned: Any) -> str | None:
+    """Return the text `explanation` of a reward that is a mapping or an object, at most EXPLANATION_CHARACTERS long; None without one."""
+    text = _explanation(returned)
+    return bounded_explanation(text) if isinstance(text, str) else None
+
+
+def bounded_explanation(text: str) -> str:
+    """Return `text`, without its middle if it is longer than EXPLANATION_CHARACTERS."""
+    if len(text) <= EXPLANATION_CHARACTERS:
+        return text
+    half = EXPLANATION_CHARACTERS // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
 
 
 def read_reward(returned: Any) -> tuple[float | None, dict[str, float]]:
@@ -27,11 +45,14 @@ def read_reward(returned: Any) -> tuple[float | None, dict[str, float]]:
         reward, parts = getattr(returned, TOTAL, _MISSING), getattr(returned, "parts", None)
     if reward is _MISSING:
         raise ValueError(
-            f"a reward must be a number, None, or a mapping or object with `reward` and, if you like, `parts`, got {shown(returned)}; "
-            "return one of these"
+            "a reward must be a number, None, or a mapping or object with `reward` and, if you like, `parts` and `explanation`, "
+            f"got {shown(returned)}; return one of these"
         )
     if parts is not None and not isinstance(parts, Mapping):
         raise ValueError(f"parts of a reward must be a mapping of names to numbers, got {type(parts).__name__}")
+    text = _explanation(returned)
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"the {EXPLANATION} of a reward must be text or None, got {shown(text)}")
     numbers = {str(name): _number(value, f"part {name!r} of the reward") for name, value in (parts or {}).items()}
     if TOTAL in numbers:
         raise ValueError(f"a part of a reward must have another name than `{TOTAL}`, got parts {sorted(numbers)}")
@@ -57,6 +78,10 @@ def total_reward(
             f"set a weight per name there, or return their sum too, by the name `{TOTAL}`"
         )
     return parts, math.fsum(weights[name] * value for name, value in parts.items()) if parts else None
+
+
+def _explanation(returned: Any) -> Any:
+    return returned.get(EXPLANATION) if isinstance(returned, Mapping) else getattr(returned, EXPLANATION, None)
 
 
 def _number(value: Any, what: str) -> float | None:

@@ -308,6 +308,15 @@ class SamplingSpec(Spec):
             yield f"logitBias must have token ids as keys, got {listed(wrong)}; correct them"
 
 
+MOST_ENGINE_PROCESSES = 64
+"""Largest tp_size, and most engines of a pod."""
+
+
+def _size(value: Any) -> int:
+    """Return a size that engineArgs give, 0 for a value that is none."""
+    return value if type(value) is int and 1 <= value <= MOST_ENGINE_PROCESSES else 0
+
+
 class AutoscaleSpec(Spec):
     """Autoscaling of rollouts: more while the trainer waits for groups, fewer while rollouts wait for work."""
 
@@ -353,15 +362,27 @@ class RolloutSpec(FabricRoleSpec):
     compile: bool = False
     """torch.compile the decode step; needs a C++ compiler in the image (the shipped images have none)."""
     engine_args: Annotated[dict[str, Any], Field(max_length=64)] = {}
-    """Further arguments of SGLang (ServerArgs), by their Python names; those that rljob sets itself are refused."""
+    """Further arguments of SGLang (ServerArgs), by their Python names; those that rljob sets itself are refused. tp_size and dp_size divide a pod among
+    engines."""
     oversample: float = Field(1.0, ge=1, le=8)
     """On policy only: generate this many times promptsPerStep groups per step. Those that finish and are not filtered train, in the order in which
     they were issued, until the step has enough."""
 
     @property
+    def engines(self) -> int:
+        """Return how many engines a pod has; each is a rollout of its own, with an equal share of the accelerators of the pod.
+
+        Values that `plan.engine_arguments` refuses count as not given.
+        """
+        if self.engine != "sglang":
+            return 1
+        ranks, engines = (_size(self.engine_args.get(name)) for name in ("tp_size", "dp_size"))
+        return engines or max(1, self.gpus // (ranks or max(1, self.gpus)))
+
+    @property
     def tensor_parallel(self) -> int:
         """Return how many accelerators share each layer of the model."""
-        return max(1, self.gpus) if self.engine == "sglang" else 1
+        return max(1, self.gpus // self.engines) if self.engine == "sglang" else 1
 
     @rule(
         Cel(
@@ -423,14 +444,14 @@ class RolloutSpec(FabricRoleSpec):
     @rule(
         Cel(
             holds="!has(self.parallel) || !has(self.parallel.tensor) || self.parallel.tensor == ($engine == 'sglang' && $gpus > 1 ? $gpus : 1)",
-            refusal="parallel.tensor must be gpus with engine sglang, as a pod has one engine, and 1 else, got %d with engine %s and gpus %d; change gpus",
+            refusal="parallel.tensor must be gpus with engine sglang and 1 else, got %d with engine %s and gpus %d; change gpus",
             values=("self.parallel.tensor", "$engine", "$gpus"),
             field="parallel",
         )
     )
-    def _one_engine_per_pod(self) -> Iterator[str]:
-        if self.parallel.tensor not in (None, self.tensor_parallel):
+    def _tensor_is_gpus(self) -> Iterator[str]:
+        if self.parallel.tensor not in (None, max(1, self.gpus) if self.engine == "sglang" else 1):
             yield (
-                f"parallel.tensor must be gpus with engine sglang, as a pod has one engine, and 1 else, got {self.parallel.tensor} with engine {self.engine} "
+                f"parallel.tensor must be gpus with engine sglang and 1 else, got {self.parallel.tensor} with engine {self.engine} "
                 f"and gpus {self.gpus}; change gpus"
             )

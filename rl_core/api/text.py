@@ -48,8 +48,20 @@ def read_documents(file: Path) -> list[Any]:
         return load_documents(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{file}: must be valid YAML, got {' '.join(str(error).split())}; correct the line"
+            f"{file}: must be valid YAML, got {_cause(error)}; correct the line or its indentation"
         ) from error
+
+
+def _cause(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+    """Return what is wrong with a YAML text and where, in one line."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    context, begin = getattr(error, "context", None), getattr(error, "context_mark", None)
+    around = (
+        f" {context} of line {begin.line + 1}" if context and begin is not None else f" {context}" if context else ""
+    )
+    return f"{error.problem}{around} (line {mark.line + 1}, column {mark.column + 1})"  # type: ignore[union-attr]
 
 
 def load_value(text: str) -> Any:

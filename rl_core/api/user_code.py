@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -122,6 +123,13 @@ def own_frames(error: BaseException) -> str:
     return "" if trace is None else "".join(traceback.format_exception(type(error), error, trace, limit=-MAX_FRAMES))
 
 
+def place_of_main_thread() -> str:
+    """Return the line of the user's code that the main thread runs, as `own.py:28 in fault`; "" if it runs other code only."""
+    frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+    return _place(own[-1]) if own else ""
+
+
 def describe(error: BaseException) -> str:
     """Return type, text and place of `error`, as `ValueError: no digits (score.py:7 in score)`.
 
@@ -138,4 +146,8 @@ def describe(error: BaseException) -> str:
     if not outside:
         return text
     last = (own or outside)[-1]
-    return f"{text} ({last.filename.rpartition('/')[2]}:{last.lineno} in {last.name})"
+    return f"{text} ({_place(last)})"
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    return f"{frame.filename.rpartition('/')[2]}:{frame.lineno} in {frame.name}"

@@ -9,6 +9,7 @@ import numpy as np
 
 from rl_core.api.errors import DataError
 from rl_core.api.records import PromptGroupRecord
+from rl_core.api.rewards import EXPLANATION, bounded_explanation
 from rl_core.batching.rows import Row, read_row
 from rl_core.messages.samples import GENERATED, GIVEN, KeptSample
 
@@ -47,6 +48,7 @@ def keep_sample(record: PromptGroupRecord, index: int, *, group_id: str) -> Kept
             if name.startswith("reward/") and isinstance(value, int | float)
         },
         reason=str(completion.finish_reason),
+        explanation=_explanation(completion.env_extras, record.extra_env_info),
         versions=(int(completion.policy_versions[0]), int(completion.policy_versions[1])),
         token_ids=np.asarray(row.token_ids if row is not None else [], np.int32),
         mask=mask,
@@ -57,6 +59,14 @@ def keep_sample(record: PromptGroupRecord, index: int, *, group_id: str) -> Kept
 
 def _message(message: Mapping[str, Any], *, counted: bool) -> tuple[str, str, int]:
     return str(message["role"]), str(message["content"]), len(message["token_ids"]) if counted else 0
+
+
+def _explanation(extras: Mapping[str, Any] | None, columns: Mapping[str, Any] | None) -> str:
+    """Return the explanation that the environment added to its metadata; "" if there is none, or it is a column of the data."""
+    text = (extras or {}).get(EXPLANATION)
+    if not isinstance(text, str) or text == (columns or {}).get(EXPLANATION):
+        return ""
+    return bounded_explanation(text)
 
 
 def _plain_info(info: Mapping[str, Any] | None) -> dict[str, Any]:

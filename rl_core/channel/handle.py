@@ -50,6 +50,10 @@ class AsyncHandle(Generic[Value]):
         """Return whether `wait` would return or raise at once."""
         return self._future.done()
 
+    def add_done_callback(self, function: Callable[[], object]) -> None:
+        """Call `function()` when the operation has ended, on any thread; at once if it has. It must not block."""
+        self._future.add_done_callback(lambda future: function())
+
     def cancel(self) -> None:
         """Give up an operation whose result was not read. Items of a take return to the queue; a put is not undone."""
         with self._receipt:

@@ -20,7 +20,7 @@ from rl_core.api.identity import Identity
 from rl_core.channel import payload
 from rl_core.channel.core import ChannelCore
 from rl_core.channel.model import Delivery, Put, Take
-from rl_core.messages.channel import ChannelOptions, Key, Room, SegmentPart, ServerStats
+from rl_core.messages.channel import WORKER_MESSAGES, ChannelOptions, Key, Room, SegmentPart, ServerStats
 from rl_core.messages.rpc import PackedError
 from rl_core.plan.groups import BUILT_IN, ChannelUse, GroupKind
 from rl_core.transports import rpc_wire
@@ -75,6 +75,19 @@ def allowed_methods(groups: Mapping[str, GroupKind]) -> dict[str, frozenset[str]
     """
     of_groups = {group.name: _ELASTIC_METHODS if group.elastic else _GANG_METHODS for group in groups.values()}
     return {"runner": _RUNNER_METHODS, **of_groups}
+
+
+def _check_own_messages(group: str, use: ChannelUse, key: Key) -> None:
+    """Raise ConfigError unless a member of `group` may put or take messages between workers under `key`.
+
+    A group sends as its own members only, so that a receiver can rely on the name of the sender. It takes messages for its members, and
+    takes back what they have sent.
+    """
+    ends = key[:1] if use is ChannelUse.PUT else key[:2]
+    if group not in [name.rpartition(":")[0] for name in ends]:
+        raise ConfigError(
+            f"the key of group {group} permits to {use} messages of its own members only, got {' to '.join(key[:2])}"
+        )
 
 
 class ChannelServer:
@@ -196,6 +209,8 @@ class ChannelServer:
             holders = self._rights.get(channel)
             if holders is not None and use not in holders.get(group, ()):
                 raise ConfigError(f"the key of group {group} does not permit to {use} on channel {channel!r}")
+        if method in ("put", "reserve", "take") and args[0] == WORKER_MESSAGES:
+            _check_own_messages(group, USES[method], args[1])
         if method == "create" and args and args[0] in self._rights:
             raise ConfigError(f"channel {args[0]!r} must be created by the runner, got group {group}")
 

@@ -102,7 +102,7 @@ def job_table(status: dict[str, Any], measured: ValidationMetric) -> Table:
         "VERSION",
         "LAG",
         "ROLLOUTS",
-        "EPOCH",
+        "ATTEMPT",
         "RESTARTS",
         "TOK/S",
         "S/STEP",

@@ -85,24 +85,30 @@ def load_job(file: Path, settings: Sequence[str] = ()) -> RLJob:
 
 
 def with_absolute_paths(job: RLJob, file: Path) -> RLJob:
-    """Return the job with absolute paths; relative ones start at the folder of `file`."""
-    spec = job.spec.model_dump(mode="json", by_alias=True)
+    """Return the job with absolute paths; relative ones start at the folder of `file`.
+
+    Fields that `job` does not give stay in that state: they are not in `model_fields_set`.
+    """
+    whole = job.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    spec = whole["spec"]
     for _, holder, key in path_fields(spec):
         holder[key] = absolute(file, holder[key])
-    for group in spec["groups"]:
-        if isinstance(group["config"].get(MODEL_PATH), str):
-            group["config"][MODEL_PATH] = absolute(file, group["config"][MODEL_PATH])
-    source = spec["checkpoint"]["resumeFrom"]
-    if source is not None and source["path"] is not None:
+    for group in spec.get("groups") or ():
+        config = group.get("config") or {}
+        if isinstance(config.get(MODEL_PATH), str):
+            config[MODEL_PATH] = absolute(file, config[MODEL_PATH])
+    source = spec.get("checkpoint", {}).get("resumeFrom") or {}
+    if source.get("path") is not None:
         source["path"] = absolute(file, source["path"])
-    return RLJob.model_validate(job.model_dump(mode="json", by_alias=True) | {"spec": spec})
+    return RLJob.model_validate(whole)
 
 
 def path_fields(spec: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield (field, holder, key) for each field of a spec that holds a path or a reference; the path is `holder[key]`."""
     yield from references(spec)
-    if spec["checkpoint"]["path"] is not None:
-        yield "checkpoint.path", spec["checkpoint"], "path"
+    checkpoint = spec.get("checkpoint", {})
+    if checkpoint.get("path") is not None:
+        yield "checkpoint.path", checkpoint, "path"
 
 
 def absolute(file: Path, reference: str) -> str:

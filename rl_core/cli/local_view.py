@@ -97,11 +97,14 @@ def _number(value: Any, digits: int = 3) -> str:
 
 
 def run_table(status: dict[str, Any], measured: ValidationMetric) -> Table:
-    """Return the columns of `kubectl get rljobs` for this job; VAL is the newest validation reward, accuracy or return."""
+    """Return the columns of `kubectl get rljobs` for this job; VAL is the newest validation reward, accuracy or return.
+
+    TRY is the attempt of the run, ATTEMPT in wider tables.
+    """
     metrics = status.get("metrics", {})
     rollout: dict[str, Any] = next((role for role in status.get("roles", []) if role["name"] == ROLLOUT), {})
     table = Table(
-        "PHASE", "STEP", "REWARD", "VAL", "VER", "LAG", "ROLLOUTS", "SAVED", "EPOCH", "TOK/S", "S/STEP", **NARROW
+        "PHASE", "STEP", "REWARD", "VAL", "VER", "LAG", "ROLLOUTS", "SAVED", "TRY", "TOK/S", "S/STEP", **NARROW
     )
     table.add_row(
         status.get("phase", "-"),

@@ -140,7 +140,8 @@ def logs(
     role: Annotated[str | None, typer.Option(help="actor, rollout or env; all by default.")] = None,
     index: Annotated[int | None, typer.Option(help="Pod index; all by default.")] = None,
     attempt: Annotated[
-        int | None, typer.Option(help="Epoch of the run (cluster only); all by default.", show_default=False)
+        int | None,
+        typer.Option(help="Attempt of the run, its status.epoch (cluster only); all by default.", show_default=False),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing as the logs grow.")] = False,
     namespace: Namespace = None,

@@ -11,6 +11,8 @@ from rl_core.view.metrics import MetricColumns
 
 INDENT = "    "
 FILE = "metrics.jsonl"
+FLAG = "0 or 1"
+"""Unit that is not printed behind a value."""
 
 
 def show_metrics(name: str | None, word: str | None = None) -> int:
@@ -44,11 +46,14 @@ def _show_values(folder: Path, word: str | None) -> int:
                 "  ", " "
             )
         )
-    for name in wanted:
+    for name, following in zip(wanted, [*wanted[1:], ""], strict=True):
         step, value = series[name][-1]
         metric = find(name)
-        unit = f" {metric.unit}" if metric is not None and metric.unit else ""
-        sys.stdout.write(f"{name}: {value:.6g}{unit} (step {step})\n{'' if metric is None else _meaning(metric)}")
+        unit = f" {metric.unit}" if metric is not None and metric.unit not in ("", FLAG) else ""
+        last = metric is not None and metric != find(following)  # metrics in a row may have one meaning
+        sys.stdout.write(
+            f"{name}: {value:.6g}{unit} (step {step})\n{_meaning(metric) if metric is not None and last else ''}"
+        )
     return 0
 
 

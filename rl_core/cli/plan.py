@@ -43,6 +43,12 @@ def show_plan(file: Path, settings: Sequence[str], *, device_memory: float | Non
 def _remarks(spec: RLJobSpec, report: CapacityReport) -> Iterator[str]:
     """Yield remarks beside the tables: unused accelerators, the capacity of the KV pool, and estimates that were not compared."""
     yield from (f"warning: {problem}" for problem in idle_accelerators(spec))
+    named = [tracker.name for tracker in spec.trackers]
+    if "tensorboard" not in named:
+        yield (
+            f"Metrics go to {', '.join(['metrics.jsonl', *named])}. The list trackers replaces the default, which has tensorboard; "
+            "add {name: tensorboard} for it."
+        )
     if report.pool is not None:
         yield str(report.pool)
     if report.device_memory is None and report.processes.keys() - report.on_cpu:

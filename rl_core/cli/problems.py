@@ -31,7 +31,7 @@ def find_problems(document: Any) -> tuple[RLJob | None, list[str]]:
             return (None if problems else job), list(problems)
         except ValidationError as error:
             lines, details = problem_lines(error), error.errors(include_url=False)
-        lines = [line for line in lines if not _is_about(line, replaced)]
+        lines = [line for line in lines if not (_is_about(line, replaced) or _quotes_placeholder(line))]
         before = len(problems)
         problems.update(dict.fromkeys(lines))
         whole = any(detail["loc"] == ("spec",) and detail["type"] == "value_error" for detail in details)
@@ -45,6 +45,11 @@ def find_problems(document: Any) -> tuple[RLJob | None, list[str]]:
 def _is_about(line: str, parts: Iterable[re.Pattern[str]]) -> bool:
     """Return whether a problem is a rule over several fields of `spec` that mentions one of `parts` before its way out."""
     return line.startswith("spec: ") and any(part.search(line.rpartition("; ")[0] or line) for part in parts)
+
+
+def _quotes_placeholder(line: str) -> bool:
+    """Return whether a problem is about a value that stands for an invalid one."""
+    return f" {PLACEHOLDER};" in line
 
 
 def _mention(path: Sequence[int | str]) -> re.Pattern[str]:

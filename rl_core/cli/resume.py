@@ -8,6 +8,7 @@ from typing import Any
 from rl_core.api.defaults import short
 from rl_core.api.job import RLJob, RLJobSpec
 from rl_core.checkpoint.manifest import MANIFEST
+from rl_core.checkpoint.store import LOST
 from rl_core.runner.checkpoints import STATE_FILE
 from rl_core.runner.invariants import refuse_changes
 
@@ -40,7 +41,19 @@ def resume_line(job: RLJob, folder: Path, resume: str) -> str:
     step, steps = state.get("step"), job.spec.algorithm.steps
     at_end = isinstance(step, int) and step >= steps
     finished = f"; nothing is left to train: raise algorithm.steps above {step}" if at_end else ""
-    return f"resumes at step {step} of {checkpoint.parent.parent}{changed}{finished}"
+    return f"resumes at step {step} of {checkpoint.parent.parent}{changed}{finished}{_abandoned(job, folder, step)}"
+
+
+def _abandoned(job: RLJob, folder: Path, step: Any) -> str:
+    """Return the part of the line that names the checkpoints after `step`, which the runner sets aside; "" if there are none."""
+    root = checkpoint_folder(job, folder)
+    names = [path.parent.name.rpartition("-")[2] for path in root.glob(f"step-*/{MANIFEST}")]
+    steps = sorted(int(name) for name in names if name.isdecimal())
+    later = [str(one) for one in steps if isinstance(step, int) and one > step]
+    if not later:
+        return ""
+    of = f"step{'s' if len(later) > 1 else ''} {', '.join(later)}"
+    return f"; the newer checkpoints of {of} are set aside as {root}/{LOST}step-*, and their metrics in {folder}/metrics.lost.jsonl"
 
 
 def _newest(job: RLJob, folder: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:

@@ -20,7 +20,7 @@ from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJob
 from rl_core.checkpoint.manifest import MANIFEST
 from rl_core.cli.progress import ProgressDisplay
-from rl_core.cli.resume import resume_line
+from rl_core.cli.resume import checkpoint_folder, resume_line
 from rl_core.cli.validate import GIB, memory_report, prepare
 from rl_core.cli.validation_metric import ValidationMetric, validation_metric
 from rl_core.launch.local import LocalCluster
@@ -107,9 +107,11 @@ def device_sizes() -> list[int]:
 
 
 def check_output(folder: Path, resume: str) -> None:
-    """Raise ConfigError when a new run would overwrite the run in the folder, or when there is no checkpoint to resume from."""
-    taken = folder / "metrics.jsonl"
-    if resume == "none" and taken.exists():
+    """Raise ConfigError when a new run would overwrite the run in the folder, or when there is no checkpoint to resume from.
+
+    A run that ended before its first step has nothing to overwrite.
+    """
+    if resume == "none" and holds_steps(folder):
         step = read_step(folder)
         raise ConfigError(
             f"{folder} holds a run (at step {step}); continue it with --resume auto, or choose another folder with --output"
@@ -121,6 +123,12 @@ def check_output(folder: Path, resume: str) -> None:
         raise ConfigError(
             f"--resume must be auto, none or a complete checkpoint folder, got {resume}, {found}; {way_out}"
         )
+
+
+def holds_steps(folder: Path) -> bool:
+    """Return whether the run in `folder` has trained a step or saved a checkpoint."""
+    trained = any(int(line.get("step", 0)) > 0 for line in read_metrics(folder))
+    return trained or any(folder.glob(f"checkpoints/step-*/{MANIFEST}"))
 
 
 def read_step(folder: Path) -> int | str:
@@ -189,23 +197,33 @@ def report(job: RLJob, folder: Path, code: int) -> int:
         return 0
     failure = status.get("failure") or {}
     message = failure.get("message") or "no cause was recorded"
-    kind = {2: "bad input", 4: "bad data", 130: "interrupted"}.get(code, "failure")
-    sys.stderr.write(
-        f"rljob: {job.metadata.name} ended with {kind} (exit code {code}) at step {read_step(folder)}: {message}\n"
+    ended = {2: "ended with bad input", 4: "ended with bad data", 130: "was interrupted"}.get(
+        code, "ended with failure"
     )
-    goes_on = "continue" if any(folder.glob(f"checkpoints/step-*/{MANIFEST}")) else "begin again at step 0"
-    again = "" if code == 4 else f"; {goes_on} with --output {folder} --resume auto"  # it would meet the same data
+    sys.stderr.write(f"rljob: {job.metadata.name} {ended} (exit code {code}) at step {read_step(folder)}: {message}\n")
+    again = "" if code == 4 else way_on(job, folder)  # with code 4 it would meet the same data
     sys.stderr.write(
         f"rljob: look at it with rljob view {shlex.quote(str(folder))}; logs in {folder / 'logs'}{again}\n"
     )
     return code
 
 
+def way_on(job: RLJob, folder: Path) -> str:
+    """Return how to go on with a run that ended early: continue its newest checkpoint, or start it again where there is none."""
+    if any(checkpoint_folder(job, folder).glob(f"step-*/{MANIFEST}")):
+        return f"; continue with --output {folder} --resume auto"
+    if holds_steps(folder):
+        return f"; begin again at step 0 with --output {folder} --resume auto"
+    return "; no step was trained: start it again with the same command"
+
+
 def success_text(folder: Path, status: dict[str, Any], measured: ValidationMetric) -> str:
     """Return the closing lines of a run that ended well."""
     values = [(line.get("step"), line[measured.key]) for line in read_metrics(folder) if measured.key in line]
+    restarts = (status.get("failures") or {}).get("actor/restart")
+    again = f", restarts {restarts}" if restarts else ""
     lines = [
-        f"step {status.get('step')}/{status.get('totalSteps')}, policy version {status.get('policyVersion')}, epoch {status.get('epoch')}"
+        f"step {status.get('step')}/{status.get('totalSteps')}, policy version {status.get('policyVersion')}{again}"
     ]
     if values:
         (first, before), (last, after) = values[0], values[-1]

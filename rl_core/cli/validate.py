@@ -23,6 +23,7 @@ from rl_core.data.hub import HUB_SCHEME, fetch_config, fetch_references, hub_pro
 from rl_core.plan.groups import ENV
 
 if TYPE_CHECKING:
+    from rl_core.data.dataset import PromptDataset
     from rl_core.data.tokenizer import Tokenizer
     from rl_core.messages.envs import EnvRow
     from rl_core.plan.capacity import CapacityReport
@@ -197,6 +198,8 @@ def _check_files(job: RLJob, folder: Path, on_volumes: Collection[str]) -> Itera
         return
     tokenizer, limit = None, NO_LIMIT
     on_hub: list[tuple[str, str]] = []
+    plain: list[str] = []
+    """Data sets whose prompts do not use the chat template that the model has."""
     if job.spec.model.path.startswith(HUB_SCHEME):
         on_hub.append(("model.path", job.spec.model.path))
     elif model_is_here:
@@ -227,8 +230,26 @@ def _check_files(job: RLJob, folder: Path, on_volumes: Collection[str]) -> Itera
             read = _reader(reference, data, task_name=task)
         else:
             read = partial(load_prompts, reference, data, tokenizer, name=name, task_name=task, max_seq_len=limit)
-        yield from _read_problems(field, read, missing_path_hint(reference, folder, file="/FILE.parquet"))
+        prompts: list[PromptDataset] = []
+        yield from _read_problems(field, read, missing_path_hint(reference, folder, file="/FILE.parquet"), prompts)
+        if (
+            tokenizer is not None
+            and not job.spec.env.calls_model
+            and any(_without_template(one, data, tokenizer) for one in prompts)
+        ):
+            plain.append(f"spec.{field}")
+    if plain:
+        _warn(
+            f"the model has a chat template, but the prompts of {', '.join(plain)} are plain text and are given to it without the template; "
+            "set data.chat: true to make each a user message, or data.chat: false to keep them and silence this warning"
+        )
     yield from _hub_problems(on_hub)
+
+
+def _without_template(prompts: "PromptDataset", data: DataSpec, tokenizer: "Tokenizer") -> bool:
+    """Return whether all prompts are plain text although the tokenizer has a chat template, and `data.chat` is not given."""
+    unset = "chat" not in data.model_fields_set
+    return unset and bool(tokenizer.chat_template) and not any(sample.get("chat") for sample in prompts.samples)
 
 
 def _check_policy(job: RLJob) -> Iterator[str]:
@@ -302,15 +323,24 @@ def missing_path_hint(reference: str, beside: Path, *, file: str = "") -> str:
         return f", or make it with python {beside / 'prepare.py'}"
     if (path.suffix and file) or path.parent.parent != beside or path.parent.exists():
         return ""
-    return f", or write hf://{path.parent.name}/{path.name}{file} for that name on the Hugging Face hub"
+    name = f"hf://{path.parent.name}/{path.name}"
+    forms = f"{name}?split=train[&config=CONFIG] or {name}{file}" if file else name
+    return f", or write {forms} for that name on the Hugging Face hub"
 
 
-def _read_problems(field: str, read: Callable[..., object], hint: str) -> Iterator[str]:
-    """Read a data set by `read(field=...)` and yield each line of the error that it raises. Warn if prompts are left out as too long."""
+def _read_problems(
+    field: str, read: Callable[..., object], hint: str, prompts: "list[PromptDataset] | None" = None
+) -> Iterator[str]:
+    """Read a data set by `read(field=...)` and yield each line of the error that it raises. Warn if prompts are left out as too long.
+
+    If the data set was tokenized, it is added to `prompts`.
+    """
     from rl_core.data.dataset import PromptDataset
 
     try:
         found = read(field=field)
+        if isinstance(found, PromptDataset) and prompts is not None:
+            prompts.append(found)
         if isinstance(found, PromptDataset) and (dropped := found.dropped_overlong):
             of = dropped + len(found)
             _warn(

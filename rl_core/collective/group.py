@@ -176,10 +176,16 @@ class TensorGroup:
         threading.Thread(target=self._bury, args=(held,), name="rljob-group-end", daemon=True).start()
 
     def close(self) -> None:
-        """Leave a group in which no operation runs."""
+        """Leave the group. An operation that runs in it ends with an error."""
         with self._changed:
-            self._poison = self._poison or "closed"
-        self._group = None
+            in_use = self._in_use
+            if not in_use:
+                self._poison = self._poison or "closed"
+                held, self._group = self._group, None
+        if in_use:
+            self.abort("closed")
+        else:
+            del held  # outside the lock: this may join the threads of the group
 
     def _bury(self, held: list[Any]) -> None:
         """End the process group in `held`.

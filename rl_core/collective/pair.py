@@ -6,10 +6,11 @@ rank 0 and holds the store.
 
 import itertools
 import threading
+import time
 
 import torch
 
-from rl_core.api.errors import DeadlineExceeded, InfrastructureError
+from rl_core.api.errors import ConfigError, DeadlineExceeded, InfrastructureError
 from rl_core.collective.group import GroupStore, TensorGroup
 from rl_core.messages.weights import GroupPlan
 
@@ -33,24 +34,21 @@ class PairGroups:
         self._lock = threading.Lock()
         """Guards the fields above. It is not held while a group forms."""
 
-    def plan(self, receiver: str, held: str) -> GroupPlan:
+    def plan(self, receiver: str, receiver_key: str) -> GroupPlan:
         """Return the plan of the group in which this process sends to `receiver`.
 
-        It is that of a new generation unless this process and the receiver hold the same working group; `held` is the key of the receiver's.
+        `receiver_key` is what `key_of` returns at the receiver. The plan is that of a new generation unless both hold the same working group.
+        Raises NotFormed if this process cannot start the store at which the members meet.
         """
         name = _group_name(self._name, receiver)
         with self._lock:
-            plan, group = self._plans.get(name), self._groups.get(name)
-            if (
-                plan is not None
-                and group is not None
-                and group.plan == plan
-                and not group.poisoned
-                and plan.key == held
-            ):
-                return plan
-            if self._store is None:
-                self._store = GroupStore(self._host)
+            group = self._groups.get(name)
+            if group is not None and self._is_usable(group) and group.plan.key == receiver_key:
+                return group.plan
+            try:
+                self._store = self._store or GroupStore(self._host)
+            except RuntimeError as error:  # torch raises nothing narrower
+                raise NotFormed(f"{self._name} cannot start a store at {self._host}: {error}") from error
             plan = self._plans[name] = GroupPlan(
                 name=name,
                 epoch=self._epoch,
@@ -62,20 +60,44 @@ class PairGroups:
             )
             return plan
 
-    def held(self, sender: str) -> str:
+    def key_of(self, sender: str) -> str:
         """Return the key of the working group in which this process receives from `sender`; "" if there is none."""
         with self._lock:
             group = self._groups.get(_group_name(sender, self._name))
-            return "" if group is None or group.poisoned else group.plan.key
+            return group.plan.key if group is not None and self._is_usable(group) else ""
 
-    def transfer(self, plan: GroupPlan, data: torch.Tensor, *, form_timeout: float, timeout: float) -> None:
-        """Send `data` (uint8) to the receiver of `plan`, or receive into it, according to the rank of this process in `plan`.
+    def formed(self, plan: GroupPlan) -> TensorGroup | None:
+        """Return the group of `plan` if this process has formed it and it works."""
+        with self._lock:
+            group = self._groups.get(plan.name)
+            return group if group is not None and group.plan == plan and self._is_usable(group) else None
 
-        Forms the group before its first use, within `form_timeout` seconds; NotFormed is raised if that fails. `timeout` is in seconds and
-        limits the transfer itself. Other errors are those of `TensorGroup.broadcast`.
+    def form(self, plan: GroupPlan, device: torch.device, *, timeout: float) -> TensorGroup:
+        """Form the group of `plan` for tensors on `device` within `timeout` seconds, in the place of an earlier generation.
+
+        Raises NotFormed if that fails, or if `abort` is called meanwhile.
         """
-        group = self._formed(plan, data.device, form_timeout)
-        group.broadcast(data, timeout=timeout)
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            self._plans[plan.name] = plan
+            earlier = self._groups.pop(plan.name, None)
+        if earlier is not None:
+            earlier.close()
+        try:
+            group = TensorGroup.form(plan, plan.members.index(self._name), timeout=timeout)
+            # NCCL connects with the first operation, so that its failure is seen here.
+            probe = torch.zeros(1, dtype=torch.uint8, device=device)
+            group.broadcast(probe, timeout=max(0.001, deadline - time.monotonic()))
+        except (ConfigError, DeadlineExceeded, InfrastructureError) as error:
+            raise NotFormed(str(error)) from error
+        with self._lock:
+            wanted = self._plans.get(plan.name) == plan
+            if wanted:
+                self._groups[plan.name] = group
+        if not wanted:
+            group.abort("it was given up while it formed")
+            raise NotFormed(f"group {plan.key} was given up while it formed")
+        return group
 
     def abort(self, plan: GroupPlan, reason: str) -> None:
         """End the group of `plan`, also while it forms. Its receiver learns of it from the store if this process is the sender."""
@@ -83,6 +105,8 @@ class PairGroups:
             if self._plans.get(plan.name) == plan:
                 del self._plans[plan.name]
             group = self._groups.get(plan.name)
+            if group is not None and group.plan == plan:
+                del self._groups[plan.name]
             store = self._store if plan.members[0] == self._name else None
         if store is not None:
             store.release(plan)
@@ -96,29 +120,9 @@ class PairGroups:
         for group in groups:
             group.close()
 
-    def _formed(self, plan: GroupPlan, device: torch.device, timeout: float) -> TensorGroup:
-        with self._lock:
-            group = self._groups.get(plan.name)
-            if group is not None and group.plan == plan:
-                return group
-            self._plans[plan.name] = plan
-            self._groups.pop(plan.name, None)
-        if group is not None:
-            group.close()
-        try:
-            formed = TensorGroup.form(plan, plan.members.index(self._name), timeout=timeout)
-            # NCCL connects with the first operation, so that its failure is seen here.
-            formed.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), timeout=timeout)
-        except (InfrastructureError, DeadlineExceeded) as error:
-            raise NotFormed(str(error)) from error
-        with self._lock:
-            current = self._plans.get(plan.name) == plan
-            if current:
-                self._groups[plan.name] = formed
-        if not current:
-            formed.abort("it was given up while it formed")
-            raise NotFormed(f"group {plan.key} was given up while it formed")
-        return formed
+    def _is_usable(self, group: TensorGroup) -> bool:
+        """Return whether the group works and its plan is that of the latest generation. The caller holds the lock."""
+        return not group.poisoned and self._plans.get(group.plan.name) == group.plan
 
 
 def _group_name(sender: str, receiver: str) -> str:

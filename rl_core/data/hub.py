@@ -44,7 +44,7 @@ def fetch_references(job: RLJob) -> RLJob:
 
     Called by `rljob run` before it starts processes, and by the runner on a cluster. Raises ConfigError if a reference cannot be fetched.
     """
-    whole = job.model_dump(mode="json", by_alias=True)
+    whole = job.model_dump(mode="json", by_alias=True, exclude_unset=True)
     for _, holder, key in references(whole["spec"]):
         if holder[key].startswith(HUB_SCHEME):
             holder[key] = str(fetch(holder[key]))
@@ -127,7 +127,10 @@ def hub_problem(reference: str, *, data: bool) -> str:
     """
     wanted = parse(reference)
     if data and not (wanted.split or wanted.file.endswith(HUB_ENDINGS)):
-        return f"must name a split, ?split=train, or a file, /FILE with {', '.join(HUB_ENDINGS)}, of the data set, got {reference}; add it"
+        return (
+            f"must name a split, ?split=train, with &config=NAME if the data set has several configurations, or a file, /FILE with "
+            f"{', '.join(HUB_ENDINGS)}, got {reference}; add it"
+        )
     try:
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RevisionNotFoundError

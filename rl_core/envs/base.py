@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from rl_core.api.base import Spec
 from rl_core.api.errors import ConfigError
 from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
+from rl_core.api.rewards import EXPLANATION
 
 __all__ = [
     "EnvConfig",
@@ -99,11 +100,15 @@ def single_turn_return(
     rewards: Sequence[float | None] | Mapping[str, Sequence[float | None]],
     metadata: Sequence[dict[str, Any] | None],
     answers: list[str | None] | None = None,
+    explanations: Sequence[str | None] = (),
 ) -> EnvironmentReturn:
     """Return the result of a single-turn environment: empty observations, no stop strings, all episodes terminated.
 
-    `rewards` are one per row, or one list per name.
+    `rewards` are one per row, or one list per name. `explanations`, one per row or none, say why a row got its reward.
     """
+    if any(text is not None for text in explanations):
+        pairs = zip(metadata, explanations, strict=True)
+        metadata = [row if text is None else {**(row or {}), EXPLANATION: text} for row, text in pairs]
     return EnvironmentReturn(
         observations=[{"role": "environment", "content": ""} for _ in metadata],
         metadata=list(metadata),

@@ -29,7 +29,7 @@ def check_env(
     """Return the problems of building and calling `spec.env`, each as `path: rule, got value; way out`; empty if there are none.
 
     `search_path` is one folder or several with user code, usually that of the job file. `examples` are rows of the data by their place,
-    with which the environment is called once each and once together; None = it is only built. `deadline` is in seconds; None =
+    with which the environment is called, as few times as possible; None = it is only built. `deadline` is in seconds; None =
     runtime.deadlines.envReset for the start and envStep for each call. `warn` is called for findings that are no errors but look like one.
     """
     bounds = spec.runtime.deadlines
@@ -84,9 +84,9 @@ async def _try(
     start_seconds: float,
     step_seconds: float,
 ) -> list[str]:
-    """Return the problems of calling the environment with each example row and, if these calls succeed, with all rows at once.
+    """Return the problems of calling the environment with the example rows, those with the same columns in one call.
 
-    If the environment calls a group of the job, it is run up to that call.
+    If a call with several rows fails, each of them is tried alone. If the environment calls a group of the job, it is run up to that call.
     """
     max_turns = spec.env.max_turns
     child = await EnvProcess.start(source, deadline=start_seconds, quiet=True, call_member=calls.refuse)
@@ -98,17 +98,24 @@ async def _try(
                 f"set env.maxTurns: {declared}"
             ]
         failures: dict[str, str] = {}
+        together: dict[str, str] = {}
+        """Failures of calls with several rows."""
         answers: list[EnvAnswer] = []
-        for place, row in examples.items():
-            answer = await child.call([row], deadline=step_seconds)
+        batches = _batches(examples)
+        while batches:
+            places = batches.pop(0)
+            answer = await child.call([examples[place] for place in places], deadline=step_seconds)
             if calls.problems is not None:
                 return calls.problems
-            if isinstance(answer, EnvFailure):
-                failures.setdefault(answer.message, place)
-            else:
+            if not isinstance(answer, EnvFailure):
                 answers += answer
-        if failures:
-            return list(_failed(failures, source))
+            elif len(places) == 1:
+                failures.setdefault(answer.message, places[0])
+            else:
+                together.setdefault(answer.message, f"{len(places)} rows")
+                batches = [[place] for place in places] + batches
+        if failures or together:
+            return list(_failed(failures or together, source))
         if answers and not any(answer.terminated for answer in answers) and max_turns == 1:
             return [
                 f"env.maxTurns: must be given for {source.type}, which did not end the episode in its first step, got 1; "
@@ -121,12 +128,21 @@ async def _try(
                 f"{source.label} returned None for every row that it was called with ({', '.join(examples)}): such samples are not trained; "
                 "is a `return` missing?"
             )
-        together: list[EnvAnswer] | EnvFailure = []
-        if len(examples) > 1:
-            together = await child.call(list(examples.values())[:2], deadline=step_seconds)
-        return list(_failed({together.message: "two rows"}, source)) if isinstance(together, EnvFailure) else []
+        return []
     finally:
         await child.kill()
+
+
+def _batches(examples: Mapping[str, EnvRow]) -> list[list[str]]:
+    """Return the places of the rows in batches of rows with the same filled columns.
+
+    In a call, a column that one row has exists for all of its rows, so rows with other columns would hide that it is missing.
+    """
+    batches: dict[frozenset[str], list[str]] = {}
+    for place, row in examples.items():
+        columns = frozenset(name for name, value in (row.metadata or {}).items() if value is not None)
+        batches.setdefault(columns, []).append(place)
+    return list(batches.values())
 
 
 def _unusable(answer: EnvAnswer, spec: RLJobSpec) -> str:

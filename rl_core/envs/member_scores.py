@@ -1,7 +1,7 @@
 """The environment `reward_model`: a group of the job scores the completions.
 
-It calls `score` of a member with the rows of a step, `{messages, columns}` each, and gets one result per row: a number, or a mapping with
-`error` for a row that has no score.
+It calls `score` of a member with the rows of a step, `{messages, columns, explain: true}` each, and gets one result per row: a number, or a
+mapping with `score` and `explanation`, a text that is kept with the sample, or with `error` for a row that has no score.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from pydantic import Field
 
 from rl_core.api.errors import RolloutDataFailure, shown
 from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
+from rl_core.api.rewards import explanation_of
 from rl_core.envs.base import EnvConfig, Log, parse_config, single_turn_return
 from rl_core.envs.member_calls import call_member
 from rl_core.envs.scores import check_scores
@@ -39,7 +40,11 @@ class MemberScoresEnvironment(EnvironmentInterface):
     ) -> EnvironmentReturn:
         """Return rewards [B]. Raises RolloutDataFailure for a row without a score, unless `onFailure` is mask."""
         rows = [
-            {"messages": [{"role": m["role"], "content": m["content"]} for m in log], "columns": metadata or {}}
+            {
+                "messages": [{"role": m["role"], "content": m["content"]} for m in log],
+                "columns": metadata or {},
+                "explain": True,
+            }
             for log, metadata in zip(message_log_batch, metadata_batch, strict=True)
         ]
         results = call_member(self.config.group, "score", rows)
@@ -48,11 +53,14 @@ class MemberScoresEnvironment(EnvironmentInterface):
                 f"{self.config.group}.score must return a list of {len(rows)} results, got {shown(results)}; correct it"
             )
         rewards = check_scores(list(map(self._reward, results)), len(rows), what=f"group {self.config.group}")
-        return single_turn_return(rewards, metadata_batch)
+        explanations = [explanation_of(result) if isinstance(result, Mapping) else None for result in results]
+        return single_turn_return(rewards, metadata_batch, explanations=explanations)
 
     def _reward(self, result: Any) -> Any:
         if not isinstance(result, Mapping):
             return result
+        if "score" in result:
+            return result["score"]
         if self.config.on_failure == "mask":
             return None
         raise RolloutDataFailure(f"group {self.config.group} has no score for a completion: {result.get('error')}")

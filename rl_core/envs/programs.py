@@ -22,7 +22,7 @@ from pydantic import Field
 
 from rl_core.api.errors import RolloutDataFailure, text_of
 from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
-from rl_core.api.rewards import read_reward
+from rl_core.api.rewards import explanation_of, read_reward
 from rl_core.api.user_code import describe
 from rl_core.envs.base import EnvConfig, Log
 from rl_core.messages.agents import BRANCHES, MAX_CALLS, REQUEST, RESULT, AgentRequest, AgentResult, Branches
@@ -96,6 +96,8 @@ class ProgramEnvironment(EnvironmentInterface):
             async with asyncio.timeout(request["seconds"]) as limit:
                 returned = await self._returned(row, request, result)
             reward, result["parts"] = read_reward(returned)
+            if text := explanation_of(returned):
+                result["explanation"] = text
             result["generated"] = returned.generated if isinstance(returned, ScoredRun) else []
         except TimeoutError as error:
             if not limit.expired():

@@ -3,17 +3,19 @@
 `prompts` and `completions` are lists of B texts. The columns are the keys of the rows' metadata (the columns of the data file), each a list
 of length B with None for rows without the key, and `messages`, the logs as lists of {role, content}. A function without `**columns` gets only
 the columns that it names. `arguments` of the options are passed unchanged. A reward is a number, None (not applicable: the sample is masked),
-or a mapping or object with `reward` and `parts` (numbers by name, which are reported as metrics and which `gdpo` compares one by one).
+or a mapping or object with `reward`, `parts` (numbers by name, which are reported as metrics and which `gdpo` compares one by one) and
+`explanation` (a text that is kept with the sample).
 """
 
 import inspect
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from pydantic import Field
 
 from rl_core.api.errors import ConfigError, RolloutDataFailure
 from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
+from rl_core.api.rewards import explanation_of
 from rl_core.api.user_code import describe
 from rl_core.envs.base import EnvConfig, Log, last_assistant_text, parse_config, prompt_text, single_turn_return
 from rl_core.envs.registry import load_reward
@@ -22,6 +24,24 @@ from rl_core.envs.scores import check_rewards
 Metadata = Sequence[dict[str, Any] | None]
 PASSED = ("prompts", "completions")
 """What a reward function gets by position."""
+
+
+NO_TOKENS = "completions are texts, and no token ids are passed; tokenize the text, or give the parameter a default"
+NO_TRAINER = "the trainer is not passed; remove it, or give it a default"
+LOGGED = 'return {"reward": ..., "parts": {NAME: NUMBER}} to log numbers, and remove it'
+FOREIGN_ARGUMENTS: Mapping[str, str] = {
+    **dict.fromkeys(("completion_ids", "completions_ids", "prompt_ids", "prompts_ids"), NO_TOKENS),
+    **dict.fromkeys(("trainer_state", "trainer"), NO_TRAINER),
+    **dict.fromkeys(("log_extra", "log_metric"), LOGGED),
+    **dict.fromkeys(
+        PASSED, "prompts and completions are the first two parameters, passed by position; move them to the front"
+    ),
+    **dict.fromkeys(
+        ("solution_str", "extra_info"),
+        "a call scores a list of completions; begin with (prompts, completions, ground_truth, ...)",
+    ),
+}
+"""Parameters of reward functions of TRL and verl that are not passed here -> way out."""
 
 
 class RewardConfig(EnvConfig):
@@ -75,7 +95,7 @@ class RewardEnvironment(EnvironmentInterface):
 
     def _answer(self, scores: Any, metadata_batch: Metadata) -> EnvironmentReturn:
         rewards = check_rewards(scores, len(metadata_batch), what=f"reward {self.config.reward}")
-        return single_turn_return(rewards, metadata_batch)
+        return single_turn_return(rewards, metadata_batch, explanations=[explanation_of(score) for score in scores])
 
     def _columns(self, logs: Sequence[Log], metadata_batch: Metadata) -> dict[str, list[Any]]:
         names = list(dict.fromkeys(key for metadata in metadata_batch for key in metadata or ()))
@@ -89,6 +109,10 @@ class RewardEnvironment(EnvironmentInterface):
                 f"{taken[0]} is a column of the data; begin its parameters with prompts, completions"
             )
         missing = [name for name, required in self._parameters.items() if required and name not in columns]
+        if missing and (way_out := FOREIGN_ARGUMENTS.get(missing[0])):
+            raise RolloutDataFailure(
+                f"env.reward: parameters must be prompts, completions and columns of the data, got {missing[0]!r} in {self.config.reward}; {way_out}"
+            )
         if missing:
             raise RolloutDataFailure(
                 f"reward {self.config.reward} needs the column {missing[0]!r}, got columns {sorted(columns)}; "
@@ -125,6 +149,11 @@ def _first_two(function: Any) -> list[str]:
 def _check_order(by_position: list[str], name: str) -> None:
     """Raise ConfigError for a function with the two first parameters in the wrong order: they are passed by position."""
     first, second = [*by_position, "", ""][:2]
+    if "solution_str" in (first, second):
+        raise ConfigError(
+            f"env.reward: must score a list of completions, got {name}({', '.join(by_position)}, ...) in the form of verl; write "
+            "(prompts, completions, ground_truth) and return [compute_score(None, text, truth) for text, truth in zip(completions, ground_truth)]"
+        )
     if first == "completions" or second == "prompts":
         missing = [one for one in PASSED if one not in (first, second)]
         way_out = f"add {' and '.join(missing)}" if missing else "reorder its parameters"

@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import Field, model_validator
 
 from rl_core.api.errors import ConfigError, DataError, shown
+from rl_core.api.rewards import EXPLANATION, bounded_explanation
 from rl_core.api.user_code import describe, import_function
 from rl_core.envs.base import last_assistant_text, parse_config, prompt_text
 from rl_core.groups.model import ModelConfig, conversation_ids, load, load_tokenizer
@@ -41,6 +42,8 @@ Answer:
 
 Give your reasons in one or two sentences. Then write the grade as <score>number</score>.
 """
+Result = float | dict[str, Any]
+"""A score, `{score, explanation}` or `{error}`."""
 SCORE = re.compile(r"<score>\s*([-+]?\d+(?:\.\d+)?)\s*</score>")
 
 
@@ -129,13 +132,12 @@ class Judge(Worker):
         """Answers that were generated, those among them that repeat an attempt, and rows that got no score."""
         self.report_metrics(lambda: {f"judge/{name}_total": float(count) for name, count in self.counts.items()})
 
-    async def score(
-        self, rows: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]]
-    ) -> list[float | dict[str, str]]:
+    async def score(self, rows: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]]) -> list[Result]:
         """Return the score of each row: a conversation of {role, content}, or a mapping with one in `messages` and its `columns`.
 
-        A row that got no score in all attempts, is too long, or has no column that the template needs, has `{"error": why}` instead. Rows
-        of several calls share the engine's batch. Raises DataError for a row that is no conversation, GenerationUnavailable when the engine
+        A mapping with `explain` true gets `{"score": number, "explanation": answer}`, with the answer of the judge that has the score. A
+        row that got no score in all attempts, is too long, or has no column that the template needs, has `{"error": why}` instead. Rows of
+        several calls share the engine's batch. Raises DataError for a row that is no conversation, GenerationUnavailable when the engine
         fails.
         """
         return list(await asyncio.gather(*map(self._score, rows)))
@@ -144,7 +146,7 @@ class Judge(Worker):
         """Stop the engine."""
         self._loop.close()
 
-    async def _score(self, row: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> float | dict[str, str]:
+    async def _score(self, row: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Result:
         try:
             message = self._message(row)
         except TemplateError as error:
@@ -165,7 +167,8 @@ class Judge(Worker):
             answer = self._tokenizer.decode(output.ids, skip_special_tokens=True)
             number, reason = self._read(answer)
             if number is not None:
-                return number
+                explain = isinstance(row, Mapping) and row.get("explain")
+                return {"score": number, EXPLANATION: bounded_explanation(answer)} if explain else number
         return self._failure(f"the judge gave no score in {self._config.attempts} answers, in the last one {reason}")
 
     def _message(self, row: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:

@@ -57,7 +57,7 @@ def follow_workload(control: Control, config: Path, status: Mapping[str, Any]) -
     job = RLJobSpec.model_validate(spec)
     rollout = job.rollout
     verdict = autoscale.decide(rollout, shares, on_policy=not job.algorithm.max_staleness)
-    if verdict is None or rollouts_wanted(status) != rollout.replicas:
+    if verdict is None or rollouts_wanted(status) != rollout.replicas * rollout.engines:
         return ""
     try:
         applied = int(status.get("appliedGeneration", 0))

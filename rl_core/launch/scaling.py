@@ -34,11 +34,12 @@ def follow(
         surplus = len(here) - role["desired"]
         highest_first = sorted(here, key=lambda member: -member["index"])
         drain += [member["pod"] for member in highest_first[: max(surplus, 0)]]
-    drained = [member["pod"] for member in members if member["state"] == "drained"]
+    working = {member["pod"] for member in members if member["state"] not in ("drained", "lost")}
+    drained = [member["pod"] for member in members if member["state"] == "drained" and member["pod"] not in working]
     return PodChanges(
-        start=tuple(pod for pod in missing if not pods.get(pod, False)),
-        drain=tuple(pod for pod in drain if pods.get(pod, False)),
-        end=tuple(pod for pod in drained if pods.get(pod, False)),
+        start=tuple(pod for pod in dict.fromkeys(missing) if not pods.get(pod, False)),
+        drain=tuple(pod for pod in dict.fromkeys(drain) if pods.get(pod, False)),
+        end=tuple(pod for pod in dict.fromkeys(drained) if pods.get(pod, False)),
     )
 
 

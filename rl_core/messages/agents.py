@@ -4,7 +4,7 @@ The metadata of the request has the columns of the data row and, under REQUEST, 
 answer has, under RESULT, which run was scored and why there is no reward if there is none.
 """
 
-from typing import Literal, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 RECORD = "X-RLJob-Record"
 """Header by which an env worker asks the endpoint for the record of a call, and by which the endpoint says at which byte of a body it begins.
@@ -55,6 +55,8 @@ class AgentResult(TypedDict):
     """Whether it had not ended in time."""
     parts: dict[str, float]
     """Parts of the reward by name, for metrics."""
+    explanation: NotRequired[str]
+    """Why the program got its reward, kept with the sample."""
     unavailable: bool
     """Whether the servers that run the program failed, and not the program."""
     generated: list[list[int]]

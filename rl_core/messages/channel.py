@@ -17,6 +17,8 @@ from rl_core.messages.registry import record
 
 Key = Any
 """What items are queued under: str, int or a tuple of these."""
+WORKER_MESSAGES = "worker-messages"
+"""Channel of the messages that workers send each other by name. Its keys begin with the names of sender and receiver, `group:rank`."""
 
 
 @record

@@ -49,6 +49,8 @@ class KeptSample:
     """[T] log-probabilities of the engine that generated; NaN where the mask is GIVEN."""
     token_versions: "NDArray[np.int32]"
     """[T] policy version of each token; -1 where the mask is GIVEN."""
+    explanation: str = ""
+    """Why the environment gave this reward, such as the answer of a judge; empty where it gives no text."""
     error: str = ""
     """Why the sample failed; empty for one that did not."""
     filtered: str = ""

@@ -3,7 +3,7 @@
 sender   -> receiver   TensorHeader, in the place of a message of `Worker.send`
 receiver -> sender     TensorTarget, or PackedError when the tensor is of another shape or type than expected
 sender   -> receiver   GroupPlan, DeviceMemory, or the tensor itself; PackedError when the sender has given up
-receiver -> sender     None when the tensor has arrived; WayUnavailable, after which the sender takes another way; PackedError
+receiver -> sender     None when the tensor has arrived; TransportUnavailable, after which the sender uses another transport; PackedError
 """
 
 from rl_core.messages.members import Incarnation
@@ -28,7 +28,7 @@ class TensorHeader:
     """Unique name of the transfer. The messages that follow are stored under it."""
     shape: tuple[int, ...]
     dtype: str
-    place: TensorLocation
+    location: TensorLocation
     incarnation: Incarnation
     """Incarnation of the sender."""
 
@@ -37,7 +37,7 @@ class TensorHeader:
 class TensorTarget:
     """The receiver has seen the header and expects such a tensor."""
 
-    place: TensorLocation
+    location: TensorLocation
     """Where the receiver wants the tensor."""
     group: str
     """Key of the process group that the receiver has formed with the sender and that works; "" if there is none."""
@@ -54,7 +54,7 @@ class DeviceMemory:
 
 
 @record
-class WayUnavailable:
+class TransportUnavailable:
     """The receiver could not map the memory, or could not form the process group. No byte of the tensor was sent."""
 
     reason: str

@@ -47,7 +47,11 @@ _PARTS = re.compile(r"(<[^>]+>)")
 
 METRICS = (
     Metric("step", "steps", "training step, from 1"),
-    Metric("epoch", "attempts", "attempt of the run: restarts and resumes count it up"),
+    Metric(
+        "epoch",
+        "attempts",
+        "attempt of the run, from 0; each restart and each resume adds 1. It is no pass over the data",
+    ),
     Metric("policy_version", "versions", "version of the weights after the step"),
     Metric("filtered_reward", "reward", "mean reward of the groups that dynamic sampling kept"),
     Metric(

@@ -80,13 +80,14 @@ def read(workload: Any) -> IdleShares | None:
 
 
 def decide(rollout: RolloutSpec, shares: IdleShares | None, *, on_policy: bool) -> ScalingVerdict | None:
-    """Return the new number of rollouts, or None to keep `rollout.replicas`. `on_policy` says whether algorithm.maxStaleness is 0."""
+    """Return the new number of pods of rollouts, or None to keep `rollout.replicas`. `on_policy` says whether algorithm.maxStaleness is 0."""
     rule, present = rollout.autoscale, rollout.replicas
-    if rule is None or shares is None or shares.rollouts > present:
+    if rule is None or shares is None or shares.rollouts > present * rollout.engines:
         return None
+    joined = -(-shares.rollouts // rollout.engines)
     excess = shares.starved_in_generation if on_policy else shares.starved
-    wanted = _wanted(shares.rollouts, shares, excess, rule.target_idle)
-    if wanted >= shares.rollouts:
+    wanted = _wanted(joined, shares, excess, rule.target_idle)
+    if wanted >= joined:
         wanted = max(wanted, present)
     low = max(rule.min, rollout.min_replicas)
     high = min(rule.max, rule.max if rollout.max_replicas is None else rollout.max_replicas)
@@ -94,7 +95,7 @@ def decide(rollout: RolloutSpec, shares: IdleShares | None, *, on_policy: bool) 
     if replicas == present:
         return None
     generation = f", for {excess:.0%} of generation" if on_policy else ""
-    measured = "rollouts" if shares.rollouts == present else f"the {shares.rollouts} that have joined"
+    measured = "rollouts" if joined == present else f"the {joined} that have joined"
     reason = (
         f"rollout.replicas {present} -> {replicas}: over {shares.seconds:.0f} s {measured} had nothing to generate for "
         f"{shares.starved:.0%} of the time{generation} (targetIdle {rule.target_idle:.0%}), the trainer nothing to train for "

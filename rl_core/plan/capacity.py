@@ -209,7 +209,7 @@ def admit(report: CapacityReport, role: str | None = None) -> None:
     Of a small KV pool a warning is logged.
     """
     if role in (None, ROLLOUT) and report.pool is not None and report.pool.small:
-        logger.warning("%s; lower rollout.maxSequenceLength or raise rollout.gpus", report.pool)
+        logger.warning("%s; lower rollout.maxSequenceLength or give an engine more accelerators", report.pool)
     try:
         report.check(role)
     except CapacityError as error:

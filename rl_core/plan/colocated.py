@@ -39,10 +39,11 @@ def shape_of(spec: RLJobSpec) -> Shape:
     Raises ConfigError for fields and volumes of `rollout` that cannot differ from those of the actor in the same pod, and for
     `weights.transport: ipc` with rollouts on other devices than that of the publisher.
     """
-    if spec.weights.transport == "ipc" and spec.rollout.replicas > 1:
+    replicas, engines = spec.rollout.replicas, spec.rollout.engines
+    if spec.weights.transport == "ipc" and replicas * engines > 1:
         raise ConfigError(
             "weights.transport ipc reaches rollouts on the device of the actor's first process alone, got rollout.replicas "
-            f"{spec.rollout.replicas}; write auto"
+            f"{replicas}{f' with {engines} engines each' if engines > 1 else ''}; write auto"
         )
     shape: Shape = "processes" if spec.actor.gpus and spec.actor.gpu_allocation == "devicePlugin" else "containers"
     own = PROCESS_FIELDS | (CONTAINER_FIELDS if shape == "containers" else frozenset())

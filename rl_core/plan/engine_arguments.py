@@ -9,11 +9,12 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.api.errors import ConfigError
+from rl_core.api.roles import MOST_ENGINE_PROCESSES
 
 if TYPE_CHECKING:
     from rl_core.api.job import RLJobSpec
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 FILE = Path(__file__).with_name("sglang_arguments.json")
 WEIGHTS = "the engine gets its weights by weight sync only; remove it"
 PROCESSES = "rljob starts the engine's processes and chooses their addresses; remove it"
-ONE_ENGINE = "a pod has one engine, whose ranks share each layer; use rollout.gpus for a larger engine and rollout.replicas for more engines"
+ONE_ENGINE = "the ranks of an engine share each layer, in one pod; use rollout.gpus for a larger engine and rollout.replicas for more engines"
 ADAPTERS = "the engine's adapter is that of spec.model.lora, one at a time; remove it"
 SAMPLING = "every row has the sampling settings of the job; use rollout.sampling"
 RESERVED: Mapping[str, str] = {
@@ -38,14 +39,14 @@ RESERVED: Mapping[str, str] = {
     "random_seed": "use algorithm.seed",
     "grammar_backend": "no completion is constrained by a grammar; remove it",
     "skip_server_warmup": "the engine has no weights when it starts; remove it",
-    "tp_size": "use rollout.gpus",
     "enable_memory_saver": "use placement.mode colocated, which sets it",
     "incremental_streaming_output": "the worker reads whole outputs; remove it",
     "custom_sigquit_handler": "a function cannot be given in a job; remove it",
     "disaggregation_mode": "an engine prefills and decodes; remove it",
     "weight_version": "each weight sync sets it; remove it",
     **dict.fromkeys(("sampling_defaults", "preferred_sampling_params"), SAMPLING),
-    **dict.fromkeys(("pp_size", "dp_size", "nnodes", "node_rank"), ONE_ENGINE),
+    **dict.fromkeys(("pp_size", "nnodes", "node_rank"), ONE_ENGINE),
+    "enable_dp_attention": "use attn_dp_size; dp_size is the number of engines of a pod",
     **dict.fromkeys(("device", "base_gpu_id", "gpu_id_step", "use_ray"), PROCESSES),
     **dict.fromkeys(("host", "port", "nccl_port", "dist_init_addr", "tokenizer_worker_num"), PROCESSES),
     **dict.fromkeys(("enable_lora", "lora_paths", "max_lora_rank", "lora_target_modules"), ADAPTERS),
@@ -55,6 +56,9 @@ RESERVED: Mapping[str, str] = {
     **dict.fromkeys(("checkpoint_engine_wait_weights_before_ready", "modelopt_quant", "quantize_and_serve"), WEIGHTS),
 }
 """Argument -> why a job may not pass it, and what to do instead."""
+POD_ARGUMENTS = ("tp_size", "dp_size")
+"""Arguments that divide the accelerators of a pod: into `dp_size` engines of `tp_size` accelerators. Each engine is a rollout of its own, so
+that SGLang's controller of data-parallel replicas, whose weights cannot be updated from tensors, is not used."""
 KEPT_CACHE = ("disable_overlap_schedule",)
 """Arguments that `weights.onUpdate: keep_kv` sets to true."""
 TYPES: Mapping[str, tuple[type, ...]] = {
@@ -71,7 +75,7 @@ TYPES: Mapping[str, tuple[type, ...]] = {
 def check_engine_arguments(spec: RLJobSpec) -> None:
     """Raise ConfigError with every argument of `rollout.engineArgs` that rljob sets, that SGLang lacks or whose type is another.
 
-    The engine hf takes no arguments.
+    Also for sizes of engines that do not divide the accelerators of a pod. The engine hf takes no arguments.
     """
     if spec.rollout.engine_args and spec.rollout.engine != "sglang":
         raise ConfigError(
@@ -87,8 +91,30 @@ def check_engine_arguments(spec: RLJobSpec) -> None:
         for name, value in spec.rollout.engine_args.items()
         if (problem := _problem(name, value, kept=spec.weights.on_update == "keep_kv"))
     ]
-    if problems:
+    if problems or (problems := list(_sizes(spec))):
         raise ConfigError("\n".join(problems))
+
+
+def _sizes(spec: RLJobSpec) -> Iterator[str]:
+    """Yield what is wrong with the sizes of the engines of a pod. Their types are right."""
+    rollout, field = spec.rollout, "rollout.engineArgs."
+    given = {name: rollout.engine_args[name] for name in POD_ARGUMENTS if name in rollout.engine_args}
+    wrong = {name: size for name, size in given.items() if not 1 <= size <= MOST_ENGINE_PROCESSES}
+    for name, size in wrong.items():
+        yield f"{field}{name} must be 1 to {MOST_ENGINE_PROCESSES}, got {size}; correct it"
+    if not given or wrong:
+        return
+    ranks, engines = given.get("tp_size", 1), given.get("dp_size", 1)
+    if not rollout.gpus:
+        if ranks > 1:
+            yield f"{field}tp_size must be 1 with rollout.gpus 0, as an engine on CPU is one process, got {ranks}; set dp_size for more engines"
+    elif len(given) == 2 and ranks * engines != rollout.gpus:
+        yield f"{field}tp_size x dp_size must be rollout.gpus {rollout.gpus}, got {ranks} x {engines}; change one, or remove dp_size"
+    elif rollout.gpus % (ranks * engines):
+        (name,) = given if len(given) == 1 else ("tp_size",)
+        yield f"{field}{name} must divide rollout.gpus {rollout.gpus}, got {given[name]}; change one of them"
+    elif rollout.parallel.tensor not in (None, rollout.tensor_parallel):
+        yield f"{field}tp_size must be rollout.parallel.tensor {rollout.parallel.tensor}, got {rollout.tensor_parallel}; remove rollout.parallel"
 
 
 def _problem(name: str, value: Any, *, kept: bool) -> str | None:

@@ -81,7 +81,13 @@ def _smaller_batches(job: RLJobSpec) -> Iterator[Change]:
 def _larger_engines(job: RLJobSpec) -> Iterator[Change]:
     if job.placement.mode != "disaggregated" or not job.rollout.gpus:
         return
+    rollout = job.rollout
+    engine = "" if rollout.engine == "sglang" else "rollout.engine sglang and "
+    others = {name: value for name, value in rollout.engine_args.items() if name not in ("tp_size", "dp_size")}
     for gpus in (2, 4, 8):
-        if gpus > job.rollout.tensor_parallel:
-            engine = "" if job.rollout.engine == "sglang" else "rollout.engine sglang and "
-            yield f"{engine}rollout.gpus {gpus}", {"engine": "sglang", "gpus": gpus}
+        if gpus <= rollout.tensor_parallel:
+            continue
+        if rollout.engines == 1:
+            yield f"{engine}rollout.gpus {gpus}", {"engine": "sglang", "gpus": gpus, "engine_args": others}
+        elif rollout.gpus % gpus == 0:
+            yield f"tp_size {gpus} in rollout.engineArgs", {"engine_args": others | {"tp_size": gpus}}

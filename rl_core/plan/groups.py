@@ -147,6 +147,11 @@ class Group(GroupKind):
         """Number of worker processes in all pods together."""
         return self.replicas * self.processes_per_pod
 
+    @property
+    def min_members(self) -> int:
+        """Number of worker processes of which `min_replicas` pods have at least one each, however they are distributed."""
+        return (self.min_replicas - 1) * self.processes_per_pod + 1 if self.min_replicas else 0
+
 
 BUILT_IN: Mapping[str, GroupKind] = MappingProxyType(
     {
@@ -195,6 +200,7 @@ def groups_of(spec: RLJobSpec) -> dict[str, Group]:
             worker=EMBODIED_WORKERS[ROLLOUT] if embodied else ENGINES[rollout.engine],
             spec=rollout,
             replicas=rollout.replicas,
+            processes_per_pod=1 if embodied else rollout.engines,
             min_replicas=rollout.min_replicas,
             endpoint_callers=frozenset({ENV}) if env.calls_model else frozenset(),
         ),

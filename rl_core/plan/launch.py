@@ -17,7 +17,7 @@ from rl_core.plan.groups import CONTROL_GROUP, KINDS_VARIABLE, Group, groups_of,
 from rl_core.plan.node_network import check, port_offset
 from rl_core.plan.parts import ContainerPlan, GpuClaim, LaunchPlan, PodPlan, Ports, ProcessPlan
 from rl_core.plan.placement import Placement
-from rl_core.plan.slots import colocated_rollouts, place_processes
+from rl_core.plan.slots import colocated_pods, place_processes
 
 if TYPE_CHECKING:
     from rl_core.api.job import RLJob, RLJobSpec
@@ -106,7 +106,7 @@ def build_launch_plan(
         for index in range(counts[group.name])
     )
     plan = LaunchPlan(job=name, namespace=namespace, uid=uid, epoch=epoch, pods=pods)
-    if colocated_rollouts(spec):
+    if colocated_pods(spec):
         plan = colocate(plan, shape=shape_of(spec), spare=spec.placement.mode == "hybrid")
     if not local:
         _check_container_names(plan, groups)
@@ -158,9 +158,9 @@ def _build_pod(context: _Context, group: Group, index: int, by_pod: list[list[Pl
     )
 
 
-def _offset(context: _Context, group: str, index: int) -> int:
-    """Return the number that is added to the ports of pod `index` of a group; 0 in a local run, whose launcher picks free ports."""
-    return 0 if context.local else port_offset(context.groups, group, index)
+def _offset(context: _Context, group: str, index: int, process: int = 0) -> int:
+    """Return the number that is added to the ports of a process of pod `index` of a group; 0 in a local run, whose launcher picks free ports."""
+    return 0 if context.local else port_offset(context.groups, group, index, process)
 
 
 def _identity(context: _Context, role: str, group: str, index: int) -> dict[str, str]:
@@ -210,7 +210,7 @@ def _worker(context: _Context, group: Group, placement: Placement, *, world: int
         first = context.host if context.local else _pod_host(context.name, context.namespace, name)
         env |= {"MASTER_ADDR": first, "MASTER_PORT": str(context.ports.master)}
     elif not context.local:
-        offset = _offset(context, name, placement.placement_node_rank)
+        offset = _offset(context, name, placement.placement_node_rank, placement.local_rank)
         env |= {"RLJOB_RPC_PORT": str(context.ports.rpc + offset)}
         if group.endpoint_callers:
             env |= {"RLJOB_ENDPOINT_PORT": str(context.ports.endpoint + offset)}

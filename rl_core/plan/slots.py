@@ -82,7 +82,7 @@ def place_processes(
     order = _order(spec, slots)
     first = {name: [0] * pods[name] for name in groups}
     if one_machine:
-        inside = colocated_rollouts(spec)
+        inside = colocated_pods(spec)
         own = {name: replace(slots[name], pods=_own_count(spec, name, slots[name].pods)) for name in order}
         first = _numbered(order, own, {name: _own_count(spec, name, pods[name]) for name in order})
         if inside:
@@ -90,9 +90,14 @@ def place_processes(
     return {name: slots[name].place(first[name][: pods[name]]) for name in groups}
 
 
-def colocated_rollouts(spec: RLJobSpec) -> int:
-    """Return how many rollouts run in pods of the actor, one in each; they are those of the lowest ranks."""
+def colocated_pods(spec: RLJobSpec) -> int:
+    """Return how many pods of the actor have the rollouts of a pod in them, in place of the first pods of the rollouts."""
     return 0 if spec.placement.mode == "disaggregated" else spec.actor.replicas
+
+
+def colocated_rollouts(spec: RLJobSpec) -> int:
+    """Return how many rollouts run in pods of the actor; they are those of the lowest ranks."""
+    return colocated_pods(spec) * groups_of(spec)[ROLLOUT].processes_per_pod
 
 
 def own_pods(spec: RLJobSpec, group: str, groups: Mapping[str, Group] | None = None) -> range:
@@ -107,13 +112,16 @@ def own_pods(spec: RLJobSpec, group: str, groups: Mapping[str, Group] | None = N
 def pod_of(spec: RLJobSpec, job: str, group: str, rank: int) -> str:
     """Return the name of the pod in which the worker process `rank` of a group runs."""
     index = rank // groups_of(spec)[group].processes_per_pod
-    colocated = group == ROLLOUT and index < colocated_rollouts(spec)
+    colocated = group == ROLLOUT and index < colocated_pods(spec)
     return f"{job}-{ACTOR if colocated else group}-{index}"
 
 
 def device_count(spec: RLJobSpec) -> int:
     """Return on how many devices the job trains and generates; a process on CPU counts as one, a shared device counts once."""
-    return spec.actor.world_size + _own_count(spec, ROLLOUT, spec.rollout.replicas) * spec.rollout.tensor_parallel
+    rollout = spec.rollout
+    return (
+        spec.actor.world_size + _own_count(spec, ROLLOUT, rollout.replicas) * rollout.engines * rollout.tensor_parallel
+    )
 
 
 def idle_accelerators(spec: RLJobSpec) -> Iterator[str]:
@@ -128,7 +136,7 @@ def idle_accelerators(spec: RLJobSpec) -> Iterator[str]:
             f"actor.processesPerPod must be actor.gpus {actor.gpus}, as a training process uses one accelerator, got {actor.processes}; "
             "remove processesPerPod"
         )
-    if rollout.gpus > rollout.tensor_parallel:
+    if rollout.gpus > rollout.tensor_parallel * rollout.engines:
         yield (
             f"rollout.gpus must be 1 with engine {rollout.engine}, which generates on one accelerator, got {rollout.gpus}; "
             "choose engine sglang, or raise replicas instead"
@@ -144,7 +152,7 @@ def idle_accelerators(spec: RLJobSpec) -> Iterator[str]:
 
 def _own_count(spec: RLJobSpec, group: str, replicas: int) -> int:
     """Return how many of the replicas of a group have a pod of their own."""
-    return max(replicas - colocated_rollouts(spec), 0) if group == ROLLOUT else replicas
+    return max(replicas - colocated_pods(spec), 0) if group == ROLLOUT else replicas
 
 
 def _slots_of(group: Group) -> GroupSlots:
@@ -191,7 +199,7 @@ def _order(spec: RLJobSpec, slots: Mapping[str, GroupSlots]) -> list[str]:
     inventory = Inventory([NodeInfo(0, total, "GPU")] if True in on_gpus else [NodeInfo(i, 0) for i in range(total)])
     found = _read(spec, inventory)
     starts = {group.name: _check_group(group, found) for group in placed}
-    if colocated_rollouts(spec) and starts.get(ACTOR) != starts.get(ROLLOUT):
+    if colocated_pods(spec) and starts.get(ACTOR) != starts.get(ROLLOUT):
         raise PlacementError(
             f"{FIELD} must begin actor and rollout at one resource with mode {spec.placement.mode}, as the first rollouts run in the "
             f"actor's pods, got {dict(written)}; write both from {starts.get(ACTOR, 0)}"
@@ -210,7 +218,7 @@ def _read(spec: RLJobSpec, inventory: Inventory) -> ModelParallelComponentPlacem
         "mode": spec.placement.mode,
         "recomputeLogProbs": spec.algorithm.recompute_log_probs,
     }
-    parallelism = {ROLLOUT: {"tensor": spec.rollout.gpus or 1}}  # one engine has all accelerators of its pod
+    parallelism = {ROLLOUT: {"tensor": spec.rollout.gpus // spec.rollout.engines or 1}}  # the accelerators of an engine
     try:
         return ModelParallelComponentPlacement(config, inventory, parallelism)
     except PlacementError as error:

@@ -16,6 +16,7 @@ import torch
 
 from rl_core.api.errors import ConfigError, GymTransportError, RolloutDataFailure, RolloutTimeout
 from rl_core.api.records import Completion, FinishReason, PromptGroupRecord
+from rl_core.api.rewards import EXPLANATION
 from rl_core.messages.agents import BRANCHES, MAX_CALLS, MODEL_NAME, REQUEST, RESULT, AgentRequest, AgentResult
 from rl_core.rollouts.chat_template import ChatTemplate
 from rl_core.rollouts.endpoint.episodes import AgentEpisode, Episodes
@@ -153,6 +154,8 @@ class AgentRolloutImpl(AsyncRolloutImpl):
             sample.reward_components = {name: share * value for name, value in result["parts"].items()}
             sample.add_reward(None if reward is None else share * reward)
             self._fill(sample, branch, agent.cut if index == 0 else None)
+            if text := result.get("explanation"):
+                sample.env_info = {EXPLANATION: text}
             counted = agent.session if index == 0 else None  # once for the episode
             metrics = sample.metrics() | {name: getattr(counted, name, 0) for name in ("branches", "unspliced")}
             completion = sample.completion(default_version=self.policy_version)

@@ -127,12 +127,12 @@ class Roster:
         )
 
     def least(self, role: str) -> int:
-        """Return how many members of an elastic group a step needs: its minReplicas, but at least one, and at most as many as the job asks for.
+        """Return how many members of an elastic group a step needs: enough that minReplicas pods have one, at least one, at most all.
 
         It is 0 only for a group that the job gives no replicas.
         """
         group = self._groups[role]
-        return max(min(group.min_replicas, len(self.wanted(role))), 1) if group.replicas else 0
+        return max(min(group.min_members, len(self.wanted(role))), 1) if group.replicas else 0
 
     def short(self) -> bool:
         """Return whether a run in a cluster has too few members of an elastic group to go on."""

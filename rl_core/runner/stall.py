@@ -42,6 +42,8 @@ class StallDetector:
     clock: Callable[[], float] = time.monotonic
     reasons: Mapping[str, str] = field(default_factory=lambda: REASONS)
     """Reason of a stall by the group of the job that the run waits for."""
+    program_place: Callable[[], str] = str
+    """Returns the line of its own code that the user's program runs; "" if there is none."""
     _seen: int = -1
     _last: float = field(default=0.0)
     _steps: list[float] = field(default_factory=list)
@@ -83,7 +85,7 @@ class StallDetector:
         if silent < self.limit:
             return None
         edges = list(waits)
-        reason, message = explain(edges, list(missing_pods), present, self.reasons)
+        reason, message = explain(edges, list(missing_pods), present, self.reasons, self.program_place())
         return {
             "reason": reason,
             "message": f"no progress for {silent:.0f} s (limit {self.limit:.0f} s): {message}",
@@ -93,7 +95,11 @@ class StallDetector:
 
 
 def explain(
-    edges: list[Wait], missing_pods: list[str], present: Iterable[str] = (), reasons: Mapping[str, str] = REASONS
+    edges: list[Wait],
+    missing_pods: list[str],
+    present: Iterable[str] = (),
+    reasons: Mapping[str, str] = REASONS,
+    program_place: str = "",
 ) -> tuple[str, str]:
     """Return (reason, message) for a waits-for graph.
 
@@ -103,6 +109,8 @@ def explain(
 
     A worker group counts as waiting only if each of its `present` members waits. Example: the runner waits for the rollouts, one rollout
     waits for weights, and another one hangs without reporting a wait. The reason is then WaitingForRollout.
+
+    If the runner reports no wait, the message names `program_place`, the line at which the user's program may hang.
     """
     if missing_pods:
         return "WaitingForPods", f"missing {', '.join(sorted(missing_pods))}"
@@ -112,9 +120,10 @@ def explain(
     silent = [name for name in present if name not in waiting]
     waiting |= {_role(e.who) for e in edges} - {_role(name) for name in silent}
     sentences = [f"{e.who} waits for {e.on} ({e.what}, {e.since_seconds:.0f} s)" for e in edges]
-    text = "; ".join(
-        [*(sentences or ["nobody declares a wait"]), *(f"{name} declares none" for name in silent if sentences)]
-    )
+    sentences = [*(sentences or ["nobody declares a wait"]), *(f"{name} declares none" for name in silent if sentences)]
+    if program_place and "runner" not in waiting:
+        sentences.append(f"the program runs {program_place}")
+    text = "; ".join(sentences)
     # A member that is waited for and declares nothing is the reason. Others may wait for weights or for room meanwhile.
     for edge in edges:
         if edge.cause is None and edge.on not in waiting and _role(edge.on) in reasons:

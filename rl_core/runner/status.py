@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from rl_core.api.job import RLJobSpec
+from rl_core.api.user_code import place_of_main_thread
 from rl_core.channel import ChannelStats
 from rl_core.messages.members import DISK_SPACE
 from rl_core.plan.groups import ACTOR, ROLLOUT, Group
@@ -74,7 +75,9 @@ class StatusBoard:
         self._cluster = cluster
         self._lock = threading.Lock()
         reasons = {name: group.stall_reason for name, group in roster.groups.items()}
-        self._stall = StallDetector(spec.failure_policy.stall.seconds, reasons=reasons)
+        self._stall = StallDetector(
+            spec.failure_policy.stall.seconds, reasons=reasons, program_place=place_of_main_thread
+        )
         self._phase = Phase.STARTING
         self._on = self._what = ""
         self._phase_since = time.monotonic()

@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_core.api.errors import DeadlineExceeded, RLJobError
 from rl_core.messages.weights import PublishReport, ReceiverAddress
-from rl_core.plan.groups import ROLLOUT
+from rl_core.plan.groups import ROLLOUT, groups_of
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.content_check import ContentCheck
 from rl_core.runner.member_versions import MemberVersions
@@ -127,7 +127,8 @@ class WeightSync:
         """
         asked = self._receivers()
         while True:
-            wanted = min(self._applied.spec.rollout.min_replicas, sum(m.group == ROLLOUT for m in asked))
+            least = groups_of(self._applied.spec)[ROLLOUT].min_members
+            wanted = min(least, sum(m.group == ROLLOUT for m in asked))
             addresses = [
                 ReceiverAddress(name=m.name, address=m.address, host_token=m.host_token, group=m.group) for m in asked
             ]

@@ -72,6 +72,7 @@ def sample_line(
         "reward": finite(sample.reward),
         "shaped_reward": finite(sample.shaped_reward),
         "parts": {name: finite(part) for name, part in sample.parts.items()},
+        "explanation": sample.explanation,
         "reason": sample.reason,
         "error": sample.error,
         "filtered": sample.filtered,

@@ -1,5 +1,6 @@
 """Kept samples as text for a terminal. Samples are hostile input: nothing that a terminal would act on is printed as it is."""
 
+import json
 import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -47,6 +48,11 @@ def number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else "-"
 
 
+def as_json(value: Any) -> str:
+    """Return a column as JSON, so that the text "4" and the number 4 differ."""
+    return json.dumps(value, ensure_ascii=False)
+
+
 def render_sample(sample: Mapping[str, Any]) -> str:
     """Return a sample as text for a terminal: a line with step, group, reward and reason, then its columns, errors and messages."""
     parts = ", ".join(f"{printable(str(name))} {number(part)}" for name, part in sample["parts"].items())
@@ -61,8 +67,10 @@ def render_sample(sample: Mapping[str, Any]) -> str:
         f"version {version}",
     ]
     lines = ["== " + " | ".join(facts)]
-    if sample.get("info"):
-        lines.append("   " + printable("; ".join(f"{key}: {value}" for key, value in sample["info"].items())))
+    if info := dict(sample.get("info") or {}):
+        if "answer" in info and info.get("ground_truth") == info["answer"]:
+            del info["ground_truth"]  # the environment gets the answer under both names
+        lines.append("   " + printable("; ".join(f"{key}: {as_json(value)}" for key, value in info.items())))
     if sample.get("filtered"):
         lines.append("   filtered, not trained: " + printable(str(sample["filtered"])))
     if sample.get("error"):
@@ -71,5 +79,11 @@ def render_sample(sample: Mapping[str, Any]) -> str:
         if not message["content"] and message["role"] != "assistant":  # an environment that only scores
             continue
         lines.append(f"[{printable(str(message['role']))}]")
-        lines += [f"  {line}" for line in printable(str(message["content"])).split("\n")]
+        lines += _indented(message["content"])
+    if sample.get("explanation"):
+        lines += ["[explanation of the reward]", *_indented(sample["explanation"])]
     return "\n".join(lines) + "\n"
+
+
+def _indented(text: Any) -> list[str]:
+    return [f"  {line}" for line in printable(str(text)).split("\n")]

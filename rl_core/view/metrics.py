@@ -67,7 +67,7 @@ class MetricColumns:
             epoch: Any = line.get("epoch")
             last: Any = before.get("epoch", epoch)
             if _is_number(epoch) and _is_number(last) and epoch > last:
-                found.append({"step": line["step"], "kind": "restart", "text": f"restarted, epoch {epoch:g}"})
+                found.append({"step": line["step"], "kind": "restart", "text": f"restarted, attempt {epoch:g}"})
             for name in failures:
                 count: Any = line.get(name)
                 if _is_number(count) and count > (before.get(name) or 0):

@@ -249,10 +249,14 @@ class WorkerContext:
             return self._members.get(name)
 
     def world_size_of(self, group: str) -> int:
-        """Return the planned number of processes of `group`, even if all are gone. 0 if this process has seen no member of the group."""
+        """Return the planned number of processes of `group`, even if all are gone. 0 if this process has seen no member of the group.
+
+        Members of a job see those of their own group only if they may call them. Their own number tells them the size.
+        """
         with self._lock:
             seen = [m for m in self._members.values() if m.group == group]
-        return max((m.world_size for m in [m for m in seen if not m.state.gone] or seen), default=0)
+        own = self.identity.world_size if group == self.identity.group else 0
+        return max((m.world_size for m in [m for m in seen if not m.state.gone] or seen), default=own)
 
     async def view_changed(self) -> None:
         """Wait until the hub reports a change of the members. The wait has no timeout; the caller sets one."""

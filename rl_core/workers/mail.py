@@ -10,22 +10,27 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import cached_property
 from typing import Any
 
 from rl_core.api.errors import ConfigError, RLJobError, WorkerLost
 from rl_core.channel import AsyncHandle, client
 from rl_core.channel.backend import PutRequest
 from rl_core.channel.handle import detach
-from rl_core.messages.channel import ChannelStats
+from rl_core.messages.channel import WORKER_MESSAGES, ChannelStats
 from rl_core.messages.members import MemberView
 from rl_core.messages.rpc import PackedError
 from rl_core.messages.tensors import TensorHeader
+from rl_core.plan.groups import kinds_of_environment
 from rl_core.transports.rpc_wire import pack_error, rebuild_error
 from rl_core.workers.context import WorkerContext
-from rl_core.workers.message_channel import CHANNEL, LOOK_SECONDS, OPTIONS, REFRESH_SECONDS, MessageChannel, Receipt
-from rl_core.workers.tensors import TensorTransfers, check_tensor
+from rl_core.workers.message_channel import LOOK_SECONDS, OPTIONS, REFRESH_SECONDS, MessageChannel, Receipt
+from rl_core.workers.tensor_memory import check_tensor
+from rl_core.workers.tensors import TensorTransfers
 
 DEFAULT_SECONDS = 600.0
+START_SECONDS = 30.0
+"""Seconds that a send waits for the first member of a group, which may still start."""
 VIEW_SECONDS = 5.0
 """Seconds within which other workers see a group that was just launched. They learn of it with their heartbeats."""
 
@@ -36,7 +41,7 @@ def delete_stored(receiver: str) -> None:
     Called in the process of the hub. Returns without waiting. Does nothing if no worker has sent a message.
     """
     try:
-        backend = client.current().backend(CHANNEL, OPTIONS)
+        backend = client.current().backend(WORKER_MESSAGES, OPTIONS)
     except ConfigError:  # a hub without a channel server
         return
 
@@ -69,9 +74,10 @@ class Mail:
     def send(self, message: Any, receiver: str, *, timeout: float | None, may_block: bool) -> AsyncHandle[None]:
         """Start to send `message` to the worker `group:rank`; the handle is done when the message is stored for it.
 
-        `may_block` allows to ask the hub whether a lost receiver has been replaced. Raises WorkerLost when the receiver is gone, ValueError
-        for a rank that the group does not have.
+        `may_block` allows to wait for a group that still starts, and to ask the hub whether a lost receiver has been replaced. Raises
+        WorkerLost when the receiver is gone, ValueError for a rank that the group does not have and for a group that does not exist.
         """
+        self._check_exists(receiver, timeout=timeout, may_block=may_block)
         self._check_present(receiver, may_block=may_block)
         handle = self._messages.put(message, receiver, timeout=timeout)
         self._messages.note_send(handle)
@@ -87,6 +93,7 @@ class Mail:
             on_device = getattr(tensor, "device", "cpu") != "cpu" and hasattr(tensor, "cpu")
             message = tensor.detach().cpu() if on_device else tensor
             return self.send(message, receiver, timeout=timeout, may_block=may_block)
+        self._check_exists(receiver, timeout=timeout, may_block=may_block)
         self._check_present(receiver, may_block=may_block)
         seconds = DEFAULT_SECONDS if timeout is None else timeout
         return self._tensors.send(tensor, header, receiver, seconds=seconds, waited_for=may_block)
@@ -131,10 +138,12 @@ class Mail:
 
         return self._receive(sender, timeout, open_message)
 
-    def receive_tensor(self, tensor: Any, sender: str, *, timeout: float | None) -> Receipt:
+    def receive_tensor(self, tensor: Any, sender: str, *, timeout: float | None, waited_for: bool) -> Receipt:
         """Start to receive the next message of the worker `group:rank` into `tensor`, as `receive` does.
 
         The receipt raises ValueError for a message of another shape or type. A sender whose tensor is on an accelerator gets it as well.
+        `waited_for` says that the caller waits for the receipt. Otherwise a tensor on an accelerator is received while nobody waits, because
+        the caller may wait for the send of another tensor first.
         """
         target = self._tensors.target(tensor)
 
@@ -146,9 +155,11 @@ class Mail:
             check_tensor(tensor, message, sender)
             tensor[...] = message
 
-        return self._receive(sender, timeout, store)
+        return self._receive(sender, timeout, store, at_once=bool(target.device) and not waited_for)
 
-    def _receive(self, sender: str, timeout: float | None, open_message: Callable[[Any, float], Any]) -> Receipt:
+    def _receive(
+        self, sender: str, timeout: float | None, open_message: Callable[[Any, float], Any], *, at_once: bool = False
+    ) -> Receipt:
         """Start to receive a message. The receipt returns `open_message(message, seconds that are left)`."""
         self._member(sender)
         seconds = DEFAULT_SECONDS if timeout is None else timeout
@@ -158,6 +169,7 @@ class Mail:
             sender,
             seconds,
             lambda message: open_message(message, max(0.0, deadline - time.monotonic())),
+            convert_at_once=at_once,
         )
 
     def size_of(self, group: str) -> int:
@@ -170,11 +182,13 @@ class Mail:
         deadline = time.monotonic() + seconds
         while missing := [group for group in groups if not self._context.world_size_of(group)]:
             if time.monotonic() >= deadline:
+                seen = sorted({member.group for member in self._context.members()})
                 raise ValueError(
-                    f"group {missing[0]} must have members that {self._name} sees, got none; launch it first, "
-                    "and name the groups that call it in its callers in a job"
+                    f"group {missing[0]} must have members that {self._name} sees, got none; it sees members of {', '.join(seen)}; "
+                    "launch the group first, and name the groups that call it in its callers in a job"
                 )
-            self._context.wait_view_changed(LOOK_SECONDS)
+            with self._context.waiting("its first member", missing[0]):
+                self._context.wait_view_changed(LOOK_SECONDS)
 
     def _receivers(self, groups: Sequence[str]) -> list[str]:
         names = [f"{group}:{rank}" for group in groups for rank in range(self._context.world_size_of(group))]
@@ -201,6 +215,25 @@ class Mail:
     def _is_gone(self, name: str) -> bool:
         member = self._member(name)
         return member is not None and member.state.gone
+
+    def _check_exists(self, name: str, *, timeout: float | None, may_block: bool) -> None:
+        """Raise ValueError if the group of `name` does not exist.
+
+        In a job these are the groups that it declares. In a script a group exists once it has had a member; a caller that may block waits
+        for one, and any other caller is not checked.
+        """
+        group = name.rpartition(":")[0]
+        if self._context.world_size_of(group):
+            return
+        if self._context.job is None:
+            if may_block:
+                self._await_seen([group], seconds=START_SECONDS if timeout is None else min(timeout, START_SECONDS))
+        elif group not in self._declared:
+            raise ValueError(f"group must be one of the job ({', '.join(self._declared)}), got {group!r}")
+
+    @cached_property
+    def _declared(self) -> Sequence[str]:
+        return sorted(kinds_of_environment())
 
     def _check_present(self, name: str, *, may_block: bool) -> None:
         if self._is_gone(name) and may_block:

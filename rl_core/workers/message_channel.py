@@ -2,22 +2,25 @@
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from rl_core.api.errors import DeadlineExceeded, Deadlock, RLJobError, WorkerLost
 from rl_core.channel import AsyncHandle, Channel, client
-from rl_core.messages.channel import ChannelOptions
+from rl_core.messages.channel import WORKER_MESSAGES, ChannelOptions
 from rl_core.messages.members import Incarnation
 from rl_core.messages.tensors import TensorHeader
 from rl_core.transports.handlers import HandlerThreads
 from rl_core.workers.context import WorkerContext
 from rl_core.workers.receive_cycles import MESSAGE
 
-CHANNEL = "worker-messages"
+logger = logging.getLogger(__name__)
+
 MOST_WAITING = 64
 """Largest number of messages of one sender to one receiver that are stored. A further send waits until one is received."""
 OPTIONS = ChannelOptions(maxsize=MOST_WAITING)
@@ -38,9 +41,9 @@ class MessageChannel:
         self.context = context
         self.name = context.identity.name
         # The answer need not be awaited, which async methods could not: the server handles the requests of a process in order.
-        client.current().create(CHANNEL, OPTIONS)
-        self.backend = client.current().backend(CHANNEL, OPTIONS)
-        self.channel = Channel(CHANNEL, self.backend, local=False)
+        client.current().create(WORKER_MESSAGES, OPTIONS)
+        self.backend = client.current().backend(WORKER_MESSAGES, OPTIONS)
+        self.channel = Channel(WORKER_MESSAGES, self.backend, local=False)
         self._sends: list[AsyncHandle[Any]] = []
         """Asynchronous sends that may not have ended yet."""
 
@@ -69,7 +72,7 @@ class Watch:
     """Notices when a process is gone or was replaced, as far as the heartbeats tell."""
 
     def __init__(self, context: WorkerContext, name: str, process: Incarnation | None) -> None:
-        """Watch the process with the incarnation `process` of the member `name`. None: a process that is about to replace one that is gone."""
+        """Watch the process with the incarnation `process` of the member `name`. None: the first process that is seen from now on."""
         self._context, self._name, self._process = context, name, process
         self._began = time.monotonic()
 
@@ -85,12 +88,16 @@ class Watch:
     @property
     def lost(self) -> bool:
         """Return whether the process is gone or was replaced."""
-        member, process = self._context.member(self._name), self._process
-        if member is None or (process is None and time.monotonic() - self._began < REFRESH_SECONDS):
+        member = self._context.member(self._name)
+        if member is None:
             return False
-        if process is not None and member.incarnation < process:  # the last heartbeat is older than the process
+        if self._process is None:
+            if member.state.gone:
+                return time.monotonic() - self._began >= REFRESH_SECONDS
+            self._process = member.incarnation
+        if member.incarnation < self._process:  # the last heartbeat is older than the process
             return False
-        return member.state.gone or (process is not None and member.incarnation != process)
+        return member.state.gone or member.incarnation != self._process
 
 
 class Receipt:
@@ -106,10 +113,12 @@ class Receipt:
         transfer: str = "",
         what: str = MESSAGE,
         watch: Watch | None = None,
+        convert_at_once: bool = False,
     ) -> None:
         """Start to receive the next message of `sender`; with `transfer` the next one of that transfer. `wait` returns `convert(message)`.
 
-        `what` is reported as that for which this worker waits. `watch` None watches the present process of the sender.
+        `what` is reported as that for which this worker waits. `watch` None watches the present process of the sender. With
+        `convert_at_once` the message is converted in a thread as soon as it arrives, else when it is waited for.
         """
         self._messages, self._sender, self._timeout, self._convert = messages, sender, timeout, convert
         self._what = what
@@ -119,11 +128,27 @@ class Receipt:
         key = _key(sender, messages.name, transfer)
         self._handle: AsyncHandle[Any] = messages.channel.get(key=key, async_op=True, timeout=timeout)
         self._converting = threading.Lock()
+        """Held during the conversion: of several threads that wait, the first converts the message, and the others get the result too."""
         self._converted: Future[Any] | None = None
+        self._will_convert = convert_at_once
+        """Whether a thread converts the message, or will do so."""
+        if convert_at_once:
+            this = weakref.ref(self)  # a receipt that nobody holds gives its message back
+
+            def arrived() -> None:
+                receipt = this()
+                if receipt is not None:
+                    receipt._convert_in_thread()
+
+            self._handle.add_done_callback(arrived)
 
     def done(self) -> bool:
-        """Return whether the message or its header has arrived, or `wait` would raise at once."""
-        return self._handle.done()
+        """Return whether the message has arrived, or `wait` would raise at once.
+
+        Of a receive by `Worker.recv_tensor` this is the tensor. `Worker.recv` of a tensor on an accelerator is done when its header has
+        arrived, and `wait` receives the tensor.
+        """
+        return self._handle.done() and not self._will_convert
 
     def cancel(self) -> None:
         """Give up the receive. A message that arrives goes to the next one."""
@@ -143,17 +168,29 @@ class Receipt:
     def _result(self, message: Any) -> Any:
         with self._converting:
             if self._converted is None:
-                self._converted = Future()
+                converted: Future[Any] = Future()
                 try:
-                    self._converted.set_result(self._convert(message))
+                    converted.set_result(self._convert(message))
                 except Exception as error:  # noqa: BLE001 - each wait raises it
-                    self._converted.set_exception(error)
+                    converted.set_exception(error)
+                self._converted = converted
         return self._converted.result()
+
+    def _convert_in_thread(self) -> None:
+        def convert() -> None:
+            try:
+                self._result(self._handle.wait())
+            except Exception as error:  # noqa: BLE001 - each wait raises it
+                logger.debug("a receive of %s from %s failed: %s", self._messages.name, self._sender, error)
+            finally:
+                self._will_convert = False
+
+        in_thread(convert, "rljob-receive-tensor")
 
     def _message(self) -> Any:
         context = self._messages.context
         with context.waiting(self._what, self._sender):
-            while not self.done():
+            while not self._handle.done():
                 try:
                     return self._handle.wait(LOOK_SECONDS)
                 except DeadlineExceeded:
@@ -168,7 +205,7 @@ class Receipt:
     async def _message_async(self) -> Any:
         context = self._messages.context
         with context.waiting(self._what, self._sender):
-            while not self.done():
+            while not self._handle.done():
                 try:
                     return await self._handle.async_wait(LOOK_SECONDS)
                 except DeadlineExceeded:
@@ -216,8 +253,11 @@ class Receipt:
             )
 
     def _late(self, error: DeadlineExceeded) -> DeadlineExceeded:
+        group = self._sender.rpartition(":")[0]
+        seen = self._messages.context.world_size_of(group)
         return DeadlineExceeded(
             f"{self._messages.name} must receive {self._what} of {self._sender} within {self._timeout:g} s, got none: {error}"
+            + ("" if seen else f"; {self._messages.name} has seen no member of group {group}")
         )
 
     def _give_up(self, error: RLJobError) -> None:

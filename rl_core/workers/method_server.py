@@ -97,8 +97,10 @@ class MethodServer:
         await self._runner.wait_idle()
 
     async def close(self) -> None:
-        """Call the `close` hook of the object, if there is one."""
+        """Call the `close` hook of the object, if there is one, and leave the process groups in which it has sent tensors."""
         await self._hook("close")
+        if self.worker is not None:
+            await asyncio.to_thread(self.worker.leave_process_groups)
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -110,7 +112,7 @@ class MethodServer:
                 self._context.set_state(MemberState.READY)
             return
         self._context.set_state(MemberState.CONSTRUCTING)
-        await self._hook("close")
+        await self.close()
         self.worker = None
         if spec.max_concurrency is not None:
             self._runner.limit(spec.max_concurrency)

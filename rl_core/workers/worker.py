@@ -214,8 +214,9 @@ class Worker:
 
         Returns when the message is stored for the receiver, or with `async_op` a handle at once; arrays of `obj` must not be changed until
         it is done. Messages of one worker to another arrive in the order of the sends. At most 64 of them wait to be received, then a send
-        waits. `timeout` is in seconds (None: 600). Raises WorkerLost when the receiver is gone, DeadlineExceeded, ValueError for a rank that
-        the group does not have, and TypeError for an object that cannot be serialized.
+        waits. `timeout` is in seconds (None: 600). Raises WorkerLost when the receiver is gone, DeadlineExceeded, TypeError for an object that
+        cannot be serialized, and ValueError for a rank that the group does not have and for a group that does not exist. In a script a send
+        without `async_op` waits up to 30 seconds for a group that still starts; one with `async_op` does not check the name of the group.
         """
         handle = self._mail.send(obj, f"{dst_group}:{dst_rank}", timeout=timeout, may_block=not async_op)
         return handle if async_op else handle.wait()
@@ -248,9 +249,10 @@ class Worker:
         """Receive a tensor or array into `tensor`, on any device, or with `async_op` return a `Receipt` at once, to wait for.
 
         Raises ValueError when the message has another shape or type; the message is dropped then. Other errors are those of `recv`. After an
-        error the elements of `tensor` are undefined.
+        error the elements of `tensor` on an accelerator are undefined, and the transfer that has failed may still write them: receive into
+        another tensor.
         """
-        receipt = self._mail.receive_tensor(tensor, f"{src_group}:{src_rank}", timeout=timeout)
+        receipt = self._mail.receive_tensor(tensor, f"{src_group}:{src_rank}", timeout=timeout, waited_for=not async_op)
         return receipt if async_op else receipt.wait()
 
     def broadcast(
@@ -313,6 +315,11 @@ class Worker:
                 f"got {dict(zip(ranks, [total // sources for total in totals], strict=True))} by rank"
             )
         return merge_batches(parts)
+
+    def leave_process_groups(self) -> None:
+        """Leave the process groups in which tensors were sent. The process calls this before it ends; the next tensor forms them again."""
+        if self._mail_of_epoch is not None:
+            self._mail_of_epoch.close()
 
     @property
     def _mail(self) -> Mail:

@@ -82,13 +82,13 @@ CASES = (
         "model-cut-over-other-than-the-pods-accelerators": (
             {"rollout": {"engine": "sglang", "gpus": 4, "parallel": {"tensor": 2}}},
             "spec.rollout.parallel",
-            "parallel.tensor must be gpus with engine sglang, as a pod has one engine, and 1 else, got 2 with engine sglang and gpus 4; change gpus",
+            "parallel.tensor must be gpus with engine sglang and 1 else, got 2 with engine sglang and gpus 4; change gpus",
             SAME,
         ),
         "model-cut-by-an-engine-that-cannot": (
             {"rollout": {"gpus": 2, "parallel": {"tensor": 2}}},
             "spec.rollout.parallel",
-            "parallel.tensor must be gpus with engine sglang, as a pod has one engine, and 1 else, got 2 with engine hf and gpus 2; change gpus",
+            "parallel.tensor must be gpus with engine sglang and 1 else, got 2 with engine hf and gpus 2; change gpus",
             SAME,
         ),
         "batches-by-group-without-its-own-engine": (

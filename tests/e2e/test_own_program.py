@@ -167,7 +167,11 @@ class Forgets(Fault):
         ("MemberRaises", 3, "square rank 1: fail raised KeyError: 'no such row'"),
         ("NoNumber", 2, "metrics\\['reward/mean'\\] of a step must be a number, got 'high'"),
         ("MemberHangs", 3, r"stalled: WaitingForSquare: no progress .* runner waits for square \(hang_at at rank 1, "),
-        ("Hangs", 3, "stalled: WaitingForActor: no progress .* nobody declares a wait"),
+        (
+            "Hangs",
+            3,
+            "stalled: WaitingForActor: no progress .* nobody declares a wait; the program runs own.py:\\d+ in fault",
+        ),
         ("Forgets", 0, "square.fail failed and nobody waited for its result: RemoteError: square rank 0: fail raised"),
     ],
 )
@@ -238,6 +242,63 @@ def test_a_group_answers_its_declared_callers_what_it_names_and_nobody_else(star
         "declared open opened",
         "declared empty ConfigError: role declared may not call 'empty' of vault:0 at ",
         "undeclared open DeadlineExceeded: open at .* the server refused this process's key",
+    ):
+        assert re.search(line, run.logs()), run.logs()
+
+
+MESSAGES = """
+from rl_core.runner.group_program import GroupProgram
+from rl_core.workers.worker import Worker
+
+
+class Talker(Worker):
+    def __init__(self, config): ...
+
+    def tell(self, group):
+        try:
+            self.send([group] * 100_000, group, 0, timeout=30)
+        except ValueError as error:
+            return str(error)
+
+    def pretend(self):
+        try:
+            self._mail._messages.channel.put("forged", key=("one:0", "other:0"), timeout=30)
+        except ValueError as error:
+            return str(error)
+
+    def hear(self, group):
+        return len(self.recv(group, 0, timeout=30))
+
+    def all_hear(self):
+        return self.broadcast("all", groups=["one", "other"], src=("one", 0), timeout=30)
+
+
+class Talk(GroupProgram):
+    def loop(self):
+        one, other = self.run.groups["one"], self.run.groups["other"]
+        for step in self.steps():
+            with step:
+                for call in (one.tell("other"), other.hear("one"), one.tell("otter"), other.pretend()):
+                    print("got", *self.stops.wait(call), flush=True)
+                calls = [one.all_hear(), other.all_hear()]
+                print("got", *(self.stops.wait(call) for call in calls), flush=True)
+"""
+
+
+def test_members_of_a_job_send_by_name_as_themselves_and_to_groups_of_the_job_only(start):
+    groups = [
+        {"name": "one", "worker": "own:Talker", "callers": ["other"]},
+        {"name": "other", "worker": "own:Talker", "callers": ["one"]},
+    ]
+    run = start(**SPEC | {"program": "own:Talk", "groups": groups, "algorithm": {"steps": 1}})
+    (run.job.parent / "own.py").write_text(MESSAGES)
+    assert run.run() == 0, run.text + run.logs()
+    for line in (
+        "got None",
+        "got 100000",
+        r"got group must be one of the job \(.*one, other.*\), got 'otter'",
+        "got the key of group other permits to put messages of its own members only, got one:0 to other:0",
+        r"got \['all'\] \['all'\]",
     ):
         assert re.search(line, run.logs()), run.logs()
 

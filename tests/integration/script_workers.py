@@ -74,6 +74,10 @@ class Talker(Worker):
         for item in items:
             self.send(item, group, rank)
 
+    def send_to(self, group, tensor, timeout):
+        send = self.send_tensor if tensor else self.send
+        send("sent", group, 0, timeout=timeout)
+
     def recv_all(self, count, group, rank, timeout=60):
         return [self.recv(group, rank, timeout=timeout) for _ in range(count)]
 

@@ -4,11 +4,13 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import torch
 
 from rl_core import Worker
 from rl_core.collective.pair import NotFormed
+from rl_core.workers import tensors
 from rl_core.workers.tensors import TensorTransfers
 
 DTYPES = ("bool", "uint8", "int64", "float16", "bfloat16", "float32", "float64", "complex64")
@@ -28,6 +30,8 @@ def samples() -> list[torch.Tensor]:
         *plain,
         sample("float32", (2, 3, 4), transposed=True),
         sample("float32", (40, 30))[5:15, ::2],
+        torch.complex(sample("float32", (5,)), sample("float32", (5,)) + 1).conj(),
+        torch.complex(sample("float32", (5,)), sample("float32", (5,)) + 1).conj().imag,
         torch.empty(0, 4),
     ]
 
@@ -45,7 +49,7 @@ class Courier(Worker):
         )
 
     def send_samples(self, group, rank):
-        """Send all samples with a message before each; return how many went which way."""
+        """Send all samples with a message before each; return how many took each transport."""
         for number, tensor in enumerate(samples()):
             self.send(number, group, rank)
             self.send_tensor(tensor, group, rank, timeout=60)
@@ -108,6 +112,13 @@ class Courier(Worker):
         await sent.async_wait(60)
         return buffer.sum().item()
 
+    def swap_waiting_for_the_send_first(self, group, rank):
+        buffer = torch.zeros(4)
+        receipt = self.recv_tensor(buffer, group, rank, async_op=True, timeout=60)
+        self.send_tensor(torch.full((4,), 2.0), group, rank, async_op=True, timeout=60).wait()
+        receipt.wait()
+        return buffer.sum().item() if receipt.done() else None
+
     def send_then_recv(self, group, rank):
         self.send_one(1, group, rank)
         return self.recv_one(group, rank)
@@ -115,20 +126,27 @@ class Courier(Worker):
     def fail_in_transfer(self, how):
         """Let the next transfer over a group end as `how` says, when this process has formed the group or is about to form it."""
         groups = self._mail._tensors._groups
-        transfer = groups.transfer
+        form, formed = groups.form, groups.formed
 
-        def fail(plan, data, *, form_timeout, timeout):
-            groups.transfer = transfer
+        def fail_to_form(plan, device, *, timeout):
+            groups.form, groups.formed = form, formed
             if how == "unformed":
                 raise NotFormed("no route to the other end")
+            if how == "stuck":
+                time.sleep(20)
             if how == "killed in formation":
                 os.kill(os.getpid(), signal.SIGKILL)
-            groups._formed(plan, data.device, form_timeout)
+            group = formed(plan) or form(plan, device, timeout=timeout)
+            return SimpleNamespace(broadcast=fail_to_broadcast) if how in ("killed", "error") else group
+
+        def fail_to_broadcast(data, *, timeout):
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("the device is broken")
 
-        groups.transfer = fail
+        if how == "stuck":
+            tensors.FORM_SECONDS = 2.0
+        groups.form, groups.formed = fail_to_form, lambda plan: None
 
     def group_keys(self):
         """Return the keys of the working groups in which this process sends."""

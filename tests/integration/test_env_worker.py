@@ -174,7 +174,7 @@ async def late(prompts, completions):
         ("score", [{"solution": "4"}], "called with data.train row 1: reward mine:score needs the column 'answer'"),
         ("score", [{"answer": "4"}, {"solution": "4"}], "called with data.train row 2: reward mine:score needs the column 'answer'"),
         ("score", [{"answer": None}], "it raised AttributeError: 'NoneType' object has no attribute 'strip' (mine.py:6 in <listcomp>)"),
-        ("short", [{}, {}], "called with two rows: reward mine:short must return one score per completion (2), got 1"),
+        ("short", [{}, {}], "called with 2 rows: reward mine:short must return one score per completion (2), got 1"),
         ("late", [{}], "a step of 1 rows must end within runtime.deadlines.envStep = 2 s"),
     ],
 )  # fmt: skip
@@ -187,6 +187,17 @@ def test_validate_calls_a_reward_function_with_rows_of_the_data(tmp_path, capfd,
     assert len(found) == (problem is not None) and all(line.startswith("spec.env.reward: ") for line in found)
     assert problem is None or problem in found[0]
     assert capfd.readouterr().out == ""
+
+
+def test_rows_with_the_same_columns_are_tried_in_one_call(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def slow(prompts, completions, **columns):\n"
+        f"    print(len(prompts), file=open({str(tmp_path / 'calls')!r}, 'a'))\n"
+        "    return [1.0] * len(prompts)\n"
+    )
+    job = spec(type="reward", reward="mine:slow")
+    assert check_env(job, search_path=str(tmp_path), examples=examples(*[{"answer": "4"}] * 4, {})) == []
+    assert (tmp_path / "calls").read_text().split() == ["4", "1"]
 
 
 SEVERAL = """

@@ -165,6 +165,21 @@ def test_a_message_and_a_broadcast_to_a_group_that_has_ended_are_refused_with_th
         assert isinstance(error, WorkerLost) and "doomed:0 is gone; left:0 cannot send to it" in str(error)
 
 
+def test_a_send_to_a_misspelt_group_names_those_that_there_are_and_one_that_still_starts_is_waited_for(cluster, groups):
+    left, _ = groups
+    one = left.execute_on(0)
+    for tensor in (False, True):
+        with pytest.raises(
+            RemoteError, match="group rihgt must have members that left:0 sees, .* of .*left, right.*; launch"
+        ):
+            one.send_to("rihgt", tensor, 0.5).wait(timeout=60)
+    sending = one.send_to("late", False, 60)
+    place = NodePlacementStrategy([0])
+    late = Talker.create_group({}).launch(cluster, placement_strategy=place, name="late")
+    sending.wait(timeout=60)
+    assert late.recv_all(1, "left", 0).wait(timeout=60) == [["sent"]]
+
+
 def errors_of(call):
     with pytest.raises(WorkerErrors) as failed:
         call.wait(timeout=60)

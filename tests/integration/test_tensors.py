@@ -1,4 +1,4 @@
-"""Tensors on accelerators between workers, by name: the ways, their order among messages, and what happens when an end fails or is lost.
+"""Tensors on accelerators between workers, by name: the transports, their order among messages, and what happens when an end fails or is lost.
 
 The CPU takes the place of accelerators: shared memory that of CUDA IPC, gloo that of NCCL.
 """
@@ -34,10 +34,10 @@ def _no_threads_left(groups):
     assert [threads for group in groups for threads, _ in group.left_over(False).wait(timeout=60)] == [[], []]
 
 
-def transfer(left, right):
-    """Send a tensor from left to right, and return what arrived."""
-    sending = left.send_one(7, "right", 0)
-    [found] = right.recv_one("left", 0).wait(timeout=120)
+def transfer(left, right, names=("left", "right")):
+    """Send a tensor from left to right, whose groups have the given names, and return what arrived."""
+    sending = left.send_one(7, names[1], 0)
+    [found] = right.recv_one(names[0], 0).wait(timeout=120)
     sending.wait(timeout=120)
     return found
 
@@ -78,7 +78,7 @@ def test_a_receiver_in_host_memory_and_a_plain_receive_get_the_tensor_through_ho
         assert list(found) == [3.0] * 4
         sending.wait(timeout=60)
     [after] = left.sent().wait(timeout=60)
-    assert after["host"] - before.get("host", 0) == 2 and after["gloo"] == before["gloo"]
+    assert after["host"] - before.get("host", 0) == 2 and after.get("gloo") == before.get("gloo")
 
 
 @pytest.mark.usefixtures("_no_messages_left")
@@ -108,6 +108,13 @@ def test_async_methods_of_both_ends_swap_tensors(groups):
     left, right = groups
     calls = [left.swap("right", 0), right.swap("left", 0)]
     assert [call.wait(timeout=120) for call in calls] == [[0.0], [0.0]]
+
+
+@pytest.mark.usefixtures("_no_messages_left")
+def test_a_receive_with_async_op_goes_on_while_its_worker_waits_for_a_send(groups):
+    left, right = groups
+    calls = [left.swap_waiting_for_the_send_first("right", 0), right.swap_waiting_for_the_send_first("left", 0)]
+    assert [call.wait(timeout=120) for call in calls] == [[8.0], [8.0]]
 
 
 @pytest.mark.usefixtures("_no_messages_left")
@@ -169,14 +176,14 @@ def test_the_loss_of_an_end_is_raised_at_the_other_and_its_replacement_is_reache
     assert len(left.group_keys().wait(timeout=60)[0]) == 1
 
 
-def test_a_group_that_cannot_be_formed_is_replaced_by_host_memory(groups):
-    left, right = groups
-    [before] = left.sent().wait(timeout=60)
-    right.fail_in_transfer("unformed").wait(timeout=60)
-    # A plan of a new generation is needed for the receiver to form a group.
-    assert [transfer(left, right) for _ in range(2)] == [[7.0] * 4] * 2
-    [after] = left.sent().wait(timeout=60)
-    assert after["host"] - before.get("host", 0) == 2 and after.get("gloo") == before.get("gloo")
+@pytest.mark.parametrize("how", ["unformed", "stuck"])
+@pytest.mark.parametrize("failing", [0, 1], ids=["sender", "receiver"])
+def test_a_group_that_cannot_be_formed_is_replaced_by_host_memory(cluster, how, failing):
+    names = [f"{how}-{failing}-{end}" for end in range(2)]
+    left, right = groups = [Courier.create_group("").launch(cluster, name=name).execute_on(0) for name in names]
+    groups[failing].fail_in_transfer(how).wait(timeout=60)
+    assert [transfer(left, right, names) for _ in range(2)] == [[7.0] * 4] * 2
+    assert left.sent().wait(timeout=60) == [{"host": 2}]
 
 
 def generation(key):

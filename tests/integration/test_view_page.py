@@ -80,7 +80,7 @@ def test_curves_of_all_runs_and_the_groups_of_the_newest_step_are_shown(page):
     assert "2 of 16 groups are kept (samples.groups)" in dom
     assert texts(dom, r'<i class="run1"></i>([^<]*)</button>') == [
         "second, step 2: rollout/worker_lost: 1 more",
-        "second, step 3: restarted, epoch 1",
+        "second, step 3: restarted, attempt 1",
     ]
     assert '<b class="run0">' in dom and '<b class="run1">' in dom
 

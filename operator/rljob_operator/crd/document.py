@@ -32,7 +32,7 @@ COLUMNS = (
     ("Rollouts", "string", ".status.columns.rollouts", 0),
     ("Restarts", "integer", ".status.restarts", 0),
     ("Age", "date", ".metadata.creationTimestamp", 0),
-    ("Epoch", "integer", ".status.epoch", 1),
+    ("Attempt", "integer", ".status.epoch", 1),
     ("Actor", "string", ".status.columns.actors", 1),
     ("Env", "string", ".status.columns.envs", 1),
     ("Checkpoint", "integer", ".status.checkpoint.lastStep", 1),

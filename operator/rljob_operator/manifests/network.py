@@ -30,7 +30,7 @@ from rl_core.api.egress import EgressRule, exceptions
 from rl_core.api.job import RLJob
 from rl_core.plan.groups import CONTROL_GROUP, Group, groups_of
 from rl_core.plan.launch import Ports
-from rl_core.plan.node_network import STRIDE, is_on_node
+from rl_core.plan.node_network import STRIDE, is_on_node, listeners
 from rl_core.plan.slots import own_pods
 from rljob_operator import naming
 from rljob_operator.manifests import meta
@@ -97,19 +97,19 @@ class _Peers:
         self._job = job
         self._trusted = [group.name for group in groups.values() if _is_trusted(group)]
         self._isolated = [group.name for group in groups.values() if not _is_trusted(group)]
-        self._on_nodes = _most_pods_on_nodes(groups)
+        self._on_nodes = _most_on_nodes(groups)
 
     def ingress(self, group: Group) -> list[Rule]:
         """Return the rules by which other groups, and the runner, reach the pods of a group."""
         if _is_trusted(group):
             callers = [name for name in self._isolated if name in group.callers]
-            calls = [{"from": [_pods(self._job, *callers)], "ports": _tcp(PORTS.rpc)}] if callers else []
+            calls = [{"from": [_pods(self._job, *callers)], "ports": _ports(PORTS.rpc, group)}] if callers else []
             return [{"from": [_pods(self._job, *self._trusted)]}, *calls, *self._calls_of_agents(group)]
         if self._on_nodes:
-            return [{"ports": _tcp(PORTS.rpc)}]
+            return [{"ports": _ports(PORTS.rpc, group)}]
         hosts = self._hosts_of_callers(group)
         callers_pods = [_pods(self._job, *hosts)] if hosts else []
-        return [{"from": [*callers_pods, _runner_pod(self._job)], "ports": _tcp(PORTS.rpc)}]
+        return [{"from": [*callers_pods, _runner_pod(self._job)], "ports": _ports(PORTS.rpc, group)}]
 
     def _calls_of_agents(self, group: Group) -> list[Rule]:
         """Return the rule by which agent programs reach the OpenAI endpoints in the pods of a group.
@@ -118,7 +118,8 @@ class _Peers:
         """
         served = [other for other in self.groups.values() if group.name in self._hosts(other)]
         callers = {caller for other in served for caller in other.endpoint_callers}
-        return [{"from": [_pods(self._job, *sorted(callers))], "ports": _tcp(PORTS.endpoint)}] if callers else []
+        ports = _ports(PORTS.endpoint, *served)
+        return [{"from": [_pods(self._job, *sorted(callers))], "ports": ports}] if callers else []
 
     def ingress_of_runner(self) -> list[Rule]:
         """Return the rule by which isolated groups reach the hub and the channel server."""
@@ -129,26 +130,25 @@ class _Peers:
     def egress(self, group: Group) -> list[Rule]:
         """Return the rules by which the pods of a group reach other groups and the addresses that the group names."""
         called = [name for name, other in self.groups.items() if self._may_call(group, other)]
-        calls = [self._to_pods(PORTS.rpc, *called)] if called else []
+        calls = [self._to_pods(PORTS.rpc, called, [self.groups[name] for name in called])] if called else []
         given = getattr(group.spec, "egress", None)
         if _is_trusted(group):
             outside = _anywhere() if given is None else _given(given)
             return [{"to": [_pods(self._job, *self._trusted)]}, *calls, *outside]
         ports = _tcp(PORTS.hub, PORTS.channel)
         runner = {"ports": ports} if self._on_nodes else {"to": [_runner_pod(self._job)], "ports": ports}
-        hosts = {
-            host
-            for other in self.groups.values()
-            if group.name in other.endpoint_callers
-            for host in self._hosts(other)
-        }
-        models = [self._to_pods(PORTS.endpoint, *sorted(hosts))] if hosts else []
+        served = [other for other in self.groups.values() if group.name in other.endpoint_callers]
+        hosts = sorted({host for other in served for host in self._hosts(other)})
+        models = [self._to_pods(PORTS.endpoint, hosts, served)] if hosts else []
         return [runner, *calls, *models, *_given(given or [])]
 
-    def _to_pods(self, port: int, *names: str) -> Rule:
-        """Return the rule for a port of the pods of some groups. Where some of them are on nodes, each pod there has a port of its own."""
+    def _to_pods(self, port: int, names: Sequence[str], served: Sequence[Group]) -> Rule:
+        """Return the rule for the port of each process of `served` in the pods of the groups `names`.
+
+        Where some of the pods are on nodes, each process there has a port of its own.
+        """
         if not any(is_on_node(self.groups[name]) for name in names):
-            return {"to": [_pods(self._job, *names)], "ports": _tcp(port)}
+            return {"to": [_pods(self._job, *names)], "ports": _ports(port, *served)}
         return {"ports": [{"protocol": "TCP", "port": port, "endPort": port + STRIDE * (self._on_nodes - 1)}]}
 
     def _may_call(self, group: Group, other: Group) -> bool:
@@ -168,10 +168,17 @@ class _Peers:
         return [*([group.name] if own else []), *([CONTROL_GROUP] if own.start else [])]
 
 
-def _most_pods_on_nodes(groups: Mapping[str, Group]) -> int:
-    """Return the largest number of pods of a job that are on the network of their nodes."""
+def _ports(first: int, *groups: Group) -> list[dict[str, Any]]:
+    """Return the ports of the processes in a pod of some groups, of which the first process listens on `first`."""
+    return _tcp(*(first + STRIDE * process for process in range(max(map(listeners, groups), default=1))))
+
+
+def _most_on_nodes(groups: Mapping[str, Group]) -> int:
+    """Return the largest number of sets of ports that a job has on the network of its nodes; each is STRIDE above the one before."""
     on_nodes = [group for group in groups.values() if is_on_node(group)]
-    return sum(max(group.replicas, getattr(group.spec, "max_replicas", None) or 0) for group in on_nodes)
+    return sum(
+        max(group.replicas, getattr(group.spec, "max_replicas", None) or 0) * listeners(group) for group in on_nodes
+    )
 
 
 def _is_trusted(group: Group) -> bool:

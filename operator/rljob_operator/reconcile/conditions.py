@@ -46,7 +46,7 @@ REASONS: Mapping[str, Mapping[str, str]] = {
         "ContainersWaiting": "a container of the actor cannot start; the message gives the cause",
         "ImagePullError": "an image cannot be pulled; the message quotes the kubelet",
         "InitContainerFailed": "an init container of the actor failed",
-        "Restarting": "the actor's gang is being replaced under a new epoch",
+        "Restarting": "the actor's gang is being replaced for a new attempt",
         "NotAccepted": "no pods are created while Accepted is False",
         "NotScheduled": "pods of the actor are not bound to nodes; see Scheduled",
         "Suspended": "the job is suspended",
@@ -54,7 +54,7 @@ REASONS: Mapping[str, Mapping[str, str]] = {
     },
     "Progressing": {
         "StepFinished": "a step was finished within the stall timeout",
-        "NoStepYet": "the first step of this epoch is not finished yet",
+        "NoStepYet": "the first step of this attempt is not finished yet",
         "Stalled": "there was no progress for longer than the stall timeout; the message lists which members wait and what each waits for",
         "RunnerUnreachable": "the operator cannot reach the runner; training may continue",
         "NotReady": "the runner is not running yet",

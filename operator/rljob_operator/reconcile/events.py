@@ -18,8 +18,8 @@ LONGEST_EVENT = 1000
 EVENTS: Mapping[str, str] = {
     "Starting": "all pods of the actor are bound to nodes",
     "Running": "the training loop is running",
-    "Restarting": "the actor's gang is being replaced under a new epoch; the message gives the cause",
-    "Resumed": "a suspended job resumes under a new epoch",
+    "Restarting": "the actor's gang is being replaced for a new attempt; the message gives the cause",
+    "Resumed": "a suspended job resumes as a new attempt",
     "Suspending": "the runner saves a checkpoint, then all pods are deleted",
     "Suspended": "all pods are deleted",
     "Succeeded": "all training steps are finished",

@@ -125,7 +125,7 @@ def _restart(view: JobView, decision: Decision, finding: Finding) -> Decision:
         stage=Stage.RESTART,
         record=_next_epoch(view, record),
         reason=finding.reason,
-        message=f"{how}, epoch {view.epoch + 1}: {finding.message}",
+        message=f"{how}, attempt {view.epoch + 1}: {finding.message}",
         roll_back=finding.act is Act.ROLL_BACK,
     )
 
@@ -204,7 +204,7 @@ def _resume(view: JobView, suspension: Suspension) -> Decision:
         stage=Stage.RESTART,
         record=replace(record, roles=_all_idle(view, record)),
         reason="Resumed",
-        message=f"resumes under epoch {record.epoch}",
+        message=f"resumes as attempt {record.epoch}",
     )
 
 
@@ -234,7 +234,7 @@ def _resize(view: JobView, decision: Decision) -> Decision:
         stage=Stage.RESTART,
         record=record,
         reason="Resumed",
-        message=f"resumes under epoch {record.epoch} without {', '.join(_surplus(view))}, which the spec does not ask for any more",
+        message=f"resumes as attempt {record.epoch} without {', '.join(_surplus(view))}, which the spec does not ask for any more",
     )
 
 

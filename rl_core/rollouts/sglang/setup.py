@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_core.plan.engine_arguments import POD_ARGUMENTS
 from rl_core.rollouts.sglang import cpu
 from rl_core.transports.tokens import Token
 from rl_core.weights.adapters import sends_adapters
@@ -76,7 +77,8 @@ def options(spec: RLJobSpec, folder: Path, device: str, max_seq_len: int) -> dic
         "skip_server_warmup": True,
         "enable_fp32_lm_head": spec.model.float32_head,
     }
-    own: dict[str, Any] = {"log_level": "warning"} | spec.rollout.engine_args
+    given = {name: value for name, value in spec.rollout.engine_args.items() if name not in POD_ARGUMENTS}
+    own: dict[str, Any] = {"log_level": "warning"} | given
     if sends_adapters(spec) and spec.model.lora is not None:
         common |= _adapter_options(spec.model.lora)
     elif spec.weights.on_update == "keep_kv":

@@ -55,13 +55,15 @@ function facts(sample) {
     ...(sample.error ? [["error", visible(sample.error)]] : []),
     ["tokens", `${sample.prompt_tokens} + ${sample.response_tokens}`],
     ["version", sample.versions[0] === sample.versions[1] ? `${sample.versions[0]}` : `${sample.versions[0]} to ${sample.versions[1]}`],
-    ...Object.entries(sample.info).map(([name, value]) => [visible(name), visible(typeof value === "string" ? value : JSON.stringify(value)).slice(0, 400)]),
+    ...Object.entries(sample.info).map(([name, value]) => [visible(name), visible(JSON.stringify(value)).slice(0, 400)]),
   ];
   return el("dl", { class: "facts" }, rows.flatMap(([name, value]) => [el("dt", {}, name), el("dd", { dir: "auto" }, value)]));
 }
 
 function conversation(sample, from = 0) {
-  return sample.messages.slice(from).filter((message) => message.content !== "" || message.role === "assistant").map((message) =>
+  const shown = sample.messages.slice(from).filter((message) => message.content !== "" || message.role === "assistant");
+  const why = sample.explanation ? [{ role: "explanation of the reward", content: sample.explanation }] : [];
+  return [...shown, ...why].map((message) =>
     el("div", { class: `message ${/^[a-z]+$/.test(message.role) ? message.role : "other"}` }, el("span", { class: "role" }, visible(message.role)), text(message.content)));
 }
 

@@ -160,7 +160,7 @@ def test_columns_tell_the_run_at_a_glance(control_plane, stored):
     head, row = (
         line.split() for line in control_plane.kubectl("get", "rlj", "-n", stored, "-o", "wide").stdout.splitlines()
     )
-    assert head[9:] == ["EPOCH", "ACTOR", "ENV", "CHECKPOINT", "SUCCESS", "REASON"]
+    assert head[9:] == ["ATTEMPT", "ACTOR", "ENV", "CHECKPOINT", "SUCCESS", "REASON"]
     assert row[9:] == ["2", "1/1", "1/1", "10", "RolloutsMissing"]
     chosen = control_plane.kubectl("get", "rlj", "-n", stored, "--field-selector=status.phase=Running", "-o", "name")
     assert "job" in chosen.stdout

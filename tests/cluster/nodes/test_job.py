@@ -62,7 +62,12 @@ class TestFinished:
         steps = [seen["step"] for seen in finished.seen if "step" in seen]
         assert steps == sorted(steps)
         row = finished.row("-o", "wide")
-        assert (row["PHASE"], row["STEP"], row["RESTARTS"], row["EPOCH"]) == ("Succeeded", f"{STEPS}/{STEPS}", "0", "1")
+        assert (row["PHASE"], row["STEP"], row["RESTARTS"], row["ATTEMPT"]) == (
+            "Succeeded",
+            f"{STEPS}/{STEPS}",
+            "0",
+            "1",
+        )
         assert row["REASON"] == "TrainingFinished"
         assert float(row["REWARD"]) == pytest.approx(finished.status()["reward"])
 

@@ -1,9 +1,12 @@
 """Code of the user by name: modules with `register()`, `module:object`, and failures reported with their cause."""
 
+import re
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from rl_core.api.errors import ConfigError
-from rl_core.api.user_code import import_reference, load_extensions, own_frames
+from rl_core.api.user_code import import_reference, load_extensions, own_frames, place_of_main_thread
 
 
 @pytest.fixture
@@ -92,3 +95,11 @@ def test_a_register_that_fails_is_bad_input(module, code):
     name = module(f"def register(): {code}")
     with pytest.raises(ConfigError, match=rf"^extensions: register\(\) of '{name}' must not fail, got \w+: '?x'?"):
         load_extensions([name])
+
+
+def test_the_line_that_the_main_thread_runs_is_named_to_other_threads():
+    with ThreadPoolExecutor(1) as other:
+        place = other.submit(place_of_main_thread).result(60)
+    assert re.fullmatch(
+        r"test_user_code\.py:\d+ in test_the_line_that_the_main_thread_runs_is_named_to_other_threads", place
+    )

@@ -5,7 +5,7 @@ import pytest
 from rl_core.api.errors import ConfigError, InfrastructureError
 from rl_core.api.identity import Identity
 from rl_core.channel.server import ChannelServer
-from rl_core.messages.channel import ChannelOptions
+from rl_core.messages.channel import WORKER_MESSAGES, ChannelOptions
 from rl_core.transports import curve
 from rl_core.transports.rpc import RpcClient
 from tests.curve_keys import generate_keys
@@ -121,3 +121,27 @@ def test_a_channel_that_no_group_names_is_open_to_all(job):
     job.call("env", "create", "notes", ChannelOptions())
     job.call("env", "put", "notes", "k", 0.0, [b"note"], 5.0, False)
     assert [bytes(parts[0]) for _, parts in job.call("rollout", "take", "notes", "k", *TAKE)] == [b"note"]
+
+
+def test_a_group_sends_as_its_own_members_only_and_takes_their_messages_only(job):
+    job.call("env", "create", WORKER_MESSAGES, ChannelOptions())
+    key = ("rollout:0", "actor:0")
+
+    def put(role, key):
+        job.call(role, "put", WORKER_MESSAGES, key, 0.0, [b"message"], 5.0, False)
+
+    put("rollout", key)
+    for method, args in (("put", (0.0, [b"forged"], 5.0, False)), ("reserve", ([8], 5.0, False)), ("take", TAKE)):
+        with pytest.raises(
+            ConfigError, match="group env permits to .* of its own members only, got rollout:0 to actor:0"
+        ):
+            job.call("env", method, WORKER_MESSAGES, key, *args)
+    with pytest.raises(ConfigError, match="group actor permits to put messages of its own members only"):
+        put("actor", key)
+    put("env", ("env:3", "actor:0", "a transfer"))
+    for role in ("actor", "rollout"):  # for its member, and back from where it was sent to
+        put("rollout", key)
+        assert len(job.call(role, "take", WORKER_MESSAGES, key, *TAKE)) == 1
+    job.call("env", "create", "other", ChannelOptions())
+    job.call("env", "put", "other", "k", 0.0, [b"item"], 5.0, False)
+    assert len(job.call("env", "take", "other", "k", *TAKE[:-1], {WORKER_MESSAGES: []})) == 1

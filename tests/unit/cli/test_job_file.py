@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from rl_core.api.errors import ConfigError
-from rl_core.cli.job_file import JobProblems, read_document
+from rl_core.cli.job_file import JobProblems, load_job, read_document
 from rl_core.cli.validate import missing_path_hint, validate_file
 from tests.small_models import save_policy
 
@@ -36,6 +36,25 @@ def test_a_file_with_two_jobs_or_none_is_refused(tmp_path, text, error):
     (tmp_path / "job.yaml").write_text(text)
     with pytest.raises(ConfigError, match=error):
         read_document(tmp_path / "job.yaml", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("spec:\n  steps: 1\n    name: a\n", "mapping values are not allowed here (line 3, column 9)"),
+        (
+            "a: [1\nb: 2\n",
+            "expected ',' or ']', but got ':' while parsing a flow sequence of line 1 (line 2, column 2)",
+        ),
+    ],
+    ids=["indentation", "bracket"],
+)
+def test_an_error_of_yaml_is_one_line_with_its_place(tmp_path, text, cause):
+    file = tmp_path / "job.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_document(file, [])
+    assert str(error.value) == f"{file}: must be valid YAML, got {cause}; correct the line or its indentation"
 
 
 @pytest.mark.parametrize(
@@ -144,6 +163,41 @@ def test_a_program_that_calls_a_model_without_a_chat_template_is_refused(tmp_pat
     assert validate_file(file, ["data.chatTemplate='{{ messages[0].content }}'"]) == 0
 
 
+PLAIN = '{"prompt": "1+1=", "answer": "2"}\n'
+MESSAGES = '{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}\n'
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "settings", "warned"),
+    [
+        (PLAIN, True, [], True),
+        (PLAIN, True, ["data.chat=false"], False),
+        (PLAIN, True, ["data.chat=true"], False),
+        (MESSAGES, True, [], False),
+        (PLAIN, False, [], False),
+    ],
+    ids=["not given", "false", "true", "messages", "no template"],
+)
+def test_plain_prompts_for_a_model_with_a_chat_template_are_warned_of(
+    tmp_path, capsys, row, template, settings, warned
+):
+    model = save_policy(tmp_path / "model")
+    if template:
+        (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    document = yaml.safe_load((JOB % "chat").replace("{}", "{model: {path: model}, data: {train: rows.jsonl}}"))
+    (tmp_path / "rows.jsonl").write_text(row)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(document))
+    assert validate_file(tmp_path / "job.yaml", settings) == 0
+    told = "warning: the model has a chat template, but the prompts of spec.data.train are plain text"
+    assert (told in capsys.readouterr().err) == warned
+
+
+def test_which_fields_are_given_is_known_after_loading(tmp_path):
+    (tmp_path / "job.yaml").write_text((JOB % "a").replace("{}", "{model: {path: m}, data: {train: t}}"))
+    assert load_job(tmp_path / "job.yaml").spec.data.model_fields_set == {"train"}
+    assert load_job(tmp_path / "job.yaml", ["data.chat=false"]).spec.data.model_fields_set == {"train", "chat"}
+
+
 CODE = """
 from rl_core.algorithms import AdvantageResult
 
@@ -246,8 +300,8 @@ def test_a_name_of_the_hub_gets_its_scheme(tmp_path):
         validate_file(tmp_path / "job.yaml", [])
     model, train, validation = error.value.problems
     assert "or write hf://Qwen/Qwen2.5-0.5B for that name on the Hugging Face hub" in model
-    assert "or write hf://openai/gsm8k/FILE.parquet" in train
-    assert "must name a split, ?split=train, or a file" in validation
+    assert "or write hf://openai/gsm8k?split=train[&config=CONFIG] or hf://openai/gsm8k/FILE.parquet for that" in train
+    assert "must name a split, ?split=train, with &config=NAME if" in validation
 
 
 def test_an_absolute_path_is_not_taken_for_a_name_of_the_hub(tmp_path):

@@ -304,7 +304,7 @@ def test_the_tables_fit_80_columns():
     console = Console(file=io.StringIO(), width=80)
     console.print(render(status))
     text = console.file.getvalue()
-    words = "PHASE STEP REWARD VAL VER LAG ROLLOUTS SAVED EPOCH TOK/S S/STEP Initializing 1000/1000 123456 123.45"
+    words = "PHASE STEP REWARD VAL VER LAG ROLLOUTS SAVED TRY TOK/S S/STEP Initializing 1000/1000 123456 123.45"
     assert "…" not in text and all(word in text for word in words.split())
 
 

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJob
-from rl_core.cli.run import next_epoch, report
+from rl_core.cli.run import check_output, next_epoch, report
 
 
 def write(path, text):
@@ -27,16 +28,28 @@ def test_a_torn_status_does_not_begin_again_at_an_epoch_that_the_checkpoints_hav
     assert next_epoch(tmp_path) == 4
 
 
-@pytest.mark.parametrize("saved", [True, False])
-def test_a_run_that_failed_says_whether_it_goes_on_from_a_checkpoint(tmp_path, capsys, saved):
+@pytest.mark.parametrize(
+    ("written", "text", "way_on"),
+    [
+        ("checkpoints/step-00000015/manifest.json", "", "; continue with --output {0} --resume auto"),
+        ("metrics.jsonl", '{"step": 0}\n{"step": 1}\n', "; begin again at step 0 with --output {0} --resume auto"),
+        ("metrics.jsonl", '{"step": 0}\n', "; no step was trained: start it again with the same command"),
+        ("metrics.jsonl", "", "; no step was trained: start it again with the same command"),
+    ],
+    ids=["saved", "trained", "validated", "nothing"],
+)
+def test_a_run_that_failed_says_whether_it_goes_on_from_a_checkpoint(tmp_path, capsys, written, text, way_on):
     """Also where the status of the failed attempt names none, because it ended before it loaded one."""
     (tmp_path / "status.json").write_text(json.dumps({"step": 15, "failure": {"message": "other data"}}))
-    if saved:
-        (tmp_path / "checkpoints/step-00000015").mkdir(parents=True)
-        (tmp_path / "checkpoints/step-00000015/manifest.json").touch()
+    write(tmp_path / written, text)
     spec = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"promptsPerStep": 1, "steps": 1}}
     job = RLJob.model_validate(
         {"apiVersion": "rljob.dev/v1alpha1", "kind": "RLJob", "metadata": {"name": "own"}, "spec": spec}
     )
     assert report(job, tmp_path, 2) == 2
-    assert ("; continue with" if saved else "; begin again at step 0 with") in capsys.readouterr().err
+    assert way_on.format(tmp_path) in capsys.readouterr().err
+    if "same command" in way_on:
+        check_output(tmp_path, "none")
+    else:
+        with pytest.raises(ConfigError, match="holds a run"):
+            check_output(tmp_path, "none")

@@ -210,6 +210,13 @@ def test_every_name_of_another_library_leads_to_a_field_that_exists():
         ({"algorithm": {"loss_type": "dapo"}}, "write algorithm.loss.aggregation (`dapo` is `token-mean`"),
         ({"algorithm": {"epsilon": 0.1}}, "write algorithm.loss.clipLow (Where their setting is one number"),
         ({"rollout": {"vllm_mode": "colocate"}}, "write placement.mode"),
+        ({"steps": 4}, "did you mean algorithm.steps?"),
+        ({"seed": 4}, "write algorithm.seed"),
+        ({"model": {"path": "m", "lora": {"r": 8}}}, "write model.lora.rank"),
+        ({"reward_funcs": ["a:b"]}, "write env.reward (One `module:function`"),
+        ({"reward_model": {"path": "x", "enable": True}}, "write groups (Its worker is `rl_core.groups.reward_model"),
+        ({"rewardModel": {"model": {"path": "x"}}}, "write groups (Its worker is"),
+        ({"reward": {"model": {"path": "x"}}}, "write groups for path"),
     ],
 )
 def test_a_setting_that_means_something_else_here_says_so(spec, way_out):
@@ -269,3 +276,8 @@ def test_a_check_that_takes_long_says_every_few_seconds_what_is_waited_for(monke
         while told.count("waiting for the reward of the job (") < 2:
             told += capsys.readouterr().err
     assert "waiting" not in capsys.readouterr().err.rpartition("waiting for the reward")[0]
+
+
+def test_a_rule_about_a_value_that_stands_for_an_invalid_one_is_not_reported():
+    (problem,) = find_problems(job(env={"reward": {"path": "a.py"}}))[1]
+    assert problem.startswith("spec.env.reward: must be a valid string")

@@ -38,7 +38,17 @@ def test_a_run_without_a_checkpoint_says_that_it_starts_at_step_0(run, tmp_path)
 
 def test_the_step_and_the_folder_are_named(run):
     assert resume_line(job(), run, "auto") == f"resumes at step 10 of {run}"
-    assert resume_line(job(), run, str(run / "checkpoints/step-2")) == f"resumes at step 2 of {run}"
+    assert resume_line(job(), run, str(run / "checkpoints/step-2")).startswith(f"resumes at step 2 of {run}")
+
+
+def test_newer_checkpoints_are_named_with_the_place_where_they_are_kept(run):
+    told = (
+        f"; the newer checkpoints of step 10 are set aside as {run}/checkpoints/lost-step-*, "
+        f"and their metrics in {run}/metrics.lost.jsonl"
+    )
+    assert resume_line(job(), run, str(run / "checkpoints/step-2")).endswith(told)
+    other = run / "elsewhere"
+    assert "set aside" not in resume_line(job(), other, str(run / "checkpoints/step-2"))
 
 
 def test_a_run_that_has_made_its_steps_is_told_how_to_go_on(run):

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 
 import pytest
 import torch
@@ -116,6 +117,23 @@ def test_nor_does_a_broadcast_that_is_aborted_while_it_begins():
     with pytest.raises(InfrastructureError, match="is over: lost"):
         group.broadcast(torch.zeros(1))
     assert ended_by.get(timeout=60) == "rljob-group-end"
+
+
+def test_who_closes_a_group_ends_the_broadcast_that_runs_in_it(store):
+    _, member = form_in_threads(plan_of(store, 20, "p", "a"))
+    errors = queue.SimpleQueue()
+
+    def receive():
+        try:
+            member.broadcast(torch.zeros(3), timeout=600)
+        except InfrastructureError as error:
+            errors.put(str(error))
+
+    threading.Thread(target=receive, daemon=True).start()
+    while not member._in_use:
+        time.sleep(0.001)
+    member.close()
+    assert "is over: closed" in errors.get(timeout=60)
 
 
 def test_a_device_that_is_not_done_in_time_is_not_waited_for():

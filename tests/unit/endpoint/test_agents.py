@@ -38,7 +38,7 @@ async def talk(row, base_url, api_key, model):
         for _ in TURNS:
             answer = await client.chat.completions.create(model=model, messages=messages)
             messages += [answer.choices[0].message, {"role": "user", "content": "go on"}]
-    return {"reward": 1.0, "parts": {"turns": len(TURNS)}}
+    return {"reward": 1.0, "parts": {"turns": len(TURNS)}, "explanation": "three replies"}
 
 
 async def talk_by_responses(row, base_url, api_key, model):
@@ -204,6 +204,7 @@ async def test_kept_samples_show_what_the_program_sent(chatml):
         ("user", "go on"),
         ("assistant", "three"),
     ]
+    assert kept.explanation == "three replies"
     assert kept.prompt_messages == 1 and [message["content"] for message in record.prompt] == ["hi"]
 
 

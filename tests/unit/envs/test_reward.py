@@ -220,3 +220,40 @@ async def test_registered_rewards_are_known_by_name():
 def test_unknown_names_are_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match="exact.*got 'exakt'"):
         RewardEnvironment({"reward": "exakt"})
+
+
+async def test_an_explanation_is_added_to_the_metadata_of_its_row(user):
+    rewards = [{"reward": 1.5, "explanation": "because"}, 0.5]
+    returned = await step(env(user, lambda p, c: rewards), LOGS, COLUMNS)
+    assert [float(r) for r in returned.rewards["reward"]] == [1.5, 0.5]
+    assert (
+        returned.metadata == [COLUMNS[0] | {"explanation": "because"}, COLUMNS[1]] and "explanation" not in COLUMNS[0]
+    )
+    with pytest.raises(RolloutDataFailure, match=r"row 0: the explanation of a reward must be text or None, got 7"):
+        await step(env(user, lambda p, c: [{"reward": 1.0, "explanation": 7}, 0.0]), LOGS, COLUMNS)
+
+
+async def test_a_long_explanation_loses_its_middle(user):
+    texts = ["begin" + "x" * 10_000 + "end", "short"]
+    returned = await step(env(user, lambda p, c: [{"reward": 1, "explanation": text} for text in texts]), LOGS, COLUMNS)
+    long, short = (row["explanation"] for row in returned.metadata)
+    assert (
+        long.startswith("begin") and long.endswith("xend") and "6008 characters left out" in long and len(long) < 4100
+    )
+    assert short == "short"
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "way_out"),
+    [
+        (lambda p, c, completion_ids: [1, 1], RolloutDataFailure, "'completion_ids' .*; completions are texts"),
+        (lambda p, c, trainer_state: [1, 1], RolloutDataFailure, "'trainer_state' .*; the trainer is not passed"),
+        (lambda p, c, *, completions: [1, 1], RolloutDataFailure, "are the first two parameters, passed by position"),
+        (lambda p, c, extra_info: [1, 1], RolloutDataFailure, "'extra_info' .* a call scores a list of completions"),
+        (lambda data_source, solution_str, ground_truth: 1, ConfigError, "in the form of verl; write"),
+    ],
+    ids=["ids", "trainer", "keyword", "verl column", "verl"],
+)
+async def test_parameters_of_other_libraries_are_told_what_is_passed_here(user, function, error, way_out):
+    with pytest.raises(error, match=way_out):
+        await step(env(user, function), LOGS, COLUMNS)

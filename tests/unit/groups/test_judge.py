@@ -6,6 +6,7 @@ import re
 import pytest
 
 from rl_core.api.errors import ConfigError, DataError, GenerationUnavailable
+from rl_core.envs import member_scores
 from rl_core.groups.judge import TEMPLATE, Judge, marked_number
 from rl_core.rollouts.generation import EngineGenerator
 from rl_core.rollouts.hf.engine import HFEngine
@@ -81,6 +82,18 @@ def test_each_score_is_that_of_the_first_answer_that_has_one(judge, folder):
         needed.append(usable[0] if usable else None)
         assert found == ord(firsts[usable[0]]) - ord("a") if usable else "gave no score in 4 answers" in found["error"]
     assert 0 in needed and any(needed), "some row needs a second answer"
+
+
+def test_a_judge_explains_a_score_with_the_answer_that_has_it(judge, folder, monkeypatch):
+    made = judge(parser="verdicts:first_letter", maximum=25, attempts=4)
+    text = next(letter * 3 for letter in "abcdefgh" if isinstance(score(made, letter * 3)[0], float))
+    answers = answers_alone(folder, f"say {text}=", attempts=4)
+    wanted = next(answer for answer in answers if answer[:1].isalpha())
+    monkeypatch.setattr(member_scores, "call_member", lambda group, method, rows: asyncio.run(made.score(rows)))
+    environment = member_scores.MemberScoresEnvironment({"group": "judge"})
+    returned = environment.step([conversation(text)], [{"answer": "4"}])
+    assert float(returned.rewards[0]) == ord(wanted[0]) - ord("a")
+    assert returned.metadata == [{"answer": "4", "explanation": wanted}]
 
 
 def test_a_row_without_a_score_in_any_answer_fails_alone_and_is_counted(judge):

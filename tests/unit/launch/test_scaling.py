@@ -36,5 +36,18 @@ def test_a_drained_pod_is_ended_once():
     assert follow(told, {"j-rollout-0": True, "j-rollout-1": False}) == PodChanges()
 
 
+def test_a_pod_of_several_members_starts_drains_and_ends_once_when_all_of_them_have_drained():
+    def of_pod(pod, *states):
+        return [member(f"rollout:{2 * pod + n}", state) | {"pod": f"j-rollout-{pod}"} for n, state in enumerate(states)]
+
+    pods = {"j-rollout-0": True, "j-rollout-1": True}
+    told = status(of_pod(0, "serving", "serving"), rollouts=4, missing=["j-rollout-1", "j-rollout-1"])
+    assert follow(told, {"j-rollout-0": True}) == PodChanges(start=("j-rollout-1",))
+    serving = of_pod(0, "serving", "serving")
+    assert follow(status([*serving, *of_pod(1, "serving", "serving")], rollouts=2), pods).drain == ("j-rollout-1",)
+    assert follow(status([*serving, *of_pod(1, "drained", "draining")], rollouts=2), pods) == PodChanges()
+    assert follow(status([*serving, *of_pod(1, "drained", "drained")], rollouts=2), pods).end == ("j-rollout-1",)
+
+
 def test_a_status_without_members_moves_nothing():
     assert follow({}, {"j-rollout-0": True}) == PodChanges()

@@ -98,3 +98,11 @@ def test_a_name_with_an_entry_of_its_own_has_the_meaning_of_that_entry(name):
 )
 def test_of_several_entries_the_most_specific_one_counts(name, entry):
     assert find(name).name == entry
+
+
+def test_metrics_in_a_row_with_one_meaning_are_explained_once(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5, "reward/std": 0.1, "train/loss": 1.0}\n')
+    show_metrics(str(tmp_path), "reward")
+    meaning = find("reward/mean").meaning
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.count(meaning) == 1 and printed.index("reward/std: 0.1") < printed.index(meaning)

@@ -284,6 +284,25 @@ def test_a_job_on_the_network_of_its_nodes_has_the_paths_that_keys_protect_and_n
     assert not any(allows(policies, node, env, port) for port in PORTS if port != RPC)
 
 
+@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
+def test_agents_reach_the_endpoint_of_each_engine_of_a_pod(mode):
+    job = make_job(
+        actor={"gpus": 4},
+        rollout={"engine": "sglang", "gpus": 4, "engineArgs": {"tp_size": 2}},
+        env={"type": "agent", "agent": "mine:program"},
+        algorithm={"promptsPerStep": 32},
+        placement={"mode": mode},
+    )
+    policies, env = network.build(job, config=CONFIG), pod("env")
+    host = pod("rollout" if mode == "disaggregated" else "actor")
+    plan = build_launch_plan(job, name="sums", uid=UID)
+    processes = [p for one in plan.pods for c in one.containers for p in c.processes if p.group == "rollout"]
+    endpoints = [int(process.env["RLJOB_ENDPOINT_PORT"]) for process in processes]
+    assert len(set(endpoints)) == 2
+    assert all(allows(policies, env, host, port) for port in endpoints)
+    assert not any(allows(policies, env, host, port + 1) for port in endpoints)
+
+
 def test_without_pods_on_nodes_no_address_is_permitted():
     assert not any("from" not in rule for p in POLICIES for rule in p["spec"]["ingress"])
     assert not any("to" not in rule for p in POLICIES for rule in p["spec"].get("egress", []))

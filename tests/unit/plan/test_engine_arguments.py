@@ -67,7 +67,9 @@ def test_arguments_precede_our_defaults_on_a_cpu(tmp_path):
         ("custom_sigquit_handler", "f", "a function cannot be given"),
         ("mem_fraction", 0.7, "SGLang 0.5.23, which has none of that name; write mem_fraction_static"),
         ("--tp", 2, "which has none of that name; remove it"),
-        ("tp_size", 2, "use rollout.gpus"),
+        ("pp_size", 2, "use rollout.gpus"),
+        ("tp_size", True, "must be integer, got True"),
+        ("enable_dp_attention", True, "use attn_dp_size"),
         ("dtype", "float16", "use spec.model.dtype"),
         ("max_running_requests", 8, "use rollout.maxBatch"),
     ],
@@ -114,13 +116,65 @@ def test_each_argument_that_a_job_may_not_set_exists_and_each_that_we_set_is_amo
     assert set(RESERVED) <= set(known)
     colocated = {"placement": {"mode": "colocated"}}
     given = setup.options(spec({}, **colocated), tmp_path, "cuda:0", 64)
-    assert set(given) - set(RESERVED) == {"log_level"}
+    assert set(given) - set(RESERVED) == {"log_level", "tp_size"}, "the size is checked against the accelerators"
 
 
 def test_a_plan_of_the_operator_and_of_validate_checks_them():
     job = RLJob.model_validate(merged(GOOD, {"spec": {"rollout": {"engine": "sglang", "engineArgs": {"tp_size": 2}}}}))
     with pytest.raises(ConfigError, match="rollout.engineArgs.tp_size"):
         build_launch_plan(job, name="a", uid="u")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given", "engines", "ranks"),
+    [
+        (4, {}, 1, 4),
+        (4, {"tp_size": 4}, 1, 4),
+        (4, {"tp_size": 2}, 2, 2),
+        (4, {"dp_size": 2}, 2, 2),
+        (4, {"tp_size": 2, "dp_size": 2}, 2, 2),
+        (8, {"tp_size": 1}, 8, 1),
+        (0, {"dp_size": 3}, 3, 1),
+        (0, {"tp_size": 1}, 1, 1),
+    ],
+)
+def test_sizes_of_engines_divide_the_accelerators_of_a_pod_and_sglang_gets_its_own_alone(
+    gpus, given, engines, ranks, tmp_path
+):
+    job = spec(given, rollout={"gpus": gpus, "engine": "sglang", "engineArgs": given})
+    check_engine_arguments(job)
+    assert (job.rollout.engines, job.rollout.tensor_parallel) == (engines, ranks)
+    options = setup.options(job, tmp_path, "cuda:0" if gpus else "cpu", 64)
+    assert options.get("tp_size", 1) == ranks and "dp_size" not in options
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given", "words"),
+    [
+        (4, {"tp_size": 3}, "engineArgs.tp_size must divide rollout.gpus 4, got 3"),
+        (4, {"tp_size": 8}, "engineArgs.tp_size must divide rollout.gpus 4, got 8"),
+        (4, {"dp_size": 3}, "engineArgs.dp_size must divide rollout.gpus 4, got 3"),
+        (8, {"tp_size": 2, "dp_size": 2}, "tp_size x dp_size must be rollout.gpus 8, got 2 x 2"),
+        (4, {"dp_size": 0}, "engineArgs.dp_size must be 1 to 64, got 0"),
+        (
+            0,
+            {"tp_size": 2},
+            "engineArgs.tp_size must be 1 with rollout.gpus 0, as an engine on CPU is one process, got 2",
+        ),
+    ],
+)
+def test_sizes_that_leave_accelerators_over_are_refused(gpus, given, words):
+    job = spec(given, rollout={"gpus": gpus, "engine": "sglang", "engineArgs": given})
+    with pytest.raises(ConfigError, match=words):
+        check_engine_arguments(job)
+
+
+def test_the_tensor_parallel_size_cannot_be_given_twice_and_differently():
+    job = spec({}, rollout={"gpus": 4, "engine": "sglang", "engineArgs": {"tp_size": 2}, "parallel": {"tensor": 4}})
+    with pytest.raises(
+        ConfigError, match=r"tp_size must be rollout\.parallel\.tensor 4, got 2; remove rollout\.parallel"
+    ):
+        check_engine_arguments(job)
 
 
 def test_the_check_needs_neither_torch_nor_sglang():

@@ -116,7 +116,8 @@ class TestAFourthGroup:
         assert all(process.restart and process.env["COLOUR"] == "blue" for process in processes)
         assert {process.env["OMP_NUM_THREADS"] for process in processes} == {"3"}
         assert {process.env["WORLD_SIZE"] for process in processes} == {"8"}
-        assert {process.env.get("RLJOB_RPC_PORT") for process in processes} == {None if host else "7705"}
+        ports = [process.env.get("RLJOB_RPC_PORT") for process in processes]
+        assert ports == ([None] * 8 if host else ["7705", "7715"] * 4), "its own in the pod"
         devices = [",".join(process.visible_devices) for process in processes]
         assert devices == ([str(number) for number in range(8)] if host else ["0", "1"] * 4)
         assert [Identity.from_env(process.env).name for process in processes] == [f"judge:{rank}" for rank in range(8)]

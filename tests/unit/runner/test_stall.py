@@ -54,6 +54,17 @@ def test_the_sink_of_the_waits_is_told(edges, reason):
     assert explain(edges, [])[0] == reason
 
 
+def test_a_program_that_declares_no_wait_is_named_with_its_line():
+    clock = FakeClock()
+    detector = StallDetector(10, clock=clock, program_place=lambda: "own.py:3 in step")
+    detector.report(1, [])
+    clock.now = 10
+    assert detector.report(1, [])["message"].endswith(": nobody declares a wait; the program runs own.py:3 in step")
+    edges = [wait("actor:0", "rollout")]
+    assert explain(edges, [], program_place="own.py:3 in step")[1].endswith("; the program runs own.py:3 in step")
+    assert "own.py" not in detector.report(1, [*edges, wait("runner", "rollout")])["message"]
+
+
 def test_idle_rollouts_do_not_hide_one_that_hangs():
     edges = [wait("actor:0", "rollout"), wait("rollout:0", "channel:prompts", "prompts"), wait("runner", "rollout")]
     reason, told = explain(edges, [], ["rollout:0", "rollout:1"])

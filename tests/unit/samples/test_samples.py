@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.api.errors import ConfigError
-from rl_core.api.records import FinishReason
+from rl_core.api.records import Completion, FinishReason, PromptGroupRecord
+from rl_core.batching.samples import keep_sample
 from rl_core.cli.samples import Choice, select, show_samples
 from rl_core.samples.lines import FILTERED, TRAIN, VALIDATION, array_of
 from rl_core.samples.printing import REASONS, printable, render_sample
@@ -165,6 +166,36 @@ def test_that_no_sample_failed_is_no_error(tmp_path, capsys):
     for choice in (Choice(failed=True, step=2), Choice(failed=True, validation=True)):
         with pytest.raises(ConfigError, match="got none"):
             show_samples(tmp_path, choice)
+
+
+def test_columns_are_printed_with_their_types(tmp_path, capsys):
+    write(tmp_path, [kept(info={"text": "4", "number": 4, "none": None, "list": ["a", 1.0]})])
+    show_samples(tmp_path, Choice())
+    assert '   text: "4"; number: 4; none: null; list: ["a", 1.0]\n' in capsys.readouterr().out
+
+
+def test_the_answer_is_printed_once(tmp_path, capsys):
+    write(
+        tmp_path,
+        [kept(info={"answer": "4", "ground_truth": "4"}), kept(index=1, info={"answer": 4, "ground_truth": "4"})],
+    )
+    show_samples(tmp_path, Choice())
+    printed = capsys.readouterr().out
+    assert '   answer: "4"\n' in printed and '   answer: 4; ground_truth: "4"\n' in printed
+
+
+def test_an_explanation_is_kept_and_printed_after_the_conversation(tmp_path, capsys):
+    completion = Completion(message_log=[], reward=7.0, env_extras={"explanation": "good\x1b[0m\nwork", "answer": "4"})
+    record = PromptGroupRecord(
+        prompt_idx=0, prompt=[], extra_env_info={"answer": "4"}, metadata={}, group_id="0-1", completions=[completion]
+    )
+    sample = keep_sample(record, 0, group_id="0-1")
+    assert sample.explanation == "good\x1b[0m\nwork"
+    write(tmp_path, [kept(explanation=sample.explanation)])
+    show_samples(tmp_path, Choice())
+    assert "  answer\n[explanation of the reward]\n  good\\x1b[0m\n  work\n" in capsys.readouterr().out
+    record.extra_env_info = {"explanation": "good\x1b[0m\nwork"}
+    assert keep_sample(record, 0, group_id="0-1").explanation == "", "a column of the data"
 
 
 def test_printing_a_hostile_sample_prints_nothing_that_a_terminal_acts_on(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Which way a tensor takes, by where both ends are and by what the network rules of a job permit."""
+"""Which transport a tensor takes, by where both ends are and by what the network rules of a job permit."""
 
 import json
 from types import SimpleNamespace
@@ -9,7 +9,8 @@ import pytest
 from rl_core.messages.tensors import TensorLocation
 from rl_core.plan.groups import KINDS_VARIABLE
 from rl_core.workers.context import WorkerContext
-from rl_core.workers.tensors import TensorTransfers, accelerator_of, check_tensor
+from rl_core.workers.tensor_memory import accelerator_of, check_tensor
+from rl_core.workers.tensors import TensorTransfers
 
 HERE, THERE = (TensorLocation(device="GPU-1", host_token=token) for token in ("here", "there"))
 OTHER = TensorLocation(device="GPU-2", host_token="here")
@@ -23,12 +24,12 @@ def transfers(job=None):
 
 
 @pytest.mark.parametrize(
-    ("receiver", "ways"),
-    [(HERE, ["ipc"]), (OTHER, ["nccl"]), (HOST, []), (THERE, [])],
+    ("receiver", "transport"),
+    [(HERE, "ipc"), (OTHER, "nccl"), (HOST, "host"), (THERE, "host")],
     ids=["same", "other", "host", "apart"],
 )
-def test_the_way_is_that_of_the_places_of_both_ends(receiver, ways):
-    assert transfers()._ways(HERE, receiver, "other:0") == ways
+def test_the_transport_is_that_of_the_locations_of_both_ends(receiver, transport):
+    assert transfers()._transport(HERE, receiver, "other:0") == transport
 
 
 def test_in_a_job_only_groups_that_hold_the_model_share_memory_and_process_groups(monkeypatch):
@@ -38,9 +39,9 @@ def test_in_a_job_only_groups_that_hold_the_model_share_memory_and_process_group
     ]
     monkeypatch.setenv(KINDS_VARIABLE, json.dumps(kinds))
     of_job = transfers(job=SimpleNamespace())
-    found = {name: of_job._ways(HERE, OTHER, f"{name}:0") for name in ("gang", "elastic", "unknown")}
-    assert found == {"gang": ["nccl"], "elastic": [], "unknown": []}
-    assert of_job._ways(HERE, HERE, "gang:0") == ["ipc"] and of_job._ways(HERE, HERE, "elastic:0") == []
+    found = {name: of_job._transport(HERE, OTHER, f"{name}:0") for name in ("gang", "elastic", "unknown")}
+    assert found == {"gang": "nccl", "elastic": "host", "unknown": "host"}
+    assert [of_job._transport(HERE, HERE, name) for name in ("gang:0", "elastic:0")] == ["ipc", "host"]
 
 
 def test_what_is_in_host_memory_is_sent_as_any_other_message():

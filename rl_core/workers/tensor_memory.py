@@ -1,0 +1,66 @@
+"""The memory of tensors that workers send to each other: its accelerator, its bytes, and the operations that are queued on it."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def accelerator_of(tensor: Any) -> str:
+    """Return the UUID of the accelerator of a dense torch tensor; "" for anything else."""
+    if not getattr(tensor, "is_cuda", False):
+        return ""
+    import torch
+
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return str(torch.cuda.get_device_properties(tensor.device).uuid) if plain else ""
+
+
+def check_tensor(target: Any, found: Any, sender: str) -> None:
+    """Raise ValueError unless `found` is a tensor or array, or the header of one, of the shape and dtype of `target`."""
+    shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
+    if shape is None or tuple(shape) != tuple(target.shape) or str(dtype) != str(target.dtype):
+        got = f"{tuple(shape)} of {dtype}" if shape is not None else f"an object of type {type(found).__name__}"
+        raise ValueError(
+            f"the message of {sender} must be a tensor of shape {tuple(target.shape)} and type {target.dtype}, got {got}; "
+            "use recv for messages of another kind"
+        )
+
+
+def row_major(tensor: "torch.Tensor") -> "torch.Tensor":
+    """Return `tensor` with its elements in memory in row-major order: itself if they are, else a copy."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def flat_bytes(tensor: "torch.Tensor") -> "torch.Tensor":
+    """Return a view, as uint8 [nbytes], of a tensor that `row_major` has returned."""
+    import torch
+
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@contextlib.contextmanager
+def writable_bytes(tensor: "torch.Tensor") -> Iterator["torch.Tensor"]:
+    """Yield memory, as uint8 [nbytes], for the elements of `tensor` in row-major order. They are the elements of `tensor` after the block.
+
+    `tensor` is unchanged if the block raises an exception and its own elements are not in row-major order.
+    """
+    plain = tensor.detach()
+    in_order = plain.is_contiguous() and not (plain.is_conj() or plain.is_neg())
+    dense = plain if in_order else plain.new_empty(plain.shape)
+    yield flat_bytes(dense)
+    if not in_order:
+        plain.copy_(dense)
+        after_queued(plain)()
+
+
+def after_queued(tensor: Any) -> Callable[[], None]:
+    """Return a function that waits for the operations on `tensor` that the present thread has queued so far."""
+    if not getattr(tensor, "is_cuda", False):
+        return lambda: None
+    import torch
+
+    wait_for_event: Callable[[], None] = torch.cuda.current_stream(tensor.device).record_event().synchronize
+    return wait_for_event
