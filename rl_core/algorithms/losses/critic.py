@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from rl_core.algorithms.aggregation import LossNormalizers
 from rl_core.algorithms.arguments import require_bool, require_float32, require_same_shape
-from rl_core.algorithms.masking import zero_outside
 from rl_core.algorithms.losses.types import LossResult, weighted_aggregate
+from rl_core.algorithms.masking import zero_outside
 from rl_core.algorithms.stats import mean_stat, mean_stats, sum_stat
 
 
