@@ -5,7 +5,7 @@ number of steps with examples/distillation/job.yaml (4 completions per prompt) a
 per prompt), both as they are in the repository apart from seed, steps, validation and learning rate, which is the same for both. `limit` is
 the teacher's accuracy.
 
-    python benchmarks/distillation.py [--seeds N] [--steps N] [--every N] [--learning-rate R] [--quick] [--keep DIR]
+    python benchmarks/distillation.py [--seeds N] [--steps N] [--every N] [--learning-rate R] [--group-size N] [--quick] [--keep DIR]
 """
 
 import argparse
@@ -26,15 +26,15 @@ SHARE = 0.95
 """Share of the teacher's accuracy that is to be reached."""
 
 
-def train(job: Path, folder: Path, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Run `job` on the models in `folder`; return accuracies by step, and what the steps took."""
+def train(job: Path, folder: Path, seed: int, options: argparse.Namespace, **changes: int) -> dict[str, Any]:
+    """Run `job` with `changes` on the models in `folder`; return accuracies by step, and what the steps took."""
     output = folder / f"out-{job.stem}"
     settings = {
         "algorithm.seed": seed,
         "algorithm.steps": options.steps,
         "validation.everySteps": options.every,
         "actor.optimizer.learningRate": options.learning_rate,
-    }
+    } | changes
     chosen = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
     command = [RLJOB, "run", str(job), "--output", str(output), "--no-progress", *chosen]
     watched = Watched(command, cwd=folder, env=os.environ, log=folder / f"{job.stem}.txt")
@@ -61,7 +61,8 @@ def one_seed(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, 
     shutil.copy(EXAMPLES / "distillation" / "job.yaml", folder / "distillation.yaml")
     shutil.copy(EXAMPLES / "arithmetic" / "job.yaml", folder / "student" / "grpo.yaml")
     jobs = {"distillation": folder / "distillation.yaml", "grpo": folder / "student" / "grpo.yaml"}
-    runs = {name: train(job, folder, seed, options) for name, job in jobs.items()}
+    changes = {"distillation": {"algorithm.groupSize": options.group_size} if options.group_size else {}}
+    runs = {name: train(job, folder, seed, options, **changes.get(name, {})) for name, job in jobs.items()}
     steps = {name: steps_until(found, SHARE * teacher) for name, found in runs.items()}
     for name in runs:
         print(f"seed {seed}: {name} reached {SHARE * teacher:.3f} at step {steps[name]}", file=sys.stderr)
@@ -81,6 +82,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, default=2, help="steps between two validations")
     parser.add_argument("--learning-rate", type=float, default=3.0e-4)
+    parser.add_argument(
+        "--group-size", type=int, help="completions per prompt of the distillation; default: the example's"
+    )
     parser.add_argument("--quick", action="store_true", help="models of 0.25M parameters")
     parser.add_argument("--keep", type=Path, help="folder for the runs' files; default: a temporary one")
     options = parser.parse_args()

@@ -19,3 +19,5 @@ ENGINES: Mapping[str, str] = {
 """`rollout.engine` -> worker class, `module:Class`."""
 EMBODIED_PROGRAMS = ("embodied", "embodied_async")
 """Values of `program` with which the policy acts in simulators."""
+MOST_ENGINE_PROCESSES = 64
+"""Largest `tp_size` of `rollout.engineArgs`, and the largest number of engines of a pod."""

@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.alias_generators import to_camel
 
-from rl_core.api.foreign_names import GENERIC, foreign_name, foreign_path, is_foreign_block
+from rl_core.api.foreign_names import GENERIC, ForeignName, foreign_name, foreign_path, is_foreign_block
+from rl_core.api.pods import PodSpec
 from rl_core.api.similar import most_similar, nearest
 
 MOST_NAMES = 15
@@ -20,6 +21,9 @@ MOST_INNER = 8
 """Most settings of an unknown block that a hint names."""
 SIMILAR_ELSEWHERE = 0.8
 """Least similarity (difflib's ratio) of a suggested name in another block."""
+MOST_LEVELS = 2
+"""Most levels by which a field in another block may lie deeper than the name that it is suggested for."""
+NAMES_PAGE = "docs/coming-from.md"
 Location = tuple[int | str, ...]
 
 
@@ -30,20 +34,25 @@ def suggest(root: type[BaseModel], loc: Location, value: Any = None) -> str:
     if camel != name and camel in known:
         return f"write {camel}"
     path = [str(part) for part in loc[1:]]
-    setting = foreign_name(name, ".".join(path[:-1])) or foreign_path(path)
-    if setting is not None and len(path) == 1 and not setting.is_called(name, alone=True) and camel in _paths(root):
-        return f"did you mean {_elsewhere(root, camel, block)}?"  # such as spec.steps: a name of ours that stands in no block
-    if setting is not None:
-        return f"write {setting.ours}" + (f" ({setting.note.rstrip('.')})" if setting.note else "")
-    inner = list(dict.fromkeys(_inner(value, tuple(str(part) for part in loc))))
+    complete = foreign_path(path, whole=True)
+    setting = complete or foreign_name(name, ".".join(path[:-1])) or foreign_path(path)
+    if setting is not None and complete is None and camel in _paths(root):  # also a name of ours, in another block
+        alone = len(path) == 1 and not setting.is_called(name, alone=True)
+        if (alone or not setting.ours) and (elsewhere := _elsewhere(root, camel, block)):
+            return f"did you mean {elsewhere}?"
+    inner = list(_inner(value, tuple(path)))
+    if setting is not None and not (is_foreign_block(name) and any(one.ours != setting.ours for _, one in inner)):
+        return _instead(setting)
     if not (inner and is_foreign_block(name)) and (near := most_similar(camel, known)):
         return f"did you mean {near}?"
     if inner:
-        return ", ".join(["write " + inner[0], *inner[1:MOST_INNER]])
+        return _instead_of_block(inner)
     if near := nearest(camel, known) or nearest(name, known):
         return f"did you mean {near}?"
     if not block and (near := nearest(camel, fields_at(root, ("spec",)))):
         return f"did you mean spec.{near}?"
+    if is_foreign_block(name):
+        return f"remove it; {NAMES_PAGE} lists the settings of other libraries"
     if name not in GENERIC and (elsewhere := _elsewhere(root, camel, block)):
         return f"did you mean {elsewhere}?"
     if known and len(known) <= MOST_NAMES:
@@ -56,22 +65,53 @@ def meant_field(root: type[BaseModel], loc: Location) -> str:
     return nearest(to_camel(str(loc[-1])), fields_at(root, loc[:-1]))
 
 
-def _inner(value: Any, path: tuple[str, ...]) -> Iterator[str]:
-    """Yield `OURS for THEIRS` for the settings of other libraries inside the unknown block `value` at `path`."""
+def _instead(setting: ForeignName, name: str = "") -> str:
+    """Return what to write in place of a setting of another library, in its block called `name`, or why it must be removed."""
+    note = setting.note.rstrip(".")
+    if not setting.ours:
+        return f"remove {name or 'it'}, it has no counterpart here: {note}"
+    return f"write {setting.ours}" + (f" for {name}" if name else "") + (f" ({note})" if note else "")
+
+
+def _instead_of_block(inner: list[tuple[str, ForeignName]]) -> str:
+    """Return what to write in place of the settings `inner`, names and settings, of an unknown block."""
+    if len(inner) == 1:
+        return _instead(inner[0][1], inner[0][0])
+    ours = list(dict.fromkeys(f"{setting.ours} for {name}" for name, setting in inner if setting.ours))
+    others = list(dict.fromkeys(name for name, setting in inner if not setting.ours))
+    parts = ["write " + ", ".join(ours[:MOST_INNER])] if ours else []
+    if others:
+        parts.append(
+            f"remove {', '.join(others[:MOST_INNER])}, without counterpart here: {NAMES_PAGE} says what happens instead"
+        )
+    return "; ".join(parts)
+
+
+def _inner(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ForeignName]]:
+    """Yield name and setting for the settings of other libraries inside the unknown block `value` at `path` below spec."""
     if not isinstance(value, Mapping):
         return
     for key, inner in value.items():
         place = (*path, str(key))
-        if isinstance(inner, Mapping):
-            yield from _inner(inner, place)
-        elif setting := foreign_path(place):
-            yield f"{setting.ours} for {key}"
+        within = list(_inner(inner, place))
+        if not within and (setting := foreign_path(place, whole=isinstance(inner, Mapping))):
+            within = [(str(key), setting)]
+        yield from within
 
 
 def _elsewhere(root: type[BaseModel], name: str, block: Location) -> str:
-    """Return the path below spec of the most similar field of the schema, of equal ones that nearest to `block`; "" for none."""
-    paths = _paths(root)
-    close = difflib.get_close_matches(name, sorted(paths), n=1, cutoff=SIMILAR_ELSEWHERE)
+    """Return the path below spec of the most similar field of the schema, of equal ones that nearest to `block`; "" for none.
+
+    A field that lies more than MOST_LEVELS deeper is not meant, nor is one that `name` only begins with: `trainer` is not meant to be `train`.
+    """
+    depth = sum(isinstance(part, str) for part in block) - 1 + MOST_LEVELS
+    paths = {
+        last: near
+        for last, found in _paths(root).items()
+        if (near := [path for path in found if path.count(".") <= depth])
+    }
+    close = difflib.get_close_matches(name, sorted(paths), n=3, cutoff=SIMILAR_ELSEWHERE)
+    close = [one for one in close if not name.startswith(one) or name in (one, one + "s")]
     if not close:
         return ""
     within = [part for part in block if isinstance(part, str)][1:2]
@@ -92,7 +132,9 @@ def _walk(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[str, 
         here = (*path, field.alias or name)
         yield here
         inner = _model_of(field.annotation)
-        if is_model(inner) and len(here) < 6:
+        if is_model(inner) and not (
+            issubclass(model, PodSpec) and name in PodSpec.model_fields
+        ):  # of pods only the fields themselves
             yield from _walk(inner, here)
 
 

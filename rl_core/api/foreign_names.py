@@ -10,20 +10,23 @@ from pydantic.alias_generators import to_camel
 LIBRARIES = ("TRL", "verl", "prime-rl", "OpenRLHF")
 GUESSED = "guessed"
 """Key of names that no library has but people write."""
-GENERIC = frozenset({"name", "type", "path", "interval", "step", "dataset", "project", "rank", "alpha", "n"})
+GENERIC = frozenset(
+    {"name", "type", "path", "interval", "step", "dataset", "project", "rank", "alpha", "n"}
+    | {"mode", "enable", "format", "device", "tool", "level", "debug", "args", "id", "model", "env", "host", "port"}
+)
 """Last parts that mean something else in other blocks: they lead to a field of the block that they stand in, or nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignName:
-    """A setting of other libraries and where it is set here."""
+    """A setting of other libraries and where it is set here, or that it has no counterpart here."""
 
     ours: str
-    """Path below `spec`, or an option of `rljob`."""
+    """Path below `spec`, or an option of `rljob`; "" if there is no counterpart."""
     names: Mapping[str, tuple[str, ...]]
     """Library -> what it calls the setting, in several versions. GUESSED stands for no library."""
     note: str = ""
-    """What differs."""
+    """What differs; without a counterpart, what happens here instead."""
 
     def is_called(self, name: str, *, alone: bool = False) -> bool:
         """Return whether a library calls the setting `name`, without the blocks around it, in snake_case or camelCase.
@@ -43,7 +46,7 @@ def foreign_names() -> tuple[ForeignName, ...]:
     rows = load_value(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     return tuple(
         ForeignName(
-            row["ours"],
+            row.get("ours", ""),
             {library: tuple(row[library]) for library in (*LIBRARIES, GUESSED) if library in row},
             row.get("note", ""),
         )
@@ -61,10 +64,11 @@ def is_foreign_block(name: str) -> bool:
     )
 
 
-def foreign_path(path: Sequence[str]) -> ForeignName | None:
+def foreign_path(path: Sequence[str], *, whole: bool = False) -> ForeignName | None:
     """Return the setting that other libraries keep at `path`, blocks and name; None where none does.
 
     A name of a library matches when the path ends with all of its parts, or, unless it is GENERIC, with its last one. The longest match counts.
+    `whole`: only names that match with a block, or that are the whole path.
     """
     found: ForeignName | None = None
     longest = 0
@@ -72,7 +76,8 @@ def foreign_path(path: Sequence[str]) -> ForeignName | None:
         for name in (name for names in setting.names.values() for name in names):
             parts = name.split(".")
             length = next((n for n in (len(parts), 1) if list(path[-n:]) == parts[-n:]), 0)
-            if length > longest and (length == len(parts) > 1 or path[-1] not in GENERIC):
+            complete = length == len(parts) and (length > 1 or length == len(path))
+            if length > longest and (complete or not (whole or path[-1] in GENERIC)):
                 found, longest = setting, length
     return found
 
@@ -83,5 +88,5 @@ def foreign_name(name: str, block: str) -> ForeignName | None:
     Of several settings the one in `block`, the path below spec at which the name was found, is preferred to the first.
     """
     found = [setting for setting in foreign_names() if setting.is_called(name)]
-    here = [setting for setting in found if setting.ours.rpartition(".")[0] == block]
+    here = [setting for setting in found if block and setting.ours.rpartition(".")[0] == block]
     return next(iter(here or (() if name in GENERIC else found)), None)

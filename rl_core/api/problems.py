@@ -74,7 +74,7 @@ def _way_out(detail: ErrorDetails) -> str:
     if kind.endswith(("_type", "_parsing")):
         return "write a value of that type"
     if detail["input"] == -1 and kind.startswith("greater_than"):
-        return "leave it out if -1 is meant to switch it off, or change the value"
+        return "change the value; if -1 is meant to switch it off, docs/reference/rljob.md says how"
     return "change the value"
 
 

@@ -22,7 +22,11 @@ def has_parts(returned: Any) -> bool:
 
 
 def explanation_of(returned: Any) -> str | None:
-    """Return the text `explanation` of a reward that is a mapping or an object, at most EXPLANATION_CHARACTERS long; None without one."""
+    """Return the text that a reward function gave as the reason of a reward, or None.
+
+    `returned` is what the function returned for one completion. The text is its key or attribute `explanation`. A text longer than
+    EXPLANATION_CHARACTERS loses its middle.
+    """
     text = _explanation(returned)
     return bounded_explanation(text) if isinstance(text, str) else None
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
-from rl_core.api.backends import ENGINES, TRAINERS
+from rl_core.api.backends import ENGINES, MOST_ENGINE_PROCESSES, TRAINERS
 from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import listed, none_for_zero
 from rl_core.api.cel import Cel, no_keys
@@ -306,10 +306,6 @@ class SamplingSpec(Spec):
         wrong = [key for key in self.logit_bias if not re.fullmatch("[0-9]{1,9}", key)]
         if wrong:
             yield f"logitBias must have token ids as keys, got {listed(wrong)}; correct them"
-
-
-MOST_ENGINE_PROCESSES = 64
-"""Largest tp_size, and most engines of a pod."""
 
 
 def _size(value: Any) -> int:

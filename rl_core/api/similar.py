@@ -21,14 +21,26 @@ def most_similar(name: str, known: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the name of `known` that is most similar to `name`, else one that it begins with or that begins with it; "" for none."""
+    """Return the name of `known` that is most similar to `name`, else one that it begins with or that begins with it; "" for none.
+
+    A name of several words must begin with the whole words: `datasetConfig` does not begin with `data`.
+    """
     choices = list(known)
     if close := most_similar(name, choices):
         return close
-    begins = [choice for choice in choices if min(len(choice), len(name)) >= SHORT and name.startswith(choice)]
+    begins = [
+        choice
+        for choice in choices
+        if min(len(choice), len(name)) >= SHORT and name.startswith(choice) and _ends_a_word(name, len(choice))
+    ]
     if begins:
         return max(begins, key=len)
     return next((choice for choice in choices if len(name) >= SHORT and choice.startswith(name)), "")
+
+
+def _ends_a_word(name: str, length: int) -> bool:
+    """Return whether a word of `name`, in camelCase or snake_case, ends after `length` characters, or `name` is a single word."""
+    return (name.isalpha() and name[1:].islower()) or not name[length : length + 1].islower()
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

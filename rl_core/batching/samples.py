@@ -62,7 +62,10 @@ def _message(message: Mapping[str, Any], *, counted: bool) -> tuple[str, str, in
 
 
 def _explanation(extras: Mapping[str, Any] | None, columns: Mapping[str, Any] | None) -> str:
-    """Return the explanation that the environment added to its metadata; "" if there is none, or it is a column of the data."""
+    """Return the text with which the environment explained the reward, or "".
+
+    It is the key `explanation` of the environment's metadata. A data set may have a column of that name, which does not count.
+    """
     text = (extras or {}).get(EXPLANATION)
     if not isinstance(text, str) or text == (columns or {}).get(EXPLANATION):
         return ""

@@ -23,7 +23,7 @@ Future = concurrent.futures.Future
 MARGIN = 5.0
 """Seconds by which the RPC timeout exceeds the server's own deadline, whose error is more specific."""
 COPY_THREADS = 2
-PIECE_BYTES = 4 * 2**20
+PIECE_BYTES = 16 * 2**20
 """Bytes that a copy thread takes at a time of an item of which another one copies too."""
 
 

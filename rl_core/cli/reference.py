@@ -122,7 +122,8 @@ def render_names() -> str:
         "",
         "Generated from rl_core/api/foreign_names.yaml by `make docs`. Fields of a job are below `spec`, in camelCase; a job that uses another",
         "library's name is refused, and the message gives the name used here. What a field means: [reference](reference/rljob.md). Names of",
-        "several versions are listed. The keys of verl below `actor_rollout_ref` are written without it.",
+        "several versions are listed. The keys of verl below `actor_rollout_ref` are written without it. For a name without a counterpart",
+        "(none), the note says what happens here instead.",
         "",
         "Reward functions: ours is called as `score(prompts, completions, **columns)` with lists of texts and columns of the data. One of TRL",
         "needs `prompts` as its first parameter. One of verl takes a single sample, so `compute_score(data_source, solution_str, ground_truth)`",
@@ -132,7 +133,8 @@ def render_names() -> str:
     for library in LIBRARIES:
         lines += ["", f"## {library}", "", f"| {library} | here | note |", "| --- | --- | --- |"]
         for setting in foreign_names():
-            lines += [f"| `{name}` | `{setting.ours}` | {setting.note} |" for name in setting.names.get(library, ())]
+            here = f"`{setting.ours}`" if setting.ours else "none"
+            lines += [f"| `{name}` | {here} | {setting.note} |" for name in setting.names.get(library, ())]
     return "\n".join(lines) + "\n"
 
 

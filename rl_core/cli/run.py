@@ -221,7 +221,7 @@ def success_text(folder: Path, status: dict[str, Any], measured: ValidationMetri
     """Return the closing lines of a run that ended well."""
     values = [(line.get("step"), line[measured.key]) for line in read_metrics(folder) if measured.key in line]
     restarts = (status.get("failures") or {}).get("actor/restart")
-    again = f", restarts {restarts}" if restarts else ""
+    again = f", {restarts} restarts in all" if restarts else ""
     lines = [
         f"step {status.get('step')}/{status.get('totalSteps')}, policy version {status.get('policyVersion')}{again}"
     ]

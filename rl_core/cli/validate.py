@@ -199,7 +199,7 @@ def _check_files(job: RLJob, folder: Path, on_volumes: Collection[str]) -> Itera
     tokenizer, limit = None, NO_LIMIT
     on_hub: list[tuple[str, str]] = []
     plain: list[str] = []
-    """Data sets whose prompts do not use the chat template that the model has."""
+    """Fields of the job whose data sets have plain prompts, although the model has a chat template that they could use."""
     if job.spec.model.path.startswith(HUB_SCHEME):
         on_hub.append(("model.path", job.spec.model.path))
     elif model_is_here:

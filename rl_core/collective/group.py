@@ -97,6 +97,7 @@ class TensorGroup:
         with self._changed:
             self._refuse_if_poisoned()
             group, self._in_use = self._group, True
+        work = None
         try:
             work = group.broadcast([tensor], options)
             self._wait(work, tensor.device, limit)
@@ -104,9 +105,10 @@ class TensorGroup:
             self.abort(str(error).partition("\n")[0].partition(". This is typically")[0])
         except DeadlineExceeded as error:
             self.abort(str(error))
-            raise
+            raise error.with_traceback(None) from None
         finally:
-            del group
+            # Gloo closes its connections when the last reference goes. A traceback that is kept, in a log record or a future, has some.
+            del group, work
             with self._changed:
                 self._in_use = False
                 self._changed.notify_all()

@@ -109,6 +109,8 @@ class LocalCluster:
         self._listeners: list[Callable[[dict[str, Any]], None]] = []
         self._say: Callable[[str], None] = lambda text: logger.warning("%s", text)
         self._interrupts = 0
+        self._step_at_restart = 0
+        """Step of the newest checkpoint when the present attempt began: a runner that starts does not report it yet."""
         self._ending = asyncio.Event()
 
     # --- public methods (any thread) ------------------------------------------------------------------------------
@@ -279,9 +281,9 @@ class LocalCluster:
 
     @property
     def _saved_step(self) -> int:
-        """Step of the newest checkpoint that the run has written or was resumed from, by its last status; 0 where there is none."""
+        """Step of the newest checkpoint that the run has written or was resumed from; 0 if there is none."""
         checkpoint = self._space.read_status().get("checkpoint") or {}
-        return int(checkpoint.get("lastStep") or checkpoint.get("resumedFrom") or 0)
+        return int(checkpoint.get("lastStep") or checkpoint.get("resumedFrom") or self._step_at_restart)
 
     async def _replace_pod(self, name: str, pause: float) -> None:
         if pause:
@@ -306,7 +308,7 @@ class LocalCluster:
         epoch = self._plan.epoch + 1
         plan = self._planned(epoch) if self._plan_for is not None else under_epoch(self._plan, epoch)
         self._plan = self._localised(plan)
-        self.status = {}
+        self.status, self._step_at_restart = {}, self._saved_step
         last = self._space.read_status()
         failures = {**(last.get("failures") or {})}
         restarts = failures.get("actor/restart", 0)
@@ -441,8 +443,13 @@ class LocalCluster:
     def _on_signal(self, number: int, frame: object) -> None:
         self._interrupts += 1
         if self._interrupts == 1:
-            saving = "saving a checkpoint and ending" if self.status.get("step") else "ending; no step is trained yet"
-            self._say(f"{signal.Signals(number).name}: {saving}; again to end at once")
+            if self.status.get("step"):
+                how = "saving a checkpoint and ending"
+            elif self._saved_step:
+                how = f"ending; the newest checkpoint is of step {self._saved_step}"
+            else:
+                how = "ending; no step is trained yet"
+            self._say(f"{signal.Signals(number).name}: {how}; again to end at once")
             self.stop()
         else:
             self._say("ending at once")

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_core.api.backends import MOST_ENGINE_PROCESSES
 from rl_core.api.errors import ConfigError
-from rl_core.api.roles import MOST_ENGINE_PROCESSES
 
 if TYPE_CHECKING:
     from rl_core.api.job import RLJobSpec

@@ -63,7 +63,10 @@ class MessageChannel:
         return any(not send.done() for send in self._sends)
 
     def take_back(self, receiver: str, transfer: str) -> None:
-        """Delete the message that this process has stored for `receiver` in a transfer, if there is one. Blocks for the answer of the server."""
+        """Delete a message of `transfer` that this process has sent and `receiver` has not received yet.
+
+        Does nothing if there is none. Blocks until the channel server has answered.
+        """
         with contextlib.suppress(RLJobError):
             self.channel.get_nowait(key=_key(self.name, receiver, transfer))
 
@@ -151,7 +154,7 @@ class Receipt:
         return self._handle.done() and not self._will_convert
 
     def cancel(self) -> None:
-        """Give up the receive. A message that arrives goes to the next one."""
+        """Give up the receive. If its message arrives later, the next receive from the same sender gets it."""
         self._handle.cancel()
 
     def wait(self) -> Any:

@@ -49,7 +49,10 @@ class TensorExchange:
         return self._messages.put(message, self.peer, transfer=self._transfer, timeout=self.seconds_left)
 
     def receipt(self, what: str, seconds: float | None = None) -> Receipt:
-        """Start to receive a message of the other end. `what` is reported as that for which this worker waits."""
+        """Start to receive the next message of the other end, and return the receive to wait for.
+
+        `what` names the message in the status of this worker and in errors. `seconds` None means the time that is left for the transfer.
+        """
         return Receipt(
             self._messages,
             self.peer,

@@ -63,9 +63,9 @@ class Target:
 
     tensor: Any
     device: str
-    """UUID of its accelerator; "" for host memory."""
+    """UUID of the accelerator that holds `tensor`; "" if it is in host memory."""
     ready: Callable[[], None]
-    """Waits for the operations on the tensor that were queued when the receive was called."""
+    """Blocks until the accelerator has run the operations on `tensor` that were queued before the receive, so that it can be overwritten."""
 
 
 @dataclass(slots=True)

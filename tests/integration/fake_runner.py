@@ -57,6 +57,7 @@ def main():
             "epoch": identity.epoch,
             "step": state["step"],
             "stall": stall,
+            "checkpoint": wish("checkpoint", None),
             "resume": os.environ["RLJOB_RESUME"],
         }
 

@@ -147,6 +147,20 @@ def test_a_new_epoch_is_told_before_the_old_gang_is_ended_and_a_stall_restarts_i
     assert run.cluster.restarts == 1 and run.cluster.epoch == 1
 
 
+def test_a_restart_names_the_newest_checkpoint_though_the_runner_before_did_not_know_it_yet(run):
+    run.wish(checkpoint={"lastStep": 2}).start().runs()
+    said = []
+    run.cluster._say = said.append
+    run.until(lambda: run.status().get("checkpoint"))
+    run.wish(checkpoint=None)  # as a runner that still loads
+    os.kill(run.pid("actor", "actor"), signal.SIGKILL)
+    run.runs(epoch=1)
+    assert not run.status().get("checkpoint")
+    os.kill(run.pid("actor", "runner"), signal.SIGKILL)
+    run.runs(epoch=2)
+    assert [line.partition(":")[0] for line in said] == ["restarting the actors from the newest checkpoint"] * 2
+
+
 def test_bad_input_of_the_runner_ends_the_run_at_once_with_2(run):
     run.wish(bad_input=True).start()
     assert run.cluster.wait(60) == 2 and run.cluster.restarts == 0

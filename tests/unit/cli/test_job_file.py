@@ -188,8 +188,8 @@ def test_plain_prompts_for_a_model_with_a_chat_template_are_warned_of(
     (tmp_path / "rows.jsonl").write_text(row)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(document))
     assert validate_file(tmp_path / "job.yaml", settings) == 0
-    told = "warning: the model has a chat template, but the prompts of spec.data.train are plain text"
-    assert (told in capsys.readouterr().err) == warned
+    warning = "warning: the model has a chat template, but the prompts of spec.data.train are plain text"
+    assert (warning in capsys.readouterr().err) == warned
 
 
 def test_which_fields_are_given_is_known_after_loading(tmp_path):

@@ -124,9 +124,9 @@ def test_a_plan_tells_all_groups_that_do_not_fit_and_accelerators_that_are_idle(
 
 
 def test_a_plan_says_that_a_list_of_trackers_replaces_the_default(written, capsys):
-    told = "Metrics go to metrics.jsonl, wandb. The list trackers replaces the default, which has tensorboard"
+    notice = "Metrics go to metrics.jsonl, wandb. The list trackers replaces the default, which has tensorboard"
     for trackers, expected in ([{"name": "wandb"}], True), ([{"name": "wandb"}, {"name": "tensorboard"}], False):
         show_plan(written(trackers=trackers), [])
-        assert (told in capsys.readouterr().out) == expected
+        assert (notice in capsys.readouterr().out) == expected
     show_plan(written(), [])
     assert "Metrics go to" not in capsys.readouterr().out

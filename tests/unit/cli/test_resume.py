@@ -32,8 +32,8 @@ def run(tmp_path):
 
 def test_a_run_without_a_checkpoint_says_that_it_starts_at_step_0(run, tmp_path):
     assert resume_line(job(), run, "none") == ""
-    told = f"{tmp_path}/empty/checkpoints holds no checkpoint: starts at step 0"
-    assert resume_line(job(), tmp_path / "empty", "auto") == told
+    expected = f"{tmp_path}/empty/checkpoints holds no checkpoint: starts at step 0"
+    assert resume_line(job(), tmp_path / "empty", "auto") == expected
 
 
 def test_the_step_and_the_folder_are_named(run):
@@ -42,19 +42,19 @@ def test_the_step_and_the_folder_are_named(run):
 
 
 def test_newer_checkpoints_are_named_with_the_place_where_they_are_kept(run):
-    told = (
+    expected = (
         f"; the newer checkpoints of step 10 are set aside as {run}/checkpoints/lost-step-*, "
         f"and their metrics in {run}/metrics.lost.jsonl"
     )
-    assert resume_line(job(), run, str(run / "checkpoints/step-2")).endswith(told)
+    assert resume_line(job(), run, str(run / "checkpoints/step-2")).endswith(expected)
     other = run / "elsewhere"
     assert "set aside" not in resume_line(job(), other, str(run / "checkpoints/step-2"))
 
 
 def test_a_run_that_has_made_its_steps_is_told_how_to_go_on(run):
-    told = "; nothing is left to train: raise algorithm.steps above 10"
-    assert resume_line(job(algorithm={"steps": 10}), run, "auto").endswith(told)
-    assert resume_line(job(algorithm={"steps": 4}), run, "auto").endswith(told)
+    expected = "; nothing is left to train: raise algorithm.steps above 10"
+    assert resume_line(job(algorithm={"steps": 10}), run, "auto").endswith(expected)
+    assert resume_line(job(algorithm={"steps": 4}), run, "auto").endswith(expected)
 
 
 def test_every_field_that_has_another_value_is_named(run):

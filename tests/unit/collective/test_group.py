@@ -136,6 +136,33 @@ def test_who_closes_a_group_ends_the_broadcast_that_runs_in_it(store):
     assert "is over: closed" in errors.get(timeout=60)
 
 
+def test_other_members_learn_of_an_abort_at_once_though_its_error_is_kept(store, monkeypatch):
+    """The frames of its traceback must not hold the connections: gloo closes them when nobody refers to them any more."""
+    root, member = form_in_threads(plan_of(store, 21, "p", "a"))
+    begun, errors, wait = threading.Event(), queue.SimpleQueue(), member._wait
+
+    def wait_until_aborted(work, device, timeout):
+        begun.set()
+        wait(work, device, timeout)
+
+    monkeypatch.setattr(member, "_wait", wait_until_aborted)
+
+    def receive():
+        try:
+            member.broadcast(torch.zeros(1 << 22), timeout=600)
+        except InfrastructureError as error:
+            errors.put(error)
+
+    threading.Thread(target=receive, daemon=True).start()
+    assert begun.wait(60)
+    member.abort("it cannot load")
+    kept = errors.get(timeout=60)
+    with pytest.raises(InfrastructureError, match="form a new generation"):
+        for _ in range(3):  # the first one ends the receive that was begun
+            root.broadcast(torch.zeros(1 << 22), timeout=60)
+    assert "it cannot load" in str(kept)
+
+
 def test_a_device_that_is_not_done_in_time_is_not_waited_for():
     group, looks = lone_group(SlowToEnd(queue.SimpleQueue())), iter([False, False, True])
     group._poll(lambda: next(looks), 60)

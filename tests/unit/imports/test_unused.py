@@ -33,10 +33,7 @@ EXPECTED = {
     "rl_core.envs.math:MathEnvironment.global_post_process_and_metrics": "method of NeMo-RL's environments",
     "rl_core.samples.lines:array_of": "documented in docs/samples.md",
     "rl_core.envs.registry:register_env": "documented in docs/writing-an-env.md",
-    **dict.fromkeys(
-        (f"rl_core.channel.channel:Channel.{name}" for name in ("get_batch_async", "get_nowait")),
-        CHANNEL,
-    ),
+    "rl_core.channel.channel:Channel.get_batch_async": CHANNEL,
     **dict.fromkeys(
         (
             f"rl_core.channel.server:ChannelServer.{name}"
@@ -55,7 +52,6 @@ EXPECTED = {
         ),
         LIBRARY,
     ),
-    "rl_core.workers.mail:check_tensor": "called by Worker.recv_tensor",
     "rl_core.workers.result:WorkerGroupFuncResult.consume_duration": WORKER,
     "rl_core.workers.result:WorkerGroupFuncResult.consume_durations": WORKER,
     **dict.fromkeys(

@@ -17,8 +17,10 @@ def status(members, *, rollouts, missing=()):
 
 
 def test_missing_members_without_a_pod_are_started_and_those_with_one_are_left_to_the_restart_rules():
-    told = status([member("rollout:0")], rollouts=4, missing=["j-rollout-1", "j-rollout-2", "j-rollout-3", "j-actor-0"])
-    assert follow(told, {"j-rollout-0": True, "j-rollout-1": True, "j-rollout-3": False}) == PodChanges(
+    reported = status(
+        [member("rollout:0")], rollouts=4, missing=["j-rollout-1", "j-rollout-2", "j-rollout-3", "j-actor-0"]
+    )
+    assert follow(reported, {"j-rollout-0": True, "j-rollout-1": True, "j-rollout-3": False}) == PodChanges(
         start=("j-rollout-2", "j-rollout-3")
     )
 
@@ -31,9 +33,9 @@ def test_surplus_pods_drain_highest_index_first_and_draining_ones_are_not_counte
 
 
 def test_a_drained_pod_is_ended_once():
-    told = status([member("rollout:0"), member("rollout:1", "drained")], rollouts=1)
-    assert follow(told, {"j-rollout-0": True, "j-rollout-1": True}) == PodChanges(end=("j-rollout-1",))
-    assert follow(told, {"j-rollout-0": True, "j-rollout-1": False}) == PodChanges()
+    reported = status([member("rollout:0"), member("rollout:1", "drained")], rollouts=1)
+    assert follow(reported, {"j-rollout-0": True, "j-rollout-1": True}) == PodChanges(end=("j-rollout-1",))
+    assert follow(reported, {"j-rollout-0": True, "j-rollout-1": False}) == PodChanges()
 
 
 def test_a_pod_of_several_members_starts_drains_and_ends_once_when_all_of_them_have_drained():
@@ -41,8 +43,8 @@ def test_a_pod_of_several_members_starts_drains_and_ends_once_when_all_of_them_h
         return [member(f"rollout:{2 * pod + n}", state) | {"pod": f"j-rollout-{pod}"} for n, state in enumerate(states)]
 
     pods = {"j-rollout-0": True, "j-rollout-1": True}
-    told = status(of_pod(0, "serving", "serving"), rollouts=4, missing=["j-rollout-1", "j-rollout-1"])
-    assert follow(told, {"j-rollout-0": True}) == PodChanges(start=("j-rollout-1",))
+    reported = status(of_pod(0, "serving", "serving"), rollouts=4, missing=["j-rollout-1", "j-rollout-1"])
+    assert follow(reported, {"j-rollout-0": True}) == PodChanges(start=("j-rollout-1",))
     serving = of_pod(0, "serving", "serving")
     assert follow(status([*serving, *of_pod(1, "serving", "serving")], rollouts=2), pods).drain == ("j-rollout-1",)
     assert follow(status([*serving, *of_pod(1, "drained", "draining")], rollouts=2), pods) == PodChanges()
