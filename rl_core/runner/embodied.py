@@ -167,12 +167,20 @@ class EmbodiedRunner(TrainingProgram):
         spec = self.applied.spec
         return step == spec.algorithm.steps or step % spec.validation.every_steps == 0
 
+    @property
+    def _all_present(self) -> bool:
+        """Whether all env workers and rollouts that the job asks for can take part in a collection."""
+        roster = self.run.roster
+        rollouts = roster.serving(ROLLOUT, self.progress.version)
+        return roster.count(ENV) >= len(roster.wanted(ENV)) and rollouts >= len(roster.wanted(ROLLOUT))
+
     def on_training(self) -> None:
-        """Request the next collection as well, unless the simulators or the devices are needed before it.
+        """Request the next collection as well, unless the simulators or the devices are needed before it, or a member is missing.
 
         The rollouts begin it once they serve the weights of this training.
         """
-        if not self.evaluates_after(self.progress.step + 1) and self.schedule.devices() is None:
+        used_before = self.evaluates_after(self.progress.step + 1) or self.schedule.devices() is not None
+        if not used_before and self._all_present:
             self._ahead = self.collection.begin(self.progress.step + 2, version=self.progress.version + 1)
         super().on_training()
 
