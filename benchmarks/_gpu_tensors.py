@@ -41,6 +41,18 @@ class Peer(Worker):
             seconds.append(time.perf_counter() - began)
         return seconds, dict(self._mail._tensors.sent)
 
+    def broadcast_all(self, groups: list[str], source: str) -> tuple[list[float], bool]:
+        """Return the seconds of each broadcast of `source`, and whether all arrived with their values."""
+        seconds, right = [], []
+        for value in range(SENDS):
+            own = value if self.group_name == source else 255
+            tensor = torch.full((self._nbytes,), own, dtype=torch.uint8, device=self.device)
+            began = time.perf_counter()
+            self.broadcast(tensor, groups=groups, src=(source, 0), timeout=120)
+            seconds.append(time.perf_counter() - began)
+            right.append(bool((tensor == value).all()))
+        return seconds, all(right)
+
     def recv_all(self, group: str, on_device: bool) -> bool:
         """Return whether all tensors arrived with their values."""
         buffer = torch.empty(self._nbytes, dtype=torch.uint8, device=self.device if on_device else "cpu")
@@ -64,8 +76,11 @@ def tensors(world: World) -> dict:
         one = _launch(cluster, "one", 0, "" if world.cuda else "gpu 0", nbytes)
         same = _launch(cluster, "same", 0, "" if world.cuda else "gpu 0", nbytes)
         found["ipc"] = _figures(one, same, nbytes)
+        members = [one, same]
         if slots > 1:
-            found["group"] = _figures(one, _launch(cluster, "other", 1, "" if world.cuda else "gpu 1", nbytes), nbytes)
+            members.append(_launch(cluster, "other", 1, "" if world.cuda else "gpu 1", nbytes))
+            found["group"] = _figures(one, members[-1], nbytes)
+        found["broadcast"] = _broadcast(members, nbytes)
         found["host"] = _figures(one, same, nbytes, on_device=False)
     tensor = torch.ones(nbytes, dtype=torch.uint8, device=world.device)
     also = torch.empty_like(tensor)
@@ -74,6 +89,16 @@ def tensors(world: World) -> dict:
 
 def _launch(cluster: Cluster, name: str, slot: int, accelerator: str, nbytes: int):
     return Peer.create_group(accelerator, nbytes).launch(cluster, PackedPlacementStrategy(slot, slot), name=name)
+
+
+def _broadcast(members: list, nbytes: int) -> dict:
+    calls = [member.broadcast_all([other.name for other in members], members[0].name) for member in members]
+    found = [call.wait(timeout=120)[0] for call in calls]
+    return {
+        "receivers": len(members) - 1,
+        "bit_equal": all(right for _, right in found),
+        "gb_per_second": rate(nbytes, statistics.median(found[0][0][1:])),
+    }
 
 
 def _figures(sender, receiver, nbytes: int, *, on_device: bool = True) -> dict:

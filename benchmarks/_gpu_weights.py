@@ -26,7 +26,19 @@ def hand_over(world: World) -> dict:
     shapes = {f"layer{index}": [words] for index in range(TENSORS)}
     weights = {name: torch.randn(shape, dtype=torch.bfloat16, device=world.device) for name, shape in shapes.items()}
     found = _ways(world, {"device": world.device, "shapes": shapes}, weights, ("zmq", "ipc"))
-    return found | _copy(world, weights)
+    return found | _copy(world, weights) | {"unused_handles_freed": _frees_unused_handles(world)}
+
+
+def _frees_unused_handles(world: World) -> bool | None:
+    """Return whether a buffer is freed although nobody has mapped its handles; None on a CPU, where nothing would keep it."""
+    from rl_core.weights.device_buffer import DeviceBuffer
+
+    if not world.cuda:
+        return None
+    before, buffer = torch.cuda.memory_allocated(), DeviceBuffer(optional=False)
+    buffer.allocate(1 << 24, world.device)
+    buffer.free(unused=[buffer.handle(), buffer.handle()])
+    return torch.cuda.memory_allocated() == before
 
 
 def engine_loads(world: World) -> dict:
@@ -171,7 +183,8 @@ def serve() -> None:
 
     options = json.loads(sys.argv[1])
     engine, device = Engine(**options) if "shapes" in options else SGLang(**options), options["device"]
-    receiver = WeightReceiver(None, None, 0, engine.weight_target, device=device, device_uuid=_uuid(device))
+    uuids = () if device == "cpu" else (_uuid(device),)
+    receiver = WeightReceiver(None, None, 0, engine.weight_target, device=device, device_uuids=uuids)
     receiver.warm_up()
 
     async def held():

@@ -24,8 +24,8 @@ folder, their site first in PYTHONPATH, `--only sglang`. `RLJOB_SGLANG_OPTIONS` 
 | group | the process group of the weights (NCCL), with one member |
 | attention | packed varlen attention in bf16 beside the CPU path in float32: values, gradients, TFLOP/s |
 | generation | the HF engine: greedy tokens beside the CPU's, tokens/s, seconds and bytes of sleep and wake |
-| hand_over | a model from process to process on one device, by each way, beside a copy on the device |
-| tensors | `Worker.send_tensor` by CUDA IPC, NCCL (two GPUs) and host memory, beside a copy on the device |
+| hand_over | a model from process to process on one device, by each way, beside a copy on the device; unused CUDA IPC handles |
+| tensors | `Worker.send_tensor` by CUDA IPC, NCCL (two GPUs) and host memory, `broadcast`, beside a copy on the device |
 | fsdp2, megatron, fsdp1 | 0.5B Qwen2-shaped random weights, bf16: tokens/s, MFU, peak memory beside its estimate, waits, offload and onload |
 | prepared, colocated, beside | `rljob run` of examples/arithmetic: actor and rollout on the device in turns; the rollout on the CPU |
 | sglang | SGLang alone and through the worker: tokens/s, seconds of sleep and wake, bytes freed |

@@ -35,7 +35,7 @@ from rl_core.actors.critic_group import CriticGroup
 from rl_core.actors.inference import InferenceGroup
 from rl_core.actors.manager import validated
 from rl_core.actors.profiling import StepProfiler
-from rl_core.actors.publishing import open_publisher
+from rl_core.actors.publishing import copy_to_devices, open_publisher
 from rl_core.actors.rows import Columns, StepRows
 from rl_core.actors.step_engine import StepEngine
 from rl_core.actors.teachers import Teachers
@@ -302,9 +302,10 @@ class Actor(Worker, ABC):
             needs_base = self.publisher is None or self.publisher.needs_base
             source = self.manager.publish_source(self.cfg.weights.bucket_bytes, needs_base=needs_base)
             try:
+                handles = copy_to_devices(self, self.cfg, self.ranks, source, receivers, self.publisher)
                 if self.publisher is None:
                     return None
-                report = self.publisher.publish(version, source, receivers, min_acks)
+                report = self.publisher.publish(version, source, receivers, min_acks, handles)
                 self.set_policy_version(version, report.digest)
                 return report
             finally:

@@ -1,10 +1,19 @@
-"""Opens the weight publisher of an actor."""
+"""Opens the weight publisher of an actor, and prepares what the other ranks do for it."""
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from rl_core.actors.device_copies import DeviceCopies
 from rl_core.actors.ranks import Ranks
+from rl_core.actors.source import GatheredSource
 from rl_core.api.job import RLJobSpec
+from rl_core.messages.weights import ReceiverAddress
+from rl_core.transports import tokens
 from rl_core.transports.sockets import split_address
+from rl_core.weights.adapters import AdapterSource
+from rl_core.weights.device_buffer import Handle
+from rl_core.weights.weight_transport import Place, maps_devices
 from rl_core.workers.worker import Worker
 
 if TYPE_CHECKING:
@@ -27,3 +36,31 @@ def open_publisher(worker: Worker, cfg: RLJobSpec, ranks: Ranks) -> "WeightPubli
         device=worker.device,
         device_uuid=next(iter(worker.worker_info.device_uuids), None),
     )
+
+
+def copy_to_devices(
+    worker: Worker,
+    cfg: RLJobSpec,
+    ranks: Ranks,
+    source: GatheredSource | AdapterSource,
+    receivers: Sequence[ReceiverAddress],
+    publisher: "WeightPublisher | None",
+) -> Mapping[Place, list[Handle]] | None:
+    """Let `source` also copy its buckets to the devices of other ranks that `receivers` use. Collective.
+
+    Returns the handles for `WeightPublisher.publish`; None if no receiver uses the device of another rank than rank 0.
+    """
+    if ranks.size == 1 or not isinstance(source, GatheredSource) or not maps_devices(cfg, worker.device):
+        return None
+    own = next(iter(worker.worker_info.device_uuids), worker.device)
+    excluded = publisher.cannot_map if publisher is not None else frozenset()
+    everybody = ranks.gather([tokens.host_token(), own, sorted(excluded)])
+    places = [(host, device) for host, device, _ in everybody]
+    able = [receiver for receiver in receivers if receiver.name not in everybody[0][2]]
+    asked = Counter((receiver.host_token, device) for receiver in able for device in receiver.devices)
+    # Rank 0 has a buffer of its own. Of several ranks on a device the first one has the copy.
+    wanted = [asked[place] if rank and places.index(place) == rank else 0 for rank, place in enumerate(places)]
+    if not any(wanted):
+        return None
+    source.copies = DeviceCopies(ranks, source.layout, places, wanted, seconds=cfg.runtime.deadlines.weight_sync)
+    return source.copies.handles

@@ -5,6 +5,8 @@ contributes to it. The next bucket is transferred while the consumer works on on
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +17,9 @@ from rl_core.weights.bucket import Bucket, Layout
 from rl_core.weights.reshard import Held, TensorSlice, Transfer, execute, plan_reshard
 from rl_core.weights.storage_alias import storage_alias
 from rl_core.weights.version_source import SourceBucket, SourceEntry
+
+if TYPE_CHECKING:
+    from rl_core.actors.device_copies import DeviceCopies
 
 
 class GatheringPlan:
@@ -66,16 +71,27 @@ class GatheredSource:
         self.layout = Layout.of(self.entries, bucket_bytes)
         self._slices, self._plan, self._ranks = slices, plan, ranks
         self._gathering = self._gather()
+        self.copies: DeviceCopies | None = None
+        """Copies of the version on the devices of other ranks. Set before the first bucket is taken, on all ranks or none."""
 
     def buckets(self, device: str) -> Iterator[SourceBucket]:
         """Yield the buckets on `device`, on rank 0. Collective. Buckets that are not taken are gathered by `finish`."""
         for place, gathered in self._gathering:
-            yield SourceBucket(place, tuple(tensor.to(device) for tensor in gathered.tensors()))
+            yield SourceBucket(place, tuple(tensor.to(device) for tensor in gathered.tensors))
 
     def finish(self) -> None:
-        """Gather the remaining buckets and discard them. The other ranks wait until this rank has taken part."""
-        for _ in self._gathering:
-            pass
+        """Gather the remaining buckets and discard them. The other ranks wait until this rank has taken part.
+
+        If there are copies on other devices, all ranks wait until rank 0 calls this; then the copies are freed.
+        """
+        try:
+            for _ in self._gathering:
+                pass
+            if self.copies is not None:
+                self.copies.await_end()
+        finally:
+            if self.copies is not None:
+                self.copies.free()
 
     def _gather(self) -> "Iterator[tuple[Bucket, _Gathered]]":
         """Yield every bucket once it has arrived, while the next one is being transferred."""
@@ -84,12 +100,19 @@ class GatheredSource:
             members = [self.entries[index] for index in place.entries]
             started = place, _Gathered(members, self._slices, self._plan, self._ranks)
             if under_way is not None:
-                under_way[1].wait()
-                yield under_way
+                yield self._arrived(*under_way)
             under_way = started
         if under_way is not None:
-            under_way[1].wait()
-            yield under_way
+            yield self._arrived(*under_way)
+        if self.copies is not None:
+            self.copies.collect_handles()
+
+    def _arrived(self, place: Bucket, gathered: "_Gathered") -> "tuple[Bucket, _Gathered]":
+        """Wait for a bucket, broadcast it to the copies, and return it."""
+        gathered.wait()
+        if self.copies is not None:
+            self.copies.broadcast(place, gathered.tensors if self._ranks.rank == 0 else ())
+        return place, gathered
 
 
 class _Gathered:
@@ -119,13 +142,16 @@ class _Gathered:
         """Wait until this rank's transfers are complete."""
         self._exchange.wait()
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield the whole tensors in their types on the wire; on rank 0, once the bucket arrived."""
-        for name, dtype in self._dtypes.items():
-            if (whole := self._whole.get(name)) is None:
-                (stored,) = self._slices[name]
-                whole = storage_alias(stored.tensor.reshape(stored.shape).to(dtype))
-            yield whole
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Whole tensors in their types on the wire; on rank 0, once the bucket arrived."""
+        return tuple(self._tensor(name, dtype) for name, dtype in self._dtypes.items())
+
+    def _tensor(self, name: str, dtype: torch.dtype) -> Tensor:
+        if (whole := self._whole.get(name)) is None:
+            (stored,) = self._slices[name]
+            whole = storage_alias(stored.tensor.reshape(stored.shape).to(dtype))
+        return whole
 
 
 def _held(parts: Sequence[LocalSlice]) -> list[Held]:

@@ -5,6 +5,8 @@
 
 import difflib
 import functools
+import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -23,6 +25,8 @@ SIMILAR_ELSEWHERE = 0.8
 """Least similarity (difflib's ratio) of a suggested name in another block."""
 MOST_LEVELS = 2
 """Most levels by which a field in another block may lie deeper than the name that it is suggested for."""
+PLAIN = re.compile(r"[A-Za-z_][\w./+-]*(, ?[A-Za-z_][\w./+-]*)*")
+"""Texts that need no quotes in a list of YAML, also several with commas between them."""
 NAMES_PAGE = "docs/coming-from.md"
 Location = tuple[int | str, ...]
 
@@ -149,6 +153,18 @@ def is_required(root: type[BaseModel], loc: Location) -> bool:
     model = _model_at(root, loc[:-1])
     fields = model.model_fields.items() if is_model(model) else ()
     return any(field.is_required() for name, field in fields if (field.alias or name) == loc[-1])
+
+
+def as_list(root: type[BaseModel], loc: Location, value: Any) -> str:
+    """Return how to write `value` as the list that the field at `loc` takes, such as `[{name: wandb}]` for wandb; "" if that is not clear."""
+    if not isinstance(value, str | int | float) or value == "" or "'" in str(value):
+        return ""
+    text = str(value) if isinstance(value, str) and PLAIN.fullmatch(value) else json.dumps(value)
+    model = _model_at(root, loc)
+    if not is_model(model):
+        return f"[{text}]"
+    required = [field.alias or name for name, field in model.model_fields.items() if field.is_required()]
+    return f"[{{{required[0]}: {text}}}]" if len(required) == 1 else ""
 
 
 def _model_at(root: type[BaseModel], loc: Iterable[int | str]) -> Any:

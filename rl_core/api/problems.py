@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from rl_core.api.field_hints import meant_field, suggest
+from rl_core.api.field_hints import as_list, meant_field, suggest
 from rl_core.api.similar import nearest
 
 QUOTED = re.compile(r"'([^']*)'")
@@ -63,11 +63,14 @@ def _text(detail: ErrorDetails, root: type[BaseModel]) -> str:
     if kind == "model_type":
         return f"must be a mapping of fields, got {got}, indent its fields below it"
     rule = str(detail["msg"]).replace("Input should be", "must be").replace("should have", "must have")
-    return f"{rule[0].lower() + rule[1:]}, got {got}, {_way_out(detail)}"
+    return f"{rule[0].lower() + rule[1:]}, got {got}, {_way_out(detail, root)}"
 
 
-def _way_out(detail: ErrorDetails) -> str:
+def _way_out(detail: ErrorDetails, root: type[BaseModel]) -> str:
     kind = detail["type"]
+    if kind == "list_type" and (wanted := as_list(root, detail["loc"], detail["input"])):
+        path = ".".join(str(part) for part in detail["loc"][1:])
+        return f"write {wanted}, and with --set in quotes: --set '{path}={wanted}'"
     if kind in ("literal_error", "enum"):
         meant = nearest(str(detail["input"]), QUOTED.findall(detail["msg"]))
         return f"did you mean {meant}?" if meant else "choose one of these"

@@ -99,8 +99,9 @@ class TensorGroup:
             group, self._in_use = self._group, True
         work = None
         try:
-            work = group.broadcast([tensor], options)
-            self._wait(work, tensor.device, limit)
+            with torch.cuda.stream(_stream_for(tensor)):
+                work = group.broadcast([tensor], options)
+                self._wait(work, tensor.device, limit)
         except RuntimeError as error:  # torch raises nothing narrower
             self.abort(str(error).partition("\n")[0].partition(". This is typically")[0])
         except DeadlineExceeded as error:
@@ -116,7 +117,7 @@ class TensorGroup:
 
     def _wait(self, work: Any, device: torch.device, timeout: float) -> None:
         if device.type == "cuda":
-            work.wait()  # orders this thread's stream after the broadcast, no more
+            work.wait()  # orders the stream after the broadcast, no more
             self._poll(torch.cuda.current_stream(device).record_event().query, timeout)
             return
         finished: list[Any] = []
@@ -206,6 +207,20 @@ class TensorGroup:
     def _refuse_if_poisoned(self) -> None:
         if self._poison:
             raise InfrastructureError(f"group {self.plan.key} is over: {self._poison}; form a new generation")
+
+
+def _stream_for(tensor: torch.Tensor) -> "torch.cuda.Stream | None":
+    """Return a stream for one operation on `tensor` that comes after those queued so far; None on a CPU.
+
+    On the caller's stream the operations of several groups would wait for each other. Two processes that start those of two groups in
+    different orders would block each other.
+    """
+    if not tensor.is_cuda:
+        return None
+    stream = torch.cuda.Stream(tensor.device)
+    stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    tensor.record_stream(stream)  # its memory is not used again before the operation has ended, after an error either
+    return stream
 
 
 def _member_key(plan: GroupPlan, rank: int) -> str:

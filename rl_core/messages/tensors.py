@@ -4,6 +4,7 @@ sender   -> receiver   TensorHeader, in the place of a message of `Worker.send`
 receiver -> sender     TensorTarget, or PackedError when the tensor is of another shape or type than expected
 sender   -> receiver   GroupPlan, DeviceMemory, or the tensor itself; PackedError when the sender has given up
 receiver -> sender     None when the tensor has arrived; TransportUnavailable, after which the sender uses another transport; PackedError
+sender   -> receiver   None when the tensor has arrived at all of several receivers; PackedError when the transfer to another one has failed
 """
 
 from rl_core.messages.members import Incarnation
@@ -22,7 +23,7 @@ class TensorLocation:
 
 @record
 class TensorHeader:
-    """Announces a tensor that is on an accelerator of the sender."""
+    """Announces a tensor that is on an accelerator of the sender, to one receiver or to each of several."""
 
     transfer: str
     """Unique name of the transfer. The messages that follow are stored under it."""
@@ -31,6 +32,8 @@ class TensorHeader:
     location: TensorLocation
     incarnation: Incarnation
     """Incarnation of the sender."""
+    receivers: int
+    """Number of the receivers."""
 
 
 @record

@@ -30,6 +30,8 @@ class ReceiverAddress:
     """Equal on processes that share memory."""
     group: str = "rollout"
     """Group of the member. Only acknowledgements of rollouts count towards the number that a sync needs."""
+    devices: tuple[str, ...] = ()
+    """UUIDs of the accelerators of the member."""
 
 
 @record
@@ -172,7 +174,7 @@ class GroupSource:
 
     plan: GroupPlan
     rank: int
-    """Rank of the receiver; the first one if it is several members (`ReceiverReady.ranks`)."""
+    """Rank of the receiver; the first one if it is several members (`ReceiverReady.devices`)."""
 
     @property
     def kind(self) -> str:
@@ -182,11 +184,11 @@ class GroupSource:
 
 @record
 class DeviceSource:
-    """Memory with all buckets on the device that publisher and receiver share. Valid for one receiver."""
+    """Memory with all buckets on the devices that trainer and receiver share. Valid for one receiver."""
 
     kind: ClassVar[str] = "ipc"
     handles: tuple[tuple[int | bytes | bool, ...], ...]
-    """What torch maps it by, once for each process of the receiver that does (`ReceiverReady.ranks`)."""
+    """What torch maps it by: for each of `ReceiverReady.devices` a handle of the memory there."""
 
 
 @record
@@ -245,12 +247,10 @@ class ReceiverReady:
 
     have: tuple[int, str]
     """Version and digest that it can prove; (-1, "") for none."""
-    device: str
-    """UUID of the device of its weights, or "cpu"."""
+    devices: tuple[str, ...]
+    """UUID of the device of each process that reads a source, or "cpu": one process, or each one of an engine that reads it itself."""
     group: str = ""
     """Key of the plan whose process group it is in; "" for none. A process that took a lost member's name and address is in none."""
-    ranks: int = 1
-    """Number of processes of the receiver that read a source: one, or each process of an engine that reads it itself."""
 
 
 @record

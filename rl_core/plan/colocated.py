@@ -37,13 +37,12 @@ def shape_of(spec: RLJobSpec) -> Shape:
 
     A device plugin never gives one accelerator to two containers; a resource claim can be shared, and processes on CPU need none.
     Raises ConfigError for fields and volumes of `rollout` that cannot differ from those of the actor in the same pod, and for
-    `weights.transport: ipc` with rollouts on other devices than that of the publisher.
+    `weights.transport: ipc` with rollouts on other devices than those of the actor.
     """
-    replicas, engines = spec.rollout.replicas, spec.rollout.engines
-    if spec.weights.transport == "ipc" and replicas * engines > 1:
+    if spec.weights.transport == "ipc" and spec.rollout.replicas > spec.actor.replicas:
         raise ConfigError(
-            "weights.transport ipc reaches rollouts on the device of the actor's first process alone, got rollout.replicas "
-            f"{replicas}{f' with {engines} engines each' if engines > 1 else ''}; write auto"
+            f"weights.transport ipc reaches rollouts on the actor's devices alone, got rollout.replicas {spec.rollout.replicas} beside "
+            f"{spec.actor.replicas} of actor; write auto"
         )
     shape: Shape = "processes" if spec.actor.gpus and spec.actor.gpu_allocation == "devicePlugin" else "containers"
     own = PROCESS_FIELDS | (CONTAINER_FIELDS if shape == "containers" else frozenset())

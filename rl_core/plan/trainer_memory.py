@@ -28,7 +28,10 @@ def trainer_phases(job: RLJobSpec, facts: ModelFacts, *, logits: bool = True) ->
     """Return phase -> part -> bytes on the device of a training process. `logits`: whether it computes any; a critic alone does not."""
     held = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
     gather = _gathered(job, facts)
-    buckets = {"buckets": 2 * job.weights.bucket_bytes}
+    copy = _publisher_copy(job, facts)
+    # Other devices of the trainer get their copies from one bucket more.
+    several = copy and job.placement.mode != "disaggregated" and job.actor.gpus * job.actor.replicas > 1
+    buckets = {"buckets": (3 if several else 2) * job.weights.bucket_bytes}
     if job.model.lora is not None:  # a bucket is merged in float32, with whole adapters
         buckets["merged"] = job.weights.bucket_bytes * MASTER_BYTES // WIDTH[job.model.dtype]
         buckets["merged"] += 2 * MASTER_BYTES * adapter_parameters(job, facts)
@@ -47,7 +50,7 @@ def trainer_phases(job: RLJobSpec, facts: ModelFacts, *, logits: bool = True) ->
         "load": held | gather,
         "train": held | gather | train,
         "logprob": held | gather | no_gradient,
-        "sync": held | gather | buckets | _publisher_copy(job, facts),
+        "sync": held | gather | buckets | copy,
         "idle": held,
     }
 
@@ -180,7 +183,10 @@ def _gathered(job: RLJobSpec, facts: ModelFacts) -> Parts:
 
 
 def _publisher_copy(job: RLJobSpec, facts: ModelFacts) -> Parts:
-    """Return the copy of a version on the device of rank 0, from which receivers map it (CUDA IPC) or a process group gets it (NCCL)."""
+    """Return the copy of a version on a trainer's device.
+
+    Receivers map it (CUDA IPC; each rank whose device has an engine), or a process group gets it (NCCL; rank 0).
+    """
     transport = job.weights.transport
     point_to_point = transport in ("zmq", "gloo") or (
         transport == "auto" and (job.weights.syncer == "patch" or job.model.lora is not None)

@@ -72,7 +72,7 @@ class WeightMethods(Worker):
             target,
             keys=self.keys,
             device=self.device,
-            device_uuid=next(iter(self.worker_info.device_uuids), None),
+            device_uuids=self.worker_info.device_uuids,
             on_state=self._on_weights,
             host=self.worker_info.node_ip,
         )

@@ -130,7 +130,10 @@ class WeightSync:
             least = groups_of(self._applied.spec)[ROLLOUT].min_members
             wanted = min(least, sum(m.group == ROLLOUT for m in asked))
             addresses = [
-                ReceiverAddress(name=m.name, address=m.address, host_token=m.host_token, group=m.group) for m in asked
+                ReceiverAddress(
+                    name=m.name, address=m.address, host_token=m.host_token, group=m.group, devices=m.device_uuids
+                )
+                for m in asked
             ]
             sending = self._actor.sync_model_to_rollout(version, addresses, wanted)
             try:

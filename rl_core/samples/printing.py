@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rl_core.api.records import FinishReason
-from rl_core.samples.lines import FILTERED
+from rl_core.samples.lines import FILTERED, TRAIN
 
 REASONS: Mapping[str, str] = {
     FinishReason.ERROR: "the sample failed; it was not trained",
@@ -53,13 +53,20 @@ def as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def place_of(sample: Mapping[str, Any]) -> str:
+    """Return split and step of a sample, such as `train step 3`. Step 0 of training has the failures before the first step."""
+    if sample["split"] == TRAIN and sample["step"] == 0:
+        return f"{TRAIN} before step 1"
+    return f"{sample['split']} step {sample['step']}"
+
+
 def render_sample(sample: Mapping[str, Any]) -> str:
     """Return a sample as text for a terminal: a line with step, group, reward and reason, then its columns, errors and messages."""
     parts = ", ".join(f"{printable(str(name))} {number(part)}" for name, part in sample["parts"].items())
     versions = sample["versions"]
     version = str(versions[0]) if versions[0] == versions[1] else f"{versions[0]}..{versions[1]}"
     facts = [
-        f"{sample['split']} step {sample['step']}",
+        place_of(sample),
         f"group {printable(str(sample['group']))} sample {sample['index']}",
         f"reward {number(sample['reward'])}" + (f" ({parts})" if parts else ""),
         printable(str(sample["reason"])),

@@ -122,7 +122,7 @@ class GroupSender:
 
 def _ranks(handshake: Handshake) -> int:
     """Return the number of members that a receiver has in the group: one, or one for each process of its engine."""
-    return handshake.ready.ranks if handshake.ready is not None else 1
+    return len(handshake.ready.devices) if handshake.ready is not None else 1
 
 
 class GroupReceiver:

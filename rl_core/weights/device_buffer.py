@@ -1,12 +1,13 @@
-"""A copy of a version in memory of the trainer's device, for receivers on the same device (CUDA IPC) or in a process group (NCCL).
+"""A copy of a version in memory of a device of the trainer, for receivers on the same device (CUDA IPC) or in a process group (NCCL).
 
 The publisher fills the buffer while it writes the host copy. It gives a handle to each process that maps the buffer, or broadcasts from it,
-so the bytes do not go through the host; and it frees the buffer after the last ACK. On a CPU the same steps use shared memory by name; no
-job can ask for that, but tests run it.
+so the bytes do not go through the host; and it frees the buffer after the last ACK. Other ranks of the trainer fill buffers of their own for
+the receivers on their devices (`actors.device_copies`). On a CPU the same steps use shared memory by name; no job can ask for that, but
+tests run it.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -53,9 +54,13 @@ class DeviceBuffer:
 
     def buckets(self, layout: Layout) -> Iterator[tuple[Bucket, Tensor]]:
         """Yield (bucket, its bytes as uint8) of the version in the buffer, which has `layout`."""
-        assert self._buffer is not None
         for bucket in layout.buckets:
-            yield bucket, self._buffer[bucket.start : bucket.start + bucket.nbytes]
+            yield bucket, self.part(bucket)
+
+    def part(self, bucket: Bucket) -> Tensor:
+        """Return the memory of `bucket`, uint8 [nbytes]. The buffer must be allocated."""
+        assert self._buffer is not None
+        return self._buffer[bucket.start : bucket.start + bucket.nbytes]
 
     def handle(self) -> Handle:
         """Return a handle for one receiver. Copies that were queued before are complete when the receiver maps the buffer."""
@@ -63,9 +68,12 @@ class DeviceBuffer:
             raise AssertionError("bug: device memory must be filled before it is handed out")
         return handle_of(self._buffer.untyped_storage())
 
-    def free(self) -> None:
-        """Free the buffer, once no receiver maps it any more."""
+    def free(self, unused: Iterable[Handle] = ()) -> None:
+        """Free the buffer, once no receiver maps it any more. `unused`: handles that no process has mapped and none will map."""
         on_gpu = self._buffer is not None and self._buffer.is_cuda
+        # Torch keeps the memory until each handle was mapped once and given up.
+        for _, _, _, _, counter, position, *_ in unused if on_gpu else ():
+            torch.UntypedStorage._release_ipc_counter_cuda(counter, position)
         self._buffer = None
         if on_gpu:
             torch.cuda.ipc_collect()
@@ -80,16 +88,23 @@ class _CopyingSource:
 
     def buckets(self, device: str) -> Iterator[SourceBucket]:
         """Yield the buckets of the source on `device`."""
-        buffer = self._memory.allocate(self.layout.nbytes, device)
-        if buffer is None:
+        if self._memory.allocate(self.layout.nbytes, device) is None:
             yield from self._source.buckets(device)
             return
-        for bucket in self._source.buckets(device):
-            for index, tensor in zip(bucket.place.entries, bucket.tensors, strict=True):
-                start = self.layout.starts[index]
-                flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-                buffer[start : start + flat.numel()].copy_(flat)
-            yield bucket
+        try:
+            for bucket in self._source.buckets(device):
+                write(bucket.tensors, bucket.place, self._memory.part(bucket.place))
+                yield bucket
+        except BaseException:
+            self._memory.free()
+            raise
+
+
+def write(tensors: Iterable[Tensor], bucket: Bucket, memory: Tensor) -> None:
+    """Copy the `tensors` of `bucket` into its `memory`, uint8 [nbytes]."""
+    for offset, tensor in zip(bucket.offsets, tensors, strict=True):
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        memory[offset : offset + flat.numel()].copy_(flat)
 
 
 def handle_of(storage: torch.UntypedStorage) -> Handle:

@@ -36,10 +36,17 @@ from rl_core.weights.pull_server import PullServer
 from rl_core.weights.receiver_state import NO_VERSION
 from rl_core.weights.source_factory import SourceFactory
 from rl_core.weights.version_source import VersionSource
-from rl_core.weights.weight_transport import Broadcast, DeviceIpc, PointToPoint, WeightTransport
+from rl_core.weights.weight_transport import (
+    Broadcast,
+    DeviceIpc,
+    Place,
+    PointToPoint,
+    WeightTransport,
+    maps_devices,
+)
 
 if TYPE_CHECKING:
-    from rl_core.weights.device_buffer import DeviceBuffer
+    from rl_core.weights.device_buffer import DeviceBuffer, Handle
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -119,19 +126,13 @@ class WeightPublisher:
         sends_patches = self._patch_encoder is not None or self._adapter_encoder is not None
         if transport == "zmq" or (transport == "auto" and (self._device == "cpu" or sends_patches)):
             return point_to_point
-        if self._device != "cpu" or self._shares_devices:
+        if self._device != "cpu" or transport == "ipc":
             from rl_core.weights.device_buffer import DeviceBuffer  # needs torch
 
             self._device_buffer = DeviceBuffer(optional=transport != "ipc") if transport != "gloo" else None
-        if self._shares_devices and self._device_buffer is not None:
-            own = self._source_factory.host_token
-            return DeviceIpc(
-                point_to_point,
-                self._device_buffer,
-                wanted=transport,
-                host_token=own,
-                device=device_uuid or self._device,
-            )
+        if maps_devices(self.cfg, self._device) and self._device_buffer is not None:
+            place = (self._source_factory.host_token, device_uuid or self._device)
+            return DeviceIpc(point_to_point, self._device_buffer, wanted=transport, place=place)
         return Broadcast(
             point_to_point,
             wanted=transport,
@@ -143,12 +144,6 @@ class WeightPublisher:
             device_buffer=self._device_buffer,
         )
 
-    @property
-    def _shares_devices(self) -> bool:
-        """Return whether a receiver may be on the device of the trained weights."""
-        transport, mode = self.cfg.weights.transport, self.cfg.placement.mode
-        return transport == "ipc" or (transport == "auto" and mode != "disaggregated")
-
     def current(self) -> tuple[int, str]:
         """Return (version, digest) of the version that late joiners pull; (-1, "") before the first commit and during a publish."""
         copy = self._pull_server.committed
@@ -159,10 +154,23 @@ class WeightPublisher:
         """Return whether the next source must have all tensors. False: adapters suffice, because the base of the last version is used."""
         return self._adapter_encoder is None or not self._adapter_encoder.has_base
 
+    @property
+    def cannot_map(self) -> frozenset[str]:
+        """Return the names of receivers that cannot map device memory."""
+        return frozenset(self._transport.cannot_map if isinstance(self._transport, DeviceIpc) else ())
+
     def publish(
-        self, version: int, source: VersionSource, receivers: Sequence[ReceiverAddress], min_acks: int
+        self,
+        version: int,
+        source: VersionSource,
+        receivers: Sequence[ReceiverAddress],
+        min_acks: int,
+        device_handles: "Mapping[Place, list[Handle]] | None" = None,
     ) -> PublishReport:
         """Publish `version` of `source` to `receivers` and return the report when each of them serves it or has failed.
+
+        `device_handles`: handles of copies of the version on other devices. They are complete once all buckets of `source` were read; those
+        that receivers are given are removed.
 
         Once the version is committed, slower receivers are not waited for, unless the devices are shared: they are `late` in the report.
         Publishing the same version again is harmless: receivers that have it acknowledge without data. Raises DeadlineExceeded, naming each
@@ -183,6 +191,8 @@ class WeightPublisher:
                 encoder = self._adapter_encoder or self._patch_encoder or self._copies
                 copy = encoder.write(source, version=version, epoch=self.epoch, device=self._device)
                 copied = time.monotonic()
+                if isinstance(self._transport, DeviceIpc):
+                    self._transport.handles = device_handles or {}
                 ended, late = self._send(copy, receivers, min_acks, self._deadlines.after(copied - started))
             finally:
                 self._loop.call_soon_threadsafe(self._pull_server.settle)
@@ -248,7 +258,7 @@ class WeightPublisher:
         delivery = asyncio.create_task(self._transport.deliver(handshakes, copy, gate, deadlines))
         delivery.add_done_callback(lambda _: self._copies.drop(copy, self))
         # Roles that share devices take turns: a receiver must not load while the trainer computes.
-        shared = self._shares_devices or self.cfg.placement.mode != "disaggregated"
+        shared = isinstance(self._transport, DeviceIpc) or self.cfg.placement.mode != "disaggregated"
         await asyncio.wait([delivery] if shared else [delivery, gate.settled], return_when=asyncio.FIRST_COMPLETED)
         if delivery.done():
             delivery.result()

@@ -10,7 +10,7 @@ is READY and the whole version is sent.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl_core.api.errors import DeadlineExceeded, EpochFenced, InfrastructureError
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 class WeightReceiver:
     """Gives `target` the versions that are offered. Call its methods on one event loop; `current` may be called from any thread.
 
-    `device`: device of the engine's weights, "cpu" or "cuda:N"; `device_uuid`: UUID of that device unless it is the CPU.
+    `device`: device of the engine's weights, "cpu" or "cuda:N"; `device_uuids`: UUIDs of all devices of the engine unless it is on the CPU.
     `on_state(state, version, digest)` is called whenever the state changes.
     """
 
@@ -67,7 +67,7 @@ class WeightReceiver:
         *,
         keys: KeyRing | None = None,
         device: str = "cpu",
-        device_uuid: str | None = None,
+        device_uuids: Sequence[str] = (),
         deadlines: Deadlines | None = None,
         on_state: Callable[[ReceiverState, int, str], None] | None = None,
         host: str = "127.0.0.1",
@@ -76,7 +76,7 @@ class WeightReceiver:
         self.cfg = RLJobSpec.model_validate(cfg) if isinstance(cfg, Mapping) else cfg
         self.epoch = epoch
         self._identity, self._keys, self._target = identity, keys, target
-        self._device = device_uuid or device
+        self._device, self._device_uuids = device, tuple(device_uuids)
         self._deadlines = deadlines or (Deadlines.from_spec(self.cfg) if self.cfg is not None else Deadlines())
         self._states = VersionStates(on_state)
         self._engine_lock = asyncio.Lock()
@@ -177,9 +177,9 @@ class WeightReceiver:
         return self._ready()
 
     def _ready(self) -> ReceiverReady:
-        return ReceiverReady(
-            have=self.current(), device=self._device, group=self._loader.group, ranks=self._loader.ranks
-        )
+        ranks = self._loader.ranks
+        devices = (*self._device_uuids, *[self._device] * ranks)[:ranks]
+        return ReceiverReady(have=self.current(), devices=devices, group=self._loader.group)
 
     def _problem(self, manifest: WeightManifest) -> str:
         """Return why the offered version must be refused, or ""."""

@@ -1,18 +1,21 @@
 """How the bytes of a version get from the publisher to its receivers.
 
 The publisher chooses one `WeightTransport`: `PointToPoint` (ZeroMQ: shared memory on the same host, a stream otherwise), `DeviceIpc`
-(receivers on the publisher's device map its memory) or `Broadcast` (one process group for all receivers: NCCL between GPUs, gloo if
+(receivers on the trainer's devices map memory there) or `Broadcast` (one process group for all receivers: NCCL between GPUs, gloo if
 the job says so). The publisher creates the handshakes; the transport sends the offers and delivers the bytes.
 """
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from rl_core.api.errors import ConfigError
+from rl_core.api.job import RLJobSpec
 from rl_core.messages.weights import DeviceSource, WeightTransfer
+from rl_core.weights.adapters import sends_adapters
 from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.fanout import RelayPool
 from rl_core.weights.handshake import CommitGate, Handshake, HandshakeState
@@ -21,12 +24,23 @@ from rl_core.weights.source_factory import SourceFactory, make_offer
 
 if TYPE_CHECKING:
     from rl_core.weights.collective import GroupSender
-    from rl_core.weights.device_buffer import DeviceBuffer
+    from rl_core.weights.device_buffer import DeviceBuffer, Handle
 
 logger = logging.getLogger(__name__)
 
 MAX_TRANSFERS = 2
 """A patch that does not hold at a receiver is followed by the whole version."""
+
+
+Place = tuple[str, str]
+"""A device: (token of its host, UUID)."""
+
+
+def maps_devices(cfg: RLJobSpec, device: str) -> bool:
+    """Return whether receivers map memory of the trainer's devices, of which `device` is one: the transport is `DeviceIpc`."""
+    transport, whole = cfg.weights.transport, cfg.weights.syncer != "patch" and not sends_adapters(cfg)
+    shared = transport == "auto" and cfg.placement.mode != "disaggregated"
+    return transport == "ipc" or (shared and device != "cpu" and whole)
 
 
 class WeightTransport(Protocol):
@@ -130,22 +144,24 @@ class PointToPoint:
 
 
 class DeviceIpc:
-    """Receivers on the publisher's device map the version in device memory (CUDA IPC).
+    """Receivers on the trainer's devices map the version in device memory (CUDA IPC).
 
     Other receivers are served by `point_to_point`, unless the job requires ipc.
     """
 
     def __init__(
-        self, point_to_point: PointToPoint, device_buffer: "DeviceBuffer", *, wanted: str, host_token: str, device: str
+        self, point_to_point: PointToPoint, device_buffer: "DeviceBuffer", *, wanted: str, place: Place
     ) -> None:
-        """`device_buffer` holds the version; `wanted` is the setting weights.transport; `device` is the UUID of the publisher's device."""
+        """`device_buffer` holds the version; `wanted` is the setting weights.transport; `place` is the publisher's device."""
         self._point_to_point, self._device_buffer = point_to_point, device_buffer
-        self._wanted, self._host_token, self._device = wanted, host_token, device
-        self._cannot_map: set[str] = set()
-        """Names of receivers that cannot map it."""
+        self._wanted, self._place = wanted, place
+        self.handles: Mapping[Place, list[Handle]] = {}
+        """Handles of copies on other devices, which are taken from here."""
+        self.cannot_map: set[str] = set()
+        """Names of receivers that cannot map device memory."""
 
     def start(self, handshake: Handshake, copy: HostCopy, deadlines: Deadlines) -> None:
-        """Send OFFER without a source. The READY answer names the receiver's device."""
+        """Send OFFER without a source. The READY answer names the receiver's devices."""
         handshake.start(make_offer(copy, None, deadlines), deadlines.ready_seconds)
 
     async def deliver(
@@ -160,24 +176,32 @@ class DeviceIpc:
     async def _deliver(self, handshake: Handshake, copy: HostCopy, gate: CommitGate, deadlines: Deadlines) -> None:
         await handshake.offered()
         if handshake.live and handshake.ready is not None:
-            here = (handshake.host_token, handshake.ready.device) == (self._host_token, self._device)
-            if here and self._device_buffer.is_filled and handshake.name not in self._cannot_map:
-                await self._map(handshake, copy, deadlines)
+            places = [(handshake.host_token, device) for device in handshake.ready.devices]
+            handles = self._take(places) if handshake.name not in self.cannot_map else []
+            if handles:
+                await self._map(handshake, handles, copy, deadlines)
             elif self._wanted == "ipc":
                 raise ConfigError(
-                    f"weights.transport ipc needs a receiver on the trainer's device {self._device}, got {handshake.name} on "
-                    f"{handshake.ready.device}; use auto"
+                    f"weights.transport ipc needs a receiver on devices of the trainer that have memory for a copy, got {handshake.name} on "
+                    f"{', '.join(handshake.ready.devices)}; use auto"
                 )
         await self._point_to_point.finish(handshake, copy, gate, deadlines)
 
-    async def _map(self, handshake: Handshake, copy: HostCopy, deadlines: Deadlines) -> None:
+    def _take(self, places: Sequence[Place]) -> "list[Handle]":
+        """Return a handle for each of `places`; none at all where a place has no copy."""
+        own = self._place if self._device_buffer.is_filled else None
+        if any(len(self.handles.get(place, ())) < n for place, n in Counter(places).items() if place != own):
+            return []
+        return [self._device_buffer.handle() if place == own else self.handles[place].pop() for place in places]
+
+    async def _map(
+        self, handshake: Handshake, handles: "Sequence[Handle]", copy: HostCopy, deadlines: Deadlines
+    ) -> None:
         """Let the receiver map the version in device memory.
 
         A receiver that cannot map it, for example because of container isolation, is served by `point_to_point` from then on.
         """
-        ranks = handshake.ready.ranks if handshake.ready is not None else 1
-        source = DeviceSource(handles=tuple(self._device_buffer.handle() for _ in range(ranks)))
-        transfer = WeightTransfer(digest=copy.manifest.digest, source=source)
+        transfer = WeightTransfer(digest=copy.manifest.digest, source=DeviceSource(handles=tuple(handles)))
         await handshake.transfer(transfer, deadlines.transfer(copy.manifest.total_bytes))
         if not handshake.live:
             return
@@ -190,7 +214,7 @@ class DeviceIpc:
             handshake.name,
             handshake.reason,
         )
-        self._cannot_map.add(handshake.name)
+        self.cannot_map.add(handshake.name)
         self.start(handshake, copy, deadlines)
         await handshake.offered()
 
@@ -232,7 +256,8 @@ class Broadcast:
         """Wait for all answers, broadcast, then commit."""
         try:
             await asyncio.gather(*(handshake.offered() for handshake in handshakes))
-            backend = self._backend([h.ready.device for h in handshakes if h.live and h.ready is not None])
+            ready = [handshake.ready for handshake in handshakes if handshake.live and handshake.ready is not None]
+            backend = self._backend([device for one in ready for device in one.devices])
             if backend is not None:
                 await self._broadcast(backend, handshakes, copy, deadlines)
         finally:

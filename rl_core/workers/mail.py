@@ -15,7 +15,6 @@ from typing import Any
 
 from rl_core.api.errors import ConfigError, RLJobError, WorkerLost
 from rl_core.channel import AsyncHandle, client
-from rl_core.channel.backend import PutRequest
 from rl_core.channel.handle import detach
 from rl_core.messages.channel import WORKER_MESSAGES, ChannelStats
 from rl_core.messages.members import MemberView
@@ -96,14 +95,16 @@ class Mail:
         self._check_exists(receiver, timeout=timeout, may_block=may_block)
         self._check_present(receiver, may_block=may_block)
         seconds = DEFAULT_SECONDS if timeout is None else timeout
-        return self._tensors.send(tensor, header, receiver, seconds=seconds, waited_for=may_block)
+        sent = self._tensors.send(tensor, header, [receiver], seconds=seconds, waited_for=may_block)
+        return AsyncHandle(sent, lambda none: none, detach)
 
     def broadcast(
         self, message: Any, groups: Sequence[str], *, timeout: float | None, may_block: bool
     ) -> AsyncHandle[Any]:
         """Start to send `message` to all planned members of `groups` but this worker. It is written to shared memory once.
 
-        The handle is done when the message is stored for all, and returns it. `may_block` allows to wait some seconds for groups of which this
+        The handle is done when the message is stored for all, and returns it. A tensor on an accelerator is sent to each as by `send_tensor`,
+        and the handle is done when all have it. `may_block` allows to wait some seconds for groups of which this
         process has seen no member yet, and for the replacement of a lost receiver. Raises the errors of `send`, and ValueError for a group
         without members. If nothing can be sent, because a receiver is gone or the message cannot be serialized, the other receivers get the
         error, as a PackedError, instead of the message.
@@ -114,32 +115,38 @@ class Mail:
             receivers = self._receivers(groups)
             for receiver in receivers:
                 self._check_present(receiver, may_block=may_block)
-            stored = self._put_copies(message, receivers, seconds)
+            header = self._tensors.header(message, receivers=len(receivers))
+            if header is not None:
+                sent = self._tensors.send(message, header, receivers, seconds=seconds, waited_for=may_block)
+            else:
+                sent = self._messages.put_copies(message, receivers, timeout=seconds)
+                self._messages.note_send(sent)
         except (RLJobError, TypeError, ValueError) as error:
             if present := [receiver for receiver in self._receivers(groups) if not self._is_gone(receiver)]:
-                self._put_copies(pack_error(error), present, seconds)
+                self._messages.put_copies(pack_error(error), present, timeout=seconds)
             raise
-        handle = AsyncHandle(stored, lambda none: message, detach)
-        self._messages.note_send(handle)
-        return handle
+        return AsyncHandle(sent, lambda none: message, detach)
 
-    def receive(
-        self, sender: str, *, timeout: float | None, convert: Callable[[Any], Any] = lambda message: message
-    ) -> Receipt:
-        """Start to receive the next message of the worker `group:rank`, whose receipt returns `convert(message)`.
+    def receive(self, sender: str, *, timeout: float | None, at_once: bool = False) -> Receipt:
+        """Start to receive the next message of the worker `group:rank`.
 
-        Raises ValueError for a rank that the group does not have. Other errors are raised by `wait` of the returned object.
+        `at_once` receives a tensor on an accelerator of the sender while nobody waits for the receipt. Raises ValueError for a rank that the
+        group does not have. Other errors are raised by `wait` of the returned object.
         """
 
         def open_message(message: Any, seconds: float) -> Any:
-            if isinstance(message, TensorHeader):
-                message = self._tensors.receive(message, sender, seconds)
-            return convert(message)
+            return self._tensors.receive(message, sender, seconds) if isinstance(message, TensorHeader) else message
 
-        return self._receive(sender, timeout, open_message)
+        return self._receive(sender, timeout, open_message, at_once=at_once)
+
+    def receive_broadcast(self, obj: Any, sender: str, *, timeout: float | None, waited_for: bool) -> Receipt:
+        """Start to receive the message of a broadcast: as `receive_tensor` does if `obj` is a tensor on an accelerator, else as `receive` does."""
+        if self._tensors.target(obj).device:
+            return self.receive_tensor(obj, sender, timeout=timeout, waited_for=waited_for)
+        return self.receive(sender, timeout=timeout, at_once=not waited_for)
 
     def receive_tensor(self, tensor: Any, sender: str, *, timeout: float | None, waited_for: bool) -> Receipt:
-        """Start to receive the next message of the worker `group:rank` into `tensor`, as `receive` does.
+        """Start to receive the next message of the worker `group:rank` into `tensor`, which the receipt returns, as `receive` does.
 
         The receipt raises ValueError for a message of another shape or type. A sender whose tensor is on an accelerator gets it as well.
         `waited_for` says that the caller waits for the receipt. Otherwise a tensor on an accelerator is received while nobody waits, because
@@ -147,30 +154,31 @@ class Mail:
         """
         target = self._tensors.target(tensor)
 
-        def store(message: Any, seconds: float) -> None:
+        def store(message: Any, seconds: float) -> Any:
             if isinstance(message, TensorHeader):
                 message = self._tensors.receive(message, sender, seconds, target)
                 if message is None:
-                    return
+                    return tensor
             check_tensor(tensor, message, sender)
             tensor[...] = message
+            return tensor
 
         return self._receive(sender, timeout, store, at_once=bool(target.device) and not waited_for)
 
     def _receive(
         self, sender: str, timeout: float | None, open_message: Callable[[Any, float], Any], *, at_once: bool = False
     ) -> Receipt:
-        """Start to receive a message. The receipt returns `open_message(message, seconds that are left)`."""
+        """Start to receive a message. The receipt returns `open_message(message, seconds that are left)`, or raises what stopped a broadcast."""
         self._member(sender)
         seconds = DEFAULT_SECONDS if timeout is None else timeout
         deadline = time.monotonic() + seconds
-        return Receipt(
-            self._messages,
-            sender,
-            seconds,
-            lambda message: open_message(message, max(0.0, deadline - time.monotonic())),
-            convert_at_once=at_once,
-        )
+
+        def convert(message: Any) -> Any:
+            if isinstance(message, PackedError):
+                raise rebuild_error(message, method="broadcast", peer=sender)
+            return open_message(message, max(0.0, deadline - time.monotonic()))
+
+        return Receipt(self._messages, sender, seconds, convert, convert_at_once=at_once)
 
     def size_of(self, group: str) -> int:
         """Return the planned number of processes of `group`. Raises ValueError when this process sees no member of it within some seconds."""
@@ -202,16 +210,6 @@ class Mail:
             raise ValueError(f"rank of group {group} must be in [0, {size}), got {rank}")
         return member
 
-    def _put_copies(self, message: Any, receivers: Sequence[str], seconds: float) -> "Future[None]":
-        keys = [(self._name, receiver) for receiver in receivers]
-        if not keys:
-            nothing: Future[None] = Future()
-            nothing.set_result(None)
-            return nothing
-        return self._messages.backend.put_copies(
-            PutRequest(item=message, weight=0.0, key=keys[0], timeout=seconds), keys
-        )
-
     def _is_gone(self, name: str) -> bool:
         member = self._member(name)
         return member is not None and member.state.gone
@@ -240,10 +238,3 @@ class Mail:
             self._context.wait_view_changed(REFRESH_SECONDS)  # the last heartbeat may be older than the replacement
         if self._is_gone(name):
             raise WorkerLost(f"{name} is gone; {self._name} cannot send to it until it has been replaced")
-
-
-def check_sent(message: Any, sender: str) -> Any:
-    """Return the message of a broadcast of `sender`, or raise the error that stopped it."""
-    if isinstance(message, PackedError):
-        raise rebuild_error(message, method="broadcast", peer=sender)
-    return message

@@ -6,12 +6,13 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from rl_core.api.errors import DeadlineExceeded, Deadlock, RLJobError, WorkerLost
 from rl_core.channel import AsyncHandle, Channel, client
+from rl_core.channel.backend import PutRequest
 from rl_core.messages.channel import WORKER_MESSAGES, ChannelOptions
 from rl_core.messages.members import Incarnation
 from rl_core.messages.tensors import TensorHeader
@@ -44,7 +45,7 @@ class MessageChannel:
         client.current().create(WORKER_MESSAGES, OPTIONS)
         self.backend = client.current().backend(WORKER_MESSAGES, OPTIONS)
         self.channel = Channel(WORKER_MESSAGES, self.backend, local=False)
-        self._sends: list[AsyncHandle[Any]] = []
+        self._sends: list[AsyncHandle[Any] | Future[None]] = []
         """Asynchronous sends that may not have ended yet."""
 
     def put(self, message: Any, receiver: str, *, transfer: str = "", timeout: float | None) -> AsyncHandle[None]:
@@ -53,7 +54,18 @@ class MessageChannel:
         assert handle is not None
         return handle
 
-    def note_send(self, handle: AsyncHandle[Any]) -> None:
+    def put_copies(
+        self, message: Any, receivers: Sequence[str], *, transfer: str = "", timeout: float
+    ) -> "Future[None]":
+        """Start to store `message` for each of `receivers`. It is written to shared memory once. The future is done when all have it."""
+        keys = [_key(self.name, receiver, transfer) for receiver in receivers]
+        if not keys:
+            nothing: Future[None] = Future()
+            nothing.set_result(None)
+            return nothing
+        return self.backend.put_copies(PutRequest(item=message, weight=0.0, key=keys[0], timeout=timeout), keys)
+
+    def note_send(self, handle: "AsyncHandle[Any] | Future[None]") -> None:
         """Regard this process as sending until `handle` is done."""
         self._sends = [send for send in self._sends if not send.done()] + [handle]
 
@@ -78,6 +90,8 @@ class Watch:
         """Watch the process with the incarnation `process` of the member `name`. None: the first process that is seen from now on."""
         self._context, self._name, self._process = context, name, process
         self._began = time.monotonic()
+        self.error: BaseException | None = None
+        """Error that ends the waits for the process, also if it is not lost."""
 
     @classmethod
     def present(cls, context: WorkerContext, name: str) -> "Watch":
@@ -101,6 +115,13 @@ class Watch:
         if member.incarnation < self._process:  # the last heartbeat is older than the process
             return False
         return member.state.gone or member.incarnation != self._process
+
+    def check(self, wait: str) -> None:
+        """Raise `error` if it is set, and WorkerLost if the process is gone or was replaced. `wait` says in its text what waits for what."""
+        if self.error is not None:
+            raise self.error
+        if self.lost:
+            raise WorkerLost(f"{self._name} is gone; {wait}")
 
 
 class Receipt:
@@ -221,13 +242,12 @@ class Receipt:
             raise self._late(error) from error
 
     def check(self) -> None:
-        """End the receive with WorkerLost if the sender is gone or was replaced. Messages that it has stored were received before."""
-        if self._watch.lost:
-            self._give_up(
-                WorkerLost(
-                    f"{self._sender} is gone; {self._messages.name} waited {self._waited:.1f} s for {self._what} of it"
-                )
-            )
+        """End the receive with the error of `Watch.check` if there is one. Messages that the sender has stored were received before."""
+        try:
+            self._watch.check(f"{self._messages.name} waited {self._waited:.1f} s for {self._what} of it")
+        except BaseException:
+            self._handle.cancel()
+            raise
 
     def _asks(self) -> bool:
         """Return whether to ask the hub for a cycle of receives. False while this worker is sending, because its messages may end the cycle."""
@@ -248,11 +268,10 @@ class Receipt:
     def _check_cycle(self, cycle: list[str]) -> None:
         if cycle:
             text = " waits for ".join([*cycle, cycle[0]])
-            self._give_up(
-                Deadlock(
-                    f"deadlock: {text}; each waits in recv, or in send_tensor of a tensor on an accelerator, so one of them must send first, "
-                    "or with async_op"
-                )
+            self._handle.cancel()
+            raise Deadlock(
+                f"deadlock: {text}; each waits in recv, or in send_tensor or broadcast of a tensor on an accelerator, so one of them must "
+                "send first, or with async_op"
             )
 
     def _late(self, error: DeadlineExceeded) -> DeadlineExceeded:
@@ -262,10 +281,6 @@ class Receipt:
             f"{self._messages.name} must receive {self._what} of {self._sender} within {self._timeout:g} s, got none: {error}"
             + ("" if seen else f"; {self._messages.name} has seen no member of group {group}")
         )
-
-    def _give_up(self, error: RLJobError) -> None:
-        self._handle.cancel()
-        raise error
 
 
 def in_thread(work: Callable[[], Any], name: str) -> "Future[Any]":

@@ -96,16 +96,16 @@ class TensorExchange:
     def wait_for(self, work: "Future[Any]", *, until: float = math.inf, or_done: Receipt | None = None) -> None:
         """Return when `work` has ended or `or_done` has arrived, and at the time `until` of the monotonic clock.
 
-        Raises WorkerLost if the other end is gone, DeadlineExceeded after the deadline of the transfer.
+        Raises the errors of `check`.
         """
         with self._messages.context.waiting(TENSOR, self.peer):
             while not (work.done() or (or_done is not None and or_done.done()) or time.monotonic() >= until):
-                self._check()
+                self.check()
                 wait([work], LOOK_SECONDS)
 
-    def _check(self) -> None:
-        if self._watch.lost:
-            raise WorkerLost(f"{self.peer} is gone; {self._messages.name} waited for {TENSOR} on its way")
+    def check(self) -> None:
+        """Raise WorkerLost if the other end is gone, DeadlineExceeded after the deadline of the transfer, and the error given to `stop`."""
+        self._watch.check(f"{self._messages.name} waited for {TENSOR} on its way")
         if time.monotonic() > self._deadline:
             raise DeadlineExceeded(
                 f"{TENSOR} between {self._messages.name} and {self.peer} must arrive within {self._seconds:g} s, it is on its way"
@@ -122,8 +122,12 @@ class TensorExchange:
             if self._has_failed or isinstance(other, WorkerLost):
                 raise other from error
 
+    def stop(self, error: BaseException) -> None:
+        """End the transfer with `error`, which waits of another thread raise then, and `report` sends. May be called by any thread."""
+        self._watch.error = error
+
     def report(self, error: BaseException) -> None:
-        """Send `error` to the other end, unless one of the ends has sent an error before.
+        """Send `error` to the other end, or the one given to `stop`, unless one of the ends has sent an error before.
 
         If the other end is gone, the hub deletes the error with the other messages for it, but a replacement that gets the header needs it.
         """
@@ -131,7 +135,8 @@ class TensorExchange:
             return
         self._has_failed = True
         with contextlib.suppress(RLJobError):
-            self._messages.put(pack_error(error), self.peer, transfer=self._transfer, timeout=REPORT_SECONDS)
+            packed = pack_error(self._watch.error or error)
+            self._messages.put(packed, self.peer, transfer=self._transfer, timeout=REPORT_SECONDS)
 
     @contextlib.contextmanager
     def reporting_errors(self, end: Callable[[BaseException], None] = lambda error: None) -> Iterator[None]:

@@ -1,7 +1,6 @@
 """The memory of tensors that workers send to each other: its accelerator, its bytes, and the operations that are queued on it."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,21 +38,6 @@ def flat_bytes(tensor: "torch.Tensor") -> "torch.Tensor":
     import torch
 
     return tensor.reshape(-1).view(torch.uint8)
-
-
-@contextlib.contextmanager
-def writable_bytes(tensor: "torch.Tensor") -> Iterator["torch.Tensor"]:
-    """Yield memory, as uint8 [nbytes], for the elements of `tensor` in row-major order. They are the elements of `tensor` after the block.
-
-    `tensor` is unchanged if the block raises an exception and its own elements are not in row-major order.
-    """
-    plain = tensor.detach()
-    in_order = plain.is_contiguous() and not (plain.is_conj() or plain.is_neg())
-    dense = plain if in_order else plain.new_empty(plain.shape)
-    yield flat_bytes(dense)
-    if not in_order:
-        plain.copy_(dense)
-        after_queued(plain)()
 
 
 def after_queued(tensor: Any) -> Callable[[], None]:

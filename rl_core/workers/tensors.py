@@ -1,46 +1,41 @@
-"""Tensors on accelerators between two workers: `Worker.send_tensor` and `recv_tensor`.
+"""Tensors on accelerators between workers: `Worker.send_tensor`, `recv_tensor` and `broadcast`.
 
 The sender stores a header in the place of a message, so that tensors and other messages arrive in the order in which they were sent. The
-receiver answers where it wants the tensor, and the sender chooses the transport by where both ends are:
+receiver answers where it wants the tensor, and the sender chooses the transport by where both ends are, for each receiver of a broadcast:
 
 - on the same accelerator: the receiver maps the memory of the sender (CUDA IPC) and copies it;
 - on two accelerators: a process group of the two (NCCL), which is kept and formed again after an error or a loss;
 - otherwise, and if the receiver cannot map the memory or the group cannot be formed: through host memory, as other messages.
 
+A broadcast sends to all receivers at once. A transfer holds the lock of its own pair only, and receivers wait for each other when it has
+released it, so that broadcasts and sends that overlap cannot block each other.
+
 `rl_core.messages.tensors` lists the messages, `tensor_exchange` sends and receives them.
 """
 
 import contextlib
+import functools
 import logging
 import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rl_core.api.errors import DeadlineExceeded, InfrastructureError
-from rl_core.channel import AsyncHandle
-from rl_core.channel.handle import detach
+from rl_core.api.errors import InfrastructureError
 from rl_core.messages.members import Incarnation
 from rl_core.messages.tensors import DeviceMemory, TensorHeader, TensorLocation, TensorTarget, TransportUnavailable
 from rl_core.messages.weights import GroupPlan
 from rl_core.plan.groups import kinds_of_environment
 from rl_core.transports.sockets import split_address
 from rl_core.transports.tokens import host_token
-from rl_core.workers.message_channel import MessageChannel, Receipt, Watch, in_thread
+from rl_core.workers.message_channel import LOOK_SECONDS, MessageChannel, Receipt, Watch, in_thread
 from rl_core.workers.receive_cycles import MESSAGE
 from rl_core.workers.tensor_exchange import TENSOR, TensorExchange
-from rl_core.workers.tensor_memory import (
-    accelerator_of,
-    after_queued,
-    check_tensor,
-    flat_bytes,
-    row_major,
-    writable_bytes,
-)
+from rl_core.workers.tensor_memory import accelerator_of, after_queued, check_tensor, flat_bytes, row_major
 
 if TYPE_CHECKING:
     import torch
@@ -94,11 +89,11 @@ class TensorTransfers:
         self._routes: dict[str, _Route] = {}
         self._pairs: PairGroups | None = None
         self.sent: Counter[str] = Counter()
-        """Number of tensors on accelerators that were sent, by transport: ipc, nccl or host."""
+        """Number of tensors on accelerators that were sent, by transport: ipc, nccl or host. A broadcast counts once for each receiver."""
         self._lock = threading.Lock()
         """Guards the three fields above."""
 
-    def header(self, tensor: Any) -> TensorHeader | None:
+    def header(self, tensor: Any, *, receivers: int = 1) -> TensorHeader | None:
         """Return the header of a tensor on an accelerator; None for what is sent as any other message."""
         device = self._accelerator_of(tensor)
         if not device or not tensor.nbytes:
@@ -109,6 +104,7 @@ class TensorTransfers:
             dtype=str(tensor.dtype),
             location=TensorLocation(device=device, host_token=host_token()),
             incarnation=self._context.identity.incarnation,
+            receivers=receivers,
         )
 
     def target(self, tensor: Any) -> Target:
@@ -116,32 +112,58 @@ class TensorTransfers:
         return Target(tensor, self._accelerator_of(tensor), after_queued(tensor))
 
     def send(
-        self, tensor: Any, header: TensorHeader, receiver: str, *, seconds: float, waited_for: bool
-    ) -> AsyncHandle[None]:
-        """Start to send a tensor, whose header is stored for the receiver. The handle is done when the receiver has the tensor.
+        self, tensor: Any, header: TensorHeader, receivers: Sequence[str], *, seconds: float, waited_for: bool
+    ) -> "Future[None]":
+        """Start to send a tensor, and store its header for the receivers. The future is done when all receivers have the tensor.
 
-        If it goes through host memory, the handle is done when it is stored for the receiver. `waited_for` says that the caller waits for
-        the handle. The handle raises WorkerLost, Deadlock, DeadlineExceeded, and the error of the receiver.
+        Where it goes through host memory, it need only be stored. `waited_for` says that the caller waits for the future. The future raises
+        WorkerLost, Deadlock, DeadlineExceeded, and the errors of receivers. All receivers raise the error as well.
         """
-        watch, ready = Watch.present(self._context, receiver), after_queued(tensor)
-        exchange = TensorExchange(self._messages, receiver, header.transfer, seconds, watch)
-        stored = self._messages.put(header, receiver, timeout=seconds)
+        ready, what = after_queued(tensor), MESSAGE if waited_for else TENSOR
+        exchanges = [
+            TensorExchange(self._messages, receiver, header.transfer, seconds, Watch.present(self._context, receiver))
+            for receiver in receivers
+        ]
+        stored = self._messages.put_copies(header, receivers, timeout=seconds)
         self._messages.note_send(stored)
 
         def deliver() -> None:
-            stored.wait()
-            with exchange.reporting_errors():
-                target = exchange.receive_target(MESSAGE if waited_for else TENSOR)
+            sends: list[Future[bool]] = []
+            try:
+                stored.result()
                 ready()
-                self._deliver(exchange, tensor.detach(), header, target)
+                source = row_major(tensor)
+                for exchange in exchanges:
+                    send = functools.partial(self._send_directly, exchange, source, header, what)
+                    sends.append(in_thread(send, "rljob-send-tensor"))
+                for ended in wait(sends, return_when=FIRST_EXCEPTION).done:
+                    ended.result()
+                by_host = [exchange for exchange, send in zip(exchanges, sends, strict=True) if not send.result()]
+                if by_host:
+                    for exchange in by_host:
+                        exchange.check()
+                    names, left = [exchange.peer for exchange in by_host], exchanges[0].seconds_left
+                    self._messages.put_copies(source.cpu(), names, transfer=header.transfer, timeout=left).result()
+                    self._count(HOST, len(by_host))
+                for exchange in exchanges if header.receivers > 1 else ():
+                    if exchange not in by_host:
+                        exchange.post(None)
+            except BaseException as error:
+                for exchange in exchanges:
+                    exchange.stop(error)
+                wait(sends)
+                for exchange in exchanges:
+                    exchange.report(error)
+                raise
 
-        return AsyncHandle(in_thread(deliver, "rljob-send-tensor"), lambda none: none, detach)
+        return in_thread(deliver, "rljob-send-tensor")
 
     def receive(self, header: TensorHeader, sender: str, seconds: float, target: Target | None = None) -> Any:
-        """Receive the tensor of `header` into `target` and return None, or return it in host memory.
+        """Receive the tensor of `header` into `target` and return None once all receivers have it, or return it in host memory.
 
         It is returned for a target in host memory, for None, and when the ends have no other transport. Raises ValueError for a target of
-        another shape or type, WorkerLost, DeadlineExceeded, and the error of the sender. All errors are raised at the sender as well.
+        another shape or type, WorkerLost, DeadlineExceeded, and the error of the sender, which may be that of another receiver. All errors
+        are raised at the sender as well.
         """
         watch = Watch(self._context, sender, header.incarnation)
         exchange = TensorExchange(self._messages, sender, header.transfer, seconds, watch)
@@ -160,10 +182,9 @@ class TensorTransfers:
                 if target is None or not device or not isinstance(message, GroupPlan | DeviceMemory):
                     return message
                 target.ready()
-                with writable_bytes(target.tensor) as data:
-                    reason = self._fill(exchange, message, data)
+                reason = self._fill(exchange, message, target.tensor.detach())
                 exchange.post(TransportUnavailable(reason=reason) if reason else None)
-                if not reason:
+                if not reason and header.receivers == 1:
                     return None
 
     def close(self) -> None:
@@ -175,32 +196,35 @@ class TensorTransfers:
 
     # --- the sender's end ------------------------------------------------------------------------------------------
 
-    def _deliver(
-        self, exchange: TensorExchange, tensor: "torch.Tensor", header: TensorHeader, target: TensorTarget
-    ) -> None:
+    def _send_directly(self, exchange: TensorExchange, source: "torch.Tensor", header: TensorHeader, what: str) -> bool:
+        """Send `source`, in row-major order, unless it must go through host memory. Return whether the receiver has it.
+
+        `what` is reported as that for which this worker waits until the receiver has begun to receive.
+        """
+        target = exchange.receive_target(what)
+        transport = self._transport(header.location, target.location, exchange.peer)
+        if transport == HOST:
+            return False
         route = self._route(exchange.peer)
-        if not route.lock.acquire(timeout=exchange.seconds_left):
-            raise DeadlineExceeded(
-                f"{self._name} could not send to {exchange.peer} in time: earlier tensors are on their way"
-            )
+        while not route.lock.acquire(timeout=LOOK_SECONDS):
+            exchange.check()
         try:
-            transport = self._transport(header.location, target.location, exchange.peer)
-            if transport != HOST and transport not in route.unavailable:
-                by_group = transport == self._backend
-                reason = self._send_by_group(exchange, tensor, target) if by_group else _send_by_ipc(exchange, tensor)
-                if not reason:
-                    self._count(transport)
-                    return
+            if transport in route.unavailable:
+                return False
+            by_group = transport == self._backend
+            reason = self._send_by_group(exchange, source, target) if by_group else _send_by_ipc(exchange, source)
+            if reason:
                 logger.warning("tensors from %s to %s go through host memory: %s", self._name, exchange.peer, reason)
                 route.unavailable.add(transport)
-            exchange.post(tensor.cpu()).wait()
-            self._count(HOST)
+                return False
+            self._count(transport)
+            return True
         finally:
             route.lock.release()
 
-    def _count(self, transport: str) -> None:
+    def _count(self, transport: str, receivers: int = 1) -> None:
         with self._lock:
-            self.sent[transport] += 1
+            self.sent[transport] += receivers
 
     def _transport(self, own: TensorLocation, other: TensorLocation, receiver: str) -> str:
         """Return the transport between two locations. If it turns out to be unavailable, host memory takes its place."""
@@ -230,8 +254,8 @@ class TensorTransfers:
                 route = self._routes[receiver] = _Route(process)
             return route
 
-    def _send_by_group(self, exchange: TensorExchange, tensor: "torch.Tensor", target: TensorTarget) -> str:
-        """Send the tensor over a process group. Return "" when the receiver has it, or why the group could not be formed."""
+    def _send_by_group(self, exchange: TensorExchange, source: "torch.Tensor", target: TensorTarget) -> str:
+        """Send `source` over a process group. Return "" when the receiver has it, or why the group could not be formed."""
         from rl_core.collective.pair import NotFormed
 
         groups = self._groups
@@ -243,7 +267,7 @@ class TensorTransfers:
             exchange.post(plan)
             reply = exchange.receipt(TENSOR)
             try:
-                sending = self._broadcast(exchange, plan, flat_bytes(row_major(tensor)), reply)
+                sending = self._broadcast(exchange, plan, flat_bytes(source), reply)
             except NotFormed as error:
                 groups.abort(plan, str(error))  # ends the formation at the receiver
                 answer = reply.wait()
@@ -264,18 +288,23 @@ class TensorTransfers:
 
     # --- the receiver's end ----------------------------------------------------------------------------------------
 
-    def _fill(self, exchange: TensorExchange, message: GroupPlan | DeviceMemory, data: "torch.Tensor") -> str:
-        """Receive `data`. Return "" when it has arrived, or why this process cannot receive by this transport."""
+    def _fill(self, exchange: TensorExchange, message: GroupPlan | DeviceMemory, tensor: "torch.Tensor") -> str:
+        """Receive into `tensor`. Return "" when it has arrived, or why this process cannot receive by this transport."""
         if not self._trusts(exchange.peer):
             raise InfrastructureError(
                 f"{exchange.peer} must send through host memory to {self._name}; one of the groups holds no model"
             )
         if isinstance(message, GroupPlan):
-            return self._receive_by_group(exchange, message, data)
-        return _receive_by_ipc(message, data)
+            return self._receive_by_group(exchange, message, tensor)
+        return _receive_by_ipc(message, tensor)
 
-    def _receive_by_group(self, exchange: TensorExchange, plan: GroupPlan, data: "torch.Tensor") -> str:
-        """Receive `data` over a process group. Return "" when it has arrived, or why the group could not be formed."""
+    def _receive_by_group(self, exchange: TensorExchange, plan: GroupPlan, tensor: "torch.Tensor") -> str:
+        """Receive into `tensor` over a process group. Return "" when it has arrived, or why the group could not be formed.
+
+        The group writes to memory of its own, because it may go on to do so after an error. `tensor` is unchanged then.
+        """
+        import torch
+
         from rl_core.collective.pair import NotFormed
 
         if plan.members != (exchange.peer, self._name):
@@ -283,12 +312,15 @@ class TensorTransfers:
         groups = self._groups
         with exchange.reporting_errors(lambda error: groups.abort(plan, str(error))):
             try:
-                self._broadcast(exchange, plan, data)
+                memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                self._broadcast(exchange, plan, flat_bytes(memory))
             except NotFormed as error:
                 return str(error)
             except InfrastructureError as error:
                 exchange.raise_original(error)
                 raise
+            tensor.copy_(memory)
+            after_queued(tensor)()
         return ""
 
     # --- both ends -------------------------------------------------------------------------------------------------
@@ -335,15 +367,13 @@ class TensorTransfers:
             return self._pairs
 
 
-def _send_by_ipc(exchange: TensorExchange, tensor: "torch.Tensor") -> str:
-    """Let the receiver copy the tensor from the memory of this process. Return "" when it has, or why it could not map the memory."""
+def _send_by_ipc(exchange: TensorExchange, source: "torch.Tensor") -> str:
+    """Let the receiver copy `source` from the memory of this process. Return "" when it has, or why it could not map the memory."""
     import torch
 
     from rl_core.weights.device_buffer import handle_of
 
-    memory = row_major(tensor)
-    if not memory.is_cuda:  # shared memory must not take the place of the caller's
-        memory = memory.clone()
+    memory = source if source.is_cuda else source.clone()  # shared memory must not take the place of the caller's
     try:
         handle = handle_of(memory.untyped_storage())
     except RuntimeError as error:  # torch raises nothing narrower
@@ -351,19 +381,19 @@ def _send_by_ipc(exchange: TensorExchange, tensor: "torch.Tensor") -> str:
     exchange.post(DeviceMemory(handle=handle, start=memory.storage_offset() * memory.itemsize))
     answer = exchange.receive(TENSOR)
     del memory
-    if tensor.is_cuda:
+    if source.is_cuda:
         torch.cuda.ipc_collect()
     return answer.reason if isinstance(answer, TransportUnavailable) else ""
 
 
-def _receive_by_ipc(memory: DeviceMemory, data: "torch.Tensor") -> str:
-    """Copy `data` from the memory of the sender. Return "" when it has arrived, or why the memory could not be mapped."""
+def _receive_by_ipc(memory: DeviceMemory, tensor: "torch.Tensor") -> str:
+    """Copy the memory of the sender to `tensor`. Return "" when it has arrived, or why the memory could not be mapped."""
     from rl_core.weights.device_buffer import mapped
 
     with contextlib.ExitStack() as stack:
         try:
-            source = stack.enter_context(mapped(memory.handle, str(data.device)))
+            source = stack.enter_context(mapped(memory.handle, str(tensor.device)))
         except RuntimeError as error:  # torch raises nothing narrower
             return str(error).partition("\n")[0]
-        data.copy_(source[memory.start : memory.start + data.numel()])
+        tensor.copy_(source[memory.start : memory.start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
     return ""

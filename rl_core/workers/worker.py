@@ -23,7 +23,7 @@ from rl_core.transports.rpc_wire import refuse_on_event_loop
 from rl_core.transports.sockets import split_address
 from rl_core.workers.context import WorkerContext
 from rl_core.workers.group import WorkerGroup
-from rl_core.workers.mail import Mail, check_sent
+from rl_core.workers.mail import Mail
 from rl_core.workers.message_channel import Receipt
 from rl_core.workers.timers import PROCESS, worker_timer
 
@@ -245,12 +245,12 @@ class Worker:
 
     def recv_tensor(
         self, tensor: Any, src_group: str, src_rank: int, *, async_op: bool = False, timeout: float | None = None
-    ) -> "Receipt | None":
-        """Receive a tensor or array into `tensor`, on any device, or with `async_op` return a `Receipt` at once, to wait for.
+    ) -> Any:
+        """Receive a tensor or array into `tensor`, on any device, and return it, or with `async_op` a `Receipt` at once, to wait for.
 
         Raises ValueError when the message has another shape or type; the message is dropped then. Other errors are those of `recv`. After an
-        error the elements of `tensor` on an accelerator are undefined, and the transfer that has failed may still write them: receive into
-        another tensor.
+        error the elements of `tensor` on an accelerator are undefined; nothing is written to them any more. The receive by NCCL takes memory
+        for another such tensor while it lasts.
         """
         receipt = self._mail.receive_tensor(tensor, f"{src_group}:{src_rank}", timeout=timeout, waited_for=not async_op)
         return receipt if async_op else receipt.wait()
@@ -269,8 +269,13 @@ class Worker:
         With `async_op`, return at once a handle with `wait` and `async_wait`, as `send` and `recv` do.
 
         All members of the groups and `src` must call it; `src` need not be a member of the groups. The argument `obj` of all others is
-        ignored. `timeout` is in seconds (None: 600). Raises the errors of `send` and `recv`, and ValueError for a group that has no members.
-        If `src` cannot send, because a member is gone or `obj` cannot be serialized, all present members raise this error.
+        ignored, unless it is a tensor on an accelerator: then the object of `src`, a tensor of equal shape and type, is received into it. A
+        tensor on an accelerator of `src` goes to each member as by `send_tensor`, and all wait until all have it.
+
+        `timeout` is in seconds (None: 600). Raises the errors of `send` and `recv`, and ValueError for a group that has no members. If `src`
+        cannot send, because a member is gone or `obj` cannot be serialized, all present members raise this error. If a member fails to
+        receive a tensor on an accelerator of `src`, all raise its error. After an error the elements of a tensor that was to be received into
+        are undefined.
         """
         source = f"{src[0]}:{src[1]}"
         if not async_op:
@@ -279,7 +284,7 @@ class Worker:
         if self.identity.name == source:
             handle = self._mail.broadcast(obj, groups, timeout=timeout, may_block=not async_op)
         else:
-            handle = self._mail.receive(source, timeout=timeout, convert=lambda found: check_sent(found, source))
+            handle = self._mail.receive_broadcast(obj, source, timeout=timeout, waited_for=not async_op)
         return handle if async_op else handle.wait()
 
     def send_rows(self, batch: Any, dst_group: str, *, timeout: float | None = None) -> None:

@@ -20,10 +20,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from rl_core.actors import hf, rendezvous
 from rl_core.actors.critic import is_critic_name
+from rl_core.actors.device_copies import DeviceCopies
 from rl_core.actors.source import GatheredSource, GatheringPlan
 from rl_core.api.backends import TRAINERS
 from rl_core.api.errors import RLJobError
 from rl_core.checkpoint import tensors
+from rl_core.messages.weights import ReceiverAddress
 from rl_core.plan.groups import EMBODIED_WORKERS
 from rl_core.weights.manifest import checksum, wire_dtype
 from rl_core.weights.publisher import WeightPublisher
@@ -31,6 +33,7 @@ from rl_core.weights.version_source import SourceEntry
 from rl_core.workers.context import WorkerContext, stand_alone_identity
 from tests.actor_samples import make_record
 from tests.integration.memory_meter import measure
+from tests.integration.weight_world import hash_of
 from tests.trajectory_samples import make_trajectory
 
 
@@ -228,6 +231,44 @@ class Rank:
             wire = getattr(torch, self.actor.cfg.model.dtype)
             entries = self.actor.publisher._pull_server.committed.manifest.entries
             self.seen["differ"] = [one.name for one in entries if one.checksum != checksum(state[one.name].to(wire))]
+
+    def publish_to(self, version: int, receivers: list[dict], dies: tuple[int, str] | None = None) -> None:
+        """Publish a version as if each rank had a device of its own, cpu:RANK. Shared memory stands in for its memory.
+
+        `dies`: (a rank, where): it ends in its third "broadcast", or when the version is whole on all devices ("deliver", rank 0).
+        """
+        weights = self.actor.cfg.weights.model_copy(update={"transport": "ipc", "bucket_bytes": 1 << 13})
+        self.actor.cfg = self.actor.cfg.model_copy(update={"weights": weights})
+        self.actor._context.device_uuids = (f"cpu:{self.rank}",)
+        if self.rank == 0 and self.actor.publisher is None:
+            self.actor.publisher = WeightPublisher(self.actor.cfg, 0, device_uuid="cpu:0")
+            self.actor.publisher._transport._wanted = "auto"
+        if dies == (self.rank, "deliver"):
+            self.actor.publisher._transport.deliver = lambda *_: os._exit(9)
+        plain, made, filled = DeviceCopies.broadcast, [], []
+
+        def noted(copies, bucket, tensors):
+            made.append(copies)
+            filled.append(copies._buffer.is_filled)
+            if len(made) == 3 and dies == (self.rank, "broadcast"):
+                os._exit(9)
+            plain(copies, bucket, tensors)
+
+        DeviceCopies.broadcast = noted
+        try:
+            addresses = [ReceiverAddress(**one) for one in receivers]
+            report = self.actor.sync_model_to_rollout(version, addresses, len(addresses))
+        finally:
+            DeviceCopies.broadcast = plain
+            freed = not any(copies._buffer.is_filled for copies in made)
+            if self.rank == 0:
+                freed &= not self.actor.publisher._device_buffer.is_filled
+            seen = {"pid": os.getpid(), "broadcasts": len(made), "filled": any(filled), "freed": freed}
+            self.seen.setdefault("published", []).append(seen)
+        state = self.actor.manager.get_model_state_dict(True, True)
+        if report is not None:
+            bits = {name: hash_of(tensor) for name, tensor in state.items() if name != "lm_head.weight"}
+            seen |= {"acked": report.acked, "transport": report.transport, "bits": bits}
 
     def offer(self, needs_base: bool) -> None:
         """Say what is given to the publisher, by name: shape, type and bits."""

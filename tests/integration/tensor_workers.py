@@ -42,6 +42,7 @@ class Courier(Worker):
     def __init__(self, device):
         """`device`: name of the accelerator on which all tensors are; "" gives each process its own."""
         self._device = device or self.identity.name
+        self._has_written = threading.Event()
         self._mail._tensors = TensorTransfers(
             self._mail._messages,
             backend="gloo",
@@ -119,6 +120,41 @@ class Courier(Worker):
         receipt.wait()
         return buffer.sum().item() if receipt.done() else None
 
+    def spread(self, value, groups, src, size=4, timeout=60):
+        """Broadcast into a tensor of `size` elements, or, if that is 0, into host memory.
+
+        Return whether the tensor itself was returned, its first four elements, and how many were sent by each transport.
+        """
+        is_source = (self.group_name, self.rank) == src
+        mine = torch.full((size,), float(value)) if is_source else torch.zeros(size) if size else None
+        found = self.broadcast(mine, groups=groups, src=src, timeout=timeout)
+        return found is mine, found[:4].tolist(), self.sent()
+
+    def spread_and_swap(self, groups, backwards):
+        """Broadcast a tensor from each of `groups` and send one to each, all at once; wait in either order. Return the numbers that arrived."""
+        others = [group for group in groups if group != self.group_name]
+        number = float(groups.index(self.group_name))
+        buffers = {group: [torch.zeros(2**18), torch.zeros(2**18)] for group in others}
+        mine = torch.full((2**18,), number)
+        handles = []
+        for group in groups:
+            obj = mine if group == self.group_name else buffers[group][0]
+            handles.append(self.broadcast(obj, groups=groups, src=(group, 0), async_op=True, timeout=60))
+        handles += [self.send_tensor(mine + 10, group, 0, async_op=True, timeout=60) for group in others]
+        handles += [self.recv_tensor(buffers[group][1], group, 0, async_op=True, timeout=60) for group in others]
+        for handle in reversed(handles) if backwards else handles:
+            handle.wait()
+        return {group: [buffer.unique().tolist() for buffer in pair] for group, pair in buffers.items()}
+
+    def recv_after_error(self, group, rank):
+        """Receive with an error; return the buffer when the transfer that has failed has written after it."""
+        buffer = torch.zeros(4)
+        try:
+            self.recv_tensor(buffer, group, rank, timeout=60)
+        except Exception:
+            self._has_written.wait(60)
+            return buffer.tolist()
+
     def send_then_recv(self, group, rank):
         self.send_one(1, group, rank)
         return self.recv_one(group, rank)
@@ -137,12 +173,18 @@ class Courier(Worker):
             if how == "killed in formation":
                 os.kill(os.getpid(), signal.SIGKILL)
             group = formed(plan) or form(plan, device, timeout=timeout)
-            return SimpleNamespace(broadcast=fail_to_broadcast) if how in ("killed", "error") else group
+            return SimpleNamespace(broadcast=fail_to_broadcast) if how in ("killed", "error", "late") else group
 
         def fail_to_broadcast(data, *, timeout):
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if how == "late":
+                threading.Timer(0.5, write_late, (data,)).start()
             raise RuntimeError("the device is broken")
+
+        def write_late(data):
+            data.fill_(99)
+            self._has_written.set()
 
         if how == "stuck":
             tensors.FORM_SECONDS = 2.0
@@ -158,14 +200,15 @@ class Courier(Worker):
         return dict(self._mail._tensors.sent)
 
     def left_over(self, messages=True):
-        """Return the threads of transfers and the stored messages of transfers that do not end within some seconds.
+        """Return the threads of transfers and the stored messages of this worker's transfers that do not end within some seconds.
 
         `messages` false does not wait for messages.
         """
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             threads = [thread.name for thread in threading.enumerate() if "tensor" in thread.name]
-            stored = [key for key in self._mail._messages.backend.control("stats").result(30).keys if len(key) > 2]
+            keys = self._mail._messages.backend.control("stats").result(30).keys
+            stored = [key for key in keys if len(key) > 2 and self.identity.name in key[:2]]
             if not threads and not (messages and stored):
                 break
             time.sleep(0.1)

@@ -7,6 +7,7 @@ import pytest
 
 from rl_core import Cluster
 from rl_core.api.errors import DeadlineExceeded, Deadlock, RemoteError, WorkerLost
+from rl_core.plan.placement import NodePlacementStrategy
 from tests.integration.tensor_workers import Courier, samples
 
 
@@ -157,6 +158,16 @@ def test_an_error_in_a_transfer_is_raised_at_both_ends_and_the_next_send_forms_a
     assert generation(after) > generation(before)
 
 
+@pytest.mark.usefixtures("_no_messages_left")
+def test_a_transfer_over_a_group_that_has_failed_does_not_write_to_the_tensor(groups):
+    left, right = groups
+    right.fail_in_transfer("late").wait(timeout=60)
+    sending = left.send_one(1, "right", 0)
+    assert right.recv_after_error("left", 0).wait(timeout=60) == [[0.0] * 4]
+    assert "the device is broken" in str(error_of(sending))
+    assert transfer(left, right) == [7.0] * 4
+
+
 @pytest.mark.parametrize("how", ["killed", "killed in formation"])
 @pytest.mark.parametrize("killed", [0, 1], ids=["sender", "receiver"])
 def test_the_loss_of_an_end_is_raised_at_the_other_and_its_replacement_is_reached_over_a_new_group(
@@ -184,6 +195,115 @@ def test_a_group_that_cannot_be_formed_is_replaced_by_host_memory(cluster, how, 
     groups[failing].fail_in_transfer(how).wait(timeout=60)
     assert [transfer(left, right, names) for _ in range(2)] == [[7.0] * 4] * 2
     assert left.sent().wait(timeout=60) == [{"host": 2}]
+
+
+# --- broadcasts ---
+
+
+RECEIVERS = ["same", "apart", "apart-too", "plain"]
+
+
+@pytest.fixture(scope="module")
+def members(cluster):
+    """The source of broadcasts and one receiver on its accelerator, two on others and one in host memory."""
+    devices = {"source": "gpu", "same": "gpu", "apart": "gpu 1", "apart-too": "gpu 2", "plain": "gpu 3"}
+    return {
+        name: Courier.create_group(device).launch(cluster, NodePlacementStrategy([0]), name=name)
+        for name, device in devices.items()
+    }
+
+
+@pytest.fixture
+def _nothing_left(members):
+    yield
+    assert [found for group in members.values() for found in group.left_over().wait(timeout=60)] == [([], [])] * 5
+
+
+def spread(members, value=5, size=4, **sizes):
+    """Start a broadcast of the source; `sizes`: number of elements of the tensors of some receivers."""
+    sizes = {"plain": 0, **sizes}
+    return {
+        name: group.spread(value, RECEIVERS, ("source", 0), sizes.get(name, size)) for name, group in members.items()
+    }
+
+
+def assert_all_have_it(calls, value=5):
+    found = {name: call.wait(timeout=120)[0] for name, call in calls.items()}
+    assert {name: (same, values) for name, (same, values, _) in found.items()} == {
+        name: (name != "plain", [float(value)] * 4) for name in calls
+    }
+    return found["source"][2]
+
+
+@pytest.mark.usefixtures("_nothing_left")
+def test_a_broadcast_takes_the_transport_of_each_receiver_in_one_call(members):
+    before, after = (assert_all_have_it(spread(members, value), value) for value in range(2))
+    assert {way: after[way] - before[way] for way in after} == {"ipc": 1, "gloo": 2, "host": 1}
+    [keys] = members["source"].group_keys().wait(timeout=60)
+    assert sorted(key.split("/")[2] for key in keys) == ["apart-too:0", "apart:0"]
+
+
+@pytest.mark.usefixtures("_nothing_left")
+def test_broadcasts_of_several_sources_and_sends_may_overlap_and_be_waited_for_in_any_order(members):
+    names = ["source", "same", "apart"]
+    calls = {name: members[name].spread_and_swap(names, name == "apart") for name in names}
+    for name, call in calls.items():
+        assert call.wait(timeout=120) == [
+            {other: [[float(number)], [number + 10.0]] for number, other in enumerate(names) if other != name}
+        ]
+
+
+@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.parametrize("wrong", ["same", "apart"])
+def test_a_receiver_with_a_tensor_of_another_shape_ends_a_broadcast_at_all_members_with_its_error(members, wrong):
+    calls = spread(members, **{wrong: 3})
+    text = "the message of source:0 must be a tensor of shape (3,) and type torch.float32, got (4,)"
+    assert {name: f"ValueError: {text}" in str(error_of(call)) for name, call in calls.items()} == dict.fromkeys(
+        calls, True
+    )
+    assert_all_have_it(spread(members))
+
+
+@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.parametrize("failing", ["source", "apart"])
+def test_an_error_of_a_member_ends_a_broadcast_at_all_members(members, failing):
+    members[failing].fail_in_transfer("error").wait(timeout=60)
+    errors = {name: str(error_of(call)) for name, call in spread(members).items()}
+    assert all("the device is broken" in error for error in errors.values()), errors
+    assert_all_have_it(spread(members))
+
+
+@pytest.mark.usefixtures("_nothing_left")
+def test_a_broadcast_ends_at_all_members_with_the_deadline_of_its_source_and_who_receives_later_learns_why(members):
+    calls = {name: group.spread(5, RECEIVERS, ("source", 0), 4, 60 if name != "source" else 0.5)
+             for name, group in members.items() if name != "apart"}  # fmt: skip
+    errors = [error_of(call) for call in calls.values()] + [
+        error_of(members["apart"].spread(5, RECEIVERS, ("source", 0)))
+    ]
+    text = "apart:0 must receive a tensor of source:0 within 0.5 s, it has not begun to"
+    assert all(isinstance(error, DeadlineExceeded) and text in str(error) for error in errors), errors
+    assert_all_have_it(spread(members))
+
+
+@pytest.mark.usefixtures("_nothing_left")
+def test_two_sources_that_wait_for_each_others_receive_are_named_as_a_deadlock(members):
+    ends = {"source": "same", "same": "source"}
+    errors = [error_of(call) for call in [members[end].spread(1, [other], (end, 0)) for end, other in ends.items()]]
+    assert all(isinstance(error, Deadlock) and "source:0" in str(error) and "same:0" in str(error) for error in errors)
+    for end, other in ends.items():  # the headers are there still
+        assert isinstance(error_of(members[end].recv_one(other, 0)), Deadlock)
+    assert_all_have_it(spread(members))
+
+
+@pytest.mark.parametrize("lost", ["source", "apart"])
+def test_the_loss_of_a_member_ends_a_broadcast_at_all_others_and_its_replacement_gets_the_next_one(
+    cluster, members, lost
+):
+    members[lost].fail_in_transfer("killed").wait(timeout=60)
+    errors = {name: error_of(call) for name, call in spread(members).items() if name != lost}
+    assert all(isinstance(error, WorkerLost) and f"{lost}:0 is gone" in str(error) for error in errors.values()), errors
+    cluster.wait_ready(list(members), timeout=120)
+    assert_all_have_it(spread(members))
 
 
 def generation(key):

@@ -50,9 +50,11 @@ def page(tmp_path_factory):
     (never / "status.json").write_text(
         json.dumps({"phase": "Failed", "failure": {"message": "<b>bad row</b> train.jsonl"}})
     )
-    (run / ".rljob").mkdir()
-    (run / ".rljob/job.json").write_text(json.dumps({"spec": {"algorithm": {"promptsPerStep": 16}}}))
-    server = ViewServer([run, make_run(folder / "second", text="other"), never])
+    status = json.loads((run / "status.json").read_text()) | {"promptsPerStep": 16}
+    (run / "status.json").write_text(json.dumps(status))
+    second = make_run(folder / "second", text="other")
+    write(second, [kept("0-0", 0, reward=float("nan"), reason="error")], step=0).close()
+    server = ViewServer([run, second, never])
 
     def open_page(**state):
         address = f"{server.url}#{urllib.parse.urlencode(state)}"
@@ -124,3 +126,8 @@ def test_a_filtered_group_is_found_by_its_reason_and_says_why(page):
 def test_who_waited_is_drawn_and_a_run_that_never_started_says_so(page):
     assert 'class="span work"' in page(step=2, time=1)
     assert "No samples are kept" in page(run=2)
+
+
+def test_failures_before_the_first_step_are_headed_so(page):
+    assert texts(page(run=1, step=0), r"<h2>([^<]*step[^<]*)<") == ["Before step 1"]
+    assert texts(page(run=1, step=1), r"<h2>([^<]*tep[^<]*)<") == ["Step 1"]

@@ -19,6 +19,7 @@ from rl_core.api.identity import Identity
 from rl_core.transports import tokens
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.rpc import RpcServer
+from rl_core.weights import device_buffer
 from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.receiver import WeightReceiver
 
@@ -94,13 +95,20 @@ async def main():
     torch.set_num_threads(1)
     engine = InPlaceEngine() if OPTIONS.get("in_place") else Engine()
     identity, keys = own_identity()
-    states = []
+    states, mapped_from, mapped = [], [], device_buffer.mapped
+
+    def noted(handle, device):
+        mapped_from.append(int(handle[1].split(b"_")[1]))  # the name is /torch_PROCESS_...
+        return mapped(handle, device)
+
+    device_buffer.mapped = noted
     receiver = WeightReceiver(
         None,
         identity,
         OPTIONS.get("epoch", 0),
         engine,
         keys=keys,
+        device_uuids=OPTIONS.get("devices", ()),
         deadlines=Deadlines(silence_seconds=OPTIONS.get("silence", 15.0)),
         on_state=lambda state, version, digest: states.append(state.value),
     )
@@ -113,6 +121,7 @@ async def main():
             "serving": engine.serving,
             "bits": {name: hash_of(tensor) for name, tensor in engine.weights.items()},
             "loads": engine.loads,
+            "mapped_from": mapped_from,
         }
 
     async def set_trap(trap):

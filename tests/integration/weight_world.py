@@ -103,12 +103,14 @@ def source_of(weights):
     return StateSource(weights, dtype="float32", bucket_bytes=1 << 20)
 
 
+def hash_of(tensor):
+    """Return a hash of the bytes that has nothing of the syncer's checksums."""
+    return hashlib.blake2b(tensor.contiguous().view(torch.uint8).numpy(), digest_size=16).hexdigest()
+
+
 def serves(receiver, version, weights):
     probe = receiver.call("probe")
-    bits = {
-        name: hashlib.blake2b(tensor.contiguous().view(torch.uint8).numpy(), digest_size=16).hexdigest()
-        for name, tensor in weights.items()
-    }
+    bits = {name: hash_of(tensor) for name, tensor in weights.items()}
     return probe["serving"] and probe["current"][0] == version and probe["bits"] == bits
 
 

@@ -125,7 +125,7 @@ function keptGroups(now) {
 async function drawDetail(now) {
   const step = currentStep(now), place = $("detail"), run = now.run;
   const other = now.split === "train" ? "validation" : "train";
-  const head = [el("h2", {}, step === null ? "Samples" : `Step ${step}`),
+  const head = [el("h2", {}, step === null ? "Samples" : step === 0 && now.split === "train" ? "Before step 1" : `Step ${step}`),
     el("button", { type: "button", title: "Step before (←)", onclick: () => move(-1) }, "←"), el("button", { type: "button", title: "Step after (→)", onclick: () => move(1) }, "→"),
     el("button", { type: "button", class: "split", onclick: () => go({ split: other, step: null, group: null, sample: null }) }, now.split === "train" ? "training" : "validation"),
     step === null ? null : el("button", { type: "button", "aria-pressed": String(now.time), onclick: () => go({ time: !now.time }) }, "who waited"),

@@ -291,6 +291,13 @@ def test_the_copy_of_a_version_on_the_trainers_device_is_counted_where_there_is_
     assert sync.optional == (2_160_000 if counts == "optional" else 0)
 
 
+@pytest.mark.parametrize(("gpus", "buckets"), [(1, 2), (2, 3)])
+def test_a_bucket_that_is_broadcast_to_copies_on_other_devices_of_the_trainer_is_counted(gpus, buckets):
+    group = {"gpus": gpus}
+    written = spec(actor=group, rollout=group, weights={"bucketBytes": 1 << 20}, placement={"mode": "colocated"})
+    assert parts(estimate(written, FACTS), "actor", "sync")["buckets"] == buckets << 20
+
+
 def test_a_job_is_not_refused_for_a_copy_without_which_weights_go_through_the_host():
     huge = replace(FACTS, parameters=10_000_000_000, layer=2_000_000_000)
     written = spec(actor={"gpus": 1, "replicas": 32, "offload": {"optimizer": True, "params": True, "grads": True}})

@@ -117,11 +117,16 @@ def test_a_colocated_job_of_unequal_halves_is_refused(odd, host):
 
 
 @pytest.mark.parametrize("host", [None, "127.0.0.1"])
-def test_rollouts_on_other_devices_than_that_of_the_publisher_are_refused_with_ipc(host):
+def test_with_ipc_rollouts_on_other_devices_than_those_of_the_actor_are_refused(host):
     spec = colocated(job(2, 2, 2))
     written = spec.model_copy(update={"weights": spec.weights.model_copy(update={"transport": "ipc"})})
-    with pytest.raises(ConfigError, match=r"weights\.transport ipc .* got rollout\.replicas 2; write auto"):
-        planned(written, host=host)
+    assert planned(written, host=host)
+    more = {"rollout": spec.rollout.model_copy(update={"replicas": 3})}
+    hybrid = {"placement": spec.placement.model_copy(update={"mode": "hybrid"})}
+    with pytest.raises(
+        ConfigError, match=r"weights\.transport ipc .* got rollout\.replicas 3 beside 2 of actor; write auto"
+    ):
+        planned(written.model_copy(update=more | hybrid), host=host)
 
 
 def test_a_colocated_rollout_is_known_to_be_in_the_pod_of_its_actor():

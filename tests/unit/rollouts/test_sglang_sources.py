@@ -19,6 +19,7 @@ from rl_core.rollouts.sglang.proof import GivenTensors
 from rl_core.transports.shared_memory import SegmentStore
 from rl_core.weights.device_buffer import DeviceBuffer
 from rl_core.weights.host_copy import HostCopies
+from rl_core.weights.weight_transport import DeviceIpc
 from tests.unit.rollouts.test_sglang_proof import Model, tensors
 from tests.weight_samples import StateSource
 
@@ -159,6 +160,18 @@ def test_a_tensor_that_is_not_that_of_the_manifest_is_named_and_not_loaded(ranks
         ranks[0].layout.record(ranks[0].model, [("out", torch.ones(7, 6))])
         prove(ranks, publisher)
     assert "out" in str(caught.value)
+
+
+def test_each_rank_reads_the_copy_on_its_own_device(ranks, copies, store):
+    publisher = Publisher("ipc", copies, store, tensors(0, torch.float32))
+    second = Publisher("ipc", copies, store, tensors(0, torch.float32))
+    second.buffer._buffer[publisher.copy.layout.starts[publisher.names.index("out")]] ^= 1
+    ipc = DeviceIpc(None, publisher.buffer, wanted="auto", place=("host", "GPU-0"))
+    ipc.handles = {("host", "GPU-1"): [second.buffer.handle()]}
+    assert ipc._take([("host", "GPU-0"), ("host", "GPU-2")]) == ipc._take([("host", "GPU-1")] * 2) == []
+    publisher.source = DeviceSource(handles=tuple(ipc._take([("host", "GPU-0"), ("host", "GPU-1")])))
+    assert [report["bad"] for report in publisher.deliver(ranks)] == [[], ["out"]]
+    assert ipc._take([("host", "GPU-1")]) == [], "a handle is for one process"
 
 
 def test_tied_names_are_loaded_from_the_same_bytes(ranks, copies, store):

@@ -36,6 +36,7 @@ class FakeActor:
 
     def sync_model_to_rollout(self, version, receivers, min_acks):
         names = [receiver.name for receiver in receivers]
+        assert all(one.devices == (f"GPU of {one.name}",) for one in receivers)
         return FakeResult(
             [
                 PublishReport(
@@ -70,6 +71,7 @@ class FakeCluster:
                 group=name.partition(":")[0],
                 address=f"tcp://{name}",
                 host_token="h",
+                device_uuids=(f"GPU of {name}",),
                 state=MemberState.SERVING,
                 incarnation=(0, 0),
                 policy_version=0,

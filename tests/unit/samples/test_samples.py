@@ -214,6 +214,15 @@ def test_printable_text_can_be_encoded_and_has_no_control_characters(text):
     assert not any(character < " " and character not in "\n\t" for character in shown)
 
 
+@pytest.mark.parametrize(
+    ("split", "step", "place"),
+    [(TRAIN, 0, "train before step 1"), (TRAIN, 3, "train step 3"), (VALIDATION, 0, "validation step 0")],
+)
+def test_failures_before_the_first_step_are_printed_as_such(split, step, place):
+    sample = json.loads(line(kept(), split=split, step=step)[0])
+    assert render_sample(sample).startswith(f"== {place} | group 0-1 sample 0 | ")
+
+
 def test_messages_without_text_are_left_out_unless_the_model_wrote_them():
     messages = [("user", "2+2=", 2), ("assistant", "", 1), ("environment", "", 0)]
     sample = json.loads(line(kept(messages=tuple(messages)))[0])

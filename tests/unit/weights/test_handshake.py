@@ -163,7 +163,7 @@ class Client:
 
 OFFER = WeightOffer(digest="new", manifest=b"", bucket_bytes=1, deadline=1.0)
 TRANSFER = WeightTransfer(digest="new", source=SharedSource(segment="s", nbytes=1))
-READY, APPLIED = ReceiverReady(have=(-1, ""), device="cpu"), ReceiverApplied(version=2, digest="new", loaded=True)
+READY, APPLIED = ReceiverReady(have=(-1, ""), devices=("cpu",)), ReceiverApplied(version=2, digest="new", loaded=True)
 
 
 async def talk(*answers):

@@ -1,0 +1,77 @@
+"""Copies of a version on the devices of the trainer's other ranks, for the engines that share those devices (CUDA IPC).
+
+Rank 0 has each bucket whole. It broadcasts it in the trainer's process group, and each rank whose device has an engine keeps it in a
+`DeviceBuffer`. Rank 0 then gets handles of the buffers, and its publisher gives them to the engines.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_core.actors.ranks import Ranks
+from rl_core.weights.bucket import Bucket, Layout
+from rl_core.weights.device_buffer import DeviceBuffer, Handle, write
+from rl_core.weights.weight_transport import Place
+
+
+class DeviceCopies:
+    """The copies of one version. Every rank creates one; all methods but `free` are collective."""
+
+    def __init__(
+        self, ranks: Ranks, layout: Layout, places: Sequence[Place], wanted: Sequence[int], *, seconds: float
+    ) -> None:
+        """Allocate memory for a version of `layout` on each device from which handles are wanted.
+
+        `places` and `wanted`: device of each rank and number of its handles. `seconds`: longest time of a weight sync. A device that has no
+        memory for the copy has no handles.
+        """
+        self._ranks, self._places, self._wanted, self._seconds = ranks, places, wanted[ranks.rank], seconds
+        self._buffer = DeviceBuffer(optional=True)
+        if self._wanted:
+            self._buffer.allocate(layout.nbytes, str(ranks.device))
+        self._given: list[Handle] = []
+        """Handles of this rank's copy."""
+        self._complete = False
+        self.handles: dict[Place, list[Handle]] = {}
+        """Handles of the copy on each device, once all buckets were read. The publisher removes those that it gives away."""
+
+    def broadcast(self, bucket: Bucket, tensors: Iterable[Tensor]) -> None:
+        """Copy `bucket` to the devices. `tensors` are those of the bucket on rank 0, and are not used elsewhere."""
+        kept = self._buffer.part(bucket) if self._buffer.is_filled else None
+        memory = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._ranks.device) if kept is None else kept
+        if self._ranks.rank == 0:
+            write(tensors, bucket, memory)
+        dist.broadcast(memory, 0)
+
+    def collect_handles(self) -> None:
+        """Collect the handles of all copies in `handles`, once all buckets were broadcast."""
+        if self._buffer.is_filled:
+            self._given = [self._buffer.handle() for _ in range(self._wanted)]
+        everybody = self._ranks.gather([[_to_json(part) for part in handle] for handle in self._given])
+        for place, given in zip(self._places, everybody, strict=True):
+            if given:
+                self.handles[place] = [tuple(_from_json(part) for part in handle) for handle in given]
+        self._complete = True
+
+    def await_end(self) -> None:
+        """Wait until rank 0 has published the version, so that no engine maps the copies any more."""
+        if not self._complete:
+            return
+        with self._ranks.collectives_within(self._seconds):
+            left = self._ranks.gather([len(self.handles.get(place, ())) for place in self._places])[0]
+        # Rank 0 takes handles from the end of the list.
+        self._given = self._given[: left[self._ranks.rank]]
+
+    def free(self) -> None:
+        """Free the copy of this rank. Not collective."""
+        self._buffer.free(unused=self._given)
+
+
+def _to_json(part: int | bytes | bool) -> int | str | bool:
+    return part.hex() if isinstance(part, bytes) else part
+
+
+def _from_json(part: int | str | bool) -> int | bytes | bool:
+    return bytes.fromhex(part) if isinstance(part, str) else part
