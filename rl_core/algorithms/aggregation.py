@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_core.algorithms.arguments import require_bool, require_choice, require_same_shape
+from rl_core.algorithms.masking import zero_outside
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
@@ -57,7 +58,7 @@ def aggregate(
     """
     _check(values, mask, mode, max_tokens)
     trainable = _rows(mask)
-    kept = torch.where(trainable, _rows(values), 0)
+    kept = zero_outside(trainable, _rows(values))
     if mode == "seq-mean-token-mean":
         row_tokens = trainable.sum(dim=1).clamp(min=1)
         total = (kept.sum(dim=1, dtype=torch.float64) / row_tokens).sum()

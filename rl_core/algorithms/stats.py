@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_core.algorithms.arguments import require_choice
+from rl_core.algorithms.masking import zero_outside
 
 StatKind = Literal["mean", "std", "sum", "max", "min"]
 _KINDS = ("mean", "std", "sum", "max", "min")
@@ -118,13 +119,13 @@ def read_scalars(scalars: Sequence[Tensor | float]) -> list[float]:
 
 def mean_stat(values: Tensor, mask: Tensor, count: Tensor | None = None) -> Stat:
     """Return the mean of `values` where `mask`; `count` is the number of true entries, when it is known already."""
-    total = torch.where(mask, values.detach(), 0).sum(dtype=torch.float64)
+    total = zero_outside(mask, values.detach()).sum(dtype=torch.float64)
     return Stat("mean", total, mask.sum(dtype=torch.float64) if count is None else count)
 
 
 def mean_stats(values: Mapping[str, Tensor], mask: Tensor, count: Tensor) -> dict[str, Stat]:
     """Return `mean_stat` of several tensors by name, which have the shape of `mask`, in one pass. `count` is the number of true entries."""
-    kept = torch.where(mask, torch.stack([one.detach() for one in values.values()]), 0)
+    kept = zero_outside(mask, torch.stack([one.detach() for one in values.values()]))
     totals = kept.flatten(1).sum(dim=1, dtype=torch.float64).unbind()
     return {name: Stat("mean", total, count) for name, total in zip(values, totals, strict=True)}
 

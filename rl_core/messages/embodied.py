@@ -29,6 +29,8 @@ class CollectionRound:
     mode: Literal["train", "eval"] = "train"
     episodes: int = 0
     """Episodes to evaluate, over all env workers."""
+    version: int | None = None
+    """Version of the weights that choose the actions: a rollout waits until it serves this one or a later one. None: the one that it serves."""
     direct: tuple[tuple[int, int, str], ...] = ()
     """(place of an env worker, place of a rollout, address at which the former listens) of those that exchange their messages directly."""
 

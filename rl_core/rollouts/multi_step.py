@@ -9,7 +9,7 @@ Legend: B simulators, C actions of a chunk, T decisions.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 
@@ -235,18 +235,21 @@ class MultiStepRolloutWorker(WeightMethods):
 
         Observations are received from `input_channel`, and actions are sent to `output_channel`. A collection in progress is abandoned.
         """
-        return await self._work(round, self._generate(input_channel, output_channel, actor_channel, round))
+        return await self._work(round, lambda: self._generate(input_channel, output_channel, actor_channel, round))
 
     async def evaluate(self, input_channel: Channel, output_channel: Channel, round: CollectionRound) -> int:
         """Choose actions without sampling until the env workers have no more episodes; return the number of decisions."""
-        return await self._work(round, self._evaluate(input_channel, output_channel, round))
+        return await self._work(round, lambda: self._evaluate(input_channel, output_channel, round))
 
-    async def _work(self, round: CollectionRound | None, work: Any) -> int:
+    async def _work(self, round: CollectionRound | None, work: Callable[[], Coroutine[Any, Any, int]]) -> int:
+        """Run `work()` in place of the collection in progress, once the weights that `round` asks for are served."""
+        self._stop()
         if self._working is not None:
-            self._working.cancel()
             await asyncio.wait({self._working})
+        if round is not None and round.version is not None:
+            await self._await_version(round.version)
         self._round = round or self._round
-        self._working = self._thread.submit(work)
+        self._working = self._thread.submit(work())
         return await self._working
 
     async def _generate(
@@ -486,5 +489,7 @@ class MultiStepRolloutWorker(WeightMethods):
         yield
 
     def _stop(self) -> None:
+        """Cancel the collection in progress, or the wait of one for its weights."""
+        self._stop_awaiting()
         if self._working is not None:
             self._working.cancel()

@@ -1,5 +1,6 @@
 """`WeightMethods`: base class of the workers that receive weights from the trainer. It builds their `WeightReceiver` and reports the version."""
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -30,6 +31,8 @@ class WeightMethods(Worker):
 
     _weights: WeightReceiver | None = None
     """The receiver, once `_build_receiver` was called."""
+    _awaited: tuple[int, asyncio.Future[None]] | None = None
+    """Version for which `_await_version` waits, and the future that ends the wait."""
 
     async def join(self, publisher_address: str) -> ReceiverAck:
         """Load the committed weights from the publisher at `publisher_address`.
@@ -95,6 +98,26 @@ class WeightMethods(Worker):
             version if version >= 0 else None, digest or None, self._weights_proof() if serving else ""
         )
         self.set_state(MemberState.SERVING if serving else MemberState.UPDATING)
+        if serving and self._awaited is not None and version >= self._awaited[0]:
+            (_, served), self._awaited = self._awaited, None
+            if not served.done():
+                served.set_result(None)
+
+    async def _await_version(self, version: int) -> None:
+        """Wait until this worker serves `version` or a later one. Another call, or `_stop_awaiting`, cancels the wait."""
+        self._stop_awaiting()
+        receiver = self._receiver()
+        if receiver.state is ReceiverState.SERVING and receiver.current()[0] >= version:
+            return
+        self._awaited = version, asyncio.get_running_loop().create_future()
+        with self.waiting("weights", ACTOR):
+            await self._awaited[1]
+
+    def _stop_awaiting(self) -> None:
+        """Cancel the wait for a version, if there is one."""
+        if self._awaited is not None:
+            self._awaited[1].cancel()
+            self._awaited = None
 
     def _weights_proof(self) -> str:
         """Return how the weights that are served were verified."""

@@ -105,13 +105,14 @@ class Collection:
                 self._run.stops.wait_for_stop_request(LOOK_S)
         raise AssertionError("a bug: the last attempt neither returned nor raised")
 
-    def _round(self, step: int, *, episodes: int = 0) -> CollectionRound:
+    def _round(self, step: int, *, episodes: int = 0, version: int | None = None) -> CollectionRound:
         """Return the description of a new collection with the members that are present.
 
-        Raises InfrastructureError if no env worker or no rollout is present.
+        `version` of the weights chooses the actions; None means the current one. Raises InfrastructureError if no env worker or no rollout is
+        present.
         """
         self._number += 1
-        envs, rollouts = self._ranks(ENV), self._ranks(ROLLOUT)
+        envs, rollouts = self._ranks(ENV), self._ranks(ROLLOUT, self._run.progress.version)
         if not envs or not rollouts:
             raise InfrastructureError(
                 f"a collection needs an env worker and a rollout, got {len(envs)} and {len(rollouts)}"
@@ -125,6 +126,7 @@ class Collection:
             actors=self._run.applied.spec.actor.world_size,
             mode="eval" if episodes else "train",
             episodes=episodes,
+            version=version,
         )
 
     def _direct(self, envs: tuple[int, ...], rollouts: tuple[int, ...]) -> tuple[tuple[int, int, str], ...]:
@@ -144,24 +146,32 @@ class Collection:
             pairs += [(envs.index(member.rank), at, address) for at in near]
         return tuple(pairs)
 
-    def _ranks(self, group: str) -> tuple[int, ...]:
-        return tuple(sorted(int(member.name.partition(":")[2]) for member in self._members(group)))
+    def _ranks(self, group: str, version: int | None = None) -> tuple[int, ...]:
+        return tuple(sorted(int(member.name.partition(":")[2]) for member in self._members(group, version)))
 
-    def _members(self, group: str) -> list[Member]:
-        version = self._run.progress.version
+    def _members(self, group: str, version: int | None = None) -> list[Member]:
+        """Return the members of a group that are present; with `version`, those that have proved this version of the weights."""
         present = [m for m in self._run.cluster.members(group) if m.state.constructed]
-        if group != ROLLOUT:
+        if version is None:
             return present
         return [m for m in present if self._versions.version_of((m.name, m.incarnation)) == version]
 
-    # --- collections ahead of training -------------------------------------------------------------------------------
+    # --- collections that begin early --------------------------------------------------------------------------------
 
-    def begin(self, step: int) -> Pending | None:
-        """Begin the collection of a later step with the current weights. Returns None if no env worker or no rollout is present."""
+    def begin(self, step: int, *, version: int) -> Pending | None:
+        """Request the collection of a later step. Returns None if no env worker or no rollout is present.
+
+        The rollouts begin it once they serve `version` of the weights, which is the current one or the next.
+        """
         try:
-            return self._start(self._round(step))
+            return self._start(self._round(step, version=version))
         except (InfrastructureError, DeadlineExceeded):
             return None
+
+    def is_intact(self, pending: Pending) -> bool:
+        """Return whether no env worker of a collection was lost, and all its rollouts have proved the current version of the weights."""
+        ready = self._ranks(ROLLOUT, self._run.progress.version)
+        return not any(call.lost for call in pending.envs) and set(pending.round.rollouts) <= set(ready)
 
     def settle(self, pending: Pending) -> Pending | None:
         """Wait until the env workers and rollouts have finished a collection, and return it; None if it was abandoned because of a loss.
@@ -180,9 +190,13 @@ class Collection:
             raise
 
     def take(self, pending: Pending) -> list[EpisodeStats] | None:
-        """Have the actors receive the trajectories of a settled collection. Returns the episodes by env worker; None if they were lost."""
+        """Have the actors receive the trajectories of a collection that began early, and wait for its end.
+
+        Returns the episodes by env worker; None if they were lost.
+        """
         try:
             pending.receiving = self._receive(pending.round)
+            self._await_workers(pending)
             return self._finish(pending)
         except (InfrastructureError, DeadlineExceeded) as error:
             self._abandon(pending, error)
@@ -193,7 +207,7 @@ class Collection:
     def _abandon(self, pending: Pending, error: Exception) -> None:
         pending.cancel()
         self.repeated += 1
-        logger.warning("a collection ahead of training was lost: %s", error)
+        logger.warning("a collection that began early was lost: %s", error)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -210,7 +224,8 @@ class Collection:
     def _start(self, round: CollectionRound) -> Pending:
         limit = self._run.applied.spec.runtime.deadlines.rollout
         workers, envs = self._call(round, limit)
-        return Pending(round, self._run.progress.version, workers, envs, deadline=time.monotonic() + limit)
+        version = self._run.progress.version if round.version is None else round.version
+        return Pending(round, version, workers, envs, deadline=time.monotonic() + limit)
 
     def _receive(self, round: CollectionRound) -> WorkerGroupFuncResult:
         limit = self._run.applied.spec.runtime.deadlines.rollout

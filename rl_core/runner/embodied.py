@@ -1,7 +1,8 @@
 """The embodied programs: a policy acts in simulators and is trained on its trajectories.
 
-`run_step` is one step at policy version v: collect trajectories, train, publish version v + 1. `AsyncEmbodiedRunner` collects the
-trajectories of the next step while it trains.
+`run_step` is one step at policy version v: collect trajectories, train, publish version v + 1. The next collection is requested during
+training, and a rollout begins it as soon as it serves version v + 1. `AsyncEmbodiedRunner` collects the trajectories of the next step while it
+trains.
 """
 
 import logging
@@ -37,6 +38,10 @@ class EmbodiedRunner(TrainingProgram):
         self.collection = collection
         self.trackers, self.videos = run.trackers, run.output / "videos"
         self._env_steps = 0
+        self._ahead: Pending | None = None
+        """The collection of the next step, if it has begun."""
+        self._age = 0
+        """Versions between the weights that chose the actions of this step and those that are trained."""
         saving.register("embodied", self)
 
     @classmethod
@@ -125,8 +130,7 @@ class EmbodiedRunner(TrainingProgram):
         if "env/return" in collected:
             metrics["reward/mean"] = collected["env/return"]
         self.check_metrics(metrics)
-        spec = self.applied.spec
-        if progress.step == spec.algorithm.steps or progress.step % spec.validation.every_steps == 0:
+        if self.evaluates_after(progress.step):
             metrics |= self.evaluate()
         report.log(metrics | self.sync.metrics() | self.schedule.metrics() | self.idle() | self.board.totals())
         self.save_if_due()
@@ -147,8 +151,46 @@ class EmbodiedRunner(TrainingProgram):
         }
 
     def gather(self) -> list[EpisodeStats]:
-        """Collect the trajectories of the next step and send them to the actors; return the episodes that ended, by env worker."""
+        """Send the trajectories of the next step to the actors; return the episodes that ended, by env worker.
+
+        They are collected now unless their collection has begun already and was not lost.
+        """
+        self.handle_requests()
+        ahead, self._ahead, self._age = self._ahead, None, 0
+        if ahead is not None and (stats := self.collection.take(ahead)) is not None:
+            self._age = self.progress.version - ahead.version
+            return stats
         return self.collection.collect(self.progress.step + 1, at=self.await_members)
+
+    def evaluates_after(self, step: int) -> bool:
+        """Return whether the weights of training step `step` are to be evaluated."""
+        spec = self.applied.spec
+        return step == spec.algorithm.steps or step % spec.validation.every_steps == 0
+
+    @property
+    def _all_present(self) -> bool:
+        """Whether all env workers and rollouts that the job asks for can take part in a collection."""
+        roster = self.run.roster
+        rollouts = roster.serving(ROLLOUT, self.progress.version)
+        return roster.count(ENV) >= len(roster.wanted(ENV)) and rollouts >= len(roster.wanted(ROLLOUT))
+
+    def on_training(self) -> None:
+        """Request the next collection as well, unless the simulators or the devices are needed before it, or a member is missing.
+
+        The rollouts begin it once they serve the weights of this training.
+        """
+        used_before = self.evaluates_after(self.progress.step + 1) or self.schedule.devices() is not None
+        if not used_before and self._all_present:
+            self._ahead = self.collection.begin(self.progress.step + 2, version=self.progress.version + 1)
+        super().on_training()
+
+    def publish(self) -> None:
+        """Publish the new version. The collection that waits for it is given up if a member is lost, or has not loaded it in time."""
+        super().publish()
+        ahead = self._ahead
+        if ahead is not None and ahead.version == self.progress.version and not self.collection.is_intact(ahead):
+            ahead.cancel()
+            self._ahead = None
 
     def await_members(self) -> None:
         """Wait until enough rollouts and env workers are present for the next collection."""
@@ -183,6 +225,12 @@ class EmbodiedRunner(TrainingProgram):
         """Continue from a checkpoint."""
         self._env_steps = int(state["env_steps"])
 
+    def close(self) -> None:
+        """Cancel the collection in progress, and let no further members join."""
+        if self._ahead is not None:
+            self._ahead.cancel()
+        super().close()
+
 
 class AsyncEmbodiedRunner(EmbodiedRunner):
     """The embodied program with asynchronous collection: the trajectories of the next step are collected during training.
@@ -195,31 +243,18 @@ class AsyncEmbodiedRunner(EmbodiedRunner):
     trained trajectories are therefore at most one version old, even if `algorithm.maxStaleness` allows more.
     """
 
-    _ahead: Pending | None = None
-    """The collection of the next step."""
-    _age = 0
-    """Versions between the weights that chose the actions of this step and those that are trained."""
-
-    def gather(self) -> list[EpisodeStats]:
-        """Return the episodes of the collection that was begun during the previous step.
-
-        In the first step, and if that collection was lost, the trajectories are collected now.
-        """
-        ahead, self._ahead, self._age = self._ahead, None, 0
-        self.handle_requests()
-        if ahead is not None and (stats := self.collection.take(ahead)) is not None:
-            self._age = self.progress.version - ahead.version
-            return stats
-        return super().gather()
-
     def train(self) -> dict[str, float]:
-        """Begin the collection of the next step, then train."""
+        """Train, and add the age of the trajectories to the metrics."""
+        age = float(self._age)
+        return super().train() | {"train/staleness_mean": age, "train/staleness_max": age}
+
+    def on_training(self) -> None:
+        """Begin the collection of the next step with the current weights."""
         following = self.progress.step + 2
         algorithm = self.applied.spec.algorithm
         if algorithm.max_staleness and following <= algorithm.steps:
-            self._ahead = self.collection.begin(following)
-        age = float(self._age)
-        return super().train() | {"train/staleness_mean": age, "train/staleness_max": age}
+            self._ahead = self.collection.begin(following, version=self.progress.version)
+        self.report.write()
 
     def publish(self) -> None:
         """Wait for the end of the collection, then publish the new weights."""
@@ -234,12 +269,6 @@ class AsyncEmbodiedRunner(EmbodiedRunner):
         The time that rollouts wait for the end of training is not counted.
         """
         return super().idle() | {"time/idle_rollout": self.report.seconds("sync")}
-
-    def close(self) -> None:
-        """Cancel the collection in progress, and let no further members join."""
-        if self._ahead is not None:
-            self._ahead.cancel()
-        super().close()
 
 
 def episodes_of(stats: list[EpisodeStats]) -> list[dict[str, Any]]:

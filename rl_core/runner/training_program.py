@@ -79,7 +79,7 @@ class TrainingProgram(Program):
                 # Both are sent at once; a rank runs them in this order.
                 preparing = self.actor.compute_advantages_and_returns()
                 training = self.actor.run_training(self.progress.step + 1)
-                self.report.write()
+                self.on_training()
                 self.stops.wait(preparing)
                 metrics = self.stops.wait(training)[0]
             of_critic: dict[str, float] = {}
@@ -93,6 +93,10 @@ class TrainingProgram(Program):
             f"train/{key.removeprefix('actor/')}" if key.startswith("actor/") else key: value
             for key, value in metrics.items()
         }
+
+    def on_training(self) -> None:
+        """Do what can be done while the actors train. Called once a step, as soon as they have begun. Writes the metrics of the last step."""
+        self.report.write()
 
     def write_last_step(self) -> None:
         """Write the metrics and the trace of the last step, unless they are written already. Subclasses may write more."""

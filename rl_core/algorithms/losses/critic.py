@@ -9,6 +9,7 @@ from torch.nn import functional
 from rl_core.algorithms.aggregation import LossNormalizers
 from rl_core.algorithms.arguments import require_bool, require_float32, require_same_shape
 from rl_core.algorithms.losses.types import LossResult, weighted_aggregate
+from rl_core.algorithms.masking import zero_outside
 from rl_core.algorithms.stats import mean_stat, mean_stats, sum_stat
 
 
@@ -35,12 +36,12 @@ def critic_loss(
     require_bool(mask=mask)
     require_float32(values=values, returns=returns, old_values=old_values)
     require_same_shape(values=values, returns=returns, mask=mask, old_values=old_values)
-    kept, target = torch.where(mask, values, 0.0), torch.where(mask, returns.detach(), 0.0)
+    kept, target = zero_outside(mask, values), zero_outside(mask, returns.detach())
     token_loss = _huber(kept, target, huber_delta)
     count = mask.sum(dtype=torch.float64)
     metrics = mean_stats({"values": kept, "returns": target}, mask, count)
     if value_clip is not None and old_values is not None:
-        old = torch.where(mask, old_values.detach(), 0.0)
+        old = zero_outside(mask, old_values.detach())
         moved = kept - old
         clipped = old + moved.clamp(-value_clip, value_clip)
         token_loss = torch.maximum(token_loss, _huber(clipped, target, huber_delta))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core.api.errors import InfrastructureError
+from rl_core.api.errors import DeadlineExceeded, InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import EnvOutput
 from rl_core.batching.trajectories import merge_trajectories
@@ -21,6 +21,7 @@ from rl_core.envs.worker import EnvWorker
 from rl_core.messages.embodied import CollectionRound
 from rl_core.rollouts.hf import MultiStepRolloutWorker
 from rl_core.transports.direct import Connection
+from rl_core.weights.receiver_state import ReceiverState
 from rl_core.workers.context import WorkerContext, stand_alone_identity
 from tests.unit.embodied.simulators import Echo
 
@@ -304,6 +305,77 @@ def test_an_env_worker_that_is_lost_before_its_first_observations_ends_the_colle
         await observations.put_async(EnvOutput(obs=None), key=round.key(0, 0, 0))
         with pytest.raises(InfrastructureError, match="lost before its first observations"):
             await world.rollouts[0].generate(observations, actions, trajectories, round)
+
+    asyncio.run(main())
+
+
+class Receiver:
+    """The state of a weight receiver."""
+
+    state, version = ReceiverState.SERVING, 4
+
+    def current(self):
+        return self.version, f"digest {self.version}"
+
+
+def serve(rollout, version, state=ReceiverState.SERVING):
+    """Have a rollout learn that its receiver serves a version."""
+    rollout._weights.state, rollout._weights.version = state, version
+    rollout._on_weights(state, *rollout._weights.current())
+
+
+def test_a_collection_that_is_requested_early_begins_with_the_weights_it_asks_for():
+    world = World(1, 1, 1)
+    rollout = world.rollouts[0]
+    rollout._weights = Receiver()
+
+    async def main():
+        observations, actions, trajectories = world.channels
+        round = CollectionRound(number=1, step=1, envs=(0,), rollouts=(0,), version=6)
+        working = asyncio.gather(
+            rollout.generate(observations, actions, trajectories, round),
+            world.envs[0].interact(actions, observations, round),
+        )
+        for state, version in ((ReceiverState.READY, 4), (ReceiverState.SERVING, 5), (ReceiverState.APPLIED, 6)):
+            await asyncio.sleep(0.01)
+            serve(rollout, version, state)
+        with pytest.raises(DeadlineExceeded):
+            await trajectories.get_async(key=round.trajectory_key(0), timeout=0.05)
+        serve(rollout, 6)
+        await working
+        made = await trajectories.get_async(key=round.trajectory_key(0), timeout=5)
+        assert set(made.versions.tolist()) == {6}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ["drain", "new epoch", "another collection"])
+def test_a_collection_that_waits_for_weights_never_begins_once_it_is_given_up(end):
+    world = World(1, 1, 1)
+    rollout = world.rollouts[0]
+    rollout._weights = Receiver()
+    rollout._weights.set_epoch = lambda epoch: None
+
+    async def main():
+        observations, actions, trajectories = world.channels
+        waits = CollectionRound(number=1, step=1, envs=(0,), rollouts=(0,), version=5)
+        waiting = asyncio.ensure_future(rollout.generate(observations, actions, trajectories, waits))
+        await asyncio.sleep(0.01)
+        others = []
+        if end == "another collection":
+            now = CollectionRound(number=2, step=1, envs=(0,), rollouts=(0,))
+            others = [
+                rollout.generate(observations, actions, trajectories, now),
+                world.envs[0].interact(actions, observations, now),
+            ]
+        else:
+            await (rollout.drain() if end == "drain" else rollout.on_new_epoch(1))
+        await asyncio.gather(*others)
+        serve(rollout, 5)
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        with pytest.raises(DeadlineExceeded):
+            await trajectories.get_async(key=waits.trajectory_key(0), timeout=0.05)
 
     asyncio.run(main())
 

@@ -83,6 +83,41 @@ def test_an_env_worker_that_is_lost_before_it_tells_its_address_is_a_failure_of_
     rounds, cluster.error = collection(cluster), InfrastructureError("lost")
     with pytest.raises(InfrastructureError, match="lost"):
         rounds._round(1)
-    assert rounds.begin(2) is None
+    assert rounds.begin(2, version=3) is None
     cluster.error = None
     assert rounds._round(3).direct == ((0, 0, "env:0 answer 3"),)
+
+
+class Starting(Members):
+    """A cluster whose members accept calls and do not answer."""
+
+    def submit(self, name, method, args, kwargs, *, timeout):
+        if method == "direct_address":
+            return super().submit(name, method, args, kwargs, timeout=timeout)
+        self.asked.append((name, method, args[-1]))
+        return SimpleNamespace(future=Future(), cancel=lambda: None, describe=lambda: name)
+
+
+def test_a_collection_that_begins_early_is_given_up_without_its_env_worker_or_its_weights(monkeypatch):
+    monkeypatch.setattr("rl_core.runner.collection.embodied_options", lambda spec: SimpleNamespace(num_envs=8))
+    cluster = Starting(member("env:0", "a"), member("rollout:0", "a"), member("rollout:1", "a"))
+    rounds = collection(cluster)
+    rounds._run.applied.spec.runtime.deadlines.rollout = 60
+    served = {"rollout:0": 3, "rollout:1": 3}
+    rounds._versions.version_of = lambda key: served[key[0]]
+    pending = rounds.begin(9, version=4)
+    round = pending.round
+    assert pending.version == 4 and (round.step, round.version, round.rollouts) == (9, 4, (0, 1))
+    assert [call[:2] for call in cluster.asked[1:]] == [
+        ("env:0", "interact"),
+        ("rollout:0", "generate"),
+        ("rollout:1", "generate"),
+    ]
+    rounds._run.progress.version = 4
+    assert not rounds.is_intact(pending)
+    served |= {"rollout:0": 4}
+    assert not rounds.is_intact(pending)  # the other one has not loaded the version
+    served |= {"rollout:1": 4}
+    assert rounds.is_intact(pending)
+    pending.envs[0].give_up()
+    assert not rounds.is_intact(pending)
