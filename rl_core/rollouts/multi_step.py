@@ -242,15 +242,20 @@ class MultiStepRolloutWorker(WeightMethods):
         return await self._work(round, lambda: self._evaluate(input_channel, output_channel, round))
 
     async def _work(self, round: CollectionRound | None, work: Callable[[], Coroutine[Any, Any, int]]) -> int:
-        """Run `work()` in place of the collection in progress, once the weights that `round` asks for are served."""
+        """Run `work()` instead of the collection in progress, with the weights of `round`. Raises InfrastructureError if it is given up."""
         self._stop()
         if self._working is not None:
             await asyncio.wait({self._working})
-        if round is not None and round.version is not None:
-            await self._await_version(round.version)
-        self._round = round or self._round
-        self._working = self._thread.submit(work())
-        return await self._working
+        try:
+            if round is not None and round.version is not None:
+                await self._await_version(round.version)
+            self._round = round or self._round
+            self._working = self._thread.submit(work())
+            return await self._working
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():  # type: ignore[union-attr] # the caller has cancelled the call
+                raise
+            raise InfrastructureError("the rollout has given up the collection; it is run again") from None
 
     async def _generate(
         self, observations: Channel, actions: Channel, trajectories: Channel, round: CollectionRound | None

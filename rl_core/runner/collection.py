@@ -26,6 +26,7 @@ from rl_core.runner.member_versions import MemberVersions
 from rl_core.runner.run import Run
 from rl_core.workers.group import WorkerGroup, WorkerGroupFuncResult
 from rl_core.workers.member import Member
+from rl_core.workers.result import WorkerErrors
 
 logger = logging.getLogger(__name__)
 LOOK_S = 1.0
@@ -180,7 +181,7 @@ class Collection:
         """
         try:
             self._await_workers(pending)
-            self._run.stops.wait(pending.workers, 0.0)
+            self._answers(pending)
             return pending
         except (InfrastructureError, DeadlineExceeded) as error:
             self._abandon(pending, error)
@@ -244,10 +245,23 @@ class Collection:
 
     def _finish(self, pending: Pending) -> list[EpisodeStats]:
         stops = self._run.stops
-        answers = stops.wait(pending.workers, 0.0)
+        answers = self._answers(pending)
         if pending.receiving is not None:
             stops.wait(pending.receiving, max(pending.deadline - time.monotonic(), 1.0))
         return [answer for answer in answers if isinstance(answer, EpisodeStats)]
+
+    def _answers(self, pending: Pending) -> list[Any]:
+        """Return what the env workers and rollouts of a collection that has ended answered.
+
+        Raises InfrastructureError if the collection can be run again, and the error of a worker otherwise.
+        """
+        try:
+            return self._run.stops.wait(pending.workers, 0.0)
+        except WorkerErrors as errors:
+            _, others = errors.split((InfrastructureError, DeadlineExceeded))
+            if others is None:
+                raise InfrastructureError(str(errors)) from errors
+            raise
 
     def _call(self, round: CollectionRound, limit: float) -> tuple[WorkerGroupFuncResult, list[EnvCall]]:
         submit = self._run.cluster.submit

@@ -3,6 +3,9 @@
 import json
 import os
 import shutil
+import signal
+import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -119,6 +122,22 @@ def test_an_env_worker_on_another_host_changes_no_number(tmp_path):
     finally:
         for run in (together, apart):
             run.end()
+
+
+def test_a_rollout_or_env_worker_that_ends_at_any_time_restarts_no_actor(tmp_path):
+    run = begin(tmp_path / "ends", 100, steps=60)
+    try:
+        run.start()
+        for number, (role, sent) in enumerate(product(("rollout", "env"), (signal.SIGKILL, signal.SIGTERM))):
+            run.at_step(5 + 12 * number)
+            time.sleep(0.02 * number)  # at another moment of a step
+            os.kill(run.until(lambda role=role: run.processes(role=role), f"a process {role}")[0]["pid"], sent)
+        assert run.wait() == 0, run.text + run.logs()
+        status = run.status()
+        assert status["epoch"] == 0 and status["step"] == 60, run.text + run.logs()
+        assert [line["step"] for line in run.lines("metrics.jsonl")] == list(range(61))
+    finally:
+        run.end()
 
 
 def test_collections_ahead_of_training_are_one_version_old_and_survive_the_loss_of_a_rollout(tmp_path):

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_core.api.errors import InfrastructureError
+from rl_core.api.errors import DataError, InfrastructureError, WorkerLost
 from rl_core.messages.calls import MethodResult
 from rl_core.runner.collection import Collection
+from rl_core.workers.result import WorkerErrors
 
 
 def member(name, host, incarnation=1):
@@ -121,3 +122,25 @@ def test_a_collection_that_begins_early_is_given_up_without_its_env_worker_or_it
     assert rounds.is_intact(pending)
     pending.envs[0].give_up()
     assert not rounds.is_intact(pending)
+
+
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [
+        ([WorkerLost("rollout:0 is lost"), InfrastructureError("given up")], InfrastructureError),
+        ([WorkerLost("rollout:0 is lost"), DataError("wrong actions")], WorkerErrors),
+    ],
+)
+def test_a_collection_is_run_again_if_all_that_failed_are_losses(monkeypatch, errors, expected):
+    monkeypatch.setattr("rl_core.runner.collection.embodied_options", lambda spec: SimpleNamespace(num_envs=8))
+    cluster = Starting(member("env:0", "a"), member("rollout:0", "a"), member("rollout:1", "a"))
+    rounds = collection(cluster)
+    rounds._run.applied.spec.runtime.deadlines.rollout = 60
+    rounds._run.stops = SimpleNamespace(wait=lambda result, seconds: result.wait(seconds))
+    pending = rounds.begin(9, version=3)
+    pending.envs[0].give_up()
+    for call, error in zip(list(pending.workers._calls.values())[1:], errors, strict=True):
+        call.future.set_exception(error)
+    with pytest.raises(expected) as raised:
+        rounds._answers(pending)
+    assert type(raised.value) is expected
