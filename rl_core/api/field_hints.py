@@ -19,8 +19,6 @@ from rl_core.api.similar import most_similar, nearest
 
 MOST_NAMES = 15
 """Blocks with more fields than this are not listed in a hint."""
-MOST_INNER = 8
-"""Most settings of an unknown block that a hint names."""
 SIMILAR_ELSEWHERE = 0.8
 """Least similarity (difflib's ratio) of a suggested name in another block."""
 MOST_LEVELS = 2
@@ -29,6 +27,8 @@ PLAIN = re.compile(r"[A-Za-z_][\w./+-]*(, ?[A-Za-z_][\w./+-]*)*")
 """Texts that need no quotes in a list of YAML, also several with commas between them."""
 NAMES_PAGE = "docs/coming-from.md"
 Location = tuple[int | str, ...]
+Inner = list[tuple[tuple[str, ...], ForeignName | None]]
+"""Settings inside a block: path in the block, and the setting of other libraries; None if no library has the name."""
 
 
 def suggest(root: type[BaseModel], loc: Location, value: Any = None) -> str:
@@ -44,8 +44,12 @@ def suggest(root: type[BaseModel], loc: Location, value: Any = None) -> str:
         alone = len(path) == 1 and not setting.is_called(name, alone=True)
         if (alone or not setting.ours) and (elsewhere := _elsewhere(root, camel, block)):
             return f"did you mean {elsewhere}?"
-    inner = list(_inner(value, tuple(path)))
-    if setting is not None and not (is_foreign_block(name) and any(one.ours != setting.ours for _, one in inner)):
+    inner = _inner(value, tuple(path), len(path))
+    if not any(one for _, one in inner):
+        inner = []
+    if setting is not None and not (
+        is_foreign_block(name) and any(one and one.ours != setting.ours for _, one in inner)
+    ):
         return _instead(setting)
     if not (inner and is_foreign_block(name)) and (near := most_similar(camel, known)):
         return f"did you mean {near}?"
@@ -69,6 +73,12 @@ def meant_field(root: type[BaseModel], loc: Location) -> str:
     return nearest(to_camel(str(loc[-1])), fields_at(root, loc[:-1]))
 
 
+def theirs(loc: Location) -> Location:
+    """Return the place of the setting that another library keeps at the unknown field `loc`; () if none does."""
+    setting = foreign_path([str(part) for part in loc[1:]])
+    return ("spec", *setting.ours.split(".")) if setting is not None and setting.ours else ()
+
+
 def _instead(setting: ForeignName, name: str = "") -> str:
     """Return what to write in place of a setting of another library, in its block called `name`, or why it must be removed."""
     note = setting.note.rstrip(".")
@@ -77,30 +87,37 @@ def _instead(setting: ForeignName, name: str = "") -> str:
     return f"write {setting.ours}" + (f" for {name}" if name else "") + (f" ({note})" if note else "")
 
 
-def _instead_of_block(inner: list[tuple[str, ForeignName]]) -> str:
-    """Return what to write in place of the settings `inner`, names and settings, of an unknown block."""
-    if len(inner) == 1:
-        return _instead(inner[0][1], inner[0][0])
-    ours = list(dict.fromkeys(f"{setting.ours} for {name}" for name, setting in inner if setting.ours))
-    others = list(dict.fromkeys(name for name, setting in inner if not setting.ours))
-    parts = ["write " + ", ".join(ours[:MOST_INNER])] if ours else []
+def _instead_of_block(inner: Inner) -> str:
+    """Return what to write in place of the settings `inner` of an unknown block."""
+    last_parts = [path[-1] for path, _ in inner]
+    named = [(path[-1] if last_parts.count(path[-1]) == 1 else ".".join(path), setting) for path, setting in inner]
+    settings = {setting.ours if setting else None: setting for _, setting in named}
+    if len(settings) == 1 and (only := named[0][1]) is not None and (only.ours or len(named) == 1):
+        return _instead(only, ", ".join(name for name, _ in named))
+    ours = [f"{setting.ours} for {name}" for name, setting in named if setting and setting.ours]
+    others = [name for name, setting in named if setting and not setting.ours]
+    unknown = [name for name, setting in named if setting is None]
+    parts = ["write " + ", ".join(ours)] if ours else []
     if others:
-        parts.append(
-            f"remove {', '.join(others[:MOST_INNER])}, without counterpart here: {NAMES_PAGE} says what happens instead"
-        )
+        parts.append(f"remove {', '.join(others)}, without counterpart here: {NAMES_PAGE} says what happens instead")
+    if unknown:
+        parts.append(f"remove {', '.join(unknown)}, of which nothing is known here")
     return "; ".join(parts)
 
 
-def _inner(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ForeignName]]:
-    """Yield name and setting for the settings of other libraries inside the unknown block `value` at `path` below spec."""
+def _inner(value: Any, path: tuple[str, ...], begin: int) -> Inner:
+    """Return the settings inside the unknown block `value` at `path` below spec; their own paths begin after `begin` parts."""
     if not isinstance(value, Mapping):
-        return
+        return []
+    found: Inner = []
     for key, inner in value.items():
         place = (*path, str(key))
-        within = list(_inner(inner, place))
-        if not within and (setting := foreign_path(place, whole=isinstance(inner, Mapping))):
-            within = [(str(key), setting)]
-        yield from within
+        within = _inner(inner, place, begin)
+        if not any(setting for _, setting in within):
+            setting = foreign_path(place, whole=isinstance(inner, Mapping))
+            within = [(place[begin:], setting)] if setting or not within else within
+        found += within
+    return found
 
 
 def _elsewhere(root: type[BaseModel], name: str, block: Location) -> str:
@@ -156,9 +173,14 @@ def is_required(root: type[BaseModel], loc: Location) -> bool:
 
 
 def as_list(root: type[BaseModel], loc: Location, value: Any) -> str:
-    """Return how to write `value` as the list that the field at `loc` takes, such as `[{name: wandb}]` for wandb; "" if that is not clear."""
+    """Return how to write `value` as the list that the field at `loc` takes, such as `[{name: wandb}]` for wandb; "" if that is not clear.
+
+    "none" is the empty list.
+    """
     if not isinstance(value, str | int | float) or value == "" or "'" in str(value):
         return ""
+    if value == "none":
+        return "[]"
     text = str(value) if isinstance(value, str) and PLAIN.fullmatch(value) else json.dumps(value)
     model = _model_at(root, loc)
     if not is_model(model):

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic.alias_generators import to_camel
@@ -27,6 +27,8 @@ class ForeignName:
     """Library -> what it calls the setting, in several versions. GUESSED stands for no library."""
     note: str = ""
     """What differs; without a counterpart, what happens here instead."""
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Values of other libraries that are refused here -> what to do, as an instruction."""
 
     def is_called(self, name: str, *, alone: bool = False) -> bool:
         """Return whether a library calls the setting `name`, without the blocks around it, in snake_case or camelCase.
@@ -49,8 +51,16 @@ def foreign_names() -> tuple[ForeignName, ...]:
             row.get("ours", ""),
             {library: tuple(row[library]) for library in (*LIBRARIES, GUESSED) if library in row},
             row.get("note", ""),
+            row.get("values", {}),
         )
         for row in rows
+    )
+
+
+def foreign_value(path: str, value: object) -> str:
+    """Return what to do about a value of another library at `path` below spec, as an instruction; "" if none has it."""
+    return next(
+        (one.values[str(value)] for one in foreign_names() if one.ours == path and str(value) in one.values), ""
     )
 
 

@@ -35,7 +35,14 @@ def one_of_or_function(*names: str, recipes: tuple[tuple[str, str], ...] = ()) -
     )
 
 
-LossName = Annotated[str, Field(max_length=253), one_of_or_function(*LOSSES)]
+RECIPES = (
+    ("grpo", "the loss of GRPO is ppo_clip: docs/algorithms.md"),
+    ("ppo", "the loss of PPO is ppo_clip: docs/algorithms.md"),
+    ("dapo", "the loss of DAPO is ppo_clip with clipHigh above clipLow: docs/algorithms.md"),
+    ("dr_grpo", "the loss of Dr. GRPO is ppo_clip, with algorithm.name: dr_grpo: docs/algorithms.md"),
+)
+"""Names of algorithms whose loss has another name."""
+LossName = Annotated[str, Field(max_length=253), one_of_or_function(*LOSSES, recipes=RECIPES)]
 
 
 class LossSpec(Spec):

@@ -10,7 +10,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from rl_core.api.field_hints import as_list, meant_field, suggest
+from rl_core.api.field_hints import as_list, meant_field, suggest, theirs
+from rl_core.api.foreign_names import foreign_value
 from rl_core.api.similar import nearest
 
 QUOTED = re.compile(r"'([^']*)'")
@@ -27,6 +28,7 @@ def explained(error: ValidationError, root: type[BaseModel], *, at: tuple[str, .
         detail["loc"] = (*at, *detail["loc"])
     unknown = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
     misspelled = {(*loc[:-1], meant_field(root, loc)) for loc in unknown}
+    misspelled |= {place[:end] for place in map(theirs, unknown) for end in range(2, len(place) + 1)}
     parts = [
         InitErrorDetails(
             type=PydanticCustomError(detail["type"], text),
@@ -61,15 +63,21 @@ def _text(detail: ErrorDetails, root: type[BaseModel]) -> str:
     if kind == "missing":
         return "must be given, got nothing, add it"
     if kind == "model_type":
-        return f"must be a mapping of fields, got {got}, indent its fields below it"
+        wanted = as_list(root, detail["loc"], detail["input"]).strip(
+            "[]"
+        )  # a mapping of the only field that is required
+        return f"must be a mapping of fields, got {got}, " + (
+            f"write {wanted}" if wanted else "indent its fields below it"
+        )
     rule = str(detail["msg"]).replace("Input should be", "must be").replace("should have", "must have")
     return f"{rule[0].lower() + rule[1:]}, got {got}, {_way_out(detail, root)}"
 
 
 def _way_out(detail: ErrorDetails, root: type[BaseModel]) -> str:
-    kind = detail["type"]
+    kind, path = detail["type"], ".".join(str(part) for part in detail["loc"][1:])
+    if theirs := foreign_value(path, detail["input"]):
+        return theirs
     if kind == "list_type" and (wanted := as_list(root, detail["loc"], detail["input"])):
-        path = ".".join(str(part) for part in detail["loc"][1:])
         return f"write {wanted}, and with --set in quotes: --set '{path}={wanted}'"
     if kind in ("literal_error", "enum"):
         meant = nearest(str(detail["input"]), QUOTED.findall(detail["msg"]))

@@ -8,7 +8,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from rl_core.api.field_hints import fields_at, is_required, meant_field, take_snake_case
+from rl_core.api.field_hints import fields_at, is_required, meant_field, take_snake_case, theirs
 from rl_core.api.job import RLJob
 from rl_core.api.problems import problem_lines
 
@@ -87,19 +87,32 @@ def _mend(document: dict[str, Any], details: Iterable[ErrorDetails]) -> None:
             holder[cast(str, last)] = copy.deepcopy(REQUIRED[detail["loc"]])
         elif detail["type"] == "extra_forbidden":
             value = holder.pop(last, None)
+            _give_what_is_meant(document, detail["loc"])
             meant = (*parents, meant_field(RLJob, detail["loc"]))
-            if is_required(RLJob, meant):  # what is in it is checked too
-                holder.setdefault(cast(str, meant[-1]), value)
+            if is_required(RLJob, meant):
+                fits = isinstance(value, dict) or not fields_at(RLJob, meant)  # then what is in it is checked too
+                holder.setdefault(cast(str, meant[-1]), value if fits else copy.deepcopy(REQUIRED.get(meant)))
         elif detail["type"] == "string_type":
             holder[cast(str, last)] = PLACEHOLDER  # a rule of several fields would complain that it is not given
         else:
             holder.pop(last, None)
 
 
+def _give_what_is_meant(document: dict[str, Any], place: tuple[int | str, ...]) -> None:
+    """Put a placeholder where a required setting belongs that is at `place` by its name in another library."""
+    meant, holder = theirs(place), document
+    if meant not in REQUIRED:
+        return
+    for part in meant[:-1]:
+        holder = holder.setdefault(cast(str, part), {}) if isinstance(holder, dict) else {}
+    holder.setdefault(cast(str, meant[-1]), copy.deepcopy(REQUIRED[meant]))
+
+
 REQUIRED: dict[tuple[int | str, ...], Any] = {
     ("apiVersion",): "rljob.dev/v1alpha1",
     ("kind",): "RLJob",
     ("metadata", "name"): PLACEHOLDER,
+    ("spec", "model"): {"path": PLACEHOLDER},
     ("spec", "model", "path"): PLACEHOLDER,
     ("spec", "data"): {"train": PLACEHOLDER},
     ("spec", "data", "train"): PLACEHOLDER,

@@ -81,7 +81,10 @@ def test_a_problem_names_path_rule_value_and_way_out(spec, words):
             {"algorithm": {"advantageEstimator": "grpo"}},
             "write algorithm.name (`grpo`, `dr_grpo` (no deviation, other aggregation), `rloo`, `gae` and others)",
         ),
-        ({"algorithm": {"loss": {"estimator": "k3"}}}, "write algorithm.loss.klEstimator"),
+        (
+            {"algorithm": {"loss": {"estimator": "k3"}}},
+            "write algorithm.loss.klEstimator (verl's `low_var_kl` is `k3`, `mse` `k2` and `kl` `k1`)",
+        ),
         ({"algorithm": {"loss": {"type": "ppo"}}}, "write algorithm.loss.name"),
         ({"algorithm": {"n_samples_per_prompt": 8}}, "write algorithm.groupSize"),
         ({"validation": {"interval": 8}}, "write validation.everySteps"),
@@ -117,7 +120,21 @@ def test_an_unknown_field_gets_the_name_it_has_here(spec, hint):
             "spec.rollout.sampling.topK: ",
             "change the value; if -1 is meant to switch it off, docs/reference/rljob.md says how",
         ),
-        ({"algorithm": {"loss": {"name": "ppo"}}}, "spec.algorithm.loss.name: ", "(did you mean ppo_clip?)"),
+        ({"algorithm": {"loss": {"name": "ppo_clipp"}}}, "spec.algorithm.loss.name: ", "(did you mean ppo_clip?)"),
+        (
+            {"algorithm": {"loss": {"name": "grpo"}}},
+            "spec.algorithm.loss.name: ",
+            "(the loss of GRPO is ppo_clip: docs/algorithms.md)",
+        ),
+        ({"algorithm": {"loss": {"klEstimator": "low_var_kl"}}}, "spec.algorithm.loss.klEstimator: ", "write k3"),
+        (
+            {"model": {"path": "m", "lora": {"targets": "all-linear"}}},
+            "spec.model.lora.targets: ",
+            "all linear layers are the default",
+        ),
+        ({"trackers": "none"}, "spec.trackers: ", "--set 'trackers=[]'"),
+        ({"trackers": ["wandb"]}, "spec.trackers.0: ", "write {name: wandb}"),
+        ({"model": "folder"}, "spec.model: ", "write {path: folder}"),
         ({"placement": {"mode": "colocate"}}, "spec.placement.mode: ", "did you mean colocated?"),
         ({"rollout": {"engine": "sgl"}}, "spec.rollout.engine: ", "did you mean sglang?"),
         ({"rollout": {"engine": "vllm"}}, "spec.rollout.engine: ", "choose one of these"),
@@ -138,7 +155,7 @@ def test_a_misspelled_choice_gets_the_nearest_one(spec, place, hint):
     [
         (
             {"custom_reward_function": {"path": "a.py", "name": "f"}},
-            "write env.reward for path (One `module:function`, `env.type: reward`; several rewards: `parts` of its result)",
+            "write env.reward for path, name (One `module:function`, `env.type: reward`; several rewards: `parts` of its result)",
         ),
         (
             {"algorithm": {"kl_ctrl": {"kl_coef": 0.1}}},
@@ -157,6 +174,21 @@ def test_a_misspelled_choice_gets_the_nearest_one(spec, place, hint):
             {"actor": {"optim": {"lr": 1e-6, "lr_warmup_steps_ratio": 0.1}}},
             "write actor.optimizer.learningRate for lr, actor.optimizer.schedule.warmupRatio for lr_warmup_steps_ratio",
         ),
+        (
+            {"actor": {"optim": {"lr": 1e-6, "nothing": 3}}},
+            "write actor.optimizer.learningRate for lr; remove nothing, of which nothing is known here",
+        ),
+        (
+            {"actor_rollout_ref": {name: {"fsdp_config": {"param_offload": True}} for name in ("actor", "ref")}},
+            "write actor.offload.params for actor.fsdp_config.param_offload; remove ref.fsdp_config.param_offload, without counterpart here: "
+            "docs/coming-from.md says what happens instead",
+        ),
+        (
+            {"algorithm": {"filter_groups": {"enable": True, "metric": "acc", "max_num_gen_batches": 10}}},
+            "write algorithm.dynamicSampling.enabled for enable, algorithm.maxGenerationBatches for max_num_gen_batches; remove metric, without "
+            "counterpart here: docs/coming-from.md says what happens instead",
+        ),
+        ({"reward_model": {"overlong_buffer": {"len": 4096}}}, "write algorithm.overlong.buffer for len"),
         ({"nothing": {"path": "a", "n": 3}}, "docs/reference/rljob.md lists the fields"),
         ({"rollouts": {"temperature": 1.0}}, "did you mean rollout?"),
     ],
@@ -164,6 +196,30 @@ def test_a_misspelled_choice_gets_the_nearest_one(spec, place, hint):
 def test_a_block_of_another_library_gets_the_names_of_what_is_in_it(spec, hint):
     (problem,) = find_problems(job(**spec))[1]
     assert problem.endswith(hint), problem
+
+
+def test_a_block_of_another_library_loses_no_setting():
+    names = [
+        "lr",
+        "n",
+        "temperature",
+        "ppo_epochs",
+        "clip_ratio",
+        "kl_loss_coef",
+        "loss_agg_mode",
+        "entropy_coeff",
+        "enforce_eager",
+        "top_p",
+    ]
+    (problem,) = find_problems(job(actor_rollout_ref=dict.fromkeys(names, 1)))[1]
+    assert all(f" for {name}" in problem for name in names if name != "n"), problem
+
+
+def test_a_setting_that_must_be_given_has_one_problem_under_the_name_of_another_library():
+    document = job(model_name_or_path="folder", train_dataset="t.jsonl")
+    del document["spec"]["model"], document["spec"]["data"]
+    problems = find_problems(document)[1]
+    assert [line.partition(": ")[0] for line in problems] == ["spec.model_name_or_path", "spec.train_dataset"], problems
 
 
 def test_a_misspelled_field_that_must_be_given_is_one_problem_and_what_is_in_it_is_checked():
