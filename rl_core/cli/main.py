@@ -55,7 +55,12 @@ def init(
         typer.Option(help="Model folder or hf://owner/name.", show_default="hf://Qwen/Qwen2.5-0.5B-Instruct"),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=0, help="Accelerators that the job may use.", show_default="those of this machine")
+        int | None,
+        typer.Option(
+            min=0,
+            help="Accelerators of the machine. The job uses two of them, or shares one.",
+            show_default="those of this machine",
+        ),
     ] = None,
 ) -> None:
     """Create a folder with a job that runs as it is, example data, a stub of your code and a README."""

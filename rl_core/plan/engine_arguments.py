@@ -56,6 +56,15 @@ RESERVED: Mapping[str, str] = {
     **dict.fromkeys(("checkpoint_engine_wait_weights_before_ready", "modelopt_quant", "quantize_and_serve"), WEIGHTS),
 }
 """Argument -> why a job may not pass it, and what to do instead."""
+OF_VLLM = {
+    "gpu_memory_utilization": "mem_fraction_static",
+    "tensor_parallel_size": "tp_size",
+    "data_parallel_size": "dp_size",
+    "max_model_len": "context_length",
+    "max_num_seqs": "max_running_requests",
+    "enforce_eager": "disable_cuda_graph",
+}
+"""Arguments of vLLM under the names of SGLang."""
 POD_ARGUMENTS = ("tp_size", "dp_size")
 """Arguments that divide the accelerators of a pod: into `dp_size` engines of `tp_size` accelerators. Each engine is a rollout of its own, so
 that SGLang's controller of data-parallel replicas, whose weights cannot be updated from tensors, is not used."""
@@ -122,8 +131,8 @@ def _problem(name: str, value: Any, *, kept: bool) -> str | None:
     if name in RESERVED:
         return f"is not for a job to set, got {value!r}: {RESERVED[name]}"
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"write {near[0]}" if near else "remove it"
+        near = [OF_VLLM[name]] if name in OF_VLLM else difflib.get_close_matches(name, known, n=1)
+        hint = RESERVED.get(near[0], f"write {near[0]}") if near else "remove it"
         return f"must be an argument of SGLang {version}, which has none of that name; {hint}"
     if not any(_fits(value, kind) for kind in known[name]):
         kinds = " or ".join(kind if isinstance(kind, str) else repr(kind["is"]) for kind in known[name])

@@ -34,10 +34,11 @@ export function groupList(samples, open) {
   const [low, high] = range(samples);
   return el("div", { class: "groups" }, [...groups.values()].map((members) => {
     const first = members[0];
-    const mean = members.reduce((sum, one) => sum + (one.reward ?? 0), 0) / members.length;
+    const rewards = members.map((one) => one.reward).filter((reward) => reward != null);  // a failed sample has none
+    const mean = rewards.length ? number(rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length, 3) : "-";
     return el("article", { class: "group" },
       el("header", {}, el("a", { href: "#", class: "name", onclick: (event) => { event.preventDefault(); open(first, null); } }, `group ${first.group}`),
-        el("span", { class: "dim" }, `${members.length} sample${members.length > 1 ? "s" : ""} · mean ${number(mean, 3)}${first.reason === FILTERED ? " · filtered, not trained" : ""}`)),
+        el("span", { class: "dim" }, `${members.length} sample${members.length > 1 ? "s" : ""} · mean ${mean}${first.reason === FILTERED ? " · filtered, not trained" : ""}`)),
       el("pre", { class: "text preview", dir: "auto" }, visible(first.prompt)),
       el("div", { class: "chips" }, members.map((one) => el("button", {
         type: "button", class: rewardClass(one.reward, low, high), title: `${one.reason}, ${one.tokens} tokens`, onclick: () => open(one, one.sample),

@@ -66,6 +66,8 @@ def test_arguments_precede_our_defaults_on_a_cpu(tmp_path):
         ("deepep_mode", "slow", "'low_latency'"),
         ("custom_sigquit_handler", "f", "a function cannot be given"),
         ("mem_fraction", 0.7, "SGLang 0.5.23, which has none of that name; write mem_fraction_static"),
+        ("gpu_memory_utilization", 0.7, "which has none of that name; write mem_fraction_static"),
+        ("max_model_len", 4096, "which has none of that name; use rollout.maxSequenceLength"),
         ("--tp", 2, "which has none of that name; remove it"),
         ("pp_size", 2, "use rollout.gpus"),
         ("tp_size", True, "must be integer, got True"),
