@@ -1,7 +1,7 @@
-"""Copies of a version on the devices of the trainer's other ranks, for the engines that share those devices (CUDA IPC).
+"""Copies of a version of the weights on the devices of the trainer's ranks other than 0, for the engines that share those devices (CUDA IPC).
 
-Rank 0 has each bucket whole. It broadcasts it in the trainer's process group, and each rank whose device has an engine keeps it in a
-`DeviceBuffer`. Rank 0 then gets handles of the buffers, and its publisher gives them to the engines.
+Rank 0 holds the complete tensors of each bucket. It broadcasts them in the trainer's process group, and each rank whose device has an engine
+keeps them in a `DeviceBuffer`. Rank 0 then gets handles of the buffers, and its publisher gives them to the engines.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,8 +24,8 @@ class DeviceCopies:
     ) -> None:
         """Allocate memory for a version of `layout` on each device from which handles are wanted.
 
-        `places` and `wanted`: device of each rank and number of its handles. `seconds`: longest time of a weight sync. A device that has no
-        memory for the copy has no handles.
+        `places` and `wanted`: device of each rank and number of its handles. `seconds`: longest time of a weight sync. A device without
+        enough free memory gets no copy and no handles.
         """
         self._ranks, self._places, self._wanted, self._seconds = ranks, places, wanted[ranks.rank], seconds
         self._buffer = DeviceBuffer(optional=True)
@@ -35,7 +35,7 @@ class DeviceCopies:
         """Handles of this rank's copy."""
         self._complete = False
         self.handles: dict[Place, list[Handle]] = {}
-        """Handles of the copy on each device, once all buckets were read. The publisher removes those that it gives away."""
+        """Handles of the copy on each device, once all buckets were broadcast. The publisher removes those that it passes to engines."""
 
     def broadcast(self, bucket: Bucket, tensors: Iterable[Tensor]) -> None:
         """Copy `bucket` to the devices. `tensors` are those of the bucket on rank 0, and are not used elsewhere."""
@@ -56,7 +56,7 @@ class DeviceCopies:
         self._complete = True
 
     def await_end(self) -> None:
-        """Wait until rank 0 has published the version, so that no engine maps the copies any more."""
+        """Wait until rank 0 has finished publishing the version, so that no engine maps the copies any more."""
         if not self._complete:
             return
         with self._ranks.collectives_within(self._seconds):

@@ -17,18 +17,18 @@ from rl_core.api.foreign_names import GENERIC, ForeignName, foreign_name, foreig
 from rl_core.api.pods import PodSpec
 from rl_core.api.similar import most_similar, nearest
 
-MOST_NAMES = 15
+MAX_NAMES = 15
 """Blocks with more fields than this are not listed in a hint."""
 SIMILAR_ELSEWHERE = 0.8
-"""Least similarity (difflib's ratio) of a suggested name in another block."""
-MOST_LEVELS = 2
-"""Most levels by which a field in another block may lie deeper than the name that it is suggested for."""
+"""Minimum similarity (difflib's ratio) of a suggested name in another block."""
+MAX_LEVELS = 2
+"""A field in another block is suggested only if it is at most this many levels deeper than the unknown name."""
 PLAIN = re.compile(r"[A-Za-z_][\w./+-]*(, ?[A-Za-z_][\w./+-]*)*")
-"""Texts that need no quotes in a list of YAML, also several with commas between them."""
+"""Pattern of texts that need no quotes in a YAML list, including several with commas between them."""
 NAMES_PAGE = "docs/coming-from.md"
 Location = tuple[int | str, ...]
 Inner = list[tuple[tuple[str, ...], ForeignName | None]]
-"""Settings inside a block: path in the block, and the setting of other libraries; None if no library has the name."""
+"""Settings inside a block: path in the block, and the setting of other libraries; None if no other library uses the name."""
 
 
 def suggest(root: type[BaseModel], loc: Location, value: Any = None) -> str:
@@ -63,18 +63,18 @@ def suggest(root: type[BaseModel], loc: Location, value: Any = None) -> str:
         return f"remove it; {NAMES_PAGE} lists the settings of other libraries"
     if name not in GENERIC and (elsewhere := _elsewhere(root, camel, block)):
         return f"did you mean {elsewhere}?"
-    if known and len(known) <= MOST_NAMES:
+    if known and len(known) <= MAX_NAMES:
         return f"remove it or use one of: {', '.join(sorted(known))}"
     return "remove it; docs/reference/rljob.md lists the fields" if known else "remove it"
 
 
 def meant_field(root: type[BaseModel], loc: Location) -> str:
-    """Return the field of its block that the unknown field at `loc` is nearest to; "" for none."""
+    """Return the field of the same block whose name is nearest to the unknown one at `loc`; "" if none is near."""
     return nearest(to_camel(str(loc[-1])), fields_at(root, loc[:-1]))
 
 
 def theirs(loc: Location) -> Location:
-    """Return the place of the setting that another library keeps at the unknown field `loc`; () if none does."""
+    """Return the place in the job of the setting that another library has at the unknown field `loc`; () if none has."""
     setting = foreign_path([str(part) for part in loc[1:]])
     return ("spec", *setting.ours.split(".")) if setting is not None and setting.ours else ()
 
@@ -106,7 +106,7 @@ def _instead_of_block(inner: Inner) -> str:
 
 
 def _inner(value: Any, path: tuple[str, ...], begin: int) -> Inner:
-    """Return the settings inside the unknown block `value` at `path` below spec; their own paths begin after `begin` parts."""
+    """Return the settings inside the unknown block `value` at `path` below spec. The first `begin` parts of their paths are left out."""
     if not isinstance(value, Mapping):
         return []
     found: Inner = []
@@ -121,11 +121,11 @@ def _inner(value: Any, path: tuple[str, ...], begin: int) -> Inner:
 
 
 def _elsewhere(root: type[BaseModel], name: str, block: Location) -> str:
-    """Return the path below spec of the most similar field of the schema, of equal ones that nearest to `block`; "" for none.
+    """Return the path below spec of the most similar field of the schema, on a tie the one nearest to `block`; "" for none.
 
-    A field that lies more than MOST_LEVELS deeper is not meant, nor is one that `name` only begins with: `trainer` is not meant to be `train`.
+    Not suggested are fields more than MAX_LEVELS deeper, and those whose name is a mere prefix of `name`, as `train` of `trainer`.
     """
-    depth = sum(isinstance(part, str) for part in block) - 1 + MOST_LEVELS
+    depth = sum(isinstance(part, str) for part in block) - 1 + MAX_LEVELS
     paths = {
         last: near
         for last, found in _paths(root).items()
@@ -141,7 +141,7 @@ def _elsewhere(root: type[BaseModel], name: str, block: Location) -> str:
 
 @functools.cache
 def _paths(root: type[BaseModel]) -> Mapping[str, list[str]]:
-    """Return the paths of all fields below spec by their last part."""
+    """Return the paths of all fields below spec, keyed by their last part."""
     found: dict[str, list[str]] = {}
     for path in _walk(_model_of(root.model_fields["spec"].annotation), ()):
         found.setdefault(path[-1], []).append(".".join(path))
@@ -173,7 +173,7 @@ def is_required(root: type[BaseModel], loc: Location) -> bool:
 
 
 def as_list(root: type[BaseModel], loc: Location, value: Any) -> str:
-    """Return how to write `value` as the list that the field at `loc` takes, such as `[{name: wandb}]` for wandb; "" if that is not clear.
+    """Return how to write `value` as the list that the field at `loc` takes, such as `[{name: wandb}]` for the value `wandb`; "" if it is ambiguous.
 
     "none" is the empty list.
     """

@@ -37,7 +37,7 @@ class PairGroups:
     def plan(self, receiver: str, receiver_key: str) -> GroupPlan:
         """Return the plan of the group in which this process sends to `receiver`.
 
-        `receiver_key` is what `key_of` returns at the receiver. The plan is that of a new generation unless both hold the same working group.
+        A plan tells both members where they meet, the address of the store, and which generation of the group they form. `receiver_key` is what `key_of` returns at the receiver. The plan is that of a new generation unless both hold the same working group.
         Raises NotFormed if this process cannot start the store at which the members meet.
         """
         name = _group_name(self._name, receiver)
@@ -67,7 +67,7 @@ class PairGroups:
             return group.plan.key if group is not None and self._is_usable(group) else ""
 
     def formed(self, plan: GroupPlan) -> TensorGroup | None:
-        """Return the group of `plan` if this process has formed it and it works."""
+        """Return the group of `plan` if this process has formed it and it works, else None."""
         with self._lock:
             group = self._groups.get(plan.name)
             return group if group is not None and group.plan == plan and self._is_usable(group) else None
@@ -100,7 +100,7 @@ class PairGroups:
         return group
 
     def abort(self, plan: GroupPlan, reason: str) -> None:
-        """End the group of `plan`, also while it forms. Its receiver learns of it from the store if this process is the sender."""
+        """End the group of `plan`, also while it forms. If this process is the sender, the receiver is told through the store."""
         with self._lock:
             if self._plans.get(plan.name) == plan:
                 del self._plans[plan.name]

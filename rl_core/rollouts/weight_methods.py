@@ -43,7 +43,7 @@ class WeightMethods(Worker):
         return ReceiverAck(version=version, digest=digest)
 
     async def weights_offer(self, offer: WeightOffer) -> ReceiverAnswer:
-        """Answer the publisher's offer of new weights. The answer is sent once nothing generates any more."""
+        """Answer the publisher's offer of new weights. The answer is sent once no generation is running."""
         return await self._receiver().offer(offer)
 
     async def weights_transfer(self, transfer: WeightTransfer) -> ReceiverAnswer:
@@ -104,7 +104,7 @@ class WeightMethods(Worker):
                 served.set_result(None)
 
     async def _await_version(self, version: int) -> None:
-        """Wait until this worker serves `version` or a later one. Another call, or `_stop_awaiting`, cancels the wait."""
+        """Wait until this worker serves `version` or a later one. A later call, or `_stop_awaiting`, cancels the wait (CancelledError)."""
         self._stop_awaiting()
         receiver = self._receiver()
         if receiver.state is ReceiverState.SERVING and receiver.current()[0] >= version:

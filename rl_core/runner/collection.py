@@ -151,7 +151,7 @@ class Collection:
         return tuple(sorted(int(member.name.partition(":")[2]) for member in self._members(group, version)))
 
     def _members(self, group: str, version: int | None = None) -> list[Member]:
-        """Return the members of a group that are present; with `version`, those that have proved this version of the weights."""
+        """Return the members of a group that are present; with `version`, those that serve this version of the weights."""
         present = [m for m in self._run.cluster.members(group) if m.state.constructed]
         if version is None:
             return present
@@ -160,9 +160,10 @@ class Collection:
     # --- collections that begin early --------------------------------------------------------------------------------
 
     def begin(self, step: int, *, version: int) -> Pending | None:
-        """Request the collection of a later step. Returns None if no env worker or no rollout is present.
+        """Request the collection of a later step and return it, without waiting for it; `settle` or `take` do.
 
-        The rollouts begin it once they serve `version` of the weights, which is the current one or the next.
+        The rollouts start it once they serve version `version` of the weights, the current one or the next. Returns None if no env worker or
+        no rollout is present.
         """
         try:
             return self._start(self._round(step, version=version))
@@ -170,7 +171,10 @@ class Collection:
             return None
 
     def is_intact(self, pending: Pending) -> bool:
-        """Return whether no env worker of a collection was lost, and all its rollouts have proved the current version of the weights."""
+        """Return whether a collection that was requested before the current version was published is still of use.
+
+        It is not if an env worker was lost meanwhile, or if a rollout was lost or does not serve the current version.
+        """
         ready = self._ranks(ROLLOUT, self._run.progress.version)
         return not any(call.lost for call in pending.envs) and set(pending.round.rollouts) <= set(ready)
 

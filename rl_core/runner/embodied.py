@@ -41,7 +41,7 @@ class EmbodiedRunner(TrainingProgram):
         self._ahead: Pending | None = None
         """The collection of the next step, if it has begun."""
         self._age = 0
-        """Versions between the weights that chose the actions of this step and those that are trained."""
+        """How many versions older the weights that chose the actions of this step are than the weights that are trained."""
         saving.register("embodied", self)
 
     @classmethod
@@ -175,9 +175,10 @@ class EmbodiedRunner(TrainingProgram):
         return roster.count(ENV) >= len(roster.wanted(ENV)) and rollouts >= len(roster.wanted(ROLLOUT))
 
     def on_training(self) -> None:
-        """Request the next collection as well, unless the simulators or the devices are needed before it, or a member is missing.
+        """Write the metrics of the last step, and request the next collection.
 
-        The rollouts begin it once they serve the weights of this training.
+        The rollouts start it once they serve the weights that this training produces. It is not requested yet if an evaluation needs the
+        simulators first, if groups share devices, or if a member is missing.
         """
         used_before = self.evaluates_after(self.progress.step + 1) or self.schedule.devices() is not None
         if not used_before and self._all_present:
@@ -185,7 +186,7 @@ class EmbodiedRunner(TrainingProgram):
         super().on_training()
 
     def publish(self) -> None:
-        """Publish the new version. The collection that waits for it is given up if a member is lost, or has not loaded it in time."""
+        """Publish the new version. Give up the collection that waits for it if a member is lost or does not load the version in time."""
         super().publish()
         ahead = self._ahead
         if ahead is not None and ahead.version == self.progress.version and not self.collection.is_intact(ahead):

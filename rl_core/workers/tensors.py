@@ -1,14 +1,14 @@
 """Tensors on accelerators between workers: `Worker.send_tensor`, `recv_tensor` and `broadcast`.
 
-The sender stores a header in the place of a message, so that tensors and other messages arrive in the order in which they were sent. The
-receiver answers where it wants the tensor, and the sender chooses the transport by where both ends are, for each receiver of a broadcast:
+The sender stores a header in place of a message, so that tensors and other messages arrive in the order in which they were sent. The
+receiver answers on which device it wants the tensor, and the sender chooses the transport by where both ends are, for each receiver of a broadcast:
 
 - on the same accelerator: the receiver maps the memory of the sender (CUDA IPC) and copies it;
 - on two accelerators: a process group of the two (NCCL), which is kept and formed again after an error or a loss;
 - otherwise, and if the receiver cannot map the memory or the group cannot be formed: through host memory, as other messages.
 
-A broadcast sends to all receivers at once. A transfer holds the lock of its own pair only, and receivers wait for each other when it has
-released it, so that broadcasts and sends that overlap cannot block each other.
+A broadcast sends to all receivers at once. Each of these transfers holds only the lock of its own sender and receiver. Receivers wait for
+each other only after that lock is released, so that broadcasts and sends that overlap cannot block each other.
 
 `rl_core.messages.tensors` lists the messages, `tensor_exchange` sends and receives them.
 """
@@ -49,7 +49,7 @@ HOST = "host"
 FORM_SECONDS = 30.0
 """Seconds for forming a process group. After them the tensor goes through host memory."""
 STUCK_SECONDS = 1.0
-"""Seconds after which a formation that does not end by itself in time is given up. NCCL may block in it."""
+"""Seconds after its timeout at which the formation of a group is abandoned. NCCL may block in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,8 @@ class TensorTransfers:
     def _trusts(self, peer: str) -> bool:
         """Return whether this process may share memory or form a process group with `peer`.
 
-        In a job both groups must hold the model. The others run code that must not reach the trainer, and the network rules separate them.
+        In a job, the worker groups of both must hold the model. Other groups run code that must not reach the trainer, and network rules
+        separate them from it.
         """
         if self._context.job is None:
             return True
@@ -301,7 +302,7 @@ class TensorTransfers:
     def _receive_by_group(self, exchange: TensorExchange, plan: GroupPlan, tensor: "torch.Tensor") -> str:
         """Receive into `tensor` over a process group. Return "" when it has arrived, or why the group could not be formed.
 
-        The group writes to memory of its own, because it may go on to do so after an error. `tensor` is unchanged then.
+        The group writes to a buffer of its own, because it may keep writing after an error. In that case `tensor` is unchanged.
         """
         import torch
 
