@@ -37,8 +37,9 @@ class PairGroups:
     def plan(self, receiver: str, receiver_key: str) -> GroupPlan:
         """Return the plan of the group in which this process sends to `receiver`.
 
-        A plan tells both members where they meet, the address of the store, and which generation of the group they form. `receiver_key` is what `key_of` returns at the receiver. The plan is that of a new generation unless both hold the same working group.
-        Raises NotFormed if this process cannot start the store at which the members meet.
+        A plan tells both members where they meet, the address of the store, and which generation of the group they form. It is a new
+        generation unless both hold the same working group. `receiver_key` is what `key_of` returns at the receiver. Raises NotFormed if
+        this process cannot start the store.
         """
         name = _group_name(self._name, receiver)
         with self._lock:
