@@ -165,8 +165,13 @@ class Collection:
         The rollouts start it once they serve version `version` of the weights, the current one or the next. Returns None if no env worker or
         no rollout is present.
         """
+        deadlines = self._run.applied.spec.runtime.deadlines
+        ahead = version > self._run.progress.version  # then the rollouts wait for training and weight sync first
         try:
-            return self._start(self._round(step, version=version))
+            return self._start(
+                self._round(step, version=version),
+                wait=deadlines.group_method + deadlines.weight_sync if ahead else 0.0,
+            )
         except (InfrastructureError, DeadlineExceeded):
             return None
 
@@ -199,6 +204,7 @@ class Collection:
 
         Returns the episodes by env worker; None if they were lost.
         """
+        pending.deadline = time.monotonic() + self._run.applied.spec.runtime.deadlines.rollout
         try:
             pending.receiving = self._receive(pending.round)
             self._await_workers(pending)
@@ -226,8 +232,9 @@ class Collection:
         finally:
             pending.cancel()
 
-    def _start(self, round: CollectionRound) -> Pending:
-        limit = self._run.applied.spec.runtime.deadlines.rollout
+    def _start(self, round: CollectionRound, *, wait: float = 0.0) -> Pending:
+        """Call the members of a collection. `wait`: seconds for which the rollouts may wait before they start it."""
+        limit = self._run.applied.spec.runtime.deadlines.rollout + wait
         workers, envs = self._call(round, limit)
         version = self._run.progress.version if round.version is None else round.version
         return Pending(round, version, workers, envs, deadline=time.monotonic() + limit)
