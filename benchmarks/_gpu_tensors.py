@@ -80,8 +80,8 @@ def tensors(world: World) -> dict:
         if slots > 1:
             members.append(_launch(cluster, "other", 1, "" if world.cuda else "gpu 1", nbytes))
             found["group"] = _figures(one, members[-1], nbytes)
-        found["broadcast"] = _broadcast(members, nbytes)
         found["host"] = _figures(one, same, nbytes, on_device=False)
+        found["broadcast"] = _broadcast(members, nbytes)
     tensor = torch.ones(nbytes, dtype=torch.uint8, device=world.device)
     also = torch.empty_like(tensor)
     return found | {"bytes": nbytes, "copy_gb_per_second": rate(nbytes, world.median(lambda: also.copy_(tensor)))}

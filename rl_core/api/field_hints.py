@@ -79,30 +79,26 @@ def theirs(loc: Location) -> Location:
     return ("spec", *setting.ours.split(".")) if setting is not None and setting.ours else ()
 
 
-def _instead(setting: ForeignName, name: str = "") -> str:
-    """Return what to write in place of a setting of another library, in its block called `name`, or why it must be removed."""
+def _instead(setting: ForeignName) -> str:
+    """Return what to write in place of a setting of another library, or why it must be removed."""
     note = setting.note.rstrip(".")
     if not setting.ours:
-        return f"remove {name or 'it'}, it has no counterpart here: {note}"
-    return f"write {setting.ours}" + (f" for {name}" if name else "") + (f" ({note})" if note else "")
+        return f"remove it, it has no counterpart here: {note}"
+    return f"write {setting.ours}" + (f" ({note})" if note else "")
 
 
 def _instead_of_block(inner: Inner) -> str:
-    """Return what to write in place of the settings `inner` of an unknown block."""
+    """Return what to write in place of the settings `inner` of an unknown block: a line for each, if there are several."""
     last_parts = [path[-1] for path, _ in inner]
-    named = [(path[-1] if last_parts.count(path[-1]) == 1 else ".".join(path), setting) for path, setting in inner]
-    settings = {setting.ours if setting else None: setting for _, setting in named}
-    if len(settings) == 1 and (only := named[0][1]) is not None and (only.ours or len(named) == 1):
-        return _instead(only, ", ".join(name for name, _ in named))
-    ours = [f"{setting.ours} for {name}" for name, setting in named if setting and setting.ours]
-    others = [name for name, setting in named if setting and not setting.ours]
-    unknown = [name for name, setting in named if setting is None]
-    parts = ["write " + ", ".join(ours)] if ours else []
-    if others:
-        parts.append(f"remove {', '.join(others)}, without counterpart here: {NAMES_PAGE} says what happens instead")
-    if unknown:
-        parts.append(f"remove {', '.join(unknown)}, of which nothing is known here")
-    return "; ".join(parts)
+    lines = []
+    for path, setting in inner:
+        name = path[-1] if last_parts.count(path[-1]) == 1 else ".".join(path)
+        note = setting.note.rstrip(".") if setting else "no name that is known here"
+        if setting is not None and setting.ours:
+            lines.append(f"{setting.ours} for {name}" + (f" ({note})" if note else ""))
+        else:
+            lines.append(f"nothing for {name}: {note}")
+    return f"write {lines[0]}" if len(lines) == 1 else "\n      ".join(["write in its place:", *lines])
 
 
 def _inner(value: Any, path: tuple[str, ...], begin: int) -> Inner:

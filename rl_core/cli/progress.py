@@ -235,8 +235,9 @@ def waiting_line(status: dict[str, Any], seconds: float) -> str:
 def step_line(metrics: dict[str, Any], total: int, measured: ValidationMetric = ACCURACY) -> str:
     """Return one line with the most important metrics of a step.
 
-    If there are any, the line also has the numbers of dropped groups, of failed validation prompts and of disabled trackers, and says that
-    no sample has a reward. The share of successes is left out while it is 0, because most simulators report none.
+    If there are any, the line also has the numbers of dropped groups, of failed validation prompts, of environment processes that took too
+    long or died, and of disabled trackers, and says that no sample has a reward. The share of successes is left out while it is 0, because
+    most simulators report none.
     """
     parts = [time.strftime("%H:%M:%S"), f"step {metrics['step']}/{total}"]
     shown = (
@@ -256,7 +257,13 @@ def step_line(metrics: dict[str, Any], total: int, measured: ValidationMetric = 
         parts.append("all rewards are equal")
     if metrics.get("reward/missing") and "reward/mean" not in metrics:
         parts.insert(2, "no sample has a reward")
-    counts = {"ledger/dropped": "dropped", "val/errors": "val errors", "trackers/disabled": "disabled trackers"}
+    counts = {
+        "ledger/dropped": "dropped",
+        "val/errors": "val errors",
+        "env/timeouts_total": "env timeouts so far",
+        "env/deaths_total": "env deaths so far",
+        "trackers/disabled": "disabled trackers",
+    }
     for key, name in counts.items():
         if metrics.get(key):
             parts.append(f"{name} {metrics[key]:.0f}")

@@ -242,7 +242,7 @@ METRICS = (
     Metric(
         "env/<counter>_total",
         "",
-        "counters of the environments since they started: rows, calls, starts, deaths, data_failures, sessions_moved, calls_refused",
+        "counters of the environments since they started: rows, calls, starts, deaths, timeouts, data_failures, sessions_moved, calls_refused",
     ),
     Metric(
         "<env,val>/<return,reward>",

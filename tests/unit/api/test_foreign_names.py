@@ -164,11 +164,12 @@ def test_the_answer_is_about_the_setting_in_its_block(path, way_out):
 
 
 def test_a_block_with_several_settings_names_those_with_and_those_without_counterpart():
-    (hint,) = hints("trainer", {"balance_batch": True, "total_epochs": 1, "val_only": False, "default_hdfs_dir": None})
-    assert hint.endswith(
-        "write actor.balance for balance_batch, algorithm.steps for total_epochs; remove val_only, default_hdfs_dir, without counterpart "
-        "here: docs/coming-from.md says what happens instead"
-    )
+    (hint,) = hints("trainer", {"balance_batch": True, "nnodes": 1, "val_only": False})
+    assert [line.strip() for line in hint.splitlines()[1:]] == [
+        "actor.balance for balance_batch (On unless it is set to false)",
+        "actor.replicas for nnodes",
+        "nothing for val_only: A job always trains; `validation` says when it also evaluates",
+    ]
 
 
 @pytest.mark.parametrize(
