@@ -1,4 +1,4 @@
-"""Copies of a version of the weights on the devices of the trainer's ranks other than 0, for the engines that share those devices (CUDA IPC).
+"""Copies of new weights on the GPUs of trainer ranks other than 0. Inference engines on the same GPU read them in place (CUDA IPC).
 
 Rank 0 holds the complete tensors of each bucket. It broadcasts them in the trainer's process group, and each rank whose device has an engine
 keeps them in a `DeviceBuffer`. Rank 0 then gets handles of the buffers, and its publisher gives them to the engines.
@@ -65,7 +65,7 @@ class DeviceCopies:
         self._given = self._given[: left[self._ranks.rank]]
 
     def free(self) -> None:
-        """Free the copy of this rank. Not collective."""
+        """Free this rank's copy of the weights on its device. Other ranks need not call it."""
         self._buffer.free(unused=self._given)
 
 

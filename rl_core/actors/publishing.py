@@ -46,9 +46,9 @@ def copy_to_devices(
     receivers: Sequence[ReceiverAddress],
     publisher: "WeightPublisher | None",
 ) -> Mapping[Place, list[Handle]] | None:
-    """Let `source` also copy its buckets to the devices of other ranks that `receivers` use. Collective.
+    """Make `source` copy the weights also to the GPUs of ranks other than 0 that rollouts in `receivers` share. Collective: all ranks call it.
 
-    Returns the handles for `WeightPublisher.publish`; None if no receiver uses the device of another rank than rank 0.
+    Returns the handles for `WeightPublisher.publish`; None if no rollout shares such a GPU.
     """
     if ranks.size == 1 or not isinstance(source, GatheredSource) or not maps_devices(cfg, worker.device):
         return None

@@ -108,7 +108,7 @@ class GatheredSource:
             self.copies.collect_handles()
 
     def _arrived(self, place: Bucket, gathered: "_Gathered") -> "tuple[Bucket, _Gathered]":
-        """Wait for a bucket, broadcast it to the copies, and return it."""
+        """Wait until rank 0 has the whole bucket, broadcast it to the ranks that keep a copy of the weights, if any, and return it."""
         gathered.wait()
         if self.copies is not None:
             self.copies.broadcast(place, gathered.tensors if self._ranks.rank == 0 else ())

@@ -20,7 +20,7 @@ from rl_core.api.similar import most_similar, nearest
 MAX_NAMES = 15
 """Blocks with more fields than this are not listed in a hint."""
 SIMILAR_ELSEWHERE = 0.8
-"""Minimum similarity (difflib's ratio) of a suggested name in another block."""
+"""A field of another block is suggested only if its name is at least this similar to the unknown one (0 to 1, difflib's ratio)."""
 MAX_LEVELS = 2
 """A field in another block is suggested only if it is at most this many levels deeper than the unknown name."""
 PLAIN = re.compile(r"[A-Za-z_][\w./+-]*(, ?[A-Za-z_][\w./+-]*)*")

@@ -101,7 +101,7 @@ class PairGroups:
         return group
 
     def abort(self, plan: GroupPlan, reason: str) -> None:
-        """End the group of `plan`, also while it forms. If this process is the sender, the receiver is told through the store."""
+        """End the group of `plan`, also while it forms. If this process is the sender, the store notifies the receiver."""
         with self._lock:
             if self._plans.get(plan.name) == plan:
                 del self._plans[plan.name]

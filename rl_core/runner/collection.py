@@ -151,7 +151,7 @@ class Collection:
         return tuple(sorted(int(member.name.partition(":")[2]) for member in self._members(group, version)))
 
     def _members(self, group: str, version: int | None = None) -> list[Member]:
-        """Return the members of a group that are present; with `version`, those that serve this version of the weights."""
+        """Return the processes of a worker group that can take part now. `version`: only those that serve this version of the weights."""
         present = [m for m in self._run.cluster.members(group) if m.state.constructed]
         if version is None:
             return present

@@ -151,9 +151,10 @@ class EmbodiedRunner(TrainingProgram):
         }
 
     def gather(self) -> list[EpisodeStats]:
-        """Send the trajectories of the next step to the actors; return the episodes that ended, by env worker.
+        """Have simulators and policy produce the trajectories that the next training step uses, and the actors receive them.
 
-        They are collected now unless their collection has begun already and was not lost.
+        If their collection was requested during the last training, waits for its end; if not, or if it was lost, collects them now. Returns
+        the statistics of the episodes, one entry for each env worker.
         """
         self.handle_requests()
         ahead, self._ahead, self._age = self._ahead, None, 0

@@ -156,7 +156,7 @@ class DeviceIpc:
         self._point_to_point, self._device_buffer = point_to_point, device_buffer
         self._wanted, self._place = wanted, place
         self.handles: Mapping[Place, list[Handle]] = {}
-        """Handles of copies on other devices, which are taken from here."""
+        """CUDA IPC handles of the copies on other GPUs of the trainer, by device. Each is removed when an engine is given it."""
         self.cannot_map: set[str] = set()
         """Names of receivers that cannot map device memory."""
 

@@ -33,7 +33,8 @@ def test_parts_show_their_figures_and_one_that_has_no_time_says_so(tmp_path):
     assert {way: lines["hand_over"][way]["bit_equal"] for way in ("zmq", "ipc")} == {"zmq": True, "ipc": True}
     sent = {way: lines["tensors"][way]["sent_so_far"] for way in ("ipc", "group", "host")}
     assert sent == {"ipc": {"ipc": 6}, "group": {"ipc": 6, "gloo": 6}, "host": {"ipc": 6, "gloo": 6, "host": 6}}
-    assert all(lines["tensors"][way]["bit_equal"] for way in sent)
+    assert all(lines["tensors"][way]["bit_equal"] for way in (*sent, "broadcast"))
+    assert lines["tensors"]["broadcast"]["receivers"] == 2
     for backend in ("fsdp2", "megatron"):
         found = lines[backend]
         assert found["tokens_per_second"] > 0 and found["parameters"] == lines["model"]["parameters"]

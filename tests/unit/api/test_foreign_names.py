@@ -1,4 +1,4 @@
-"""Names that newcomers bring from TRL, verl and prime-rl: each gets the name used here, or is told that there is none and why.
+"""Names that newcomers bring from TRL, verl and prime-rl: the answer is the name used here, or the reason why there is none.
 
 The names are those of the installed TRL, and of the configuration files of verl (ppo_trainer) and prime-rl (rl).
 """
