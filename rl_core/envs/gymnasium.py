@@ -158,9 +158,8 @@ class GymnasiumVectorEnv:
         outcomes = self._slots.exchange(requests)
         if not self._number_of_steps:
             self._refuse_if_none_works(outcomes)
-        rewards = np.zeros((count, width), np.float32)
+        rewards: list[tuple[float, ...]] = [()] * count
         ends = np.zeros((2, count, width), bool)
-        sub_steps = np.zeros(count, np.int64)
         lost: np.ndarray | None = None
         taken: np.ndarray | None = None
         flags: np.ndarray | None = None
@@ -173,9 +172,9 @@ class GymnasiumVectorEnv:
                     array[self._row] = array[self._row - 1]
             elif isinstance(outcome, SimulatorAnswer):
                 self._failures[index] = 0
-                rewards[index], sub_steps[index] = outcome.rewards, outcome.sub_steps
+                rewards[index] = outcome.rewards
                 if outcome.terminated or outcome.truncated:
-                    column = -1 if self.auto_reset else outcome.sub_steps - 1
+                    column = -1 if self.auto_reset else len(outcome.rewards) - 1
                     ends[:, index, column] = outcome.terminated, outcome.truncated
                 if outcome.intervene_flags is not None:
                     if taken is None or flags is None:
@@ -190,16 +189,17 @@ class GymnasiumVectorEnv:
                 lost[index], ends[1, index, -1] = True, True
                 self._begin(index, self._replaced(index, outcome))
         obs = self._observations()
-        self._number_of_steps += sum(sub_steps.tolist())
+        sub_steps = [len(made) for made in rewards]
+        self._number_of_steps += sum(sub_steps)
         return EnvOutput(
             obs=obs,
             final_obs=self._final_observations(obs, finals) if finals else None,
-            rewards=rewards,
+            rewards=np.array([made + (0.0,) * (width - len(made)) for made in rewards], np.float32),
             terminations=ends[0],
             truncations=ends[1],
             dones=ends[0] | ends[1],
             final_info=final_info or None,
-            sub_steps=sub_steps,
+            sub_steps=np.array(sub_steps, np.int64),
             lost=lost,
             intervene_actions=taken,
             intervene_flags=flags,
@@ -230,8 +230,8 @@ class GymnasiumVectorEnv:
     def _count(self, index: int, answer: SimulatorAnswer) -> dict[str, Any] | None:
         """Add an answer to the open episode; return its `final_info` if it ended."""
         episode = self._episodes[index]
-        episode.total += sum(answer.rewards.tolist())
-        episode.length += answer.sub_steps
+        episode.total += sum(answer.rewards)
+        episode.length += len(answer.rewards)
         episode.success_once |= True in answer.successes
         episode.success_at_end = bool(answer.successes) and answer.successes[-1]
         episode.obs = answer.obs
