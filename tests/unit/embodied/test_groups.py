@@ -55,7 +55,7 @@ def test_evaluation_seeds_are_the_same_for_any_number_of_env_workers_and_none_of
         parts = [eval_seeds(base_seed, rank, count, eval_share(episodes, rank, count)) for rank in range(count)]
         assert sorted(seed for part in parts for seed in part) == expected
     assert max(train_seed(base_seed, group, episode) for group in range(50) for episode in range(50)) < EVALUATION
-    assert EVALUATION <= min(expected) and max(expected) < 2**31
+    assert min(expected) >= EVALUATION and max(expected) < 2**31
 
 
 def recorded(rng):
