@@ -316,20 +316,6 @@ def test_example_rows_are_the_first_two_and_one_of_each_further_set_of_filled_co
     assert row.messages == [{"role": "user", "content": "2"}, {"role": "assistant", "content": "0"}]
 
 
-def test_rows_that_a_run_leaves_out_are_no_examples():
-    rows = {0: {"prompt": "1"}, 2: {"prompt": "2", "answer": "2"}, 3: {"prompt": "3", "answer": None}}
-    found = example_rows(rows, DataSpec(train="t"), field="data.train", task_name="math")
-    assert list(found) == ["data.train row 3"]
-
-
-def test_a_row_keeps_its_number_behind_a_line_that_is_left_out(tmp_path, tokenizer):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{oops\n{"prompt": "1"}\n{"prompt": 2}\n')
-    data = DataSpec(train=str(path), max_bad_rows=1)
-    (sample,) = load_prompts(str(path), data, tokenizer, field="data.train", task_name="reward", max_seq_len=9).samples
-    assert sample["source"] == "a.jsonl row 2" and sample["idx"] == 1
-
-
 def test_an_answer_column_that_is_named_must_be_there(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", {"prompt": "1", "solution": 1}, {"prompt": "1", "result": 1})
     assert len(load(path, tokenizer, answerKey="result")) == 2
