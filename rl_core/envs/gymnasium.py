@@ -88,6 +88,8 @@ class GymnasiumVectorEnv:
         self._failures = [0] * num_envs
         self._episodes = [_Episode() for _ in range(num_envs)]
         self._number_of_steps = 0
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        """Shapes of the observations of one simulator, by name; empty before the first one."""
         self._columns: list[dict[str, np.ndarray]] = [{} for _ in range(num_envs)]
         """By slot: name -> array [R, ...] in shared memory, for the observations that are written there."""
         self._row = 0
@@ -126,7 +128,8 @@ class GymnasiumVectorEnv:
             [SimulatorReset(seed=one, record=index < record, row=self._row) for index, one in enumerate(seeds)]
         )
         for index, outcome in enumerate(outcomes):
-            self._begin(index, outcome if isinstance(outcome, SimulatorAnswer) else self._replaced(index, outcome))
+            begun = self._checked(index, outcome)
+            self._begin(index, begun if isinstance(begun, SimulatorAnswer) else self._replaced(index, begun))
         return self.current()
 
     def restart_seeds(self) -> None:
@@ -271,6 +274,19 @@ class GymnasiumVectorEnv:
                 f"a simulator must make a chunk of actions, got a failure in the first one of all {len(failures)}: {failures[0]}; correct it"
             )
 
+    def _checked(self, index: int, outcome: Outcome | None) -> Outcome | None:
+        """Return the outcome of a reset, or a failure if its observations have other shapes than those of the other slots."""
+        if not isinstance(outcome, SimulatorAnswer):
+            return outcome
+        shapes = {name: array.shape[1:] for name, array in self._columns[index].items()}
+        shapes |= {name: array.shape for name, array in outcome.obs.items()}
+        self._shapes = self._shapes or shapes
+        if shapes == self._shapes:
+            return outcome
+        return RolloutDataFailure(
+            f"all simulators must have observations of the same shapes {self._shapes}, got {shapes}; correct the simulator"
+        )
+
     def _replaced(self, index: int, why: Outcome | None) -> SimulatorAnswer:
         """Replace the simulator of a slot, and begin an episode; return the answer. Raises after MOST_FAILURES consecutive failures.
 
@@ -288,7 +304,7 @@ class GymnasiumVectorEnv:
             requests: list[Request | None] = [None] * self.num_envs
             requests[index] = SimulatorReset(seed=self._next_seed(index), row=self._row)
             answer = self._slots.exchange(requests)[index]
-            if isinstance(answer, SimulatorAnswer):
+            if isinstance(answer := self._checked(index, answer), SimulatorAnswer):
                 return answer
             why = answer
 
