@@ -53,7 +53,7 @@ def prepare_rows(
     """
     rewards, dones = trajectory.rewards.transpose(0, 1), trajectory.dones.transpose(0, 1)
     mask_BNC = trained_mask(trajectory, options)
-    kept, metrics = _filtered(rewards, dones, mask_BNC, algorithm, options)
+    kept, metrics = _filtered(episode_scores(rewards, dones), mask_BNC.any(dim=2).any(dim=1), algorithm, options)
     if algorithm.critic_in_use is None and trajectory.intervene_flags is not None:
         kept &= ~trajectory.intervene_flags.any(dim=0).any(dim=1)  # such a return is not the policy's alone
     mask_BNC &= kept[:, None, None]
@@ -100,17 +100,21 @@ def prepare_rows(
 
 
 def _filtered(
-    rewards: Tensor, dones: Tensor, mask: Tensor, algorithm: AlgorithmSpec, options: EmbodiedOptions
+    scores: Tensor, valid: Tensor, algorithm: AlgorithmSpec, options: EmbodiedOptions
 ) -> tuple[Tensor, dict[str, Stat]]:
-    """Return [B] bool: simulators whose group passes the reward filter; and the metric of those that do not."""
-    every = torch.ones(len(rewards), dtype=torch.bool)
+    """Return [B] bool: simulators whose group passes the reward filter; and the metric of those that do not.
+
+    `scores` [B] are the returns of episodes. The mean of a group is that of its `valid` ones: a lost episode has no return.
+    """
+    every = torch.ones(len(scores), dtype=torch.bool)
     if options.reward_filter is None:
         return every, {}
     low, high = options.reward_filter
     size = algorithm.group_size if algorithm.name == "grpo" else 1
-    means = episode_scores(rewards, dones).reshape(-1, size).mean(dim=1)
+    counts = valid.reshape(-1, size).sum(dim=1)
+    means = torch.where(valid, scores, 0.0).reshape(-1, size).sum(dim=1) / counts.clamp(min=1)
     kept = ((means >= low) & (means <= high)).repeat_interleave(size)
-    return kept, {"groups/filtered": mean_stat((~kept).float(), every)}
+    return kept, {"groups/filtered": mean_stat((~kept).float(), valid)}
 
 
 def _level_mask(mask_BNC: Tensor, tokens: int, level: str) -> Tensor:

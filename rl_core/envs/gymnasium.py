@@ -88,6 +88,8 @@ class GymnasiumVectorEnv:
         self._failures = [0] * num_envs
         self._episodes = [_Episode() for _ in range(num_envs)]
         self._number_of_steps = 0
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        """Shapes of the observations of one simulator, by name; empty before the first one."""
         self._columns: list[dict[str, np.ndarray]] = [{} for _ in range(num_envs)]
         """By slot: name -> array [R, ...] in shared memory, for the observations that are written there."""
         self._row = 0
@@ -126,7 +128,8 @@ class GymnasiumVectorEnv:
             [SimulatorReset(seed=one, record=index < record, row=self._row) for index, one in enumerate(seeds)]
         )
         for index, outcome in enumerate(outcomes):
-            self._begin(index, outcome if isinstance(outcome, SimulatorAnswer) else self._replaced(index, outcome))
+            begun = self._checked(index, outcome)
+            self._begin(index, begun if isinstance(begun, SimulatorAnswer) else self._replaced(index, begun))
         return self.current()
 
     def restart_seeds(self) -> None:
@@ -158,9 +161,8 @@ class GymnasiumVectorEnv:
         outcomes = self._slots.exchange(requests)
         if not self._number_of_steps:
             self._refuse_if_none_works(outcomes)
-        rewards = np.zeros((count, width), np.float32)
+        rewards: list[tuple[float, ...]] = [()] * count
         ends = np.zeros((2, count, width), bool)
-        sub_steps = np.zeros(count, np.int64)
         lost: np.ndarray | None = None
         taken: np.ndarray | None = None
         flags: np.ndarray | None = None
@@ -173,9 +175,9 @@ class GymnasiumVectorEnv:
                     array[self._row] = array[self._row - 1]
             elif isinstance(outcome, SimulatorAnswer):
                 self._failures[index] = 0
-                rewards[index], sub_steps[index] = outcome.rewards, outcome.sub_steps
+                rewards[index] = outcome.rewards
                 if outcome.terminated or outcome.truncated:
-                    column = -1 if self.auto_reset else outcome.sub_steps - 1
+                    column = -1 if self.auto_reset else len(outcome.rewards) - 1
                     ends[:, index, column] = outcome.terminated, outcome.truncated
                 if outcome.intervene_flags is not None:
                     if taken is None or flags is None:
@@ -190,16 +192,17 @@ class GymnasiumVectorEnv:
                 lost[index], ends[1, index, -1] = True, True
                 self._begin(index, self._replaced(index, outcome))
         obs = self._observations()
-        self._number_of_steps += sum(sub_steps.tolist())
+        sub_steps = [len(made) for made in rewards]
+        self._number_of_steps += sum(sub_steps)
         return EnvOutput(
             obs=obs,
             final_obs=self._final_observations(obs, finals) if finals else None,
-            rewards=rewards,
+            rewards=np.array([made + (0.0,) * (width - len(made)) for made in rewards], np.float32),
             terminations=ends[0],
             truncations=ends[1],
             dones=ends[0] | ends[1],
             final_info=final_info or None,
-            sub_steps=sub_steps,
+            sub_steps=np.array(sub_steps, np.int64),
             lost=lost,
             intervene_actions=taken,
             intervene_flags=flags,
@@ -230,8 +233,8 @@ class GymnasiumVectorEnv:
     def _count(self, index: int, answer: SimulatorAnswer) -> dict[str, Any] | None:
         """Add an answer to the open episode; return its `final_info` if it ended."""
         episode = self._episodes[index]
-        episode.total += sum(answer.rewards.tolist())
-        episode.length += answer.sub_steps
+        episode.total += sum(answer.rewards)
+        episode.length += len(answer.rewards)
         episode.success_once |= True in answer.successes
         episode.success_at_end = bool(answer.successes) and answer.successes[-1]
         episode.obs = answer.obs
@@ -271,6 +274,19 @@ class GymnasiumVectorEnv:
                 f"a simulator must make a chunk of actions, got a failure in the first one of all {len(failures)}: {failures[0]}; correct it"
             )
 
+    def _checked(self, index: int, outcome: Outcome | None) -> Outcome | None:
+        """Return the outcome of a reset, or a failure if its observations have other shapes than those of the other slots."""
+        if not isinstance(outcome, SimulatorAnswer):
+            return outcome
+        shapes = {name: array.shape[1:] for name, array in self._columns[index].items()}
+        shapes |= {name: array.shape for name, array in outcome.obs.items()}
+        self._shapes = self._shapes or shapes
+        if shapes == self._shapes:
+            return outcome
+        return RolloutDataFailure(
+            f"all simulators must have observations of the same shapes {self._shapes}, got {shapes}; correct the simulator"
+        )
+
     def _replaced(self, index: int, why: Outcome | None) -> SimulatorAnswer:
         """Replace the simulator of a slot, and begin an episode; return the answer. Raises after MOST_FAILURES consecutive failures.
 
@@ -288,7 +304,7 @@ class GymnasiumVectorEnv:
             requests: list[Request | None] = [None] * self.num_envs
             requests[index] = SimulatorReset(seed=self._next_seed(index), row=self._row)
             answer = self._slots.exchange(requests)[index]
-            if isinstance(answer, SimulatorAnswer):
+            if isinstance(answer := self._checked(index, answer), SimulatorAnswer):
                 return answer
             why = answer
 

@@ -98,7 +98,7 @@ class Simulator:
     def chunk(self, request: SimulatorChunk) -> SimulatorAnswer:
         """Make the actions [C, ...] of a chunk up to the end of the episode. Under auto-reset an end begins the next episode."""
         actions = request.actions
-        rewards = np.zeros(len(actions), np.float32)
+        rewards: list[float] = []
         successes: list[bool] = []
         frames: list[Any] = []
         taken: dict[int, Any] = {}
@@ -113,7 +113,8 @@ class Simulator:
                     f"{self._label}: step must return (observation, reward, terminated, truncated, info), got {type(answer).__name__}"
                 )
             raw, reward, ended, cut, info = answer
-            obs, rewards[index] = self._observation(raw, request.row), self._reward(reward)
+            obs = self._observation(raw, request.row)
+            rewards.append(self._reward(reward))
             terminated, truncated = bool(ended), bool(cut)
             successes.append(bool(info) and any(bool(info.get(name)) for name in SUCCESS))
             if info and info.get(INTERVENTION) is not None:
@@ -122,7 +123,7 @@ class Simulator:
                 frames += self._camera.after_step(last=terminated or truncated)
             if terminated or truncated:
                 break
-        flags = np.isin(np.arange(len(rewards)), list(taken)) if taken else None
+        flags = np.isin(np.arange(len(actions)), list(taken)) if taken else None
         done = terminated or truncated
         final_obs = obs if done else None
         if done and self._auto_reset:
@@ -132,10 +133,9 @@ class Simulator:
         return SimulatorAnswer(
             obs=obs,
             final_obs=final_obs,
-            rewards=rewards,
+            rewards=tuple(rewards),
             terminated=terminated,
             truncated=truncated,
-            sub_steps=len(successes),
             successes=tuple(successes),
             intervene_actions=np.stack([taken.get(at, np.zeros_like(action)) for at, action in enumerate(actions)])
             if taken

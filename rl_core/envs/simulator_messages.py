@@ -45,8 +45,8 @@ def answer_to_arrays(answer: SimulatorAnswer) -> dict[str, Any]:
     arrays |= {f"frames.{number}": frame for number, frame in enumerate(answer.frames)}
     if answer.intervene_flags is not None:
         arrays |= {"intervene_actions": answer.intervene_actions, "intervene_flags": answer.intervene_flags}
-    if answer.rewards is not None:
-        arrays["rewards"] = answer.rewards
+    if answer.rewards:
+        arrays["rewards"] = np.array(answer.rewards)
         arrays["ends"] = np.array([answer.terminated, answer.truncated, *answer.successes])
     return arrays
 
@@ -64,10 +64,9 @@ def answer_from_arrays(arrays: Arrays) -> SimulatorAnswer:
     return SimulatorAnswer(
         obs=parts["obs"],
         final_obs=parts["final_obs"] or None,
-        rewards=arrays["rewards"],
+        rewards=tuple(arrays["rewards"].tolist()),
         terminated=terminated,
         truncated=truncated,
-        sub_steps=len(successes),
         successes=tuple(successes),
         intervene_actions=arrays.get("intervene_actions"),
         intervene_flags=arrays.get("intervene_flags"),

@@ -123,13 +123,12 @@ class SimulatorAnswer:
 
     obs: dict[str, Any]
     final_obs: dict[str, Any] | None = None
-    rewards: Any = None
-    """[C] float32."""
+    rewards: tuple[float, ...] = ()
+    """Of each step that was made."""
     terminated: bool = False
     truncated: bool = False
-    sub_steps: int = 0
     successes: tuple[bool, ...] = ()
-    """Of each step that was made."""
+    """Of each step that was made: whether the task was solved in it."""
     intervene_actions: Any = None
     """[C, ...]: actions that a person took; None where no one did."""
     intervene_flags: Any = None

@@ -11,8 +11,8 @@ import numpy as np
 class Scripted:
     """Observation (seed, step); reward = step; ends after `ends[seed % len(ends)]` steps: terminated where the number is positive.
 
-    `faults[seed]` happens at step `fault_at` of the episode of that seed; "hang in reset" as the episode begins. A person acts at step
-    `person_at` of each episode.
+    `faults[seed]` happens at step `fault_at` of the episode of that seed, "hang in reset" as the episode begins. With "shape from reset" and
+    "name from reset" all observations of the episode have another shape or name. A person acts at step `person_at` of each episode.
     """
 
     action_space = SimpleNamespace(low=-1.0, high=1.0, dtype=np.float32, shape=())
@@ -29,7 +29,10 @@ class Scripted:
         return self.observation(), {}
 
     def observation(self):
-        return np.array([self.seed, self.made], np.float64)
+        states = np.array([self.seed, self.made], np.float64)
+        if self.fault == "shape from reset":
+            return np.zeros(5)
+        return {"other": states} if self.fault == "name from reset" else states
 
     def step(self, action):
         self.made += 1

@@ -17,7 +17,7 @@ from rl_core.messages.embodied import SimulatorAnswer, SimulatorChunk, Simulator
 from rl_core.messages.envs import EnvFailure
 
 STATES = {"states": np.arange(3, dtype=np.float32), "a.b": np.array(2)}
-MADE = {"rewards": np.array([1, 0.5, 0], np.float32), "sub_steps": 2, "successes": (False, True)}
+MADE = {"rewards": (1.0, 0.5), "successes": (False, True)}
 FRAMES = [np.full((2, 3, 3), number, np.uint8) for number in range(12)]
 
 

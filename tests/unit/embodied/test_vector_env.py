@@ -84,6 +84,16 @@ def test_a_simulator_that_fails_loses_its_own_episode_only(fault):
     assert output.obs["states"][1].tolist() == [11, 0]
 
 
+@pytest.mark.parametrize("fault", ["shape from reset", "name from reset"])
+def test_a_simulator_whose_observations_are_unlike_those_of_the_others_is_replaced(fault):
+    made = env(3, faults=[None, fault, None])
+    assert made.reset().obs["states"].tolist() == [[0, 0], [11, 0], [2, 0]]
+    assert made.step(np.zeros(3)).lost is None
+    every = env(3, faults=[None, *[fault] * 100])
+    with pytest.raises(RolloutDataFailure, match="5 failures in a row in slot 1.*the same shapes.*states"):
+        every.reset()
+
+
 def test_processes_that_fail_in_every_way_are_replaced_and_the_others_go_on():
     faults = [None, "raise", "exit", "segfault", "hang", "nan", "text", "shape", None, None]
     count = len(faults)
