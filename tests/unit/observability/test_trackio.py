@@ -162,7 +162,10 @@ trackers.finish("Finished")
 print(trackers.disabled["trackio"])
 """
     done = run(tmp_path, code)
-    assert done.returncode == 0 and "ValueError: Self-hosted logging requires a write token" in done.stdout, (done.stdout, done.stderr)
+    assert done.returncode == 0 and "ValueError: Self-hosted logging requires a write token" in done.stdout, (
+        done.stdout,
+        done.stderr,
+    )
 
 
 @pytest.mark.parametrize(
