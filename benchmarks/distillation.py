@@ -5,7 +5,8 @@ number of steps with examples/distillation/job.yaml (4 completions per prompt) a
 per prompt), both as they are in the repository apart from seed, steps, validation and learning rate, which is the same for both. `limit` is
 the teacher's accuracy.
 
-    python benchmarks/distillation.py [--seeds N] [--steps N] [--every N] [--learning-rate R] [--group-size N] [--quick] [--keep DIR]
+    python benchmarks/distillation.py [--seeds N] [--steps N] [--every N] [--learning-rate R] [--group-size N]
+        [--optimizer-steps N] [--quick] [--keep DIR]
 """
 
 import argparse
@@ -61,8 +62,9 @@ def one_seed(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, 
     shutil.copy(EXAMPLES / "distillation" / "job.yaml", folder / "distillation.yaml")
     shutil.copy(EXAMPLES / "arithmetic" / "job.yaml", folder / "student" / "grpo.yaml")
     jobs = {"distillation": folder / "distillation.yaml", "grpo": folder / "student" / "grpo.yaml"}
+    both = {"algorithm.optimizerStepsPerBatch": options.optimizer_steps} if options.optimizer_steps else {}
     changes = {"distillation": {"algorithm.groupSize": options.group_size} if options.group_size else {}}
-    runs = {name: train(job, folder, seed, options, **changes.get(name, {})) for name, job in jobs.items()}
+    runs = {name: train(job, folder, seed, options, **both, **changes.get(name, {})) for name, job in jobs.items()}
     steps = {name: steps_until(found, SHARE * teacher) for name, found in runs.items()}
     for name in runs:
         print(f"seed {seed}: {name} reached {SHARE * teacher:.3f} at step {steps[name]}", file=sys.stderr)
@@ -85,6 +87,7 @@ def main() -> None:
     parser.add_argument(
         "--group-size", type=int, help="completions per prompt of the distillation; default: the example's"
     )
+    parser.add_argument("--optimizer-steps", type=int, help="per batch, of both jobs; default: the examples'")
     parser.add_argument("--quick", action="store_true", help="models of 0.25M parameters")
     parser.add_argument("--keep", type=Path, help="folder for the runs' files; default: a temporary one")
     options = parser.parse_args()
