@@ -97,7 +97,7 @@ class EmbodiedFSDPActor(Actor):
     def compute_log_probs(self, batch: TrainingBatch | None = None) -> None:
         """Do nothing: the log-probabilities and values before the update are those of the rollout, with the same weights."""
 
-    def compute_advantages_and_returns(self) -> dict[str, Tensor]:  # type: ignore[override]
+    def compute_advantages_and_returns(self) -> dict[str, Tensor]:
         """Compute the advantages of the step's trajectories and, with a critic, the returns.
 
         Returns `advantages` and, with a critic, `returns`, both [B, T], for B simulators and T decisions, and this rank's metrics as
