@@ -7,7 +7,9 @@ It trains by the step engine of language models, with `forward_train` of the pol
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from rl_core.actors.base import Actor
 from rl_core.actors.fsdp.policy import PolicyBackend, PolicyModelManager
+from rl_core.actors.preparation import PreparedBatch
 from rl_core.actors.trajectories import prepare_rows
 from rl_core.api.embodied import embodied_options
 from rl_core.api.errors import ConfigError, DeadlineExceeded
@@ -43,7 +46,9 @@ class EmbodiedFSDPActor(Actor):
                 f"the {rows} decisions of a step must be divisible by actor processes x algorithm.optimizerStepsPerBatch = {parts}; "
                 "change env.options.horizon or optimizerStepsPerBatch"
             )
-        self._trajectory: Trajectory | None = None
+        self._rows: Callable[[], PreparedBatch] | None = None
+        """Returns the rows of the trajectories that were received."""
+        self._preparing = ThreadPoolExecutor(1, "advantages")
         self._inputs: dict[str, Tensor] = {}
         """What the policy saw in the rows of the step."""
 
@@ -91,8 +96,12 @@ class EmbodiedFSDPActor(Actor):
         return {}
 
     def load_trajectories(self, trajectories: list[Trajectory]) -> None:
-        """Set the trajectories that this rank trains in the next step. Not collective."""
-        self._trajectory = merge_trajectories(trajectories)
+        """Set the trajectories that this rank trains in the next step. Not collective.
+
+        A single data rank begins to compute their advantages at once, while the runner learns that the collection has ended.
+        """
+        rows = partial(self._prepare, merge_trajectories(trajectories))
+        self._rows = self._preparing.submit(rows).result if self.ranks.data_size == 1 else rows
 
     def compute_log_probs(self, batch: TrainingBatch | None = None) -> None:
         """Do nothing: the log-probabilities and values before the update are those of the rollout, with the same weights."""
@@ -103,18 +112,12 @@ class EmbodiedFSDPActor(Actor):
         Returns `advantages` and, with a critic, `returns`, both [B, T], for B simulators and T decisions, and this rank's metrics as
         tensors without dimensions. Raises RuntimeError when no trajectories were received.
         """
-        if self._trajectory is None:
+        if self._rows is None:
             raise RuntimeError("compute_advantages_and_returns needs trajectories, got none; receive them first")
         with self.ranks.guard("computing advantages"):
-            prepared = prepare_rows(
-                self._trajectory,
-                self.cfg.algorithm,
-                self.options,
-                version=self.global_step,
-                reduce=self.ranks.sum_over_data_ranks if self.ranks.data_size > 1 else None,
-            )
-        simulators = self._trajectory.rewards.shape[1]
-        self._trajectory = None
+            prepared = self._rows()
+        self._rows = None
+        simulators = len(prepared.batch.group_texts)
         valid = prepared.batch.valid
         self._inputs = (
             prepared.inputs if valid.all() else {name: tensor[valid] for name, tensor in prepared.inputs.items()}
@@ -123,6 +126,16 @@ class EmbodiedFSDPActor(Actor):
         found = {"advantages": prepared.advantages, "returns": prepared.returns}
         rows = {name: tensor[:, 0].reshape(simulators, -1) for name, tensor in found.items() if tensor is not None}
         return rows | {name: torch.tensor(float(stat)) for name, stat in prepared.metrics.items()}
+
+    def _prepare(self, trajectory: Trajectory) -> PreparedBatch:
+        """Return the rows of the step with their advantages. Collective if there are several data ranks."""
+        return prepare_rows(
+            trajectory,
+            self.cfg.algorithm,
+            self.options,
+            version=self.global_step,
+            reduce=self.ranks.sum_over_data_ranks if self.ranks.data_size > 1 else None,
+        )
 
     def run_training(self, step: int | None = None) -> dict[str, float] | None:
         """Train as `Actor.run_training` does, then let the policy update its statistics of observations where it has some."""

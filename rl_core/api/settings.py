@@ -279,14 +279,14 @@ class CodeSpec(Spec):
 class TrackerSpec(Spec):
     """One metrics tracker besides metrics.jsonl."""
 
-    name: Literal["tensorboard", "wandb", "mlflow"]
-    """The tracker; wandb and mlflow need the Python extra of that name."""
+    name: Literal["tensorboard", "wandb", "trackio", "mlflow"]
+    """The tracker; all but tensorboard need the Python extra of that name."""
     project: str | None = None
-    """Project (wandb) or experiment (mlflow); null = rljob."""
+    """Project, or experiment of mlflow; null = rljob."""
     uri: str | None = None
-    """Server (mlflow tracking URI, wandb base URL); null = the library's default."""
+    """Tracking URI (mlflow) or base URL (wandb, trackio); null = the library's default."""
     offline: bool = False
-    """wandb: write to the output folder only."""
+    """wandb, trackio: write to the output folder only."""
 
 
 class SamplesSpec(Spec):

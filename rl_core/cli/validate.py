@@ -354,14 +354,17 @@ def _read_problems(
 def _example_rows(job: RLJob, on_volumes: Collection[str]) -> dict[str, "EnvRow"]:
     """Return rows of the training and validation data to try the environment with; none of a data set on the hub or of simulators."""
     from rl_core.data.examples import example_rows
-    from rl_core.data.source import read_rows
+    from rl_core.data.source import UnusableRows, numbered_rows
 
     found: dict[str, EnvRow] = {}
     if is_embodied(job.spec):
         return found
     for name, field, reference, data in _data_references(job, on_volumes):
         if not reference.startswith(HUB_SCHEME):
-            rows = read_rows(reference, field=field, name=name, max_bad_rows=data.max_bad_rows)
+            try:
+                rows = numbered_rows(reference, field=field, name=name)
+            except UnusableRows as error:  # within data.maxBadRows, or the rows would not be tried
+                rows = dict(error.good)
             found |= example_rows(rows, data, field=field, task_name=job.spec.env.type)
     return found
 

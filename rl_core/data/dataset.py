@@ -12,7 +12,7 @@ from rl_core.api.data import DataSpec
 from rl_core.api.env import PROGRAMS
 from rl_core.api.errors import ConfigError, DataError, shown
 from rl_core.api.records import DatumSpec
-from rl_core.data.source import ROW, Row, UnusableRows, collect, read_rows, source_name
+from rl_core.data.source import ROW, Row, UnusableRows, collect, numbered_rows, source_name
 from rl_core.data.tokenizer import Tokenizer, head_of
 from rl_core.transports import frames
 
@@ -93,7 +93,7 @@ def load_prompts(
 
     A prompt of `max_seq_len` tokens or more leaves no room for a completion: it is dropped and counted, or refused (data.onOverlong). Raises
     ConfigError if no prompt is left or no row has a column that the job names, and DataError with a line per problem when
-    more than data.maxBadRows rows cannot be used, malformed lines among them.
+    more than data.maxBadRows lines are malformed, or more than that many rows cannot be used.
     """
 
     def outcomes(rows: Iterable[tuple[int, Row]]) -> Iterator[DatumSpec | DataError]:
@@ -113,9 +113,9 @@ def load_prompts(
         except DataError as further:
             raise DataError(f"{error}\n{further}") from error
         raise
-    _check_settings_of_messages(rows, data, field=field, task_name=task_name)
-    rows_read = collect(outcomes(enumerate(rows)), rows=unusable, max_bad=data.max_bad_rows)
-    samples = [sample for sample in rows_read if sample["length"] < max_seq_len]
+    _check_settings_of_messages(rows.values(), data, field=field, task_name=task_name)
+    rows_read = collect(outcomes(rows.items()), rows=unusable, max_bad=data.max_bad_rows)
+    samples = [sample for sample in rows_read.values() if sample["length"] < max_seq_len]
     dropped = len(rows_read) - len(samples)
     if name:
         samples = [{**sample, "data_set": name} for sample in samples]
@@ -126,18 +126,18 @@ def load_prompts(
     return PromptDataset(samples=samples, dropped_overlong=dropped, sizes=(len(samples),))
 
 
-def read_columns(reference: str, data: DataSpec, *, field: str, name: str = "", task_name: str) -> list[Row]:
-    """Return the rows of the data set `reference`, in which some row has each column that the job names.
+def read_columns(reference: str, data: DataSpec, *, field: str, name: str = "", task_name: str) -> dict[int, Row]:
+    """Return the rows of the data set `reference` by their index in it, of which some row has each column that the job names.
 
     Raises ConfigError for missing columns, UnusableRows for malformed lines, and DataError for both.
     """
     try:
-        rows = read_rows(reference, field=field, name=name, max_bad_rows=data.max_bad_rows)
+        rows = numbered_rows(reference, field=field, name=name, max_bad_rows=data.max_bad_rows)
     except UnusableRows as error:
         if missing := list(_missing_columns(list(error.good.values()), data, field=field, task_name=task_name)):
             raise DataError("\n".join([str(error), *missing])) from error
         raise
-    if missing := list(_missing_columns(rows, data, field=field, task_name=task_name)):
+    if missing := list(_missing_columns(list(rows.values()), data, field=field, task_name=task_name)):
         raise ConfigError("\n".join(missing))
     return rows
 
@@ -147,19 +147,8 @@ def _sample(
 ) -> DatumSpec:
     """Return a row as a sample, even if it is too long. Raises DataError for a row that cannot be used."""
     where = f"{field} row {index + 1}"
-    _check_travels(row, where=where)
-    if task_name in ANSWERED_TASKS and not _is_answer(row.get(data.answer_key)):
-        raise DataError(
-            f"{where}: column {data.answer_key!r} ({_beside(field, 'answerKey')}) must hold the answer as text or number for "
-            f"env.type {task_name}, "
-            f"got {shown(row.get(data.answer_key))}; correct the row or {_beside(field, 'answerKey')}"
-        )
+    check_row(row, data, field=field, where=where, task_name=task_name)
     prompt = prompt_of(row, data, task_name=task_name)
-    if task_name not in PROGRAMS and _ends_with_reply(prompt):
-        raise DataError(
-            f"{where}: column {data.prompt_key!r} must end with a message to the model, got a last message of the role assistant, which the "
-            f"model would read as part of its prompt; remove it, and write a reply that the environment needs in a column of its own"
-        )
     log = _message_log(prompt, data, tokenizer, where=where, max_seq_len=max_seq_len)
     length = sum(len(message["token_ids"]) for message in log)
     if not length:
@@ -178,6 +167,22 @@ def _sample(
         idx=index,
         task_name=task_name,
     )
+
+
+def check_row(row: Row, data: DataSpec, *, field: str, where: str, task_name: str) -> None:
+    """Raise DataError for a row that cannot be used, whatever the tokenizer. `where` names it, such as `data.train row 3`."""
+    _check_travels(row, where=where)
+    if task_name in ANSWERED_TASKS and not _is_answer(row.get(data.answer_key)):
+        raise DataError(
+            f"{where}: column {data.answer_key!r} ({_beside(field, 'answerKey')}) must hold the answer as text or number for "
+            f"env.type {task_name}, "
+            f"got {shown(row.get(data.answer_key))}; correct the row or {_beside(field, 'answerKey')}"
+        )
+    if task_name not in PROGRAMS and _ends_with_reply(prompt_of(row, data, task_name=task_name)):
+        raise DataError(
+            f"{where}: column {data.prompt_key!r} must end with a message to the model, got a last message of the role assistant, which the "
+            f"model would read as part of its prompt; remove it, and write a reply that the environment needs in a column of its own"
+        )
 
 
 def prompt_of(row: Row, data: DataSpec, *, task_name: str) -> Any:
@@ -215,7 +220,7 @@ def _beside(field: str, name: str) -> str:
     return f"{field.rpartition('.')[0]}.{name}"
 
 
-def _check_settings_of_messages(rows: list[Row], data: DataSpec, *, field: str, task_name: str) -> None:
+def _check_settings_of_messages(rows: Iterable[Row], data: DataSpec, *, field: str, task_name: str) -> None:
     """Raise ConfigError for settings of message lists if all prompts are texts: the settings would have no effect."""
     given = [
         name for name, text in (("systemPrompt", data.system_prompt), ("chatTemplate", data.chat_template)) if text

@@ -1,10 +1,11 @@
 """Picks rows of a data set with which `rljob validate` tries the environment of a job."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from rl_core.api.data import DataSpec
 from rl_core.api.env import PROGRAMS
-from rl_core.data.dataset import env_info
+from rl_core.api.errors import DataError
+from rl_core.data.dataset import check_row, env_info
 from rl_core.data.source import Row
 from rl_core.messages.envs import EnvRow
 
@@ -13,27 +14,35 @@ COMPLETION = "0"
 MOST = 8
 
 
-def example_rows(rows: Sequence[Row], data: DataSpec, *, field: str, task_name: str) -> dict[str, EnvRow]:
+def example_rows(rows: Mapping[int, Row], data: DataSpec, *, field: str, task_name: str) -> dict[str, EnvRow]:
     """Return the first two rows and the first of each further set of filled columns, at most MOST, by place (`data.train row 7`).
 
-    Each is a sample after its first completion. Rows without a usable prompt are left out. Empty for an environment
-    that calls the model itself, because there is none at validation.
+    `rows` are by their index in the data set. Each example is a sample after its first completion. Rows that a run leaves out are skipped.
+    Empty for an environment that calls the model itself, because there is none at validation.
     """
     if task_name in PROGRAMS:
         return {}
     found: dict[str, EnvRow] = {}
     seen: set[frozenset[str]] = set()
-    for number, row in enumerate(rows, start=1):
+    for number, row in ((index + 1, row) for index, row in rows.items()):
         columns = frozenset(name for name, value in row.items() if value is not None)
-        if (columns in seen and number > 2) or len(found) == MOST:
+        if (columns in seen and len(found) > 1) or len(found) == MOST:
             continue
-        if messages := _messages(row.get(data.prompt_key)):
+        if (messages := _messages(row.get(data.prompt_key))) and _usable(row, data, field=field, task_name=task_name):
             seen.add(columns)
             log = [*messages, {"role": "assistant", "content": COMPLETION}]
             found[f"{field} row {number}"] = EnvRow(
                 key=f"example-{number}", messages=log, metadata=env_info(row, data), task_name=task_name
             )
     return found
+
+
+def _usable(row: Row, data: DataSpec, *, field: str, task_name: str) -> bool:
+    try:
+        check_row(row, data, field=field, where=field, task_name=task_name)
+    except DataError:
+        return False
+    return True
 
 
 def _messages(prompt: object) -> list[dict[str, str]]:

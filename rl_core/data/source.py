@@ -35,8 +35,8 @@ class UnusableRows(DataError):
         """The usable rows by their index in the file; indices of unusable rows are missing."""
 
 
-def collect(outcomes: Iterable[T | DataError], *, rows: str, max_bad: int = 0) -> list[T]:
-    """Return the outcomes that are no errors.
+def collect(outcomes: Iterable[T | DataError], *, rows: str, max_bad: int = 0) -> dict[int, T]:
+    """Return the outcomes that are no errors, each by its index.
 
     Up to `max_bad` errors are logged; beyond that one UnusableRows lists the first SHOWN_PROBLEMS of them, where equal ones share a line, and
     `rows` names the others.
@@ -56,7 +56,7 @@ def collect(outcomes: Iterable[T | DataError], *, rows: str, max_bad: int = 0) -
         problems = _grouped(problems)
         more = len(problems) - SHOWN_PROBLEMS
         raise UnusableRows("\n".join(problems[:SHOWN_PROBLEMS] + [f"{rows}: {more} more"] * (more > 0)), good)
-    return list(good.values())
+    return good
 
 
 def _grouped(problems: list[str]) -> list[str]:
@@ -81,20 +81,25 @@ def source_name(reference: str) -> str:
 
 
 def read_rows(reference: str, *, field: str, name: str = "", max_bad_rows: int = 0) -> list[Row]:
-    """Return the rows of the data set `reference`; `field` (such as `data.train`) names it in errors.
+    """Return the rows of a data set in their order; the arguments and errors are those of `numbered_rows`."""
+    return list(numbered_rows(reference, field=field, name=name, max_bad_rows=max_bad_rows).values())
 
-    Rows without the column SOURCE_COLUMN get `name` as that column if it is not empty.
+
+def numbered_rows(reference: str, *, field: str, name: str = "", max_bad_rows: int = 0) -> dict[int, Row]:
+    """Return the rows of the data set `reference` by their index in it; `field` (such as `data.train`) names it in errors.
+
+    The indices of lines that were left out are missing. Rows without the column SOURCE_COLUMN get `name` as that column if it is not empty.
 
     Raises ConfigError for a file that is missing, empty or of an unknown kind, and UnusableRows with a line per malformed line when there
     are more than `max_bad_rows`.
     """
     rows = _read(reference, field=field, max_bad_rows=max_bad_rows)
-    return [{SOURCE_COLUMN: name} | row for row in rows] if name else rows
+    return {index: {SOURCE_COLUMN: name} | row for index, row in rows.items()} if name else rows
 
 
-def _read(reference: str, *, field: str, max_bad_rows: int) -> list[Row]:
+def _read(reference: str, *, field: str, max_bad_rows: int) -> dict[int, Row]:
     if reference.startswith(GENERATED_SCHEME):
-        return _generate(reference, field=field)
+        return dict(enumerate(_generate(reference, field=field)))
     path = fetch(reference) if reference.startswith(HUB_SCHEME) else Path(reference)
     try:
         rows = _read_file(path, reference, field=field, max_bad_rows=max_bad_rows)
@@ -107,9 +112,9 @@ def _read(reference: str, *, field: str, max_bad_rows: int) -> list[Row]:
     return rows
 
 
-def _read_file(path: Path, reference: str, *, field: str, max_bad_rows: int) -> list[Row]:
+def _read_file(path: Path, reference: str, *, field: str, max_bad_rows: int) -> dict[int, Row]:
     if path.is_dir() and (files := sorted(path.glob("*.parquet"))):
-        return [row for file in files for row in _read_parquet(file, field=field)]
+        return dict(enumerate(row for file in files for row in _read_parquet(file, field=field)))
     if path.is_dir():
         raise ConfigError(
             f"{field} must be a file or a folder with .parquet files, got a folder without any: {reference}; name a file in it, or write "
@@ -120,7 +125,7 @@ def _read_file(path: Path, reference: str, *, field: str, max_bad_rows: int) -> 
             f"{field} must be an existing file, got {reference}; check the path (relative paths start at the job file)"
         )
     if path.suffix == ".parquet":
-        return _read_parquet(path, field=field)
+        return dict(enumerate(_read_parquet(path, field=field)))
     if path.suffix in (".jsonl", ".json", ".ndjson"):
         return collect(_read_jsonl(path), rows=f"{path}: malformed lines", max_bad=max_bad_rows)
     raise ConfigError(f"{field} must end in .jsonl or .parquet, got {path.name}; convert the file")

@@ -18,7 +18,7 @@ from rl_core.api.errors import InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import EnvOutput
 from rl_core.channel import Channel
-from rl_core.channel.direct import DirectChannel, PeerLost
+from rl_core.channel.direct import DirectChannel
 from rl_core.envs.embodied import eval_seeds, eval_share, train_seed
 from rl_core.envs.gymnasium import GymnasiumVectorEnv
 from rl_core.envs.video import FRAMES, gif, require_imageio
@@ -94,10 +94,8 @@ class EnvWorker(Worker):
         try:
             await self._open(exchange, round)
             return await (self._evaluate if round.mode == "eval" else self._collect)(exchange, round)
-        except Exception as error:
+        except Exception:
             exchange.disconnect()  # tells the rollouts that no observations follow
-            if isinstance(error, PeerLost):
-                raise InfrastructureError(str(error)) from error  # the runner knows this class, and not its subclass
             raise
         finally:
             exchange.close()

@@ -1,4 +1,6 @@
-"""Trackers of metrics: JSONL and TensorBoard are built in, W&B and MLflow are optional dependencies. TensorBoard and W&B also show samples.
+"""Trackers of metrics: JSONL and TensorBoard are built in, W&B, Trackio and MLflow are optional dependencies.
+
+TensorBoard, W&B and Trackio also show samples.
 
 The runner calls them once per step. A tracker that raises is disabled with a warning, and the run goes on; `trackers/disabled`
 counts them.
@@ -8,11 +10,12 @@ import json
 import logging
 import math
 import os
+import queue
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -44,6 +47,10 @@ GIF_SIZE_AT = 6
 """Offset of width and height, two bytes each, in a GIF file."""
 MOST_TABLES = 16
 """Tables that may wait for the next metrics; older ones are dropped."""
+MOST_CALLS = 1000
+"""Calls that may wait for Trackio before it is disabled."""
+FINISH_SECONDS = 10
+"""Seconds that the end of a run waits for Trackio."""
 
 
 class Tracker(Protocol):
@@ -200,6 +207,12 @@ def _quoted(text: str) -> str:
     return "\n".join(f"    {line}" for line in text[:TEXT_CHARACTERS].splitlines() or [""])
 
 
+def _cells(row: SampleRow) -> list[Any]:
+    """Return a row of a table: texts are cut, and lone surrogates, which UTF-8 cannot hold, become question marks."""
+    shown = row._replace(prompt=row.prompt[:TEXT_CHARACTERS], response=row.response[:TEXT_CHARACTERS])
+    return [cell.encode(errors="replace").decode() if isinstance(cell, str) else cell for cell in shown]
+
+
 class WandbTracker:
     """Weights & Biases (extra `wandb`)."""
 
@@ -232,23 +245,99 @@ class WandbTracker:
         """Log the samples as the table `samples/<split>`. It has a column with the step, as W&B takes no values for earlier steps."""
         import wandb
 
-        data = [
-            [
-                step,
-                row.group,
-                row.sample,
-                row.reward,
-                row.reason,
-                row.prompt[:TEXT_CHARACTERS],
-                row.response[:TEXT_CHARACTERS],
-            ]
-            for row in rows
-        ]
+        data = [[step, *_cells(row)] for row in rows]
         self._run.log({f"samples/{split}": wandb.Table(columns=["step", *SampleRow._fields], data=data)}, commit=False)
 
     def finish(self, status: str) -> None:
         """End the run."""
         self._run.finish(exit_code=0 if status == "Finished" else 1)
+
+
+class TrackioTracker:
+    """Trackio (extra `trackio`): writes to `trackio/` in the output folder, or sends to a Trackio server.
+
+    A thread makes all calls of the library, and the run does not wait for them: where a Hugging Face token is set, `trackio.init` asks the
+    Hub for the user's name without a time limit, and a server may be slow. The first error of the thread is raised by the next call.
+    """
+
+    def __init__(self, spec: TrackerSpec, *, name: str, folder: Path) -> None:
+        """Start a run called `name`. A run of that name in the folder is continued; on a server each start of the runner is a run.
+
+        Raises ConfigError for `uri` with `offline`, a `uri` that is not an address of HTTP, or a missing package.
+        """
+        if spec.uri and spec.offline:
+            raise ConfigError(f"tracker trackio takes uri or offline, got uri {spec.uri} with offline true; remove one")
+        if spec.uri and not spec.uri.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"uri of tracker trackio must be the http:// or https:// address of a Trackio server, got {spec.uri}; "
+                "for a Space, set TRACKIO_SPACE_ID in the environment of the runner"
+            )
+        if spec.uri or spec.offline:  # the library prefers these to what is passed to it
+            for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+                os.environ.pop(variable, None)
+        wanted = folder / "trackio"
+        os.environ["TRACKIO_DIR"] = str(wanted)  # the library reads it once, when it is imported
+        try:
+            import trackio
+        except ImportError as error:
+            raise ConfigError(
+                "tracker trackio needs the package: pip install 'rljob[trackio]', or remove it from trackers"
+            ) from error
+        if wanted != trackio.TRACKIO_DIR:
+            raise RuntimeError(f"trackio was imported before and writes to {trackio.TRACKIO_DIR}, not to {wanted}")
+        remote = spec.uri or any(map(os.environ.get, ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")))
+        options = {"server_url": spec.uri, "resume": "never" if remote else "allow", "embed": False}
+        options |= {"project": spec.project or "rljob", "name": name, "auto_log_gpu": False, "auto_log_cpu": False}
+        self._calls: queue.Queue[Callable[[Any], object] | None] = queue.Queue(MOST_CALLS)
+        """What the thread is to do with the run; None ends it."""
+        self._error: Exception | None = None
+        """What ended the thread early. The thread writes it, the run's thread reads it."""
+        self._thread = threading.Thread(target=self._make_calls, args=(options,), name="trackio", daemon=True)
+        self._thread.start()
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Record the job as the run's config."""
+        self._call(lambda run: run.config.update(config))
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Log the scalars of a step."""
+        self._call(lambda run: run.log(scalars(metrics), step=step))
+
+    def log_samples(self, split: str, step: int, rows: Sequence[SampleRow]) -> None:
+        """Log the samples as the table `samples/<split>` of the step."""
+        import trackio
+
+        table = trackio.Table(columns=list(SampleRow._fields), data=[_cells(row) for row in rows])
+        self._call(lambda run: run.log({f"samples/{split}": table}, step=step))
+
+    def finish(self, status: str) -> None:
+        """End the run, whose status Trackio does not keep. What is not written after FINISH_SECONDS is left."""
+        self._call(None)
+        self._thread.join(FINISH_SECONDS)
+        if self._thread.is_alive():
+            raise TimeoutError(f"trackio has not ended within {FINISH_SECONDS} s, its last metrics may be missing")
+        if self._error:
+            raise self._error
+
+    def _call(self, call: Callable[[Any], object] | None) -> None:
+        if self._error:
+            raise self._error
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            raise TimeoutError(f"trackio does not answer, {MOST_CALLS} calls wait for it") from None
+
+    def _make_calls(self, options: Mapping[str, Any]) -> None:
+        """Start the run, make the calls in their order, and end the run."""
+        import trackio
+
+        try:
+            run = trackio.init(**options)
+            while call := self._calls.get():
+                call(run)
+            run.finish()
+        except Exception as error:  # noqa: BLE001 - the next call raises it
+            self._error = error
 
 
 class MlflowTracker:
@@ -369,4 +458,6 @@ def _open(spec: TrackerSpec, *, name: str, output: Path) -> Tracker:
         return TensorBoardTracker(output / "tensorboard")
     if spec.name == "wandb":
         return WandbTracker(spec, name=name, folder=output)
+    if spec.name == "trackio":
+        return TrackioTracker(spec, name=name, folder=output)
     return MlflowTracker(spec, name=name)

@@ -176,15 +176,18 @@ class EmbodiedRunner(TrainingProgram):
         return roster.count(ENV) >= len(roster.wanted(ENV)) and rollouts >= len(roster.wanted(ROLLOUT))
 
     def on_training(self) -> None:
-        """Write the metrics of the last step, and request the next collection.
+        """Request the next collection, and write the metrics of the last step."""
+        self.begin_next()
+        super().on_training()
 
-        The rollouts start it once they serve the weights that this training produces. It is not requested yet if an evaluation needs the
-        simulators first, if groups share devices, or if a member is missing.
+    def begin_next(self) -> None:
+        """Request the collection of the next step. The rollouts start it once they serve the weights that this training produces.
+
+        It is not requested yet if an evaluation needs the simulators first, if groups share devices, or if a member is missing.
         """
         used_before = self.evaluates_after(self.progress.step + 1) or self.schedule.devices() is not None
         if not used_before and self._all_present:
             self._ahead = self.collection.begin(self.progress.step + 2, version=self.progress.version + 1)
-        super().on_training()
 
     def publish(self) -> None:
         """Publish the new version. Give up the collection that waits for it if a member is lost or does not load the version in time."""
@@ -250,13 +253,12 @@ class AsyncEmbodiedRunner(EmbodiedRunner):
         age = float(self._age)
         return super().train() | {"train/staleness_mean": age, "train/staleness_max": age}
 
-    def on_training(self) -> None:
+    def begin_next(self) -> None:
         """Begin the collection of the next step with the current weights."""
         following = self.progress.step + 2
         algorithm = self.applied.spec.algorithm
         if algorithm.max_staleness and following <= algorithm.steps:
             self._ahead = self.collection.begin(following, version=self.progress.version)
-        self.report.write()
 
     def publish(self) -> None:
         """Wait for the end of the collection, then publish the new weights."""

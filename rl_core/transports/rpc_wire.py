@@ -6,7 +6,7 @@ import math
 import threading
 import traceback
 
-from rl_core.api.errors import RemoteError, RLJobError, error_types, text_of
+from rl_core.api.errors import RemoteError, RLJobError, error_types, public_type, text_of
 from rl_core.messages.rpc import Caller, PackedError
 
 MAX_CALLS = 64
@@ -48,10 +48,16 @@ def name_of(caller: Caller | None) -> str:
 
 
 def pack_error(error: BaseException) -> PackedError:
-    """Return `error` as a record. A long text is truncated, so that the error always fits into a message."""
+    """Return `error` as a record, named after its class or the nearest base class that the other process knows.
+
+    A long text is truncated, so that the error always fits into a message.
+    """
+    known = public_type(error) if isinstance(error, RLJobError) else RLJobError
     trace = "".join(traceback.format_exception(error))[:MAX_TRACEBACK]
     return PackedError(
-        type=type(error).__name__, message=text_of(error), traceback=trace.encode("utf-8", "replace").decode()
+        type=(type(error) if known is RLJobError else known).__name__,
+        message=text_of(error),
+        traceback=trace.encode("utf-8", "replace").decode(),
     )
 
 

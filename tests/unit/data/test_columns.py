@@ -7,6 +7,7 @@ import pytest
 from rl_core.api.data import DataSpec
 from rl_core.api.errors import ConfigError, DataError
 from rl_core.data.dataset import load_prompts, read_columns
+from rl_core.data.examples import example_rows
 from rl_core.data.source import read_rows
 from rl_core.data.tokenizer import Tokenizer
 
@@ -73,3 +74,17 @@ def test_a_prompt_that_ends_with_a_reply_is_refused_where_the_model_would_read_i
     with pytest.raises(DataError) as error:
         load_prompts(str(path), data, tokenizer, **settings)
     assert str(error.value).startswith("data.train row 2: column 'messages' must end with a message to the model")
+
+
+def test_rows_that_a_run_leaves_out_are_no_examples():
+    rows = {0: {"prompt": "1"}, 2: {"prompt": "2", "answer": "2"}, 3: {"prompt": "3", "answer": None}}
+    found = example_rows(rows, DataSpec(train="t"), field="data.train", task_name="math")
+    assert list(found) == ["data.train row 3"]
+
+
+def test_a_row_keeps_its_number_behind_a_line_that_is_left_out(tmp_path, tokenizer):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{oops\n{"prompt": "1"}\n{"prompt": 2}\n')
+    data = DataSpec(train=str(path), max_bad_rows=1)
+    (sample,) = load_prompts(str(path), data, tokenizer, field="data.train", task_name="reward", max_seq_len=9).samples
+    assert sample["source"] == "a.jsonl row 2" and sample["idx"] == 1

@@ -309,7 +309,7 @@ def test_a_column_missing_in_one_of_several_sets_is_named_with_the_setting_of_th
 
 def test_example_rows_are_the_first_two_and_one_of_each_further_set_of_filled_columns():
     rows = [{"prompt": "1", "answer": "1"}] * 5 + [{"prompt": "2", "answer": None}, {"answer": "3"}, {"prompt": "4"}]
-    found = example_rows(rows, DataSpec(train="t"), field="data.train", task_name="reward")
+    found = example_rows(dict(enumerate(rows)), DataSpec(train="t"), field="data.train", task_name="reward")
     assert list(found) == ["data.train row 1", "data.train row 2", "data.train row 6"]
     row = found["data.train row 6"]
     assert row.metadata == {"answer": None, "ground_truth": None}

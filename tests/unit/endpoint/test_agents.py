@@ -279,7 +279,7 @@ def test_a_program_is_not_tried_at_validation_because_there_is_no_model():
     from rl_core.api.data import DataSpec
     from rl_core.data.examples import example_rows
 
-    rows, data = [{"prompt": "hi", "answer": "1"}], DataSpec(train="t.jsonl")
+    rows, data = {0: {"prompt": "hi", "answer": "1"}}, DataSpec(train="t.jsonl")
     assert example_rows(rows, data, field="data.train", task_name="agent") == {}
     assert list(example_rows(rows, data, field="data.train", task_name="math")) == ["data.train row 1"]
 
