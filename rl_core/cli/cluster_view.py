@@ -11,8 +11,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
+from rl_core.api.validation_metric import ValidationMetric, stored_validation_metric
 from rl_core.cli.targets import ClusterSide, Place, counts_text
-from rl_core.cli.validation_metric import ValidationMetric, stored_validation_metric
 from rl_core.plan.groups import ROLLOUT
 
 REFRESH_S = 2.0

@@ -13,8 +13,8 @@ from rich.live import Live
 from rich.table import Table
 
 from rl_core.api.errors import ConfigError
-from rl_core.cli.validation_metric import ACCURACY, ValidationMetric, stored_validation_metric
-from rl_core.launch.workspace import PRIVATE, is_abandoned
+from rl_core.api.validation_metric import ACCURACY, ValidationMetric, stored_validation_metric
+from rl_core.launch.workspace import is_abandoned, stored_job
 from rl_core.plan.groups import ROLLOUT
 
 REFRESH_S = 1.0
@@ -47,7 +47,7 @@ def show_status(folder: Path) -> int:
 def show_top(folder: Path, *, once: bool) -> int:
     """Print the tables, live until the run ends; return 0."""
     console = Console()
-    measured = stored_validation_metric(_stored_job(folder))
+    measured = stored_validation_metric(stored_job(folder))
     status = read_status(folder)
     if once or not console.is_terminal:
         console.print(render(status, measured))
@@ -61,15 +61,6 @@ def show_top(folder: Path, *, once: bool) -> int:
         except KeyboardInterrupt:
             return 0
     return 0
-
-
-def _stored_job(folder: Path) -> dict[str, Any]:
-    """Return the resolved job of the run in `folder`; empty where there is none."""
-    try:
-        found = json.loads((folder / PRIVATE / "job.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def render(status: dict[str, Any], measured: ValidationMetric = ACCURACY) -> Group:

@@ -14,8 +14,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from rl_core.api.validation_metric import ACCURACY, ValidationMetric
 from rl_core.cli.local_view import FINAL, run_table, wait_table
-from rl_core.cli.validation_metric import ACCURACY, ValidationMetric
 from rl_core.messages.members import DISK_SPACE
 
 WAITING_S = 5.0

@@ -18,11 +18,11 @@ import yaml
 
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJob
+from rl_core.api.validation_metric import ValidationMetric, validation_metric
 from rl_core.checkpoint.manifest import MANIFEST
 from rl_core.cli.progress import ProgressDisplay
 from rl_core.cli.resume import checkpoint_folder, resume_line
 from rl_core.cli.validate import GIB, memory_report, prepare
-from rl_core.cli.validation_metric import ValidationMetric, validation_metric
 from rl_core.launch.local import LocalCluster
 from rl_core.launch.ports import free_ports
 from rl_core.launch.workspace import Workspace

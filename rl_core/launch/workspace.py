@@ -32,6 +32,15 @@ PRIVATE = ".rljob"
 """Folder for keys, pod plans and the resolved job, inside the output folder."""
 
 
+def stored_job(folder: Path) -> dict[str, Any]:
+    """Return the resolved job of the run in `folder`; empty where there is none."""
+    try:
+        found = json.loads((folder / PRIVATE / "job.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def is_abandoned(folder: Path) -> bool:
     """Return whether no launcher holds the lock of a run's folder: the run has ended, or was killed with its launcher.
 

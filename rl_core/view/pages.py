@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-from rl_core.launch.workspace import is_abandoned
+from rl_core.api.validation_metric import stored_validation_metric
+from rl_core.launch.workspace import is_abandoned, stored_job
 from rl_core.samples.lines import TRAIN, VALIDATION, Entry
 from rl_core.samples.reader import SampleReader
 from rl_core.view.metrics import MetricColumns
@@ -39,6 +40,14 @@ class RunView:
         self.folder, self.name = folder, name
         self.metrics = MetricColumns(folder / "metrics.jsonl")
         self.samples = SampleReader(folder)
+        self._measured: tuple[dict[str, Any], str] | None = None
+
+    def measured(self) -> str:
+        """Return the metric of what validation of the job measures; the accuracy if the folder has no job."""
+        job = stored_job(self.folder)
+        if self._measured is None or self._measured[0] != job:
+            self._measured = (job, stored_validation_metric(job).key)
+        return self._measured[1]
 
     def facts(self) -> dict[str, Any]:
         """Return name, phase and progress; a run that never wrote a status is Unknown."""
@@ -57,6 +66,7 @@ class RunView:
             "epoch": status.get("epoch"),
             "failure": failure.get("message") if isinstance(failure, dict) else None,
             "groups": status.get("promptsPerStep"),
+            "measured": self.measured(),
         }
 
 

@@ -5,7 +5,8 @@ import { FILTERED, groupList, groupView, sampleView } from "./samples.js";
 import { timelineView } from "./timeline.js";
 import { COLOURS } from "./tokens.js";
 
-const PREFERRED = ["reward/mean", "val/reward_mean", "val/accuracy", "train/policy_loss", "train/entropy", "rollout/gen_tokens_per_sample/mean",
+const ACCURACY = "val/accuracy";
+const PREFERRED = ["reward/mean", "val/reward_mean", ACCURACY, "train/policy_loss", "train/entropy", "rollout/gen_tokens_per_sample/mean",
   "train/grad_norm", "time/step", "perf/tokens_per_second", "train/staleness_mean"];
 const FIRST_CHARTS = 8, REFRESH_MS = 5000;
 const FILTERS = ["text", "reason", "order", "min_reward", "max_reward", "min_tokens", "max_tokens"];
@@ -41,7 +42,8 @@ function names() { return [...new Set(data.curves.flatMap((run) => run.names))].
 function chosenMetrics(now) {
   if (now.metrics) return now.metrics;
   const known = new Set(names());
-  return PREFERRED.filter((name) => known.has(name)).slice(0, FIRST_CHARTS);
+  const judged = data.runs.some((run) => run.measured === ACCURACY);    // a reward of another scale has no accuracy
+  return PREFERRED.filter((name) => known.has(name) && (name !== ACCURACY || judged)).slice(0, FIRST_CHARTS);
 }
 
 async function loadCurves(now) {

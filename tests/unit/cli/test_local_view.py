@@ -8,11 +8,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rl_core.api.job import RLJob
+from rl_core.api.validation_metric import ACCURACY, REWARD, validation_metric
 from rl_core.cli.local_view import read_status, render, show_top
 from rl_core.cli.main import app
 from rl_core.cli.progress import ProgressDisplay, step_line, waiting_line
 from rl_core.cli.run import read_step, success_text
-from rl_core.cli.validation_metric import ACCURACY, REWARD, validation_metric
 from rl_core.launch.workspace import Workspace
 
 

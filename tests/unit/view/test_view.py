@@ -9,6 +9,7 @@ import pytest
 from rl_core.api.errors import ConfigError
 from rl_core.cli.targets import Place
 from rl_core.cli.view import serve_view
+from rl_core.launch.workspace import PRIVATE
 from rl_core.samples.reader import SampleReader
 from rl_core.view.server import ViewServer
 from tests.unit.samples.kept import kept, write
@@ -60,6 +61,24 @@ def test_curves_steps_and_events_are_those_of_the_files(browser):
     assert browser.json("steps", run=0) == {"train": [1, 2, 3], "validation": [3]}
     (run,) = browser.json("runs")
     assert (run["name"], run["phase"], run["step"]) == ("run", "Finished", 3)
+
+
+@pytest.mark.parametrize(
+    ("env", "measured"),
+    [
+        ({"type": "math"}, "val/accuracy"),
+        ({"type": "reward", "reward": "own:score"}, "val/reward_mean"),
+        (None, "val/accuracy"),
+    ],
+    ids=["judged", "own reward", "no job"],
+)
+def test_the_page_is_told_whether_validation_has_an_accuracy(browser, tmp_path, env, measured):
+    if env:
+        (tmp_path / "run" / PRIVATE).mkdir()
+        spec = {"model": {"path": "m"}, "data": {"train": "t"}, "env": env}
+        job = {"apiVersion": "rljob.dev/v1alpha1", "kind": "RLJob", "metadata": {"name": "a"}, "spec": spec}
+        (tmp_path / "run" / PRIVATE / "job.json").write_text(json.dumps(job))
+    assert [run["measured"] for run in browser.json("runs")] == [measured]
 
 
 @pytest.mark.parametrize(

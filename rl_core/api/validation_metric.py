@@ -1,4 +1,4 @@
-"""Which metric of validation the commands show for a job."""
+"""Which metric of validation the commands and the page show for a job."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
