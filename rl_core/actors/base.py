@@ -211,7 +211,7 @@ class Actor(Worker, ABC):
         """
         return self.engine.score_reference(batch)
 
-    def compute_advantages_and_returns(self) -> dict[str, float]:
+    def compute_advantages_and_returns(self) -> Mapping[str, float | Tensor]:
         """Compute the advantages of the step's groups and, with a critic, the returns.
 
         Returns this rank's metrics of rewards, groups and advantages. Raises RuntimeError when no groups were received.

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rl_core.actors.base import Actor
@@ -105,22 +106,26 @@ class EmbodiedFSDPActor(Actor):
     def compute_log_probs(self, batch: TrainingBatch | None = None) -> None:
         """Do nothing: the log-probabilities and values before the update are those of the rollout, with the same weights."""
 
-    def compute_advantages_and_returns(self) -> dict[str, float]:
-        """Compute the advantages of the step's trajectories and, with a critic, the returns. Returns this rank's metrics.
+    def compute_advantages_and_returns(self) -> dict[str, Tensor]:
+        """Compute the advantages of the step's trajectories and, with a critic, the returns.
 
-        Raises RuntimeError when no trajectories were received.
+        Returns `advantages` and, with a critic, `returns`, both [B, T], for B simulators and T decisions, and this rank's metrics as
+        tensors without dimensions. Raises RuntimeError when no trajectories were received.
         """
         if self._rows is None:
             raise RuntimeError("compute_advantages_and_returns needs trajectories, got none; receive them first")
         with self.ranks.guard("computing advantages"):
             prepared = self._rows()
         self._rows = None
+        simulators = len(prepared.batch.group_texts)
         valid = prepared.batch.valid
         self._inputs = (
             prepared.inputs if valid.all() else {name: tensor[valid] for name, tensor in prepared.inputs.items()}
         )
         self.engine.load_prepared(prepared, version=self.global_step)
-        return {name: float(stat) for name, stat in prepared.metrics.items()}
+        found = {"advantages": prepared.advantages, "returns": prepared.returns}
+        rows = {name: tensor[:, 0].reshape(simulators, -1) for name, tensor in found.items() if tensor is not None}
+        return rows | {name: torch.tensor(float(stat)) for name, stat in prepared.metrics.items()}
 
     def _prepare(self, trajectory: Trajectory) -> PreparedBatch:
         """Return the rows of the step with their advantages. Collective if there are several data ranks."""

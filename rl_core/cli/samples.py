@@ -10,6 +10,12 @@ from rl_core.samples.lines import FILTERED, TRAIN, VALIDATION
 from rl_core.samples.printing import explain_reasons, render_sample
 from rl_core.samples.reader import Found, SampleReader, worst_first
 
+RETRIES = (
+    "Attempts that failed and were repeated, such as a reward call that was killed, have no sample: see `trying again` in the logs\n"
+    "of the rollouts and rollout/redispatch_total in metrics.jsonl.\n"
+)
+"""What `--failed` says of the failures that it does not show."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
@@ -37,7 +43,9 @@ def show_samples(folder: Path, choice: Choice) -> int:
     found = select(reader, choice)
     wanted = "failed" if choice.failed else "was filtered by dynamic sampling" if choice.filtered else None
     if not found and wanted and select(reader, replace(choice, failed=False, filtered=False)):
-        sys.stdout.write(f"none of these samples {wanted}; {_known(reader, choice)}\n")
+        sys.stdout.write(
+            f"none of these samples {wanted}; {_known(reader, choice)}\n{RETRIES if choice.failed else ''}"
+        )
         return 0
     if not found:
         raise ConfigError(f"{folder} must hold samples that match, got none; {_known(reader, choice)}")
@@ -49,6 +57,8 @@ def show_samples(folder: Path, choice: Choice) -> int:
     sys.stdout.write(explain_reasons(one.entry.reason for one in shown))
     if len(found) > choice.limit:
         sys.stdout.write(f"{len(found) - choice.limit} more; --limit {len(found)} prints all\n")
+    if choice.failed:
+        sys.stdout.write(RETRIES)
     return 0
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from rl_core.policies.base import Mode, Policy, discrete_scores, sample_discrete
+from rl_core.policies.base import Mode, Policy, check_temperatures, discrete_scores, sample_discrete
 
 
 class ActorCritic(Policy):
@@ -23,18 +23,36 @@ class ActorCritic(Policy):
     """Key of the observation that the networks read."""
 
     def __init__(
-        self, *, num_actions: int | None, action_dim: int | None, chunk: int, initial_log_std: float = 0.0
+        self,
+        *,
+        num_actions: int | None,
+        action_dim: int | None,
+        chunk: int,
+        initial_log_std: float = 0.0,
+        temperature_train: float = 1.0,
+        temperature_eval: float = 0.0,
     ) -> None:
         """Choose the distribution. Raises ValueError unless exactly one of `num_actions` and `action_dim` is given.
 
-        `chunk` is the number of actions that one prediction returns. `initial_log_std` is the logarithm of the standard deviation before
-        training.
+        - `chunk`: number of actions that one prediction returns.
+        - `initial_log_std`: logarithm of the standard deviation before training.
+        - `temperature_train`: what logits are divided by, in rollouts and in training.
+        - `temperature_eval`: the same in evaluations; 0 means that the most likely action is taken.
+
+        Temperatures are for discrete actions only.
         """
         super().__init__()
         if (num_actions is None) == (action_dim is None):
             raise ValueError(
                 f"num_actions or action_dim must be given, and not both, got {num_actions} and {action_dim}; remove one"
             )
+        check_temperatures(temperature_train, temperature_eval)
+        if num_actions is None and (temperature_train, temperature_eval) != (1.0, 0.0):
+            raise ValueError(
+                f"temperatures must be left out with action_dim, got {temperature_train:g} and {temperature_eval:g}; use initial_log_std"
+            )
+        self.temperature = temperature_train
+        self._eval_scale = temperature_train / temperature_eval if temperature_eval else 0.0
         self.num_actions, self.chunk = num_actions, chunk
         self.action_dim = action_dim or 1
         self.num_outputs = chunk * (num_actions or self.action_dim)
@@ -54,7 +72,7 @@ class ActorCritic(Policy):
     def _choose(self, observed: Tensor, outputs: Tensor, mode: Mode) -> tuple[Tensor, dict[str, Any]]:
         """Return actions for logits [B, C, V] or means [B, C, D], and what `predict` returns besides but the values."""
         if self.num_actions is not None:
-            actions, log_probs = sample_discrete(outputs, mode)
+            actions, log_probs = sample_discrete(outputs, mode, eval_scale=self._eval_scale)
             log_probs = log_probs[..., None]
         else:
             spread = self.log_std.exp()
@@ -81,4 +99,6 @@ class ActorCritic(Policy):
 
     def _by_action(self, outputs: Tensor) -> Tensor:
         """Return outputs [B, num_outputs] of the networks as logits [B, C, V] or means [B, C, D]."""
+        if self.temperature != 1.0:
+            outputs = outputs / self.temperature
         return outputs.view(len(outputs), self.chunk, self.num_actions or self.action_dim)

@@ -63,13 +63,24 @@ def layer(inputs: int, outputs: int, gain: float = 2**0.5) -> nn.Linear:
     return linear
 
 
-def sample_discrete(logits: Tensor, mode: Mode) -> tuple[Tensor, Tensor]:
-    """Return the chosen classes [...] int64 of `logits` [..., V] and their log-probabilities [...]."""
+def check_temperatures(train: float, evaluation: float) -> None:
+    """Raise ValueError unless the temperature of training is positive and that of evaluations is not negative."""
+    if not (train > 0 and evaluation >= 0):
+        raise ValueError(
+            f"temperature_train must be above 0 and temperature_eval at least 0, got {train:g} and {evaluation:g}; correct them"
+        )
+
+
+def sample_discrete(logits: Tensor, mode: Mode, *, eval_scale: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Return the chosen classes [...] int64 of `logits` [..., V] and their log-probabilities [...].
+
+    In mode "eval" the most likely class is chosen, or, if `eval_scale` is not 0, one is sampled with the logits multiplied by it.
+    """
     log_probs = torch.log_softmax(logits, dim=-1)
-    if mode == "train":
+    if mode == "train" or eval_scale:
         # The largest of log-probabilities with Gumbel noise is a sample of the distribution.
         noise = torch.empty_like(log_probs).exponential_().log_()
-        chosen = (log_probs - noise).argmax(dim=-1)
+        chosen = ((log_probs if mode == "train" else log_probs * eval_scale) - noise).argmax(dim=-1)
     else:
         chosen = log_probs.argmax(dim=-1)
     return chosen, log_probs.gather(-1, chosen[..., None])[..., 0]

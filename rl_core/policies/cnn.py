@@ -28,9 +28,18 @@ class CNNPolicy(ActorCritic):
         channels: Sequence[int] = (16, 32),
         hidden: int = 128,
         initial_log_std: float = 0.0,
+        temperature_train: float = 1.0,
+        temperature_eval: float = 0.0,
     ) -> None:
         """`image` is (H, W, P). Each of `channels` adds a convolution of stride 2. See `ActorCritic` for the actions."""
-        super().__init__(num_actions=num_actions, action_dim=action_dim, chunk=chunk, initial_log_std=initial_log_std)
+        super().__init__(
+            num_actions=num_actions,
+            action_dim=action_dim,
+            chunk=chunk,
+            initial_log_std=initial_log_std,
+            temperature_train=temperature_train,
+            temperature_eval=temperature_eval,
+        )
         height, width, depth = image
         layers: list[nn.Module] = []
         for width_out in channels:

@@ -31,13 +31,22 @@ class MLPPolicy(ActorCritic):
         chunk: int = 1,
         hidden: Sequence[int] = (64, 64),
         initial_log_std: float = 0.0,
+        temperature_train: float = 1.0,
+        temperature_eval: float = 0.0,
         normalize: bool = False,
     ) -> None:
         """Observations have `observation_size` numbers. See `ActorCritic` for the actions.
 
         With `normalize` the networks see each number less its mean, in standard deviations, over all observations that were trained on.
         """
-        super().__init__(num_actions=num_actions, action_dim=action_dim, chunk=chunk, initial_log_std=initial_log_std)
+        super().__init__(
+            num_actions=num_actions,
+            action_dim=action_dim,
+            chunk=chunk,
+            initial_log_std=initial_log_std,
+            temperature_train=temperature_train,
+            temperature_eval=temperature_eval,
+        )
         self.actor = _network(observation_size, hidden, self.num_outputs, gain=0.01)
         self.critic = _network(observation_size, hidden, 1, gain=1.0)
         self.normalize = normalize

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_core.policies.base import Mode, Policy, discrete_scores, layer, sample_discrete
+from rl_core.policies.base import Mode, Policy, check_temperatures, discrete_scores, layer, sample_discrete
 from rl_core.policies.cnn import image_floats
 
 
@@ -30,16 +30,22 @@ class VLAPolicy(Policy):
         bins: int = 64,
         state_size: int = 0,
         instruction: Sequence[int] = (),
+        temperature_train: float = 1.0,
+        temperature_eval: float = 0.0,
     ) -> None:
         """Build a vision-language model with random weights.
 
         `model` is the configuration of a model of the LLaVA family, as in its config.json: vision_config, text_config and what connects
-        them. `instruction` has the ids of an instruction where the simulators give none. Raises ValueError when the vocabulary has fewer
-        than `bins` ids.
+        them. `instruction` has the ids of an instruction where the simulators give none. `temperature_train` divides the logits in rollouts
+        and in training; `temperature_eval` does in evaluations, where 0 means that the most likely tokens are taken. Raises ValueError when
+        the vocabulary has fewer than `bins` ids.
         """
         from transformers import AutoConfig, AutoModelForImageTextToText
 
         super().__init__()
+        check_temperatures(temperature_train, temperature_eval)
+        self.temperature = temperature_train
+        self._eval_scale = temperature_train / temperature_eval if temperature_eval else 0.0
         settings = dict(model)
         config = AutoConfig.for_model(settings.pop("model_type", "llava"), **settings)
         vocabulary = config.text_config.vocab_size
@@ -69,7 +75,7 @@ class VLAPolicy(Policy):
                     self._embed(tokens[-1][:, None]), use_cache=True, past_key_values=answer.past_key_values
                 )
                 last = answer.last_hidden_state[:, -1]
-            token, log_prob = sample_discrete(self._logits(last), mode)
+            token, log_prob = sample_discrete(self._logits(last), mode, eval_scale=self._eval_scale)
             tokens.append(token)
             log_probs.append(log_prob)
         chosen = torch.stack(tokens, dim=1)
@@ -111,4 +117,4 @@ class VLAPolicy(Policy):
     def _logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of the action tokens [..., K]."""
         logits: Tensor = self.vlm.lm_head(hidden)[..., self.first_action :]
-        return logits
+        return logits / self.temperature if self.temperature != 1.0 else logits

@@ -194,7 +194,7 @@ class Dispatcher:
     ) -> None:
         """Accept a prompt group that a rollout returns unfinished: it is leased again, or dropped once its attempts are used up.
 
-        The `failed` sample is kept for people to look at; in a validation, only that of a dropped prompt.
+        The `failed` sample of a dropped group is kept for people to look at.
         While too few members are present, the reasons `infrastructure` and `deadline` use up no attempt.
         """
         excused = reason in ("infrastructure", "deadline") and self._is_short()

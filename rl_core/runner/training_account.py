@@ -11,7 +11,7 @@ import heapq
 import itertools
 import logging
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.errors import ConfigError, DataError, InfrastructureError, RLJobError, SamplingExhausted
@@ -72,8 +72,6 @@ class TrainingAccount:
         """Filtered groups whose records are on the channel, until `take_filtered`."""
         self._failed: list[KeptSample] = []
         """The sample that failed each dropped group, until `take_failed`; at most MAX_FAILED_SAMPLES."""
-        self._retried: list[KeptSample] = []
-        """The same of groups that are generated again. Each has the lease's token as its group, whose own samples are still to come."""
         self.failure: RLJobError | None = None
         """The error that ends the run; no group is leased once it is set. None while the run is healthy."""
 
@@ -264,8 +262,8 @@ class TrainingAccount:
     ) -> None:
         """Accept a group that `owner` returns unfinished: it becomes pending, or is dropped once its attempts for `reason` are used up.
 
-        `counted` False uses up no attempt. `failed` is the sample that failed, which is kept for people to look at. Does nothing for a group
-        that is finished or that another process holds.
+        `counted` False uses up no attempt. `failed` is the sample that failed, which is kept if the group is dropped. Does nothing for a
+        group that is finished or that another process holds.
         """
         group = self.ledger.group_by_token(token)
         if group is None or group.owner != owner or group.state is not GroupState.LEASED:
@@ -275,13 +273,8 @@ class TrainingAccount:
             return
         logger.warning("group %s given back (%s): %s", group.group_id, reason, message)
         again = self._requeue(group, reason, message, counted=counted)
-        if failed is None:
-            return
-        if again:
-            failed = replace(failed, group_id=token, error=f"{failed.error}; the group was generated again")
-        samples = self._retried if again else self._failed
-        if len(samples) < MAX_FAILED_SAMPLES:
-            samples.append(failed)
+        if not again and failed is not None and len(self._failed) < MAX_FAILED_SAMPLES:
+            self._failed.append(failed)
 
     def _requeue(self, group: Group, reason: RequeueReason, message: str, *, counted: bool = True) -> bool:
         """Requeue a leased group and delete its record; return False if the group is dropped instead."""
@@ -289,8 +282,8 @@ class TrainingAccount:
         return self.ledger.requeue(group.token, reason, message, counted=counted)
 
     def take_failed(self) -> list[KeptSample]:
-        """Return the samples that failed groups since the last call: those of dropped groups, then of groups that were generated again."""
-        failed, self._failed, self._retried = self._failed + self._retried, [], []
+        """Return the samples that failed the groups dropped since the last call."""
+        failed, self._failed = self._failed, []
         return failed
 
     def take_filtered(self, step: int) -> list[FilteredGroup]:

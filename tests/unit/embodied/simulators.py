@@ -46,6 +46,8 @@ class Scripted:
                 os.kill(os.getpid(), signal.SIGSEGV)
             if self.fault == "hang":
                 time.sleep(3600)
+            if self.fault == "leak":
+                self.leaked = [bytearray(2**30) for _ in range(8)]
             if self.fault == "nan":
                 reward = float("nan")
             if self.fault == "text":

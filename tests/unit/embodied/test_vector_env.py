@@ -5,6 +5,7 @@ import pytest
 
 from rl_core.api.errors import RolloutDataFailure
 from rl_core.envs.gymnasium import GymnasiumVectorEnv
+from rl_core.messages.embodied import SimulatorSettings
 
 SCRIPTED = "tests.unit.embodied.simulators:Scripted"
 
@@ -114,6 +115,19 @@ def test_processes_that_fail_in_every_way_are_replaced_and_the_others_go_on():
         output = made.step(np.zeros(count))
         assert output.lost.tolist() == [False] * 9 + [True]
         assert output.obs["states"][9].tolist() == [29, 0]
+    finally:
+        made.close()
+
+
+def test_a_simulator_that_takes_more_memory_than_its_limit_loses_its_own_episode_only():
+    kwargs = {"faults": [None, "leak"]}
+    settings = SimulatorSettings(id=SCRIPTED, kwargs=kwargs, auto_reset=True, memory_bytes=4 * 2**30)
+    made = env(2, vectorization="process", settings=settings)
+    try:
+        made.reset()
+        made.step(np.zeros(2))
+        assert made.step(np.zeros(2)).lost.tolist() == [False, True]
+        assert made.step(np.zeros(2)).lost is None
     finally:
         made.close()
 

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from rl_core.api.errors import ConfigError
 from rl_core.policies.base import splits_values
 from rl_core.policies.cnn import CNNPolicy
 from rl_core.policies.folder import build_policy
@@ -43,7 +44,8 @@ CASES = {
     "mlp normal": ("mlp", {"observation_size": 6, "action_dim": 2, "chunk": 3, "hidden": [8]}),
     "cnn discrete": ("cnn", IMAGE | {"num_actions": 4}),
     "cnn normal": ("cnn", IMAGE | {"action_dim": 2, "chunk": 2}),
-    "vla": ("vla", {"model": VLA, "action_dim": 2, "chunk": 2, "bins": 8, "state_size": 6}),
+    "mlp at a temperature": ("mlp", {"observation_size": 6, "num_actions": 3, "hidden": [8], "temperature_train": 0.3}),
+    "vla": ("vla", {"model": VLA, "action_dim": 2, "chunk": 2, "bins": 8, "state_size": 6, "temperature_train": 0.7}),
 }
 
 
@@ -141,6 +143,50 @@ def test_tokens_are_the_last_ids_of_the_vocabulary_and_stand_for_equal_parts():
     assert torch.allclose(actions.flatten(1), centers[result["forward_inputs"]["tokens"]])
     with pytest.raises(Exception, match=r"bins must be in \[2, 40\]"):
         build_policy(json.dumps({"policy": name, "arguments": arguments | {"bins": 41}}))
+
+
+@pytest.mark.parametrize("case", ["mlp discrete", "cnn discrete", "vla"])
+def test_logits_are_divided_by_the_temperature_of_training_and_in_evaluations_by_their_own(case, obs):
+    """Shares of 4,000 first actions beside the distributions of the same weights at temperature 1."""
+    name, arguments = CASES[case]
+    policies = {
+        train: build_policy(
+            json.dumps(
+                {"policy": name, "arguments": arguments | {"temperature_train": train, "temperature_eval": 2.0}}
+            ),
+            seed=1,
+        ).double()
+        for train in (1.0, 0.5)
+    }
+    choices = 8 if name == "vla" else arguments["num_actions"]
+    kept = policies[1.0].predict({key: tensor[:1].expand(choices, *tensor.shape[1:]) for key, tensor in obs.items()})[1]
+    inputs = dict(kept["forward_inputs"])
+    chosen = "tokens" if name == "vla" else "actions"
+    inputs[chosen] = inputs[chosen].clone()
+    inputs[chosen][:, 0] = torch.arange(choices)
+    with torch.no_grad():
+        plain, sharp = (
+            policies[train].forward_train(inputs)["log_probs"].reshape(choices, -1)[:, 0] for train in (1.0, 0.5)
+        )
+        assert torch.allclose(sharp, torch.log_softmax(plain / 0.5, dim=0))
+        many = {key: tensor[:1].expand(4000, *tensor.shape[1:]) for key, tensor in obs.items()}
+        torch.manual_seed(0)
+        drawn = policies[0.5].predict(many, "eval")[1]["forward_inputs"][chosen].flatten(1)[:, 0]
+    shares = torch.bincount(drawn, minlength=choices) / 4000
+    assert shares.tolist() == pytest.approx(torch.softmax(plain / 2.0, dim=0).tolist(), abs=0.04)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_actions": 2, "temperature_train": 0.0}, "temperature_train must be above 0"),
+        ({"num_actions": 2, "temperature_eval": -1.0}, "temperature_eval at least 0"),
+        ({"action_dim": 2, "temperature_eval": 0.5}, "left out with action_dim.*initial_log_std"),
+    ],
+)
+def test_temperatures_that_mean_nothing_are_refused(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        build_policy(json.dumps({"policy": "mlp", "arguments": {"observation_size": 3} | arguments}))
 
 
 @pytest.mark.parametrize("case", ["mlp discrete", "mlp normal"])

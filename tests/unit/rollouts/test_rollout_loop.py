@@ -236,7 +236,6 @@ async def test_a_failed_group_is_given_back_by_its_kind(harness, error, reason, 
     [
         (RolloutDataFailure("cannot parse"), True),
         (GymTransportError("cannot parse"), True),
-        (RolloutTimeout("cannot parse"), True),
         (WorkerLost("gone"), False),
     ],
 )

@@ -1,0 +1,110 @@
+"""The methods of EmbodiedFSDPActor in one process: what they take, what they return, and what they refuse."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rl_core.actors.embodied import EmbodiedFSDPActor
+from rl_core.api.errors import ConfigError, DataError, DeadlineExceeded
+from rl_core.channel import Channel
+from rl_core.messages.embodied import CollectionRound
+from rl_core.workers.context import WorkerContext, stand_alone_identity
+from tests.trajectory_samples import SIMULATORS, STEPS, make_embodied_spec, make_policy, make_trajectory
+
+ROUND = CollectionRound(number=7, step=1, envs=(0,), rollouts=(0, 1))
+
+
+def make(spec):
+    return EmbodiedFSDPActor.create_in_context(WorkerContext(stand_alone_identity()), spec)
+
+
+@pytest.fixture
+def spec(tmp_path):
+    return make_embodied_spec(make_policy(tmp_path / "policy"), backend="fsdp2")
+
+
+@pytest.fixture
+def actor(spec):
+    made = make(spec)
+    made.init_worker()
+    yield made
+    made.close()
+
+
+def received(actor, trajectories, seconds=5.0):
+    async def main():
+        channel = Channel.create("trajectories", local=True)
+        for one in trajectories:
+            await channel.put_async(one, key=ROUND.trajectory_key(0))
+        await actor.recv_rollout_trajectories(channel, ROUND, seconds)
+
+    asyncio.run(main())
+
+
+def parts():
+    first, second = make_trajectory([0, 1], 1), make_trajectory([2, 3], 1)
+    return replace(first, sender=0), replace(second, sender=1)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_trajectories_are_in_the_order_of_their_senders_whichever_comes_first(actor, order):
+    both = parts()
+    received(actor, [both[place] for place in order])
+    got = actor.compute_advantages_and_returns()
+    actor.load_trajectories([make_trajectory([0, 1, 2, 3], 1)])
+    expected = actor.compute_advantages_and_returns()
+    assert got.keys() == expected.keys() >= {"advantages", "returns", "explained_variance"}
+    assert all(torch.equal(got[name], expected[name]) for name in got)
+    assert got["advantages"].shape == got["returns"].shape == (SIMULATORS, STEPS)
+    assert all(tensor.dim() == 0 for name, tensor in got.items() if name not in ("advantages", "returns"))
+    assert actor.run_training()["actor/grad_norm"] > 0
+
+
+def test_senders_that_are_late_are_named(actor):
+    with pytest.raises(DeadlineExceeded, match=r"2 trajectories of collection 7 .* got 1; senders \[1\] are missing"):
+        received(actor, parts()[:1], seconds=0.2)
+
+
+def test_trajectories_of_other_lengths_are_refused(actor):
+    first, second = parts()
+    shorter = replace(second, rewards=second.rewards[:-1])
+    with pytest.raises(DataError, match=f"must have {STEPS} decisions .* got {STEPS - 1} .* from sender 1"):
+        received(actor, [first, shorter])
+
+
+def test_a_step_without_trajectories_is_refused(actor):
+    with pytest.raises(RuntimeError, match="needs trajectories, got none"):
+        actor.compute_advantages_and_returns()
+    with pytest.raises(RuntimeError, match="run_training"):
+        actor.run_training()
+
+
+def test_the_global_step_only_rises(actor):
+    actor.set_global_step(4)
+    for step in (-1, 3):
+        with pytest.raises(ValueError, match=f"must be 4 or more, got {step}"):
+            actor.set_global_step(step)
+    assert actor.global_step == 4
+
+
+def test_decisions_that_cannot_be_divided_are_refused(spec):
+    spec["algorithm"]["optimizerStepsPerBatch"] = 16
+    with pytest.raises(ConfigError, match="the 24 decisions of a step must be divisible by .* = 16"):
+        make(spec)
+
+
+class Silent(torch.nn.Linear):
+    """A policy that cannot be trained."""
+
+    def predict(self, obs, mode="train"):
+        raise NotImplementedError
+
+
+def test_a_policy_without_forward_train_is_refused(tmp_path, spec):
+    text = {"policy": f"{__name__}:Silent", "arguments": {"in_features": 1, "out_features": 1}}
+    (tmp_path / "policy" / "config.json").write_text(json.dumps(text))
+    with pytest.raises(ConfigError, match="must define forward_train"):
+        make(spec).model_provider_func()
