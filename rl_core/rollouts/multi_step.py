@@ -9,7 +9,6 @@ Legend: B simulators, C actions of a chunk, T decisions.
 """
 
 import asyncio
-import concurrent.futures
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from typing import Any
@@ -26,7 +25,6 @@ from rl_core.batching.trajectories import merge_trajectories
 from rl_core.channel import Channel
 from rl_core.channel.direct import DirectChannel, PeerLost
 from rl_core.messages.embodied import CollectionRound
-from rl_core.plan.groups import ACTOR
 from rl_core.plan.routing import data_rank_of, routes, trajectory_parts
 from rl_core.policies.base import Mode, splits_values
 from rl_core.policies.folder import build_policy
@@ -77,11 +75,7 @@ class MultiStepRolloutWorker(WeightMethods):
         """Memory for the large observations of the collection, by stage. Empty where they come in messages."""
         self._routed: tuple[CollectionRound, list[tuple[int, int]]] | None = None
         """A collection and the env workers that this rollout serves in it."""
-        self._last_values: dict[TrajectoryRecorder, Tensor | None] = {}
-        """Values of the observations after the last decision."""
         self._working: asyncio.Future[int] | None = None
-        self._served: concurrent.futures.Future[None] | None = None
-        """Ends once this rollout serves the weights of the collection; None if the collection may have any."""
         self._offloaded = False
         self._mailbox = Mailbox(seconds=self.cfg.runtime.deadlines.rollout)
         self._connections: dict[str, Connection] = {}
@@ -131,7 +125,9 @@ class MultiStepRolloutWorker(WeightMethods):
         return host_result(given, obs, actions, result)
 
     def _on_device(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        return given if self.device == "cpu" else {name: tensor.to(self.device) for name, tensor in given.items()}
+        if self.device == "cpu":
+            return given
+        return {name: tensor.to(self.device) for name, tensor in given.items()}
 
     def get_dones_and_rewards(self, env_output: EnvOutput) -> tuple[Tensor, Tensor | None]:
         """Return dones [B, C], and scaled rewards [B, C] with the value of the final observation added where an episode was cut.
@@ -221,7 +217,8 @@ class MultiStepRolloutWorker(WeightMethods):
     def _send(self, channel: Exchange, stage: int, env: int, actions: np.ndarray) -> None:
         if env not in self._gone:
             try:
-                channel.put(np.ascontiguousarray(actions), key=self._round.key(stage, env, self._place), async_op=True)
+                part = np.ascontiguousarray(actions)
+                channel.put(part, key=self._round.key(stage, env, self._place), async_op=True)
             except PeerLost:
                 self._gone.add(env)
 
@@ -249,9 +246,10 @@ class MultiStepRolloutWorker(WeightMethods):
         self._stop()
         if self._working is not None:
             await asyncio.wait({self._working})
-        self._round = round or self._round
-        self._served = None if self._round.version is None else self._version_served(self._round.version)
         try:
+            if round is not None and round.version is not None:
+                await self._await_version(round.version)
+            self._round = round or self._round
             self._working = self._thread.submit(work())
             return await self._working
         except asyncio.CancelledError:
@@ -262,14 +260,14 @@ class MultiStepRolloutWorker(WeightMethods):
     async def _generate(
         self, observations: Channel, actions: Channel, trajectories: Channel, round: CollectionRound | None
     ) -> int:
-        stages, decisions = range(self.options.stages), self.options.horizon // self.options.chunk
-        self._gone, self._latest, self._last_values = set(), {}, {}
-        if self.options.batching == "decoupled":
-            await self._generate_decoupled(observations, actions, trajectories, decisions)
-            return decisions * len(stages)
+        options, version = self.options, self.sync_model_from_actor() if self._weights is not None else self.global_step
+        stages, decisions = range(options.stages), options.horizon // options.chunk
+        self._gone, self._latest = set(), {}
+        if options.batching == "decoupled":
+            await self._generate_decoupled(observations, actions, trajectories, version, decisions)
+            return decisions * options.stages
         recorders = [self._recorder(stage) for stage in stages]
-        with self._lent_rows(), closing(self._exchange(observations, actions)) as exchange:
-            version = await self._begin()  # the first observations arrive meanwhile
+        with self._lent_rows(), closing(self._exchange(observations, actions)) as exchange, self._seeded():
             for decision in range(decisions + 1):
                 for stage in stages:
                     output = await self.recv_env_output(exchange, stage=stage)
@@ -285,10 +283,10 @@ class MultiStepRolloutWorker(WeightMethods):
                     recorders[stage].decide(step)
                 self.record_progress("decisions")
             await self._deliver(trajectories, [[recorder] for recorder in recorders])
-        return decisions * len(stages)
+        return decisions * options.stages
 
     async def _generate_decoupled(
-        self, observations: Channel, actions: Channel, trajectories: Channel, decisions: int
+        self, observations: Channel, actions: Channel, trajectories: Channel, version: int, decisions: int
     ) -> None:
         """Do the same, but decide for each env worker as its observations come. Large observations travel in messages."""
         stages, round = range(self.options.stages), self._round
@@ -297,8 +295,7 @@ class MultiStepRolloutWorker(WeightMethods):
             for stage in stages
             for env, size in self.get_src_ranks(stage)
         ]
-        with closing(self._exchange(observations, actions)) as exchange:
-            version = await self._begin()
+        with closing(self._exchange(observations, actions)) as exchange, self._seeded():
             await DecoupledDecisions(
                 lanes=lanes,
                 decisions=decisions,
@@ -379,7 +376,8 @@ class MultiStepRolloutWorker(WeightMethods):
                 output: EnvOutput = await exchange.get_async(key=key)
             if output.obs is None:
                 return count
-            exchange.put(self.predict(output.obs, "eval")[0].numpy(), key=key)
+            chosen, _ = self.predict(output.obs, "eval")
+            exchange.put(chosen.numpy(), key=key)
             self.record_progress("decisions")
             count += 1
 
@@ -390,7 +388,8 @@ class MultiStepRolloutWorker(WeightMethods):
         self._mailbox.keep(round.prefix)
         exchange = DirectChannel(self._mailbox, get_from=observations, put_to=actions)
         for env in range(len(round.envs)):
-            if (address := round.address(env, place)) is None:
+            address = round.address(env, place)
+            if address is None:
                 continue
             connection = self._connections.get(address)
             if connection is None or connection.closed:
@@ -473,6 +472,8 @@ class MultiStepRolloutWorker(WeightMethods):
         """Return version and digest of the weights, and the state of their receiver."""
         return self._weights_status()
 
+    # --- inside ------------------------------------------------------------------------------------------------------
+
     @property
     def _place(self) -> int:
         """Place of this rollout in the collection."""
@@ -480,18 +481,17 @@ class MultiStepRolloutWorker(WeightMethods):
         return rollouts.index(self.rank) if self.rank in rollouts else 0
 
     async def _pause(self, deadline: float) -> None:
-        """Wait for the end of the collection, so that a trajectory has one version. One that waits for its version has not begun."""
-        if self._awaited is None and self._working is not None and not self._working.done():
+        """Wait for the end of the collection, so that a trajectory has one version."""
+        if self._working is not None and not self._working.done():
             await asyncio.wait({self._working}, timeout=deadline)
 
-    async def _begin(self) -> int:
-        """Wait for the weights of the collection, and return their version. Random numbers are drawn from a seed of the collection."""
-        if self._served is not None:
-            with self.waiting("weights", ACTOR):
-                await asyncio.wrap_future(self._served)
+    @contextmanager
+    def _seeded(self) -> Iterator[None]:
+        """Draw the numbers of a collection from a seed of its own: a collection that is repeated chooses the same actions."""
+        self._last_values: dict[TrajectoryRecorder, Tensor | None] = {}
         seed = np.random.SeedSequence([self.cfg.algorithm.seed, self._round.step, self._place]).generate_state(1)[0]
         torch.manual_seed(int(seed))
-        return self.sync_model_from_actor() if self._weights is not None else self.global_step
+        yield
 
     def _stop(self) -> None:
         """Cancel the collection in progress, or the wait of one for its weights."""

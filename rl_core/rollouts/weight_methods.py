@@ -1,6 +1,6 @@
 """`WeightMethods`: base class of the workers that receive weights from the trainer. It builds their `WeightReceiver` and reports the version."""
 
-import concurrent.futures
+import asyncio
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -31,8 +31,8 @@ class WeightMethods(Worker):
 
     _weights: WeightReceiver | None = None
     """The receiver, once `_build_receiver` was called."""
-    _awaited: tuple[int, "concurrent.futures.Future[None]"] | None = None
-    """A version that is awaited, and the future of `_version_served`."""
+    _awaited: tuple[int, asyncio.Future[None]] | None = None
+    """Version for which `_await_version` waits, and the future that ends the wait."""
 
     async def join(self, publisher_address: str) -> ReceiverAck:
         """Load the committed weights from the publisher at `publisher_address`.
@@ -100,25 +100,21 @@ class WeightMethods(Worker):
         self.set_state(MemberState.SERVING if serving else MemberState.UPDATING)
         if serving and self._awaited is not None and version >= self._awaited[0]:
             (_, served), self._awaited = self._awaited, None
-            if served.set_running_or_notify_cancel():
+            if not served.done():
                 served.set_result(None)
 
-    def _version_served(self, version: int) -> "concurrent.futures.Future[None]":
-        """Return a future that ends once this worker serves `version` or a later one. Any thread may wait for it.
-
-        A later call, and `_stop_awaiting`, cancel it.
-        """
+    async def _await_version(self, version: int) -> None:
+        """Wait until this worker serves `version` or a later one. A later call, or `_stop_awaiting`, cancels the wait (CancelledError)."""
         self._stop_awaiting()
-        served: concurrent.futures.Future[None] = concurrent.futures.Future()
         receiver = self._receiver()
         if receiver.state is ReceiverState.SERVING and receiver.current()[0] >= version:
-            served.set_result(None)
-        else:
-            self._awaited = version, served
-        return served
+            return
+        self._awaited = version, asyncio.get_running_loop().create_future()
+        with self.waiting("weights", ACTOR):
+            await self._awaited[1]
 
     def _stop_awaiting(self) -> None:
-        """Cancel the future of `_version_served`, if it has not ended."""
+        """Cancel the wait for a version, if there is one."""
         if self._awaited is not None:
             self._awaited[1].cancel()
             self._awaited = None
