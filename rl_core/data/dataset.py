@@ -127,7 +127,9 @@ def load_prompts(
 
 
 def read_columns(reference: str, data: DataSpec, *, field: str, name: str = "", task_name: str) -> dict[int, Row]:
-    """Return the rows of the data set `reference` by their index in it, of which some row has each column that the job names.
+    """Read the data set `reference` and check that each column that the job names occurs in at least one row.
+
+    Returns the rows by their index in the data set.
 
     Raises ConfigError for missing columns, UnusableRows for malformed lines, and DataError for both.
     """
@@ -170,7 +172,7 @@ def _sample(
 
 
 def check_row(row: Row, data: DataSpec, *, field: str, where: str, task_name: str) -> None:
-    """Raise DataError for a row that cannot be used, whatever the tokenizer. `where` names it, such as `data.train row 3`."""
+    """Raise DataError if a row cannot be used with any tokenizer. `where` is the name of the row in the error, such as `data.train row 3`."""
     _check_travels(row, where=where)
     if task_name in ANSWERED_TASKS and not _is_answer(row.get(data.answer_key)):
         raise DataError(

@@ -89,7 +89,7 @@ class GymnasiumVectorEnv:
         self._episodes = [_Episode() for _ in range(num_envs)]
         self._number_of_steps = 0
         self._shapes: dict[str, tuple[int, ...]] = {}
-        """Shapes of the observations of one simulator, by name; empty before the first one."""
+        """Name of each observation -> its shape, which all simulators share; empty before the first observation."""
         self._columns: list[dict[str, np.ndarray]] = [{} for _ in range(num_envs)]
         """By slot: name -> array [R, ...] in shared memory, for the observations that are written there."""
         self._row = 0

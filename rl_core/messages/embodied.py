@@ -128,7 +128,7 @@ class SimulatorAnswer:
     terminated: bool = False
     truncated: bool = False
     successes: tuple[bool, ...] = ()
-    """Of each step that was made: whether the task was solved in it."""
+    """Whether the task was solved, one entry for each step that the simulator made."""
     intervene_actions: Any = None
     """[C, ...]: actions that a person took; None where no one did."""
     intervene_flags: Any = None

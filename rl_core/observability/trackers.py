@@ -289,14 +289,14 @@ class TrackioTracker:
         options = {"server_url": spec.uri, "resume": "never" if remote else "allow", "embed": False}
         options |= {"project": spec.project or "rljob", "name": name, "auto_log_gpu": False, "auto_log_cpu": False}
         self._calls: queue.Queue[Callable[[Any], object] | None] = queue.Queue(MOST_CALLS)
-        """What the thread is to do with the run; None ends it."""
+        """Functions that the thread calls with the Trackio run, in this order. None tells it to end the run."""
         self._error: Exception | None = None
         """What ended the thread early. The thread writes it, the run's thread reads it."""
         self._thread = threading.Thread(target=self._make_calls, args=(options,), name="trackio", daemon=True)
         self._thread.start()
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Record the job as the run's config."""
+        """Store the resolved job as the configuration of the Trackio run."""
         self._call(lambda run: run.config.update(config))
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -311,7 +311,10 @@ class TrackioTracker:
         self._call(lambda run: run.log({f"samples/{split}": table}, step=step))
 
     def finish(self, status: str) -> None:
-        """End the run, whose status Trackio does not keep. What is not written after FINISH_SECONDS is left."""
+        """Write what is left and end the Trackio run. `status` is not used, as Trackio has no field for it.
+
+        Raises TimeoutError if this takes longer than FINISH_SECONDS; metrics that are not written by then are lost.
+        """
         self._call(None)
         self._thread.join(FINISH_SECONDS)
         if self._thread.is_alive():

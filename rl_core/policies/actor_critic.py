@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from rl_core.policies.base import Mode, Policy, check_temperatures, discrete_scores, sample_discrete
+from rl_core.policies.base import Mode, Policy, discrete_scores, evaluation_scale, sample_discrete
 
 
 class ActorCritic(Policy):
@@ -46,13 +46,12 @@ class ActorCritic(Policy):
             raise ValueError(
                 f"num_actions or action_dim must be given, and not both, got {num_actions} and {action_dim}; remove one"
             )
-        check_temperatures(temperature_train, temperature_eval)
         if num_actions is None and (temperature_train, temperature_eval) != (1.0, 0.0):
             raise ValueError(
                 f"temperatures must be left out with action_dim, got {temperature_train:g} and {temperature_eval:g}; use initial_log_std"
             )
         self.temperature = temperature_train
-        self._eval_scale = temperature_train / temperature_eval if temperature_eval else 0.0
+        self._eval_scale = evaluation_scale(temperature_train, temperature_eval)
         self.num_actions, self.chunk = num_actions, chunk
         self.action_dim = action_dim or 1
         self.num_outputs = chunk * (num_actions or self.action_dim)

@@ -63,18 +63,23 @@ def layer(inputs: int, outputs: int, gain: float = 2**0.5) -> nn.Linear:
     return linear
 
 
-def check_temperatures(train: float, evaluation: float) -> None:
-    """Raise ValueError unless the temperature of training is positive and that of evaluations is not negative."""
+def evaluation_scale(train: float, evaluation: float) -> float:
+    """Return `eval_scale` of `sample_discrete` for logits that the temperature of training has divided already; 0 if `evaluation` is 0.
+
+    Raises ValueError unless the temperature of training is positive and that of evaluations is not negative.
+    """
     if not (train > 0 and evaluation >= 0):
         raise ValueError(
             f"temperature_train must be above 0 and temperature_eval at least 0, got {train:g} and {evaluation:g}; correct them"
         )
+    return train / evaluation if evaluation else 0.0
 
 
 def sample_discrete(logits: Tensor, mode: Mode, *, eval_scale: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return the chosen classes [...] int64 of `logits` [..., V] and their log-probabilities [...].
+    """Choose one of V classes by each row of `logits` [..., V]. Return the chosen classes [...] int64 and their log-probabilities [...].
 
-    In mode "eval" the most likely class is chosen, or, if `eval_scale` is not 0, one is sampled with the logits multiplied by it.
+    Mode "train" samples from the softmax of the logits. Mode "eval" takes the most likely class; if `eval_scale` is not 0, it samples from
+    the softmax of the logits multiplied by it. The log-probabilities are those of `logits` as they are given, in both modes.
     """
     log_probs = torch.log_softmax(logits, dim=-1)
     if mode == "train" or eval_scale:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_core.policies.base import Mode, Policy, check_temperatures, discrete_scores, layer, sample_discrete
+from rl_core.policies.base import Mode, Policy, discrete_scores, evaluation_scale, layer, sample_discrete
 from rl_core.policies.cnn import image_floats
 
 
@@ -43,9 +43,8 @@ class VLAPolicy(Policy):
         from transformers import AutoConfig, AutoModelForImageTextToText
 
         super().__init__()
-        check_temperatures(temperature_train, temperature_eval)
         self.temperature = temperature_train
-        self._eval_scale = temperature_train / temperature_eval if temperature_eval else 0.0
+        self._eval_scale = evaluation_scale(temperature_train, temperature_eval)
         settings = dict(model)
         config = AutoConfig.for_model(settings.pop("model_type", "llava"), **settings)
         vocabulary = config.text_config.vocab_size
