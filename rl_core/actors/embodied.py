@@ -19,8 +19,8 @@ from rl_core.actors.base import Actor
 from rl_core.actors.fsdp.policy import PolicyBackend, PolicyModelManager
 from rl_core.actors.preparation import PreparedBatch
 from rl_core.actors.trajectories import prepare_rows
-from rl_core.api.embodied import embodied_options
-from rl_core.api.errors import ConfigError, DeadlineExceeded
+from rl_core.api.embodied import check_batch, embodied_options
+from rl_core.api.errors import DeadlineExceeded
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import Trajectory
 from rl_core.batching.collate import TrainingBatch
@@ -39,13 +39,7 @@ class EmbodiedFSDPActor(Actor):
         """Join the other ranks; no model is built yet. Raises ConfigError for settings that do not fit each other."""
         super().__init__(cfg, placement, role)
         self.options = embodied_options(self.cfg)
-        rows = self.options.num_envs * self.cfg.env.replicas * self.options.horizon // self.options.chunk
-        parts = self.ranks.size * self.cfg.algorithm.optimizer_steps_per_batch
-        if rows % parts:
-            raise ConfigError(
-                f"the {rows} decisions of a step must be divisible by actor processes x algorithm.optimizerStepsPerBatch = {parts}; "
-                "change env.options.horizon or optimizerStepsPerBatch"
-            )
+        check_batch(self.cfg, self.options)
         self._rows: Callable[[], PreparedBatch] | None = None
         """Returns the rows of the trajectories that were received."""
         self._preparing = ThreadPoolExecutor(1, "advantages")

@@ -5,9 +5,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rl_core.api.backends import EMBODIED_PROGRAMS
+from rl_core.api.backends import IS_EMBODIED
 from rl_core.api.base import Spec
-from rl_core.api.cel import Cel, literal
+from rl_core.api.cel import Cel
 from rl_core.api.groups import GroupSpec
 from rl_core.api.identity import ROLES
 
@@ -27,10 +27,7 @@ CRITIC_IS_A_GANG_OF_ONE = Cel(
     field="algorithm.critic.group",
 )
 CRITIC_IS_OF_TEXT = Cel(
-    holds=(
-        "!self.?algorithm.?critic.?group.hasValue() || !has(self.program)"
-        f" || !(self.program in {literal(list(EMBODIED_PROGRAMS))})"
-    ),
+    holds=f"!self.?algorithm.?critic.?group.hasValue() || !({IS_EMBODIED})",
     refusal="algorithm.critic.group needs a program of text, got %s with a program of simulators; remove group",
     values=("self.algorithm.critic.group",),
     field="algorithm.critic.group",

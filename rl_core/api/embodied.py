@@ -1,5 +1,6 @@
 """`spec.env.options` of a job whose policy acts in simulators (`program: embodied`), and the checks over several fields of such a job."""
 
+import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError
@@ -11,6 +12,7 @@ from rl_core.api.env import SIMULATORS
 from rl_core.api.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rl_core.api.algorithm import AlgorithmSpec
     from rl_core.api.job import RLJobSpec
 
 POLICY_BACKENDS = ("fsdp1", "fsdp2")
@@ -18,7 +20,10 @@ POLICY_BACKENDS = ("fsdp1", "fsdp2")
 OF_TEXT = (
     *(f"model.{name}" for name in ("lora", "float32_head")),
     *(f"data.{name}" for name in ("validation", "sets", "chat_template", "system_prompt", "on_overlong")),
-    *(f"algorithm.{name}" for name in ("recompute_log_probs", "inference", "importance", "sequence_error_threshold")),
+    *(
+        f"algorithm.{name}"
+        for name in ("prompts_per_step", "recompute_log_probs", "inference", "importance", "sequence_error_threshold")
+    ),
     *(
         f"algorithm.{name}"
         for name in ("distillation", "reward_scale", "keep_per_group", "dynamic_sampling", "overlong")
@@ -83,7 +88,10 @@ def is_embodied(spec: "RLJobSpec") -> bool:
 
 
 def embodied_options(spec: "RLJobSpec") -> EmbodiedOptions:
-    """Return the options of a job's simulators. Raises ConfigError when one is wrong or does not fit the rest of the job."""
+    """Return the options of a job's simulators. Raises ConfigError when one is wrong or does not fit the rest of the job.
+
+    `check_batch` checks the numbers of processes, which a worker may not know.
+    """
     if spec.env.type != SIMULATORS:
         raise ConfigError(f"env.type must be {SIMULATORS} with program {spec.program}, got {spec.env.type}; set it")
     if idle := fields_of_text(spec):
@@ -143,8 +151,7 @@ def check_sizes(spec: "RLJobSpec", options: EmbodiedOptions) -> None:
             f"env.options.minBatchSize needs env.options.batching: decoupled, got {options.min_batch_size} with lockstep; set it or remove "
             "minBatchSize"
         )
-    group = spec.algorithm.group_size if spec.algorithm.name == "grpo" else 1
-    per_stage = options.num_envs // options.stages
+    group, per_stage = simulators_per_group(spec.algorithm), options.num_envs // options.stages
     rules = [
         ("env.options.horizon", options.horizon, "env.options.chunk", options.chunk),
         ("env.options.numEnvs", options.num_envs, "env.options.stages", options.stages),
@@ -155,11 +162,6 @@ def check_sizes(spec: "RLJobSpec", options: EmbodiedOptions) -> None:
             raise ConfigError(
                 f"{field} must be divisible by {divisor_field} {divisor}, got {value}; change one of them"
             )
-    rows, parts = per_stage * spec.env.replicas, spec.rollout.replicas
-    if rows < parts:
-        raise ConfigError(
-            f"rollout.replicas must not exceed the {rows} simulators of a stage, got {parts}; lower it or raise env.options.numEnvs"
-        )
     if spec.algorithm.name not in ("gae", "grpo"):
         raise ConfigError(
             f"algorithm.name must be gae or grpo with program {spec.program}, got {spec.algorithm.name}; choose one"
@@ -169,3 +171,33 @@ def check_sizes(spec: "RLJobSpec", options: EmbodiedOptions) -> None:
             "env.options.autoReset must be false with algorithm.name grpo, which compares one episode of each simulator of a group, "
             "got true; set it to false"
         )
+
+
+def check_batch(spec: "RLJobSpec", options: EmbodiedOptions) -> None:
+    """Raise ConfigError when the batch of a training step cannot be divided among rollouts, data ranks and mini-batches."""
+    rollouts, ranks = spec.rollout.replicas, spec.actor.data_parallel
+    groups = options.num_envs // options.stages * spec.env.replicas // simulators_per_group(spec.algorithm)
+    of_what = "groups of simulators" if spec.algorithm.name == "grpo" else "simulators"
+    if groups < rollouts:
+        raise ConfigError(
+            f"rollout.replicas must not exceed the {groups} {of_what} of a stage, got {rollouts}; lower it or raise env.options.numEnvs"
+        )
+    senders = rollouts * options.stages
+    parts = math.lcm(senders, ranks) // senders
+    if groups // rollouts < parts:
+        raise ConfigError(
+            f"actor's data-parallel size {ranks} cuts the {of_what} of each rollout and stage into {parts} parts, got {groups // rollouts} of "
+            "them; raise env.options.numEnvs"
+        )
+    rows = options.num_envs * spec.env.replicas * options.horizon // options.chunk
+    minibatches = ranks * spec.algorithm.optimizer_steps_per_batch
+    if rows % minibatches:
+        raise ConfigError(
+            f"the {rows} decisions of a step must be divisible by data-parallel size x algorithm.optimizerStepsPerBatch = {minibatches}; "
+            "change env.options.horizon or optimizerStepsPerBatch"
+        )
+
+
+def simulators_per_group(algorithm: "AlgorithmSpec") -> int:
+    """Return how many simulators begin from the same seed, and are compared with each other: 1 with a critic."""
+    return algorithm.group_size if algorithm.name == "grpo" else 1

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rl_core.api.embodied import EmbodiedOptions, embodied_options
+from rl_core.api.embodied import EmbodiedOptions, embodied_options, simulators_per_group
 from rl_core.api.errors import InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import EnvOutput
@@ -38,7 +38,7 @@ class EnvWorker(Worker):
         self.spec = cfg if isinstance(cfg, RLJobSpec) else RLJobSpec.model_validate(dict(cfg))
         self.options: EmbodiedOptions = embodied_options(self.spec)
         self.per_stage = self.options.num_envs // self.options.stages
-        self._group = self.spec.algorithm.group_size if self.spec.algorithm.name == "grpo" else 1
+        self._group = simulators_per_group(self.spec.algorithm)
         self._step = 0
         self._interacting: asyncio.Future[EpisodeStats] | None = None
         self._prefetched: list[EnvOutput] | None = None
@@ -116,7 +116,7 @@ class EnvWorker(Worker):
                 lent |= {(key, rollout): packed for key, packed in opening.items()}
                 for stage in range(self.options.stages):
                     exchange.connect(round.key(stage, place, rollout), connection)
-        every = routes(self.per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts))
+        every = routes(self.per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts), group=self._group)
         for stage, env in enumerate(self.envs):
             mine = [one for one in every if one.env == place]
             places = [lent.get((round.columns_key(stage), one.rollout)) for one in mine]

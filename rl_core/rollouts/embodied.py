@@ -146,12 +146,12 @@ def host_result(
     }
 
 
-def cut_trajectory(trajectory: Trajectory, parts: int) -> list[Trajectory]:
-    """Return the trajectory as `parts` of consecutive simulators, sizes as equal as possible."""
+def cut_trajectory(trajectory: Trajectory, parts: int, *, group: int = 1) -> list[Trajectory]:
+    """Return the trajectory as `parts` of consecutive simulators, in groups of `group` that are not cut; sizes as equal as possible."""
     if parts == 1:
         return [trajectory]
-    columns = torch.arange(trajectory.rewards.shape[1]).tensor_split(parts)
-    return [_columns(trajectory, chosen, part) for part, chosen in enumerate(columns)]
+    columns = torch.arange(trajectory.rewards.shape[1]).reshape(-1, group).tensor_split(parts)
+    return [_columns(trajectory, chosen.flatten(), part) for part, chosen in enumerate(columns)]
 
 
 def _columns(trajectory: Trajectory, chosen: Tensor, part: int) -> Trajectory:

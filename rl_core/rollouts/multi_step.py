@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_core.api.embodied import EmbodiedOptions, embodied_options
+from rl_core.api.embodied import EmbodiedOptions, embodied_options, simulators_per_group
 from rl_core.api.errors import ConfigError, DataError, InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import ChunkStepResult, EnvOutput
@@ -39,7 +39,7 @@ from rl_core.rollouts.embodied import (
     tensor_of,
     tensors_of,
 )
-from rl_core.rollouts.observation_rows import ObservationRows, large_observations
+from rl_core.rollouts.observation_rows import ObservationRows, large_observations, lend_rows
 from rl_core.rollouts.pausing_target import pausing
 from rl_core.rollouts.policy_target import PolicyWeightTarget, saved_tensors
 from rl_core.rollouts.recorder import TrajectoryRecorder
@@ -59,6 +59,7 @@ class MultiStepRolloutWorker(WeightMethods):
         self.cfg = cfg if isinstance(cfg, RLJobSpec) else RLJobSpec.model_validate(dict(cfg))
         self.options: EmbodiedOptions = embodied_options(self.cfg)
         self.per_stage = self.options.num_envs // self.options.stages
+        self._group = simulators_per_group(self.cfg.algorithm)
         critic = self.cfg.algorithm.critic_in_use
         self._gamma = critic.gamma if critic is not None else 1.0
         self._with_values = critic is not None
@@ -162,7 +163,8 @@ class MultiStepRolloutWorker(WeightMethods):
     def get_src_ranks(self, stage: int = 0) -> list[tuple[int, int]]:
         """Return (place of the env worker, number of simulators) of each env worker that this rollout serves in a stage."""
         if self._routed is None or self._routed[0] is not self._round:
-            parts = routes(self.per_stage, env_workers=len(self._round.envs), rollouts=len(self._round.rollouts))
+            round = self._round
+            parts = routes(self.per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts), group=self._group)
             mine = [(route.env, route.size) for route in parts if route.rollout == self._place]
             self._routed = self._round, mine
         return self._routed[1]
@@ -358,7 +360,8 @@ class MultiStepRolloutWorker(WeightMethods):
         for stage, parts in enumerate(recorders):
             sender = self._place * stages + stage
             trajectory = merge_trajectories([one.finish(self._last_values.pop(one)) for one in parts])
-            for part, piece in enumerate(cut_trajectory(trajectory, trajectory_parts(senders, round.actors))):
+            pieces = cut_trajectory(trajectory, trajectory_parts(senders, round.actors), group=self._group)
+            for part, piece in enumerate(pieces):
                 rank = data_rank_of(sender, part, senders=senders, actors=round.actors)
                 await channel.put_async(piece, key=round.trajectory_key(rank))
 
@@ -404,27 +407,19 @@ class MultiStepRolloutWorker(WeightMethods):
     def _lent_rows(self) -> Iterator[None]:
         """Lend memory for the large observations of a collection, where env workers of this host take part."""
         near = any(self._round.address(env, self._place) is not None for env in range(len(self._round.envs)))
-        for stage in range(self.options.stages if near and self._large else 0):
-            rows = ObservationRows.lend(
-                self._large,
-                decisions=self.options.horizon // self.options.chunk,
-                simulators=sum(size for _, size in self.get_src_ranks(stage)),
-            )
-            if rows is not None:
-                self._rows.append(rows)
-        if len(self._rows) < self.options.stages:
-            self._release(reuse=True)
+        self._rows = lend_rows(
+            self._large if near else {},
+            decisions=self.options.horizon // self.options.chunk,
+            simulators=[sum(size for _, size in self.get_src_ranks(stage)) for stage in range(self.options.stages)],
+        )
+        reuse = False
         try:
             yield
-        except BaseException:
-            self._release(reuse=False)
-            raise
-        self._release(reuse=not self._gone)  # the channel has copied the trajectories
-
-    def _release(self, *, reuse: bool) -> None:
-        rows, self._rows = self._rows, []
-        for one in rows:
-            one.release(reuse=reuse)
+            reuse = not self._gone  # the channel has copied the trajectories
+        finally:
+            rows, self._rows = self._rows, []
+            for one in rows:
+                one.release(reuse=reuse)
 
     def _columns_of(self, env: int) -> dict[str, np.ndarray]:
         """Return where the simulators of an env worker put their large observations, by stage."""

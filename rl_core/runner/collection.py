@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_core.api.embodied import embodied_options
+from rl_core.api.embodied import embodied_options, simulators_per_group
 from rl_core.api.errors import DeadlineExceeded, InfrastructureError
 from rl_core.api.records import EnvOutput
 from rl_core.channel import Channel
@@ -310,11 +310,12 @@ class Collection:
 
     def _tell_losses(self, pending: Pending) -> None:
         """Report newly lost env workers to the rollouts, which then wait for no further observations of these."""
-        round, options = pending.round, embodied_options(self._run.applied.spec)
+        round, spec = pending.round, self._run.applied.spec
+        options, group = embodied_options(spec), simulators_per_group(spec.algorithm)
         lost = {place for place, call in enumerate(pending.envs) if call.lost} - pending.reported
         pending.reported |= lost
         per_stage = options.num_envs // options.stages
-        for route in routes(per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts)):
+        for route in routes(per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts), group=group):
             if route.env in lost:
                 for stage in range(options.stages):
                     key = round.key(stage, route.env, route.rollout)

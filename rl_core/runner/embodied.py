@@ -8,7 +8,7 @@ trains.
 import logging
 from typing import Any, Self
 
-from rl_core.api.embodied import embodied_options
+from rl_core.api.embodied import check_batch, embodied_options
 from rl_core.envs.embodied import episode_metrics
 from rl_core.messages.embodied import EpisodeStats
 from rl_core.plan.groups import ACTOR, ENV, ROLLOUT, TRAJECTORIES
@@ -48,7 +48,7 @@ class EmbodiedRunner(TrainingProgram):
     def build(cls, run: Run) -> Self:
         """Launch the worker groups and create the program with its parts. Raises ConfigError for wrong `env.options`."""
         spec = run.job.spec
-        embodied_options(spec)
+        check_batch(spec, embodied_options(spec))
         stable = for_elastic_roles(spec)
         actor = run.launch(ACTOR, spec)
         run.launch(ROLLOUT, stable)

@@ -92,7 +92,9 @@ def test_the_global_step_only_rises(actor):
 
 def test_decisions_that_cannot_be_divided_are_refused(spec):
     spec["algorithm"]["optimizerStepsPerBatch"] = 16
-    with pytest.raises(ConfigError, match="the 24 decisions of a step must be divisible by .* = 16"):
+    with pytest.raises(
+        ConfigError, match="the 24 decisions of a step must be divisible by .* = 16; change env.options.horizon"
+    ):
         make(spec)
 
 
