@@ -19,12 +19,12 @@ from rl_core.actors.base import Actor
 from rl_core.actors.fsdp.policy import PolicyBackend, PolicyModelManager
 from rl_core.actors.preparation import PreparedBatch
 from rl_core.actors.trajectories import prepare_rows
-from rl_core.api.embodied import check_batch, embodied_options
+from rl_core.api.embodied import check_batch, embodied_options, simulators_per_group
 from rl_core.api.errors import DeadlineExceeded
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import Trajectory
 from rl_core.batching.collate import TrainingBatch
-from rl_core.batching.trajectories import merge_trajectories
+from rl_core.batching.trajectories import fold_epochs, merge_trajectories
 from rl_core.channel import Channel
 from rl_core.messages.embodied import CollectionRound
 from rl_core.plan.groups import ACTOR, ROLLOUT
@@ -103,8 +103,8 @@ class EmbodiedFSDPActor(Actor):
     def compute_advantages_and_returns(self) -> dict[str, Tensor]:
         """Compute the advantages of the step's trajectories and, with a critic, the returns.
 
-        Returns `advantages` and, with a critic, `returns`, both [B, T], for B simulators and T decisions, and this rank's metrics as
-        tensors without dimensions. Raises RuntimeError when no trajectories were received.
+        Returns `advantages` and, with a critic, `returns`, both [E * B, N], for E rollout epochs of B simulators and N decisions, and this
+        rank's metrics as tensors without dimensions. Raises RuntimeError when no trajectories were received.
         """
         if self._rows is None:
             raise RuntimeError("compute_advantages_and_returns needs trajectories, got none; receive them first")
@@ -124,7 +124,7 @@ class EmbodiedFSDPActor(Actor):
     def _prepare(self, trajectory: Trajectory) -> PreparedBatch:
         """Return the rows of the step with their advantages. Collective if there are several data ranks."""
         return prepare_rows(
-            trajectory,
+            fold_epochs(trajectory, self.options.rollout_epochs, group=simulators_per_group(self.cfg.algorithm)),
             self.cfg.algorithm,
             self.options,
             version=self.global_step,

@@ -1,6 +1,6 @@
 """Turns the trajectories of a step into training rows: masks, advantages, returns and the inputs of the policy.
 
-Legend: T decisions of a trajectory, E rollout epochs, N = T / E, B simulators, C actions of a chunk, D tokens of an action, R rows = B * N,
+Legend: N decisions of a trajectory, B simulators of all rollout epochs, C actions of a chunk, D tokens of an action, R rows = B * N,
 S numbers of a row that the loss sees.
 """
 
@@ -126,7 +126,7 @@ def _level_mask(mask_BNC: Tensor, tokens: int, level: str) -> Tensor:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return a tensor [T, B, ...] as rows [B * T, ...], simulator by simulator."""
+    """Return a tensor [N, B, ...] as rows [B * N, ...], simulator by simulator."""
     return tensor.transpose(0, 1).flatten(0, 1).contiguous()
 
 

@@ -50,7 +50,9 @@ class EmbodiedOptions(Spec):
     num_envs: int = Field(8, ge=1, le=4096)
     """Simulators of one env pod."""
     horizon: int = Field(128, ge=1, lt=2**31)
-    """Steps of each simulator in one training step."""
+    """Steps of each simulator in one rollout epoch."""
+    rollout_epochs: int = Field(1, ge=1, le=1024)
+    """How often a training step makes `horizon` steps of each simulator. Each time groups, and without auto-reset all episodes, begin anew."""
     chunk: int = Field(1, ge=1, le=1024)
     """Actions that the policy chooses at once."""
     stages: Literal[1, 2] = 1
@@ -189,7 +191,7 @@ def check_batch(spec: "RLJobSpec", options: EmbodiedOptions) -> None:
             f"actor's data-parallel size {ranks} cuts the {of_what} of each rollout and stage into {parts} parts, got {groups // rollouts} of "
             "them; raise env.options.numEnvs"
         )
-    rows = options.num_envs * spec.env.replicas * options.horizon // options.chunk
+    rows = options.num_envs * spec.env.replicas * options.rollout_epochs * options.horizon // options.chunk
     minibatches = ranks * spec.algorithm.optimizer_steps_per_batch
     if rows % minibatches:
         raise ConfigError(

@@ -226,7 +226,10 @@ class ChunkStepResult:
 
 @dataclass(kw_only=True, slots=True)
 class Trajectory:
-    """T decisions for B simulators, time first. Rewards, dones and values have the meaning of `EnvOutput`."""
+    """T decisions for B simulators, time first. Rewards, dones and values have the meaning of `EnvOutput`.
+
+    With E rollout epochs, T + 1 below stands for E * (N + 1), and T for E * N: what the epochs have follows on each other.
+    """
 
     actions: Tensor
     """[T, B, C, ...]"""

@@ -104,6 +104,13 @@ class GymnasiumVectorEnv:
         self._columns, self._row = [column.map() for column in columns], 0
         self._slots.write_to(columns)
 
+    def next_row(self) -> None:
+        """Write the current observations to the next row of the shared memory too: they are the first ones of another rollout epoch."""
+        self._row += 1
+        for column in self._columns:
+            for array in column.values():
+                array[self._row] = array[self._row - 1]
+
     def end_sharing(self) -> None:
         """Stop writing to shared memory: outputs contain all observations again. The current ones are copied from it. Idempotent."""
         for episode, column in zip(self._episodes, self._columns, strict=True):

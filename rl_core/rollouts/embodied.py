@@ -56,14 +56,18 @@ def merge_env_outputs(shards: Sequence[EnvOutput], sizes: Sequence[int]) -> EnvO
     return EnvOutput(**merged, final_info=infos or None)
 
 
-def lost_output(latest: EnvOutput | None, width: int) -> EnvOutput:
+def lost_output(latest: EnvOutput | None, width: int, *, begins: bool = False) -> EnvOutput:
     """Return what takes the place of an output of C = `width` actions once an env worker is lost: each of its episodes is lost.
 
-    `latest` is the last output that came. Raises InfrastructureError when there is none.
+    `latest` is the last output that came. `begins`: the output is the first one of a rollout epoch, which follows no actions. Raises
+    InfrastructureError when none came.
     """
     if latest is None:
         raise InfrastructureError("an env worker was lost before its first observations; the collection is run again")
     count = len(latest.dones)
+    if begins:
+        none = np.zeros((count, 1), bool)
+        return EnvOutput(obs=latest.obs, terminations=none, truncations=~none, dones=~none, env_ids=latest.env_ids)
     none, ends = np.zeros((count, width), bool), np.zeros((count, width), bool)
     ends[:, -1] = True
     return EnvOutput(

@@ -21,7 +21,7 @@ from rl_core.api.embodied import EmbodiedOptions, embodied_options, simulators_p
 from rl_core.api.errors import ConfigError, DataError, InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import ChunkStepResult, EnvOutput
-from rl_core.batching.trajectories import merge_trajectories
+from rl_core.batching.trajectories import join_epochs, merge_trajectories
 from rl_core.channel import Channel
 from rl_core.channel.direct import DirectChannel, PeerLost
 from rl_core.messages.embodied import CollectionRound
@@ -60,6 +60,8 @@ class MultiStepRolloutWorker(WeightMethods):
         self.options: EmbodiedOptions = embodied_options(self.cfg)
         self.per_stage = self.options.num_envs // self.options.stages
         self._group = simulators_per_group(self.cfg.algorithm)
+        self._decisions = self.options.horizon // self.options.chunk
+        """Decisions of a rollout epoch."""
         critic = self.cfg.algorithm.critic_in_use
         self._gamma = critic.gamma if critic is not None else 1.0
         self._with_values = critic is not None
@@ -173,10 +175,13 @@ class MultiStepRolloutWorker(WeightMethods):
         """Return where the actions of a stage go: as `get_src_ranks`."""
         return self.get_src_ranks(stage)
 
-    async def recv_env_output(self, input_channel: Exchange, mode: Mode = "train", stage: int = 0) -> EnvOutput:
+    async def recv_env_output(
+        self, input_channel: Exchange, mode: Mode = "train", stage: int = 0, *, begins: bool = False
+    ) -> EnvOutput:
         """Receive the outputs of all env workers that this rollout serves, merged in their order, as tensors.
 
-        The simulators of an env worker that was lost are lost from then on. Raises InfrastructureError when it sent nothing before.
+        `begins`: they are the first ones of a rollout epoch. The simulators of an env worker that was lost are lost from then on. Raises
+        InfrastructureError when it sent nothing before.
         """
         sources, shards = self.get_src_ranks(stage), []
         for env, _ in sources:
@@ -184,7 +189,7 @@ class MultiStepRolloutWorker(WeightMethods):
             if env not in self._gone:
                 with self.waiting("observations", f"env:{self._round.envs[env]}"), suppress(PeerLost):
                     shard = await input_channel.get_async(key=self._round.key(stage, env, self._place))
-            shards.append(self._output_of(stage, env, shard))
+            shards.append(self._output_of(stage, env, shard, begins=begins))
         sizes = [size for _, size in sources]
         if not self._rows:
             return merge_env_outputs(shards, sizes)
@@ -192,13 +197,13 @@ class MultiStepRolloutWorker(WeightMethods):
         shards = rows.receive(shards, sizes, [env in self._gone for env, _ in sources])
         return rows.fill(merge_env_outputs(shards, sizes))
 
-    def _output_of(self, stage: int, env: int, message: Any) -> EnvOutput:
+    def _output_of(self, stage: int, env: int, message: Any, *, begins: bool) -> EnvOutput:
         """Return the output that an env worker sent. Any other message means that it is lost; what stands for its output is returned."""
         if env not in self._gone and isinstance(message, EnvOutput) and message.obs is not None:
             output = message
         else:
             self._gone.add(env)
-            output = lost_output(self._latest.get((stage, env)), self.options.chunk)
+            output = lost_output(self._latest.get((stage, env)), self.options.chunk, begins=begins)
         self._latest[stage, env] = output
         return output
 
@@ -263,56 +268,55 @@ class MultiStepRolloutWorker(WeightMethods):
         self, observations: Channel, actions: Channel, trajectories: Channel, round: CollectionRound | None
     ) -> int:
         options, version = self.options, self.sync_model_from_actor() if self._weights is not None else self.global_step
-        stages, decisions = range(options.stages), options.horizon // options.chunk
+        run_epoch = self._run_decoupled_epoch if options.batching == "decoupled" else self._run_epoch
         self._gone, self._latest = set(), {}
-        if options.batching == "decoupled":
-            await self._generate_decoupled(observations, actions, trajectories, version, decisions)
-            return decisions * options.stages
-        recorders = [self._recorder(stage) for stage in stages]
-        with self._lent_rows(), closing(self._exchange(observations, actions)) as exchange, self._seeded():
-            for decision in range(decisions + 1):
-                for stage in stages:
-                    output = await self.recv_env_output(exchange, stage=stage)
-                    if decision == decisions:
-                        self._end(recorders[stage], output)
-                        continue
-                    step, values = self._decide(output, version)
-                    self.send_chunk_actions(exchange, step.actions, stage=stage)
-                    # The rest is done while the simulators make the actions.
-                    if values is not None:
-                        step.prev_values = values()
-                    self._observe(recorders[stage], output)
-                    recorders[stage].decide(step)
-                self.record_progress("decisions")
-            await self._deliver(trajectories, [[recorder] for recorder in recorders])
-        return decisions * options.stages
+        with self._lent_rows(), closing(self._exchange(observations, actions)) as exchange:
+            self._seed()
+            epochs = [await run_epoch(exchange, version) for _ in range(options.rollout_epochs)]
+            await self._deliver(trajectories, epochs)
+        return options.rollout_epochs * self._decisions * options.stages
 
-    async def _generate_decoupled(
-        self, observations: Channel, actions: Channel, trajectories: Channel, version: int, decisions: int
-    ) -> None:
-        """Do the same, but decide for each env worker as its observations come. Large observations travel in messages."""
+    async def _run_epoch(self, exchange: DirectChannel, version: int) -> list[list[TrajectoryRecorder]]:
+        """Make the decisions of a rollout epoch; return their recorders, one for each stage."""
+        recorders = [self._recorder(stage) for stage in range(self.options.stages)]
+        for decision in range(self._decisions + 1):
+            for stage, recorder in enumerate(recorders):
+                output = await self.recv_env_output(exchange, stage=stage, begins=decision == 0)
+                if decision == self._decisions:
+                    self._end(recorder, output)
+                    continue
+                step, values = self._decide(output, version)
+                self.send_chunk_actions(exchange, step.actions, stage=stage)
+                # The rest is done while the simulators make the actions.
+                if values is not None:
+                    step.prev_values = values()
+                self._observe(recorder, output)
+                recorder.decide(step)
+            self.record_progress("decisions")
+        return [[recorder] for recorder in recorders]
+
+    async def _run_decoupled_epoch(self, exchange: DirectChannel, version: int) -> list[list[TrajectoryRecorder]]:
+        """Do the same, but decide for each env worker as its observations come. A stage has several recorders."""
         stages, round = range(self.options.stages), self._round
         lanes = [
             Lane(stage, env, size, round.key(stage, env, self._place), self._recorder(stage))
             for stage in stages
             for env, size in self.get_src_ranks(stage)
         ]
-        with closing(self._exchange(observations, actions)) as exchange, self._seeded():
-            await DecoupledDecisions(
-                lanes=lanes,
-                decisions=decisions,
-                min_batch_size=self.options.min_batch_size,
-                lost=self._gone.__contains__,
-                output_of=lambda lane, message: self._output_of(lane.stage, lane.env, message),
-                decide=lambda output: self._decide(output, version),
-                act=lambda lane, chosen: self._send(exchange, lane.stage, lane.env, chosen.numpy()),
-                observe=self._observe,
-                end=self._end,
-                waiting=lambda env: self.waiting("observations", f"env:{round.envs[env]}"),
-                progress=self.record_progress,
-            ).run(exchange)
-            by_stage = [[lane.recorder for lane in lanes if lane.stage == stage] for stage in stages]
-            await self._deliver(trajectories, by_stage)
+        await DecoupledDecisions(
+            lanes=lanes,
+            decisions=self._decisions,
+            min_batch_size=self.options.min_batch_size,
+            lost=self._gone.__contains__,
+            output_of=lambda lane, message: self._output_of(lane.stage, lane.env, message, begins=lane.made == 0),
+            decide=lambda output: self._decide(output, version),
+            act=lambda lane, chosen: self._send(exchange, lane.stage, lane.env, chosen.numpy()),
+            observe=self._observe,
+            end=self._end,
+            waiting=lambda env: self.waiting("observations", f"env:{round.envs[env]}"),
+            progress=self.record_progress,
+        ).run(exchange)
+        return [[lane.recorder for lane in lanes if lane.stage == stage] for stage in stages]
 
     def _recorder(self, stage: int) -> TrajectoryRecorder:
         return TrajectoryRecorder(sender=self._place, stage=stage, auto_reset=self.options.auto_reset)
@@ -353,13 +357,15 @@ class MultiStepRolloutWorker(WeightMethods):
             self._large = large_observations(output.obs)
         self._last_values[recorder] = self.predict(output.obs, "eval")[1]["prev_values"]
 
-    async def _deliver(self, channel: Channel, recorders: list[list[TrajectoryRecorder]]) -> None:
-        """Send the trajectories of each stage, which may have several recorders, in the order of the simulators."""
+    async def _deliver(self, channel: Channel, epochs: list[list[list[TrajectoryRecorder]]]) -> None:
+        """Send the trajectory of each stage. `epochs` has the recorders of each epoch by stage, in the order of the simulators."""
         round, stages = self._round, self.options.stages
         senders = len(round.rollouts) * stages
-        for stage, parts in enumerate(recorders):
+        for stage, of_epochs in enumerate(zip(*epochs, strict=True)):
             sender = self._place * stages + stage
-            trajectory = merge_trajectories([one.finish(self._last_values.pop(one)) for one in parts])
+            trajectory = join_epochs(
+                [merge_trajectories([one.finish(self._last_values.pop(one)) for one in parts]) for parts in of_epochs]
+            )
             pieces = cut_trajectory(trajectory, trajectory_parts(senders, round.actors), group=self._group)
             for part, piece in enumerate(pieces):
                 rank = data_rank_of(sender, part, senders=senders, actors=round.actors)
@@ -405,11 +411,12 @@ class MultiStepRolloutWorker(WeightMethods):
 
     @contextmanager
     def _lent_rows(self) -> Iterator[None]:
-        """Lend memory for the large observations of a collection, where env workers of this host take part."""
+        """Lend memory for the large observations of a collection, where env workers of this host take part. Without lockstep lend none."""
         near = any(self._round.address(env, self._place) is not None for env in range(len(self._round.envs)))
+        near &= self.options.batching == "lockstep"
         self._rows = lend_rows(
             self._large if near else {},
-            decisions=self.options.horizon // self.options.chunk,
+            decisions=self.options.rollout_epochs * (self._decisions + 1) - 1,
             simulators=[sum(size for _, size in self.get_src_ranks(stage)) for stage in range(self.options.stages)],
         )
         reuse = False
@@ -480,13 +487,11 @@ class MultiStepRolloutWorker(WeightMethods):
         if self._working is not None and not self._working.done():
             await asyncio.wait({self._working}, timeout=deadline)
 
-    @contextmanager
-    def _seeded(self) -> Iterator[None]:
+    def _seed(self) -> None:
         """Draw the numbers of a collection from a seed of its own: a collection that is repeated chooses the same actions."""
         self._last_values: dict[TrajectoryRecorder, Tensor | None] = {}
         seed = np.random.SeedSequence([self.cfg.algorithm.seed, self._round.step, self._place]).generate_state(1)[0]
         torch.manual_seed(int(seed))
-        yield
 
     def _stop(self) -> None:
         """Cancel the collection in progress, or the wait of one for its weights."""
