@@ -58,7 +58,7 @@ class EmbodiedOptions(Spec):
     stages: Literal[1, 2] = 1
     """Pipeline stages: with 2, one half of the simulators steps while the policy chooses the actions of the other half."""
     auto_reset: bool = True
-    """true: a finished simulator begins its next episode at once. false: it rests until the next training step."""
+    """true: a finished simulator begins its next episode at once. false: it rests until the next rollout epoch."""
     vectorization: Literal["process", "sync"] = "process"
     """process: each simulator runs in a child process, which may hang or end. sync: all run in the process of the env worker."""
     batching: Literal["lockstep", "decoupled"] = "lockstep"
