@@ -19,7 +19,7 @@ from rl_core.actors.base import Actor
 from rl_core.actors.fsdp.policy import PolicyBackend, PolicyModelManager
 from rl_core.actors.preparation import PreparedBatch
 from rl_core.actors.trajectories import prepare_rows
-from rl_core.api.embodied import check_batch, embodied_options, simulators_per_group
+from rl_core.api.embodied import check_job, embodied_options, simulators_per_group
 from rl_core.api.errors import DeadlineExceeded
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import Trajectory
@@ -39,7 +39,7 @@ class EmbodiedFSDPActor(Actor):
         """Join the other ranks; no model is built yet. Raises ConfigError for settings that do not fit each other."""
         super().__init__(cfg, placement, role)
         self.options = embodied_options(self.cfg)
-        check_batch(self.cfg, self.options)
+        check_job(self.cfg)
         self._rows: Callable[[], PreparedBatch] | None = None
         """Returns the rows of the trajectories that were received."""
         self._preparing = ThreadPoolExecutor(1, "advantages")

@@ -53,6 +53,8 @@ class EmbodiedOptions(Spec):
     """Steps of each simulator in one rollout epoch."""
     rollout_epochs: int = Field(1, ge=1, le=1024)
     """How often a training step makes `horizon` steps of each simulator. Each time groups, and without auto-reset all episodes, begin anew."""
+    weight_sync_interval: int = Field(1, ge=1, le=1024)
+    """Training steps between two transfers of weights to the rollouts. Weights that are evaluated are transferred too."""
     chunk: int = Field(1, ge=1, le=1024)
     """Actions that the policy chooses at once."""
     stages: Literal[1, 2] = 1
@@ -92,7 +94,7 @@ def is_embodied(spec: "RLJobSpec") -> bool:
 def embodied_options(spec: "RLJobSpec") -> EmbodiedOptions:
     """Return the options of a job's simulators. Raises ConfigError when one is wrong or does not fit the rest of the job.
 
-    `check_batch` checks the numbers of processes, which a worker may not know.
+    `check_job` checks the rest, which a worker does not know.
     """
     if spec.env.type != SIMULATORS:
         raise ConfigError(f"env.type must be {SIMULATORS} with program {spec.program}, got {spec.env.type}; set it")
@@ -120,14 +122,21 @@ def embodied_options(spec: "RLJobSpec") -> EmbodiedOptions:
         raise ConfigError(
             f"env.options.{where}: {first['msg'].removeprefix('Value error, ')}, got {first['input']!r}; correct it"
         ) from error
-    ahead = spec.algorithm.max_staleness
-    if (spec.program == "embodied_async") != (ahead > 0):
-        raise ConfigError(
-            f"algorithm.maxStaleness must be 0 with program embodied and at least 1 with embodied_async, got {ahead} with {spec.program}; "
-            "correct one of them"
-        )
     check_sizes(spec, options)
     return options
+
+
+def check_job(spec: "RLJobSpec") -> None:
+    """Raise ConfigError when an option of a job's simulators is wrong or does not fit the rest of the job."""
+    options = embodied_options(spec)
+    ahead, interval = spec.algorithm.max_staleness, options.weight_sync_interval
+    oldest = interval - 1 + (spec.program == "embodied_async")
+    if ahead < oldest or (ahead and not oldest):
+        raise ConfigError(
+            f"algorithm.maxStaleness must be {f'{oldest} or more' if oldest else 0} with program {spec.program} and "
+            f"env.options.weightSyncInterval {interval}, got {ahead}; correct one of them"
+        )
+    check_batch(spec, options)
 
 
 def fields_of_text(spec: "RLJobSpec") -> list[str]:

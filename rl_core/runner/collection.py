@@ -73,7 +73,7 @@ class Collection:
         actions: Channel,
         trajectories: Channel,
     ) -> None:
-        """`versions` records which version of the weights each rollout has. Only rollouts with the current version take part."""
+        """`versions` records which version of the weights each rollout has. Only rollouts with the one published last take part."""
         self._run, self._actor, self._versions = run, actor, versions
         self._observations, self._actions, self._trajectories = observations, actions, trajectories
         self._number = run.epoch * 1_000_000
@@ -109,11 +109,11 @@ class Collection:
     def _round(self, step: int, *, episodes: int = 0, version: int | None = None) -> CollectionRound:
         """Return the description of a new collection with the members that are present.
 
-        `version` of the weights chooses the actions; None means the current one. Raises InfrastructureError if no env worker or no rollout is
+        `version` of the weights chooses the actions; None means the one published last. Raises InfrastructureError if no env worker or no rollout is
         present.
         """
         self._number += 1
-        envs, rollouts = self._ranks(ENV), self._ranks(ROLLOUT, self._run.progress.version)
+        envs, rollouts = self._ranks(ENV), self._ranks(ROLLOUT, self._versions.committed)
         if not envs or not rollouts:
             raise InfrastructureError(
                 f"a collection needs an env worker and a rollout, got {len(envs)} and {len(rollouts)}"
@@ -162,11 +162,11 @@ class Collection:
     def begin(self, step: int, *, version: int) -> Pending | None:
         """Request the collection of a later step and return it, without waiting for it; `settle` or `take` do.
 
-        The rollouts start it once they serve version `version` of the weights, the current one or the next. Returns None if no env worker or
+        The rollouts start it once they serve version `version` of the weights, the one published last or the next. Returns None if no env worker or
         no rollout is present.
         """
         deadlines = self._run.applied.spec.runtime.deadlines
-        ahead = version > self._run.progress.version  # then the rollouts wait for training and weight sync first
+        ahead = version > self._versions.committed  # then the rollouts wait for training and weight sync first
         try:
             return self._start(
                 self._round(step, version=version),
@@ -176,11 +176,11 @@ class Collection:
             return None
 
     def is_intact(self, pending: Pending) -> bool:
-        """Return whether a collection that was requested before the current version was published is still of use.
+        """Return whether a collection that was requested before the last version was published is still of use.
 
-        It is not if an env worker was lost meanwhile, or if a rollout was lost or does not serve the current version.
+        It is not if an env worker was lost meanwhile, or if a rollout was lost or does not serve this version.
         """
-        ready = self._ranks(ROLLOUT, self._run.progress.version)
+        ready = self._ranks(ROLLOUT, self._versions.committed)
         return not any(call.lost for call in pending.envs) and set(pending.round.rollouts) <= set(ready)
 
     def settle(self, pending: Pending) -> Pending | None:
@@ -236,7 +236,7 @@ class Collection:
         """Call the members of a collection. `wait`: seconds for which the rollouts may wait before they start it."""
         limit = self._run.applied.spec.runtime.deadlines.rollout + wait
         workers, envs = self._call(round, limit)
-        version = self._run.progress.version if round.version is None else round.version
+        version = self._versions.committed if round.version is None else round.version
         return Pending(round, version, workers, envs, deadline=time.monotonic() + limit)
 
     def _receive(self, round: CollectionRound) -> WorkerGroupFuncResult:

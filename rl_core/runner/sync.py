@@ -47,6 +47,11 @@ class WeightSync:
         """Digest of the manifest of the version published last."""
         self._last: PublishReport | None = None
 
+    @property
+    def version(self) -> int:
+        """Return the version published last, which the rollouts serve."""
+        return self._versions.committed
+
     def publish_first(self, version: int, wait: Callable[[WorkerGroupFuncResult], list[Any]]) -> None:
         """Commit the initial weights at the publisher, without receivers; rollouts pull them when they join.
 

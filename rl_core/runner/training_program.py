@@ -107,6 +107,11 @@ class TrainingProgram(Program):
         progress = self.progress
         with self.board.during(Phase.SYNCING), self.schedule.syncing(), self.report.measure("sync"):
             self.sync.publish(progress.version)
+        self.show_step()
+
+    def show_step(self) -> None:
+        """Show the step that was trained last in `/status`."""
+        progress = self.progress
         self.board.set(step=progress.step, policyVersion=progress.version, reward=progress.reward)
 
     def save_if_due(self) -> None:

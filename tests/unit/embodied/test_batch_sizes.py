@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from rl_core.api.embodied import check_batch, embodied_options
+from rl_core.api.embodied import check_job as check
+from rl_core.api.embodied import embodied_options
 from rl_core.api.errors import ConfigError
 from rl_core.plan.routing import data_rank_of, routes, trajectory_parts
 from rl_core.rollouts.embodied import cut_trajectory
@@ -13,10 +14,6 @@ from tests.trajectory_samples import make_trajectory
 from tests.unit.embodied.test_refused_fields import job
 
 OPTIONS = {"id": "CartPole-v1", "numEnvs": 6, "horizon": 8, "chunk": 2}
-
-
-def check(spec):
-    check_batch(spec, embodied_options(spec))
 
 
 @pytest.mark.parametrize("program", ["embodied", "embodied_async"])

@@ -10,7 +10,7 @@ import torch
 
 from rl_core.actors.trajectories import prepare_rows
 from rl_core.api.algorithm import AlgorithmSpec
-from rl_core.api.embodied import EmbodiedOptions, check_batch, embodied_options
+from rl_core.api.embodied import EmbodiedOptions, check_job
 from rl_core.api.errors import ConfigError, DataError
 from rl_core.batching.trajectories import fold_epochs, join_epochs, merge_trajectories
 from rl_core.envs.embodied import train_seed
@@ -204,6 +204,6 @@ def test_the_decisions_of_all_epochs_are_a_batch():
         options = {"id": "CartPole-v1", "numEnvs": 2, "horizon": STEPS, "rolloutEpochs": epochs}
         return job(algorithm={"name": "gae", "critic": {}, "optimizerStepsPerBatch": 24}, **{"env.options": options})
 
-    check_batch(spec(2), embodied_options(spec(2)))
+    check_job(spec(2))
     with pytest.raises(ConfigError, match="the 12 decisions of a step"):
-        check_batch(spec(1), embodied_options(spec(1)))
+        check_job(spec(1))
