@@ -61,6 +61,8 @@ class EmbodiedOptions(Spec):
     """Pipeline stages: with 2, one half of the simulators steps while the policy chooses the actions of the other half."""
     auto_reset: bool = True
     """true: a finished simulator begins its next episode at once. false: it rests until the next rollout epoch."""
+    ignore_terminations: bool = False
+    """true: an episode goes on after its task has ended, until it is truncated. Without auto-reset all episodes must be truncated together."""
     vectorization: Literal["process", "sync"] = "process"
     """process: each simulator runs in a child process, which may hang or end. sync: all run in the process of the env worker."""
     batching: Literal["lockstep", "decoupled"] = "lockstep"

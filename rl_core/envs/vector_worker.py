@@ -249,6 +249,7 @@ class EnvWorker(Worker):
             id=options.id,
             kwargs=options.kwargs,
             auto_reset=auto_reset,
+            ignore_terminations=options.ignore_terminations,
             label=f"simulator {options.id}",
             extensions=list(self.spec.extensions),
             record_every=record_every,
