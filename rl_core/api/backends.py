@@ -6,8 +6,6 @@ runner read these tables.
 
 from collections.abc import Mapping
 
-from rl_core.api.cel import literal
-
 TRAINERS: Mapping[str, str] = {
     "fsdp1": "rl_core.actors.fsdp.actor:FSDPActor",
     "fsdp2": "rl_core.actors.fsdp.actor:FSDPActor",
@@ -21,7 +19,5 @@ ENGINES: Mapping[str, str] = {
 """`rollout.engine` -> worker class, `module:Class`."""
 EMBODIED_PROGRAMS = ("embodied", "embodied_async")
 """Values of `program` with which the policy acts in simulators."""
-IS_EMBODIED = f"self.?program.orValue('') in {literal(list(EMBODIED_PROGRAMS))}"
-"""CEL of whether a job has one of these programs."""
 MOST_ENGINE_PROCESSES = 64
 """Largest `tp_size` of `rollout.engineArgs`, and the largest number of engines of a pod."""

@@ -5,13 +5,15 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rl_core.api.backends import IS_EMBODIED
+from rl_core.api.backends import EMBODIED_PROGRAMS
 from rl_core.api.base import Spec
-from rl_core.api.cel import Cel
+from rl_core.api.cel import Cel, literal
 from rl_core.api.groups import GroupSpec
 from rl_core.api.identity import ROLES
 
 ACTOR, *_ = ROLES
+IS_EMBODIED = f"self.?program.orValue('') in {literal(list(EMBODIED_PROGRAMS))}"
+"""CEL of whether the policy of a job acts in simulators."""
 IS_CRITIC = (
     "has(g.lifecycle) && g.lifecycle == 'gang' && (!has(g.replicas) || g.replicas == 1)"
     " && (!has(g.processesPerPod) || g.processesPerPod == 1) && has(g.callers) && g.callers.exists(c, c == 'actor')"

@@ -7,11 +7,17 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from rl_core.api.algorithm import AlgorithmSpec, is_named
-from rl_core.api.backends import EMBODIED_PROGRAMS, IS_EMBODIED
+from rl_core.api.backends import EMBODIED_PROGRAMS
 from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import FUNCTION, Name, Pattern, Seconds, listed
 from rl_core.api.cel import Cel, literal, unique
-from rl_core.api.critic import CRITIC_HAS_NO_WARM_UP, CRITIC_IS_A_GANG_OF_ONE, CRITIC_IS_OF_TEXT, wrong_critic
+from rl_core.api.critic import (
+    CRITIC_HAS_NO_WARM_UP,
+    CRITIC_IS_A_GANG_OF_ONE,
+    CRITIC_IS_OF_TEXT,
+    IS_EMBODIED,
+    wrong_critic,
+)
 from rl_core.api.data import DataSpec
 from rl_core.api.distillation import TEACHERS_ARE_GROUPS, unknown_teachers
 from rl_core.api.env import TYPE_IS_KNOWN, EnvSpec, unknown_type
