@@ -20,7 +20,7 @@ from rl_core.actors.fsdp.policy import PolicyBackend, PolicyModelManager
 from rl_core.actors.preparation import PreparedBatch
 from rl_core.actors.trajectories import prepare_rows
 from rl_core.api.embodied import check_job, embodied_options, simulators_per_group
-from rl_core.api.errors import DeadlineExceeded
+from rl_core.api.errors import DataError, DeadlineExceeded
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import Trajectory
 from rl_core.batching.collate import TrainingBatch
@@ -57,7 +57,7 @@ class EmbodiedFSDPActor(Actor):
 
     async def recv_rollout_trajectories(
         self, input_channel: Channel, round: CollectionRound | None = None, seconds: float | None = None
-    ) -> dict[str, float]:
+    ) -> None:
         """Receive this rank's parts of the trajectories of a collection, and keep them for training. Not collective.
 
         `round` None: one env worker and one rollout. `seconds` None means deadlines.rollout. Raises DeadlineExceeded with the senders that
@@ -87,14 +87,20 @@ class EmbodiedFSDPActor(Actor):
                     ) from error
                 self.record_progress("trajectories")
         self.load_trajectories(received)
-        return {}
 
     def load_trajectories(self, trajectories: list[Trajectory]) -> None:
         """Set the trajectories that this rank trains in the next step. Not collective.
 
-        A single data rank begins to compute their advantages at once, while the runner learns that the collection has ended.
+        A single data rank begins to compute their advantages at once, while the runner learns that the collection has ended. Raises DataError
+        for trajectories of another number of decisions than that of a step.
         """
-        rows = partial(self._prepare, merge_trajectories(trajectories))
+        merged, options = merge_trajectories(trajectories), self.options
+        if len(merged.rewards) != (decisions := options.rollout_epochs * options.horizon // options.chunk):
+            raise DataError(
+                f"trajectories must have the {decisions} decisions of env.options.rolloutEpochs x horizon / chunk, got {len(merged.rewards)}; "
+                "rollouts and actor must run the same job"
+            )
+        rows = partial(self._prepare, merged)
         self._rows = self._preparing.submit(rows).result if self.ranks.data_size == 1 else rows
 
     def compute_log_probs(self, batch: TrainingBatch | None = None) -> None:

@@ -84,8 +84,13 @@ class EnvWorker(Worker):
         self._interacting = self._thread.submit(self._run(input_channel, output_channel, round))
         return await self._interacting
 
-    async def evaluate(self, input_channel: Channel, output_channel: Channel, round: CollectionRound) -> EpisodeStats:
-        """Take part in an evaluation; see `interact`."""
+    async def evaluate(
+        self, input_channel: Channel, output_channel: Channel, round: CollectionRound | None = None
+    ) -> EpisodeStats:
+        """Take part in an evaluation; see `interact`. `round` None means all episodes of one."""
+        if round is None:
+            episodes = self.options.eval_episodes
+            round = CollectionRound(number=0, step=1, envs=(self.rank,), rollouts=(0,), mode="eval", episodes=episodes)
         return await self.interact(input_channel, output_channel, round)
 
     async def _run(self, actions: Channel, observations: Channel, round: CollectionRound) -> EpisodeStats:

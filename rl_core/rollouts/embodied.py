@@ -3,7 +3,7 @@
 Legend: B simulators, C actions of a chunk, T decisions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -20,7 +20,7 @@ ARRAYS = tuple(one.name for one in fields(EnvOutput) if one.name != "final_info"
 
 
 def merge_env_outputs(shards: Sequence[EnvOutput], sizes: Sequence[int]) -> EnvOutput:
-    """Return the outputs of several env workers as one of tensors, their rows in the order of the shards.
+    """Return the outputs of several env workers as one of tensors, their rows in the order of the shards. Lists are joined.
 
     A shard without `final_obs` contributes its `obs`, where another shard has some; one without `intervene_actions` zeros. Raises DataError
     for a shard of another size than `sizes` says, and ValueError when only some shards have rewards or dones.
@@ -118,6 +118,11 @@ def _of_tensors(output: EnvOutput) -> EnvOutput:
     return EnvOutput(**found, final_info=output.final_info or None)
 
 
+def output_of(given: EnvOutput | Mapping[str, Any]) -> EnvOutput:
+    """Return an output that is given as such or as a mapping of its fields."""
+    return given if isinstance(given, EnvOutput) else EnvOutput(**given)
+
+
 def tensor_of(value: Any) -> Tensor:
     """Return an array of numpy or torch as a tensor on the CPU."""
     if isinstance(value, np.ndarray):
@@ -184,7 +189,11 @@ def _columns(trajectory: Trajectory, chosen: Tensor, part: int) -> Trajectory:
 
 def _merge(values: Sequence[Any]) -> Any:
     if isinstance(values[0], dict):
-        return {name: torch.cat([tensor_of(value[name]) for value in values]) for name in values[0]}
+        return {name: _merge([value[name] for value in values]) for name in values[0]}
+    if isinstance(values[0], list):
+        return [entry for value in values for entry in value]
+    if all(value is None for value in values):
+        return None
     return torch.cat([tensor_of(value) for value in values])
 
 

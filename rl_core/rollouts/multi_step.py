@@ -11,6 +11,7 @@ Legend: B simulators, C actions of a chunk, T decisions.
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from rl_core.channel.direct import DirectChannel, PeerLost
 from rl_core.messages.embodied import CollectionRound
 from rl_core.plan.routing import data_rank_of, routes, trajectory_parts
 from rl_core.policies.base import Mode, splits_values
-from rl_core.policies.folder import build_policy
+from rl_core.policies.folder import build_policy, load_policy
 from rl_core.rollouts.decoupled import DecoupledDecisions, Lane
 from rl_core.rollouts.embodied import (
     bootstrap_rewards,
@@ -36,6 +37,7 @@ from rl_core.rollouts.embodied import (
     host_tensor,
     lost_output,
     merge_env_outputs,
+    output_of,
     tensor_of,
     tensors_of,
 )
@@ -89,13 +91,12 @@ class MultiStepRolloutWorker(WeightMethods):
     # --- bring-up ----------------------------------------------------------------------------------------------------
 
     def init_worker(self) -> None:
-        """Build the policy, and the receiver of its weights. Does nothing when called again."""
+        """Build the policy, of `model.path` where the runner sent none, and the receiver of its weights. Does nothing when called again."""
         if self.model is not None:
             return
-        config = self.files.get("config.json")
-        if config is None:
-            raise InfrastructureError("a rollout must be given config.json of the policy at registration, got none")
-        self.model = build_policy(config, seed=self.cfg.algorithm.seed).to(self.device).eval()
+        config, seed = self.files.get("config.json"), self.cfg.algorithm.seed
+        policy = load_policy(self.cfg.model.path, seed=seed) if config is None else build_policy(config, seed=seed)
+        self.model = policy.to(self.device).eval()
         self._build_receiver(self.cfg, pausing(PolicyWeightTarget(saved_tensors(self.model)), self._pause))
 
     async def start_serving(self) -> None:
@@ -128,19 +129,18 @@ class MultiStepRolloutWorker(WeightMethods):
         return host_result(given, obs, actions, result)
 
     def _on_device(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self.device == "cpu":
-            return given
-        return {name: tensor.to(self.device) for name, tensor in given.items()}
+        return given if self.device == "cpu" else {name: tensor.to(self.device) for name, tensor in given.items()}
 
-    def get_dones_and_rewards(self, env_output: EnvOutput) -> tuple[Tensor, Tensor | None]:
+    def get_dones_and_rewards(self, env_output: EnvOutput | Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Return dones [B, C], and scaled rewards [B, C] with the value of the final observation added where an episode was cut.
 
         Rewards are None for the first output of a trajectory.
         """
-        dones = tensor_of(env_output.dones)
+        env_output = output_of(env_output)
+        dones = tensor_of(env_output.dones).contiguous()
         if env_output.rewards is None:
             return dones, None
-        rewards = tensor_of(env_output.rewards)
+        rewards = tensor_of(env_output.rewards).contiguous()
         if self.options.reward_scale != 1:
             rewards = rewards * self.options.reward_scale
         wanted = self.options.auto_reset and self._with_values and self.options.bootstrap != "none"
@@ -180,8 +180,7 @@ class MultiStepRolloutWorker(WeightMethods):
     ) -> EnvOutput:
         """Receive the outputs of all env workers that this rollout serves, merged in their order, as tensors.
 
-        `begins`: they are the first ones of a rollout epoch. The simulators of an env worker that was lost are lost from then on. Raises
-        InfrastructureError when it sent nothing before.
+        `begins`: they begin a rollout epoch. A lost env worker's simulators stay lost. Raises InfrastructureError if it never sent any.
         """
         sources, shards = self.get_src_ranks(stage), []
         for env, _ in sources:
@@ -240,12 +239,15 @@ class MultiStepRolloutWorker(WeightMethods):
     ) -> int:
         """Choose the actions of one collection and send its trajectories to `actor_channel`; return the number of decisions.
 
-        Observations are received from `input_channel`, and actions are sent to `output_channel`. A collection in progress is abandoned.
+        Observations come from `input_channel`, actions go to `output_channel`. A collection in progress is abandoned.
         """
         return await self._work(round, lambda: self._generate(input_channel, output_channel, actor_channel, round))
 
-    async def evaluate(self, input_channel: Channel, output_channel: Channel, round: CollectionRound) -> int:
+    async def evaluate(
+        self, input_channel: Channel, output_channel: Channel, round: CollectionRound | None = None
+    ) -> int:
         """Choose actions without sampling until the env workers have no more episodes; return the number of decisions."""
+        round = round or replace(self._round, mode="eval")
         return await self._work(round, lambda: self._evaluate(input_channel, output_channel, round))
 
     async def _work(self, round: CollectionRound | None, work: Callable[[], Coroutine[Any, Any, int]]) -> int:
@@ -322,10 +324,7 @@ class MultiStepRolloutWorker(WeightMethods):
         return TrajectoryRecorder(sender=self._place, stage=stage, auto_reset=self.options.auto_reset)
 
     def _decide(self, output: EnvOutput, version: int) -> tuple[ChunkStepResult, Callable[[], Tensor] | None]:
-        """Return the decision on an output, and what returns its values where it has none yet.
-
-        Raises ConfigError where it lacks values that the job needs.
-        """
+        """Return the decision on an output, and what returns its values where it has none yet. Raises ConfigError if none has any."""
         if self._with_values and splits_values(self.model):
             given = tensors_of(output.obs)
             obs = self._on_device(given)
