@@ -77,7 +77,7 @@ class TrainingProgram(Program):
                 self.stops.raise_if_stop_requested()
             with self.report.measure("train"):
                 # Both are sent at once; a rank runs them in this order.
-                preparing = self.actor.compute_advantages_and_returns()
+                preparing = self.actor.prepare_training()
                 training = self.actor.run_training(self.progress.step + 1)
                 self.on_training()
                 self.stops.wait(preparing)

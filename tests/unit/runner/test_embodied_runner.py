@@ -52,6 +52,40 @@ def test_an_asynchronous_one_begins_with_the_current_version():
     assert request(AsyncEmbodiedRunner) == [(5, 3)] and request(AsyncEmbodiedRunner, step=49) == []
 
 
+class Actor:
+    """Records which methods are called."""
+
+    def __init__(self):
+        self.called = []
+
+    def within(self, seconds):
+        return self
+
+    def __getattr__(self, method):
+        return lambda *arguments: self.called.append(method) or method
+
+
+def test_the_runner_asks_its_actors_for_nothing_with_tensors():
+    """The thread that receives answers, and heartbeats, would load torch for them, which takes seconds."""
+    program = object.__new__(EmbodiedRunner)
+    program.actor, program.critic = Actor(), None
+    program.progress = SimpleNamespace(step=3)
+    deadlines = SimpleNamespace(deadlines=SimpleNamespace(rpc=1))
+    spec = SimpleNamespace(algorithm=SimpleNamespace(max_staleness=0), runtime=deadlines)
+    program.applied = SimpleNamespace(spec=spec)
+    program.board = SimpleNamespace(during=lambda phase: nullcontext())
+    program.schedule = SimpleNamespace(training=nullcontext)
+    program.report = SimpleNamespace(measure=lambda part: nullcontext())
+    program.stops = SimpleNamespace(
+        cancelling=lambda cancel: nullcontext(),
+        raise_if_stop_requested=lambda: None,
+        wait=lambda result: [{"actor/loss": 1.0}],
+    )
+    program.on_training, program._age = lambda: None, 0
+    assert program.train() == {"train/loss": 1.0}
+    assert program.actor.called == ["prepare_training", "run_training"]
+
+
 class Steps:
     """Runs the steps of a program up to what members do: they collect at once, with the weights that were published last."""
 
