@@ -15,7 +15,7 @@ from rl_core.launch.local_pod import LocalPod
 from rl_core.launch.local_pods import LAST_SWEEP_SECONDS, LocalPods
 from rl_core.launch.workspace import Workspace
 from rl_core.plan.groups import KINDS_VARIABLE, SCRIPT_WORKERS, GroupKind, Lifecycle, kinds_as_variable
-from rl_core.plan.launch import CHANNEL_COMMAND, WORKER_COMMAND, ContainerPlan, PodPlan, ProcessPlan
+from rl_core.plan.launch import CHANNEL_COMMAND, COPY_SETTINGS, WORKER_COMMAND, ContainerPlan, PodPlan, ProcessPlan
 from rl_core.plan.placement import Placement
 
 Value = TypeVar("Value")
@@ -60,6 +60,7 @@ def process_environment() -> dict[str, str]:
     """Return the environment of this process, with its `sys.path`, so that worker processes import what the script imports."""
     paths = [str(Path(path).absolute()) for path in sys.path]
     return {
+        **COPY_SETTINGS,
         "OMP_NUM_THREADS": "1",
         "RLJOB_LOG_LEVEL": "WARNING",
         **os.environ,

@@ -30,6 +30,12 @@ CHANNEL_COMMAND = ("python", "-m", "rl_core.channel")
 CONFIG_PATH = "/etc/rljob/job.json"
 """Where the pods of the control group find the resolved job; a local run passes its own path."""
 CURVE_PATH = "/etc/rljob/keys"
+COPY_SETTINGS = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x1000000"}
+"""Lets the C library copy 16 MiB and more past the caches, which takes two thirds of the time.
+
+By default it does so from three quarters of the last cache's size, and virtual machines report caches of hundreds of megabytes. Other C
+libraries and processors ignore the variable. One that the user sets wins.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,7 +197,7 @@ def _service(context: _Context, role: str, command: tuple[str, ...]) -> ProcessP
     """Return the runner or the channel server, which run in pod 0 of the control group."""
     port = {"runner": context.ports.hub, "channel": context.ports.channel}[role]
     ports = {"hub": port, "control": context.ports.control} if role == "runner" else {"channel": port}
-    env = dict(context.groups[CONTROL_GROUP].spec.env) | _identity(context, role, CONTROL_GROUP, 0)
+    env = COPY_SETTINGS | context.groups[CONTROL_GROUP].spec.env | _identity(context, role, CONTROL_GROUP, 0)
     env |= {"GROUP_NAME": role, "WORKER_NAME": f"{role}:0", "RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
     return ProcessPlan(name=role, group=role, rank=0, command=command, env=env, ports=ports)
 
@@ -199,7 +205,12 @@ def _service(context: _Context, role: str, command: tuple[str, ...]) -> ProcessP
 def _worker(context: _Context, group: Group, placement: Placement, *, world: int) -> ProcessPlan:
     """Return one worker process; only the accelerators of its placement are visible to it."""
     name, rank = group.name, placement.rank
-    env = dict(group.spec.env) | _identity(context, name, name, placement.placement_node_rank) | placement.to_env()
+    env = (
+        COPY_SETTINGS
+        | group.spec.env
+        | _identity(context, name, name, placement.placement_node_rank)
+        | placement.to_env()
+    )
     env |= {
         "GROUP_NAME": name,
         "WORKER_NAME": f"{name}:{rank}",
