@@ -181,6 +181,13 @@ def test_variables_of_the_role_are_passed_and_never_replace_identity():
     assert "LEVEL" not in of_group(found, "actor")[0].env
 
 
+def test_large_copies_pass_the_caches_unless_the_user_has_tuned_the_c_library():
+    found = plan(job(rollout={"env": {"GLIBC_TUNABLES": "glibc.malloc.check=1"}}))
+    assert of_group(found, "rollout")[0].env["GLIBC_TUNABLES"] == "glibc.malloc.check=1"
+    for name in ("runner", "channel", "actor", "env"):
+        assert of_group(found, name)[0].env["GLIBC_TUNABLES"] == "glibc.cpu.x86_non_temporal_threshold=0x1000000"
+
+
 def test_the_runner_and_the_channel_have_the_actors_variables_as_in_its_container():
     found = plan(job(actor={"env": {"HF_ENDPOINT": "http://mirror"}, "threads": 4}))
     for process in found.pods[0].containers[0].processes:
