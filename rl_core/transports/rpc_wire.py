@@ -52,10 +52,12 @@ def name_of(caller: Caller | None) -> str:
 def pack_error(error: BaseException) -> PackedError:
     """Return `error` as a record, named after its class or the nearest base class that the other process knows.
 
-    The traceback begins in the user's code if there is a line of it. A long text is truncated, so that the error always fits into a message.
+    The traceback begins in the user's code if there is a line of it, and is empty for an error that was not raised. A long text is truncated,
+    so that the error always fits into a message.
     """
     known = public_type(error) if isinstance(error, RLJobError) else RLJobError
-    trace = (own_frames(error) or "".join(traceback.format_exception(error)))[:MAX_TRACEBACK]
+    raised = error.__traceback__ is not None
+    trace = (own_frames(error) or "".join(traceback.format_exception(error)))[:MAX_TRACEBACK] if raised else ""
     return PackedError(
         type=(type(error) if known is RLJobError else known).__name__,
         message=text_of(error),
@@ -69,7 +71,7 @@ def rebuild_error(packed: PackedError, *, method: str, peer: str) -> RLJobError:
     if cls is None:
         return RemoteError(f"{method} at {peer} raised {packed.type}: {packed.message}\n{packed.traceback}")
     error = cls(packed.message)
-    if cls is not RemoteError:  # whose text has the traceback of the user's code
+    if packed.traceback and cls is not RemoteError:  # whose text has the traceback of the user's code
         error.add_note(f"raised by {method} at {peer}:\n{packed.traceback}")
     return error
 

@@ -284,13 +284,12 @@ class WorkerGroupFuncResult:
             raise CallCancelled(f"{self.group}.{self.method} was cancelled after {self._clock() - self._began:.1f} s")
         if not self._running and self._failed_at is None:
             return [call.future.result().value for call in self._calls.values()]
-        errors = self._errors()
+        # The frames that read an answer explain nothing, and each error would be printed with them.
+        errors = [error.with_traceback(None) for error in self._errors()]
         if len(errors) == 1:
             raise errors[0]
         if errors:
             failed = f"{len(errors)} of {len(self._calls)} ranks"
-            # The frames that read an answer explain nothing, and each error would be printed with them.
-            errors = [error.with_traceback(None) for error in errors]
             raise WorkerErrors(
                 f"{self.group}.{self.method} failed on {failed}, the first: {_summary(errors[0])}", errors
             )

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rl_core.cli.local_control import connect, scale
+from rl_core.cli.local_control import connect
 from tests import ROOT
-from tests.e2e.harness import Run
+from tests.e2e.harness import Run, rljob
 
 CODE = """
 import os, pathlib, time
@@ -79,7 +79,10 @@ def test_a_call_to_a_killed_member_goes_to_another_and_the_group_grows_while_it_
     assert counter(run) == (2, 2) and status["step"] == 1
     assert [role["name"] for role in status["roles"]] == ["actor", "rollout", "env", "counter"]
     assert {m["name"] for m in status["members"]} == {"actor:0", "counter:0", "counter:1"}
-    scale(run.output, {"counter": 3})
+    told = rljob("scale", str(run.output), "--group", "counter", "--replicas", "3")
+    assert told.returncode == 0, told.stderr
+    refused = rljob("scale", str(run.output), "--group", "counters", "--replicas", "3")
+    assert refused.returncode == 2 and "(rollout, env, counter), got counters" in " ".join(refused.stderr.split())
     os.kill(pid, signal.SIGKILL)
     (folder / "go-23").touch()
     run.until(lambda: counter(run) == (3, 3), "a third counter and the successor of the killed one")
