@@ -46,7 +46,10 @@ def check_in_child(
         )
     except subprocess.TimeoutExpired:
         return f"must be imported and called within {seconds:g} s, got {name}; do less in it"
-    return "" if done.returncode == 0 else done.stderr.strip().rpartition("\n")[2] or f"{name} ended its process"
+    if done.returncode == 0:
+        return ""
+    ended = f"must not end its process, got {name}, which ended it with code {done.returncode}; correct it"
+    return ended if done.returncode < 0 else done.stderr.strip().rpartition("\n")[2] or ended
 
 
 def load_extensions(modules: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ RuntimeError on an event-loop thread; their `_async` variants are coroutines. Ha
 import asyncio
 import concurrent.futures
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -314,8 +315,8 @@ def _batch(target: float, key: Key, timeout: float | None, allow_oversize: bool)
 def _seconds(timeout: float | None) -> float:
     if timeout is None:
         return DEFAULT_TIMEOUT
-    if not 0 <= timeout < math.inf:
-        raise ValueError(f"timeout must be None (= {DEFAULT_TIMEOUT:g} s) or finite and >= 0 seconds, got {timeout}")
+    if not isinstance(timeout, numbers.Real) or not 0 <= timeout < math.inf:
+        raise ValueError(f"timeout must be None (= {DEFAULT_TIMEOUT:g} s) or finite and >= 0 seconds, got {timeout!r}")
     return timeout
 
 

@@ -4,7 +4,12 @@ import concurrent.futures
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from rl_core.api.errors import InfrastructureError
 from rl_core.transports.interrupts import Interrupts
+
+
+class ClientClosed(InfrastructureError):
+    """This process closed its client before the reply came."""
 
 
 class Reader(Protocol):

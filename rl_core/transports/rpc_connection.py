@@ -30,7 +30,7 @@ from rl_core.transports.curve import KeyRing
 from rl_core.transports.frames import FrameHeader
 from rl_core.transports.interrupts import Interrupts
 from rl_core.transports.links import ClientLoans, ProcessSharedMemory
-from rl_core.transports.rpc_call import CallFuture
+from rl_core.transports.rpc_call import CallFuture, ClientClosed
 from rl_core.transports.sockets import IoThread
 from rl_core.transports.waiting_reader import WaitingReader
 
@@ -215,7 +215,7 @@ class Connection:
         what = f"{call.method} at {self.peer}"
         if self._loss:
             return WorkerLost(f"{what}: {self._loss}")
-        return InfrastructureError(f"{what}: the client was closed")
+        return ClientClosed(f"{what}: the client was closed")
 
     # --- sending ---
 

@@ -3,10 +3,12 @@
 import asyncio
 import contextvars
 import math
+import numbers
 import threading
 import traceback
 
 from rl_core.api.errors import RemoteError, RLJobError, error_types, public_type, text_of
+from rl_core.api.user_code import own_frames
 from rl_core.messages.rpc import Caller, PackedError
 
 MAX_CALLS = 64
@@ -50,10 +52,12 @@ def name_of(caller: Caller | None) -> str:
 def pack_error(error: BaseException) -> PackedError:
     """Return `error` as a record, named after its class or the nearest base class that the other process knows.
 
-    A long text is truncated, so that the error always fits into a message.
+    The traceback begins in the user's code if there is a line of it, and is empty for an error that was not raised. A long text is truncated,
+    so that the error always fits into a message.
     """
     known = public_type(error) if isinstance(error, RLJobError) else RLJobError
-    trace = "".join(traceback.format_exception(error))[:MAX_TRACEBACK]
+    raised = error.__traceback__ is not None
+    trace = (own_frames(error) or "".join(traceback.format_exception(error)))[:MAX_TRACEBACK] if raised else ""
     return PackedError(
         type=(type(error) if known is RLJobError else known).__name__,
         message=text_of(error),
@@ -67,15 +71,15 @@ def rebuild_error(packed: PackedError, *, method: str, peer: str) -> RLJobError:
     if cls is None:
         return RemoteError(f"{method} at {peer} raised {packed.type}: {packed.message}\n{packed.traceback}")
     error = cls(packed.message)
-    if cls is not RemoteError:  # whose text has the traceback of the user's code
+    if packed.traceback and cls is not RemoteError:  # whose text has the traceback of the user's code
         error.add_note(f"raised by {method} at {peer}:\n{packed.traceback}")
     return error
 
 
 def finite_seconds(timeout: float) -> float:
-    """Return `timeout`. Raises ValueError for NaN and infinity, because every wait must end."""
-    if not math.isfinite(timeout):
-        raise ValueError(f"timeout must be None or a finite number of seconds, got {timeout}")
+    """Return `timeout`. Raises ValueError for NaN and infinity, because every wait must end, and for what is no number."""
+    if not isinstance(timeout, numbers.Real) or not math.isfinite(timeout):
+        raise ValueError(f"timeout must be None or a finite number of seconds, got {timeout!r}")
     return timeout
 
 

@@ -21,7 +21,7 @@ from rl_core.messages.members import MemberView
 from rl_core.messages.rpc import PackedError
 from rl_core.messages.tensors import TensorHeader
 from rl_core.plan.groups import kinds_of_environment
-from rl_core.transports.rpc_wire import pack_error, rebuild_error
+from rl_core.transports.rpc_wire import finite_seconds, pack_error, rebuild_error
 from rl_core.workers.context import WorkerContext
 from rl_core.workers.message_channel import LOOK_SECONDS, OPTIONS, REFRESH_SECONDS, MessageChannel, Receipt
 from rl_core.workers.tensor_memory import check_tensor
@@ -92,9 +92,9 @@ class Mail:
             on_device = getattr(tensor, "device", "cpu") != "cpu" and hasattr(tensor, "cpu")
             message = tensor.detach().cpu() if on_device else tensor
             return self.send(message, receiver, timeout=timeout, may_block=may_block)
+        seconds = _seconds(timeout)
         self._check_exists(receiver, timeout=timeout, may_block=may_block)
         self._check_present(receiver, may_block=may_block)
-        seconds = DEFAULT_SECONDS if timeout is None else timeout
         sent = self._tensors.send(tensor, header, [receiver], seconds=seconds, waited_for=may_block)
         return AsyncHandle(sent, lambda none: none, detach)
 
@@ -109,7 +109,7 @@ class Mail:
         without members. If nothing can be sent, because a receiver is gone or the message cannot be serialized, the other receivers get the
         error, as a PackedError, instead of the message.
         """
-        seconds = DEFAULT_SECONDS if timeout is None else timeout
+        seconds = _seconds(timeout)
         try:
             self._await_seen(groups, seconds=VIEW_SECONDS if may_block else 0.0)
             receivers = self._receivers(groups)
@@ -169,8 +169,9 @@ class Mail:
         self, sender: str, timeout: float | None, open_message: Callable[[Any, float], Any], *, at_once: bool = False
     ) -> Receipt:
         """Start to receive a message. The receipt returns `open_message(message, seconds that are left)`, or raises what stopped a broadcast."""
+        self._check_exists(sender, timeout=timeout, may_block=False)
         self._member(sender)
-        seconds = DEFAULT_SECONDS if timeout is None else timeout
+        seconds = _seconds(timeout)
         deadline = time.monotonic() + seconds
 
         def convert(message: Any) -> Any:
@@ -238,3 +239,7 @@ class Mail:
             self._context.wait_view_changed(REFRESH_SECONDS)  # the last heartbeat may be older than the replacement
         if self._is_gone(name):
             raise WorkerLost(f"{name} is gone; {self._name} cannot send to it until it has been replaced")
+
+
+def _seconds(timeout: float | None) -> float:
+    return DEFAULT_SECONDS if timeout is None else finite_seconds(timeout)

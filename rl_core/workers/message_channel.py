@@ -215,31 +215,29 @@ class Receipt:
         context = self._messages.context
         with context.waiting(self._what, self._sender):
             while not self._handle.done():
-                try:
+                with contextlib.suppress(DeadlineExceeded):
                     return self._handle.wait(LOOK_SECONDS)
-                except DeadlineExceeded:
-                    self.check()
-                    if self._asks():
-                        self._check_cycle(context.hub_client().call_sync("receive_cycle", *self._question))
+                self.check()
+                if self._asks():
+                    self._check_cycle(context.hub_client().call_sync("receive_cycle", *self._question))
         try:
             return self._handle.wait()
-        except DeadlineExceeded as error:
-            raise self._late(error) from error
+        except DeadlineExceeded:
+            raise self._late() from None
 
     async def _message_async(self) -> Any:
         context = self._messages.context
         with context.waiting(self._what, self._sender):
             while not self._handle.done():
-                try:
+                with contextlib.suppress(DeadlineExceeded):
                     return await self._handle.async_wait(LOOK_SECONDS)
-                except DeadlineExceeded:
-                    self.check()
-                    if self._asks():
-                        self._check_cycle(await context.hub_client().call("receive_cycle", *self._question))
+                self.check()
+                if self._asks():
+                    self._check_cycle(await context.hub_client().call("receive_cycle", *self._question))
         try:
             return await self._handle.async_wait()
-        except DeadlineExceeded as error:
-            raise self._late(error) from error
+        except DeadlineExceeded:
+            raise self._late() from None
 
     def check(self) -> None:
         """End the receive with the error of `Watch.check` if there is one. Messages that the sender has stored were received before."""
@@ -274,12 +272,17 @@ class Receipt:
                 "send first, or with async_op"
             )
 
-    def _late(self, error: DeadlineExceeded) -> DeadlineExceeded:
+    def _late(self) -> DeadlineExceeded:
         group = self._sender.rpartition(":")[0]
-        seen = self._messages.context.world_size_of(group)
+        context = self._messages.context
+        seen = sorted({member.group for member in context.members()})
         return DeadlineExceeded(
-            f"{self._messages.name} must receive {self._what} of {self._sender} within {self._timeout:g} s, got none: {error}"
-            + ("" if seen else f"; {self._messages.name} has seen no member of group {group}")
+            f"{self._messages.name} must receive {self._what} of {self._sender} within {self._timeout:g} s, got none"
+            + (
+                ""
+                if context.world_size_of(group)
+                else f"; it has seen no member of group {group}, but of {', '.join(seen)}"
+            )
         )
 
 

@@ -17,13 +17,16 @@ from typing import Any, Literal, Protocol
 
 from rl_core.api.errors import DeadlineExceeded, RLJobError, WorkerLost
 from rl_core.messages.calls import MethodResult
-from rl_core.transports.rpc_call import CallFuture
+from rl_core.transports.rpc_call import CallFuture, ClientClosed
 from rl_core.transports.rpc_wire import refuse_on_event_loop
 from rl_core.workers.deadline_wait import DeadlineWait
 
 logger = logging.getLogger(__name__)
 SETTLE_SECONDS = 5.0
 """Seconds that the other ranks have to end after the first failure, before it is raised."""
+_failures: "weakref.WeakSet[WorkerGroupFuncResult]" = weakref.WeakSet()
+"""Calls of this process of which a rank failed. Waits for other calls name those whose error nobody has received."""
+_failures_lock = threading.Lock()
 Reduction = Literal["max", "min", "mean"]
 _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
     "max": max,
@@ -247,6 +250,9 @@ class WorkerGroupFuncResult:
             if first_failure:
                 self._failed_at = self._clock()
             ended = not self._running
+        if first_failure:
+            with _failures_lock:
+                _failures.add(self)
         if ended or first_failure:
             self._announce_change()
 
@@ -262,7 +268,15 @@ class WorkerGroupFuncResult:
         return [call for call in self._calls.values() if not call.future.done()]
 
     def _names(self) -> str:
-        return "; ".join(call.describe() for call in self._missing())
+        """Describe the ranks that have not ended, and the failures of other calls, which may be the reason."""
+        with _failures_lock:
+            others = [call for call in _failures if call is not self and not call._received and not call._cancelled]
+        failures = [f"{call.group}.{call.method} failed: {_summary(call._errors()[0])}" for call in others]
+        return "; ".join([*(call.describe() for call in self._missing()), *failures])
+
+    def _errors(self) -> list[Exception]:
+        ended = [call.future for call in self._calls.values() if call.future.done()]
+        return [error for future in ended if (error := _error_of(future)) is not None]
 
     def _outcome(self, wait: DeadlineWait) -> list[Any]:
         self._received = self._received or self.done() or self._failed_at is not None
@@ -270,22 +284,21 @@ class WorkerGroupFuncResult:
             raise CallCancelled(f"{self.group}.{self.method} was cancelled after {self._clock() - self._began:.1f} s")
         if not self._running and self._failed_at is None:
             return [call.future.result().value for call in self._calls.values()]
-        ended = [call.future for call in self._calls.values() if call.future.done()]
-        errors = [error for future in ended if (error := _error_of(future)) is not None]
+        # The frames that read an answer explain nothing, and each error would be printed with them.
+        errors = [error.with_traceback(None) for error in self._errors()]
         if len(errors) == 1:
             raise errors[0]
         if errors:
-            first = f"{type(errors[0]).__name__}: {errors[0]}".partition("\n")[0]
             failed = f"{len(errors)} of {len(self._calls)} ranks"
-            # The frames that read an answer explain nothing, and each error would be printed with them.
-            errors = [error.with_traceback(None) for error in errors]
-            raise WorkerErrors(f"{self.group}.{self.method} failed on {failed}, the first: {first}", errors)
-        if len(ended) < len(self._calls):
+            raise WorkerErrors(
+                f"{self.group}.{self.method} failed on {failed}, the first: {_summary(errors[0])}", errors
+            )
+        if self._missing():
             raise DeadlineExceeded(
-                f"{self.group}.{self.method} must end on {len(self._calls)} ranks within {wait.seconds:.1f} s, "
+                f"{self.group}.{self.method} must end on {len(self._calls)} ranks within {wait.seconds:g} s, "
                 f"missing after {self._clock() - self._began:.1f} s: {self._names()}"
             )
-        return [future.result().value for future in ended]
+        return [call.future.result().value for call in self._calls.values()]
 
 
 def _rank_ended(
@@ -302,10 +315,17 @@ def _rank_ended(
 
 
 def _log_forgotten(name: str, future: "concurrent.futures.Future[MethodResult]") -> None:
-    """Log the error of a rank in the group call `name`, whose result object was deleted. WorkerLost is not logged: the hub reports losses."""
+    """Log the error of a rank in the group call `name`, whose result object was deleted.
+
+    WorkerLost is not logged, because the hub reports losses, and ClientClosed because the caller itself ended the call.
+    """
     error = _error_of(future)
-    if error is not None and not isinstance(error, WorkerLost):
+    if error is not None and not isinstance(error, WorkerLost | ClientClosed):
         logger.warning("%s failed and nobody waited for its result: %s: %s", name, type(error).__name__, error)
+
+
+def _summary(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _error_of(future: "concurrent.futures.Future[MethodResult]") -> Exception | None:

@@ -49,6 +49,12 @@ def job_document(tiny: Path, **spec) -> dict:
     return document
 
 
+def rljob(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run an `rljob` command that ends by itself."""
+    command = [sys.executable, "-m", "rl_core.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
 class Output:
     """The output folder of a run, on this machine or of a job on a volume."""
 

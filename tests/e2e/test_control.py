@@ -3,22 +3,15 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import psutil
 import pytest
 
 from rl_core.api.errors import ConfigError
 from rl_core.cli.local_control import connect
-from tests.e2e.harness import assert_trained_once
+from tests.e2e.harness import assert_trained_once, rljob
 
 QUIET = {"everySteps": 1000, "beforeTraining": False}
-
-
-def rljob(*arguments):
-    command = [sys.executable, "-m", "rl_core.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
 def rollouts(status):

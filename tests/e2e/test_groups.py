@@ -10,59 +10,68 @@ from tests.e2e.harness import assert_trained_once
 from tests.small_models import save_classifier, save_policy
 
 CODE = """
-import asyncio, os, pathlib, time
+import asyncio, os, pathlib, signal, time
+from collections import Counter
 
 from rl_core.envs.member_calls import call_member
 from rl_core.groups.critic import Critic
 from rl_core.groups.inference import Inference
+from rl_core.groups.judge import Judge
 from rl_core.groups.reward_model import RewardModel
 from rl_core.groups.teacher import Teacher
 
 FOLDER = pathlib.Path(__file__).parent
+CALLS = Counter()
 
 
-class Held(RewardModel):
-    calls = 0
+def held(group):
+    CALLS[group] += 1
+    if CALLS[group] == 2 and not (FOLDER / f"go-{group}").exists():
+        (FOLDER / f"held-{group}").write_text(str(os.getpid()))
+        while not (FOLDER / f"go-{group}").exists():
+            yield
 
+
+class EndsInFormation:
+    def __init__(self, config):
+        if (FOLDER / "forming").exists() and not (formed := FOLDER / f"formed-{self.group_name}").exists():
+            formed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().__init__(config)
+
+
+class HeldRewardModel(EndsInFormation, RewardModel):
     def score(self, rows):
-        Held.calls += 1
-        if Held.calls == 2 and not (FOLDER / "go").exists():
-            (FOLDER / "held").write_text(str(os.getpid()))
-            while not (FOLDER / "go").exists():
-                time.sleep(0.05)
+        for _ in held("reward-model"):
+            time.sleep(0.05)
         return super().score(rows)
 
 
-class HeldTeacher(Teacher):
-    calls = 0
+class HeldJudge(EndsInFormation, Judge):
+    def score(self, rows):
+        for _ in held("judge"):
+            time.sleep(0.05)
+        return super().score(rows)
 
+
+class HeldTeacher(EndsInFormation, Teacher):
     def top_log_probs(self, rows, temperature, top_k):
-        HeldTeacher.calls += 1
-        if HeldTeacher.calls == 2 and not (FOLDER / "go").exists():
-            (FOLDER / "held").write_text(str(os.getpid()))
-            while not (FOLDER / "go").exists():
-                time.sleep(0.05)
+        for _ in held("teacher"):
+            time.sleep(0.05)
         return super().top_log_probs(rows, temperature, top_k)
 
 
-class HeldInference(Inference):
-    calls = 0
-
+class HeldInference(EndsInFormation, Inference):
     async def log_probs(self, *asked):
-        HeldInference.calls += 1
-        if HeldInference.calls == 2 and not (FOLDER / "go").exists():
-            (FOLDER / "held").write_text(str(os.getpid()))
-            while not (FOLDER / "go").exists():
-                await asyncio.sleep(0.05)
+        for _ in held("inference"):
+            await asyncio.sleep(0.05)
         return await super().log_probs(*asked)
 
 
-class HeldCritic(Critic):
+class HeldCritic(EndsInFormation, Critic):
     def values(self, rows, version):
-        if version == 1 and not (FOLDER / "go").exists():
-            (FOLDER / "held").write_text(str(os.getpid()))
-            while not (FOLDER / "go").exists():
-                time.sleep(0.05)
+        for _ in held("critic"):
+            time.sleep(0.05)
         return super().values(rows, version)
 
 
@@ -76,6 +85,7 @@ def judged(prompts, completions, messages, **columns):
 """
 
 
+INFERENCE = {"name": "inference", "worker": "own:HeldInference", "weights": "pulls"}
 SHORT = {"validation": {"beforeTraining": False}}
 
 
@@ -83,49 +93,73 @@ def read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_a_reward_function_that_asks_two_groups_scores_although_one_is_killed_in_a_call(start, tmp_path):
-    folder = save_classifier(tmp_path / "classifier")
-    group = {
+def judging(folder: Path) -> dict:
+    """Return the fields of a job whose reward function asks a judge and a reward model."""
+    model = {
         "name": "reward-model",
-        "worker": "own:Held",
+        "worker": "own:HeldRewardModel",
         "callers": ["env"],
-        "config": {"modelPath": str(folder)},
+        "config": {"modelPath": str(save_classifier(folder / "classifier"))},
     }
     options = {
-        "modelPath": str(save_policy(tmp_path / "judge")),
+        "modelPath": str(save_policy(folder / "judge")),
         "template": "{{ completion }}=",
         "parser": "own:letters",
     }
     judge = {
         "name": "judge",
-        "worker": "rl_core.groups.judge:Judge",
+        "worker": "own:HeldJudge",
         "callers": ["env"],
         "config": {**options, "maxNewTokens": 12, "maximum": 12},
     }
-    run = start(groups=[group, judge], env={"reward": "own:judged"}, algorithm={"steps": 3}, **SHORT)
-    assert "judge/answers_total" in run_with_a_kill(run, "reward-model")[-1]
+    return {"groups": [model, judge], "env": {"reward": "own:judged"}}
 
 
-def run_with_a_kill(run, group: str) -> list[dict]:
-    """Run the job of three steps, kill the member of `group` that holds a call, and return the metrics of the steps."""
+def test_a_reward_function_that_asks_two_groups_scores_although_a_member_of_each_is_killed_in_a_call(start, tmp_path):
+    run = start(**judging(tmp_path), algorithm={"steps": 3}, **SHORT)
+    assert "judge/answers_total" in run_with_kills(run, "judge", "reward-model")[-1]
+
+
+def run_with_kills(run, *groups: str) -> list[dict]:
+    """Run the job of three steps, kill the member of each of `groups` when it holds a call, and return the metrics of the steps."""
     (run.job.parent / "own.py").write_text(CODE)
     run.start()
-    pid = int(run.until(lambda: read(run.job.parent / "held"), "a call that is held"))
-    assert [line["step"] for line in run.lines("metrics.jsonl")] in ([], [1]), "the step waits for the call"
-    os.kill(pid, signal.SIGKILL)
-    (run.job.parent / "go").touch()
+    for group in groups:
+        pid = int(run.until(lambda group=group: read(run.job.parent / f"held-{group}"), f"a call that {group} holds"))
+        assert [line["step"] for line in run.lines("metrics.jsonl")] in ([], [1]), "the step waits for the call"
+        os.kill(pid, signal.SIGKILL)
+        (run.job.parent / f"go-{group}").touch()
     assert run.wait() == 0, run.text + run.logs()
     assert_trained_once(run, steps=3, groups=4)
     lines = run.lines("metrics.jsonl")
-    assert lines[-1][f"failures_total/{group}/lost"] == 1 and lines[-1]["epoch"] == 0
+    assert [lines[-1][f"failures_total/{group}/lost"] for group in groups] == [1] * len(groups)
+    assert lines[-1]["epoch"] == 0 and run.processes() == []
     return lines
 
 
-def distilling(folder: Path, worker: str, *, top_k: int | None = None, **algorithm) -> dict:
+def test_a_member_of_each_kind_of_group_that_is_killed_while_it_is_constructed_is_named_and_replaced(start, tmp_path):
+    spec = distilling(save_policy(tmp_path / "teacher", seed=3), "own:HeldTeacher", steps=1, topK=4, rewardWeight=1.0)
+    spec["algorithm"] |= {"recomputeLogProbs": True, "inference": "inference"}
+    spec = judging(tmp_path) | spec | {"groups": [*spec["groups"], *judging(tmp_path)["groups"], INFERENCE]}
+    run = start(**spec)
+    (run.job.parent / "own.py").write_text(CODE)
+    names = ["teacher", "reward-model", "judge", "inference"]
+    for name in ["forming", *(f"go-{name}" for name in names)]:
+        (run.job.parent / name).touch()
+    assert run.run() == 0, run.text + run.logs()
+    assert_trained_once(run, steps=1, groups=4)
+    (line,) = run.lines("metrics.jsonl")
+    assert line["epoch"] == 0 and 0.0 < line["train/distill/teacher_share"] < 1.0
+    for name in names:
+        assert (run.job.parent / f"formed-{name}").exists() and f"{name}:0" in run.text, run.text
+    assert run.processes() == []
+
+
+def distilling(folder: Path, worker: str, *, steps: int = 6, **distillation) -> dict:
     group = {"name": "teacher", "worker": worker, "callers": ["actor"], "config": {"modelPath": str(folder)}}
     return {
         "groups": [group],
-        "algorithm": {"name": "distill", "distillation": {"teacher": "teacher", "topK": top_k}, **algorithm},
+        "algorithm": {"name": "distill", "distillation": {"teacher": "teacher", **distillation}, "steps": steps},
         "actor": {"optimizer": {"learningRate": 1.0e-3, "weightDecay": 0.0}},
         **SHORT,
     }
@@ -133,16 +167,15 @@ def distilling(folder: Path, worker: str, *, top_k: int | None = None, **algorit
 
 def test_a_step_waits_for_the_successor_of_a_teacher_that_is_killed_in_a_call(start, tmp_path):
     folder = save_policy(tmp_path / "teacher", seed=3)
-    lines = run_with_a_kill(start(**distilling(folder, "own:HeldTeacher", top_k=4, steps=3)), "teacher")
+    lines = run_with_kills(start(**distilling(folder, "own:HeldTeacher", steps=3, topK=4)), "teacher")
     assert all(line["train/distill/teacher_share"] == 1.0 and line["train/distill/top_k_kl"] > 0 for line in lines)
 
 
 def test_old_log_probabilities_come_from_a_group_with_the_trainers_weights_also_after_a_member_was_killed(start):
-    group = {"name": "inference", "worker": "own:HeldInference", "weights": "pulls"}
     algorithm = {"steps": 3, "recomputeLogProbs": True, "inference": "inference"}
     # With one optimizer step per batch the trained policy is the old one: any other weights or tokens would show in the KL.
-    run = start(groups=[group], algorithm=algorithm, actor={"optimizer": {"learningRate": 1.0e-2}}, **SHORT)
-    lines = run_with_a_kill(run, "inference")
+    run = start(groups=[INFERENCE], algorithm=algorithm, actor={"optimizer": {"learningRate": 1.0e-2}}, **SHORT)
+    lines = run_with_kills(run, "inference")
     assert all(abs(line["train/approx_kl"]) < 1e-5 for line in lines), lines
     assert [line["weights/version"] for line in lines] == [1.0, 2.0, 3.0]
     assert "computes the old log-probabilities of this step itself" not in run.logs()
@@ -163,22 +196,28 @@ CRITIC = {
 }
 
 
-def test_a_critic_killed_in_a_call_goes_on_from_the_checkpoint_of_the_actors(start):
+@pytest.mark.parametrize(("when", "epochs"), [("in a call", [0, 1, 1]), ("in formation", [1, 1, 1])])
+def test_a_critic_killed_goes_on_from_the_checkpoint_of_the_actors(start, when, epochs):
     """What it had learned is that of the same step as the policy's: the value loss goes on as in a run that nobody disturbs."""
     undisturbed = start(folder="undisturbed", **CRITIC)
     run = start(**CRITIC)
     for one in (undisturbed, run):
         (one.job.parent / "own.py").write_text(CODE)
-    (undisturbed.job.parent / "go").touch()
+    (undisturbed.job.parent / "go-critic").touch()
     assert undisturbed.run() == 0, undisturbed.text + undisturbed.logs()
+    if when == "in formation":
+        (run.job.parent / "forming").touch()
+        (run.job.parent / "go-critic").touch()
     run.start()
-    pid = int(run.until(lambda: read(run.job.parent / "held"), "a call that is held"))
-    (run.job.parent / "go").touch()
-    os.kill(pid, signal.SIGKILL)
+    if when == "in a call":
+        pid = int(run.until(lambda: read(run.job.parent / "held-critic"), "a call that is held"))
+        (run.job.parent / "go-critic").touch()
+        os.kill(pid, signal.SIGKILL)
     assert run.wait() == 0, run.text + run.logs()
     assert_trained_once(run, steps=3, groups=4)
     lines, expected = run.lines("metrics.jsonl"), undisturbed.lines("metrics.jsonl")
-    assert [line["epoch"] for line in lines] == [0, 1, 1]
+    assert [line["epoch"] for line in lines] == epochs
+    assert "critic" in run.text and run.processes() == []
     for line, other in zip(lines, expected, strict=True):
         assert line["train/value_loss"] == pytest.approx(other["train/value_loss"], rel=1e-3)
         assert line["train/critic_grad_norm"] > 0 and line["time/critic"] > 0

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rl_core.cli.local_control import connect, scale
+from rl_core.cli.local_control import connect
 from tests import ROOT
-from tests.e2e.harness import Run
+from tests.e2e.harness import Run, rljob
 
 CODE = """
 import os, pathlib, time
@@ -79,7 +79,10 @@ def test_a_call_to_a_killed_member_goes_to_another_and_the_group_grows_while_it_
     assert counter(run) == (2, 2) and status["step"] == 1
     assert [role["name"] for role in status["roles"]] == ["actor", "rollout", "env", "counter"]
     assert {m["name"] for m in status["members"]} == {"actor:0", "counter:0", "counter:1"}
-    scale(run.output, {"counter": 3})
+    told = rljob("scale", str(run.output), "--group", "counter", "--replicas", "3")
+    assert told.returncode == 0, told.stderr
+    refused = rljob("scale", str(run.output), "--group", "counters", "--replicas", "3")
+    assert refused.returncode == 2 and "(rollout, env, counter), got counters" in " ".join(refused.stderr.split())
     os.kill(pid, signal.SIGKILL)
     (folder / "go-23").touch()
     run.until(lambda: counter(run) == (3, 3), "a third counter and the successor of the killed one")
@@ -93,14 +96,21 @@ def test_a_call_to_a_killed_member_goes_to_another_and_the_group_grows_while_it_
     assert run.status()["checkpoint"]["lastStep"] == 3 and run.processes() == []
 
 
-def test_a_run_is_resumed_with_the_state_that_the_program_registered(start):
+def test_an_interrupted_program_saves_the_state_that_it_registered_and_is_resumed_with_it(start):
+    """The interrupt comes in the middle of a step, while the program waits for a call."""
     run = start(**SPEC)
-    (run.job.parent / "own.py").write_text(CODE)
-    (run.job.parent / "go-23").touch()
-    (run.job.parent / "go-33").touch()
-    assert run.run("--set", "algorithm.steps=2") == 0, run.text + run.logs()
+    folder = run.job.parent
+    (folder / "own.py").write_text(CODE)
+    run.start()
+    run.until(lambda: _read(folder / "held-23"), "the call that is held")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130, run.text + run.logs()
+    assert run.status()["checkpoint"]["lastStep"] == 1 and run.processes() == []
+    (folder / "go-23").touch()
+    (folder / "go-33").touch()
     assert run.run("--resume", "auto") == 0, run.text + run.logs()
-    assert [line["totals"] for line in run.lines("metrics.jsonl")] == [1, 2, 3]
+    lines = run.lines("metrics.jsonl")
+    assert [(line["reward/mean"], line["totals"]) for line in lines] == [(total(step), step) for step in (1, 2, 3)]
 
 
 BROKEN = """

@@ -106,10 +106,12 @@ def test_a_killed_rank_is_named_and_replaced_and_the_others_go_on(cluster, group
     assert group.add(1).wait(timeout=60) == [101, 111, 121]
 
 
-@pytest.mark.parametrize(("end", "code"), [("raise", 1), (signal.SIGINT, -signal.SIGINT), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("end", "code"), [("end", 0), ("raise", 1), (signal.SIGINT, -signal.SIGINT), (signal.SIGKILL, -9)]
+)
 def test_no_process_outlives_the_script(end, code):
     script = subprocess.Popen(
-        [sys.executable, str(SCRIPT), end if end == "raise" else "wait"],
+        [sys.executable, str(SCRIPT), end if isinstance(end, str) else "wait"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -119,7 +121,7 @@ def test_no_process_outlives_the_script(end, code):
     first = script.stdout.readline()
     assert first.startswith("[6, 16] "), script.communicate(timeout=60)
     pids = [int(pid) for pid in first.split("] ")[1].split()]
-    if end != "raise":
+    if not isinstance(end, str):
         script.send_signal(end)
     assert script.wait(timeout=60) == code
     deadline = time.monotonic() + 30

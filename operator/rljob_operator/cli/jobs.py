@@ -55,8 +55,7 @@ def scale(connection: Connection, name: str, counts: Mapping[str, int]) -> None:
         for group, count in counts.items():
             if group == ROLLOUT:
                 connection.patch(RLJOB, name, {"spec": {"replicas": count}}, subresource="scale")
-            elif group in BUILT_IN:
-                elastic_block({}, group)
+            elif group in BUILT_IN and BUILT_IN[group].elastic:
                 connection.patch(RLJOB, name, {"spec": {group: {"replicas": count}}})
             else:
                 job = connection.read(RLJOB, name)

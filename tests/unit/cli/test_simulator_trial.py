@@ -107,4 +107,5 @@ def test_what_does_not_work_is_named_with_its_field(tmp_path, options, words):
 def test_a_simulator_that_ends_its_process_is_a_problem(tmp_path):
     spec = make_job(tmp_path, kwargs={"faults": ["exit"] * 2, "fault_at": 1})
     (problem,) = check_simulator(spec, search_path="", with_policy=False)
-    assert problem == f"spec.env.options.id: the simulator {SIMULATOR} ended its process"
+    rule = "spec.env.options.id: must not end its process"
+    assert problem.startswith(f"{rule}, got the simulator {SIMULATOR}, which ended it with code ")

@@ -67,7 +67,7 @@ def test_ids_that_the_teacher_does_not_know_are_refused(folder):
             teacher.log_probs([ROWS[0], row])
 
 
-def test_a_teacher_with_other_tokens_is_refused_and_one_with_more_is_not(folder, tmp_path):
+def test_a_teacher_with_other_tokens_is_refused_and_one_with_more_is_not(folder, tmp_path, monkeypatch):
     student = Tokenizer.from_folder(folder)
     swapped = [*NAMES[:2], NAMES[3], NAMES[2], *NAMES[4:]]
     more = save_policy(tmp_path / "more", names=[*NAMES, "#"])
@@ -76,6 +76,10 @@ def test_a_teacher_with_other_tokens_is_refused_and_one_with_more_is_not(folder,
         check_tokenizers(Tokenizer.from_folder(more), student)
     with pytest.raises(ConfigError, match="2 of 43 that differ, the first 'a', which is 2 .* 3 for the teacher"):
         check_tokenizers(student, Tokenizer.from_folder(save_policy(tmp_path / "swapped", names=swapped)))
+    monkeypatch.setattr(Teacher, "files", read_files(folder), raising=False)  # those of the student
+    Teacher({"modelPath": str(more)})
+    with pytest.raises(ConfigError, match="2 of 43 that differ"):
+        Teacher({"modelPath": str(tmp_path / "swapped")})
 
 
 def test_the_expected_gradient_is_that_of_trls_reverse_kl(monkeypatch):

@@ -57,6 +57,21 @@ def test_a_number_that_nobody_hears_is_not_kept(config):
     assert follow_workload(control, config, status()) == "" and kept(config) == 2
 
 
+def test_only_elastic_groups_of_the_job_are_scaled(config):
+    job = json.loads(config.read_text())
+    groups = [
+        {"name": "scorer", "worker": "own:Scorer"},
+        {"name": "reader", "worker": "own:Reader", "lifecycle": "gang"},
+    ]
+    config.write_text(json.dumps({"spec": job["spec"] | {"groups": groups}}))
+    assert set_replicas(FakeControl(), config, {"scorer": 3}, applied=3)
+    scorer, reader = json.loads(config.read_text())["spec"]["groups"]
+    assert scorer["replicas"] == 3 and "replicas" not in reader
+    for name in ("reader", "actor", "sampler"):
+        with pytest.raises(ConfigError, match=rf"elastic groups of the job \(rollout, env, scorer\), got {name}; name"):
+            set_replicas(FakeControl(), config, {name: 3}, applied=3)
+
+
 def test_rollouts_follow_who_waits_for_whom(config):
     control = FakeControl()
     assert "rollout.replicas 2 -> 4" in follow_workload(control, config, status())

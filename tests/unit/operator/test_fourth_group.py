@@ -2,10 +2,14 @@
 
 from dataclasses import replace
 
+import pytest
+
+from rl_core.api.errors import ConfigError
 from rl_core.api.roles import RoleSpec
 from rl_core.plan.groups import ENV, ROLLOUT, Group, Lifecycle, groups_of
 from rl_core.plan.launch import Ports, build_launch_plan
 from rljob_operator import manifests, naming
+from rljob_operator.cli import jobs
 from rljob_operator.manifests.containers import image_of
 from rljob_operator.model import Observed
 from rljob_operator.reconcile import pod_views, reconcile
@@ -151,6 +155,39 @@ def test_a_group_that_the_job_declares_has_pods_keys_status_and_claims():
     assert {"judge.secret", "judge.public", "actor.secret"} < set(keys)
     mounted = next(v["projected"]["sources"] for v in pods["x-judge-0"]["spec"]["volumes"] if "projected" in v)
     assert {item["key"] for source in mounted for item in source["secret"]["items"]} <= set(keys)
+
+
+class Stored:
+    """Stands in for the connection to a cluster with one job."""
+
+    namespace = "default"
+
+    def __init__(self, job):
+        self.job, self.patches = job, []
+
+    def read(self, kind, name):
+        return self.job
+
+    def patch(self, kind, name, change, **subresource):
+        self.patches.append((change, subresource))
+
+
+def test_a_group_that_the_job_declares_is_scaled_in_the_version_of_the_list_that_was_read():
+    gang = {"name": "reader", "worker": "own:Reader", "lifecycle": "gang"}
+    job = World(simulated_job(groups=[{"name": JUDGE, "worker": "judges:Judge"}, gang])).job
+    job["metadata"]["resourceVersion"] = "7"
+    stored = Stored(job)
+    jobs.scale(stored, "x", {JUDGE: 3, "env": 2})
+    (groups_change, _), (env_change, _) = stored.patches
+    assert groups_change["metadata"] == {"resourceVersion": "7"} and env_change == {"spec": {"env": {"replicas": 2}}}
+    assert [(group["name"], group.get("replicas")) for group in groups_change["spec"]["groups"]] == [
+        (JUDGE, 3),
+        ("reader", None),
+    ]
+    for name in ("reader", "actor", "sampler"):
+        with pytest.raises(ConfigError, match=rf"elastic groups of the job \(.*judge.*\), got {name}"):
+            jobs.scale(stored, "x", {name: 3})
+    assert len(stored.patches) == 2
 
 
 def test_bad_pod_fields_of_a_declared_group_are_refused_by_the_operator():

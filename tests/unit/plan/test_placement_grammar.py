@@ -17,6 +17,35 @@ def test_worked_example():
     assert found == {0: [2, 3], 1: [4, 5], 2: [8], 3: [9], 4: [9], 5: [10], 6: [10]}
 
 
+def each(ranks, *, processes=1, first=0):
+    """Return consecutive processes, as many on each rank."""
+    return {first + index: [rank] for index, rank in enumerate(rank for rank in ranks for _ in range(processes))}
+
+
+@pytest.mark.parametrize(
+    ("value", "total", "expected"),
+    [
+        ("all", 16, each(range(16))),
+        ("3", 16, each([3])),
+        ("0,2,3", 16, each([0, 2, 3])),
+        ("0-3", 16, each(range(4))),
+        ("0-3,5,14", 16, each([0, 1, 2, 3, 5, 14])),
+        ("0-3,4-7", 8, each(range(8))),
+        ("0-3:0-7", 4, each(range(4), processes=2)),
+        ("0-7:0-3", 8, {process: [2 * process, 2 * process + 1] for process in range(4)}),
+        (
+            "0-1:0-3,3-5,7-10:7-14",
+            11,
+            each([0, 1], processes=2) | each([3, 4, 5], first=4) | each(range(7, 11), processes=2, first=7),
+        ),
+        ("0-1:0-199,2-3:200-399", 4, each(range(4), processes=100)),
+    ],
+)
+def test_maps_mean_what_the_pages_of_rlinf_say_of_them(value, total, expected):
+    """The tables and examples of its pages on YAML configuration and on heterogeneous clusters."""
+    assert assigned(value, total) == expected
+
+
 @pytest.mark.parametrize(
     ("value", "parts"),
     [

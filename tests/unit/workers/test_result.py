@@ -10,6 +10,7 @@ import pytest
 
 from rl_core.api.errors import DataError, DeadlineExceeded, RemoteError, RLJobError, WorkerLost
 from rl_core.messages.calls import MethodResult
+from rl_core.transports.rpc_call import ClientClosed
 from rl_core.workers.deadline_wait import DeadlineWait
 from rl_core.workers.result import CallCancelled, WorkerGroupFuncResult
 
@@ -114,17 +115,33 @@ def test_without_a_timeout_the_deadline_is_that_of_the_call_and_not_of_the_wait(
     now = [0.0]
     calls, result = make(1, default_timeout=60, clock=lambda: now[0])
     now[0] = 61.0
-    with pytest.raises(DeadlineExceeded, match=r"within 60\.0 s, missing after 61\.0 s: actor:0"):
+    with pytest.raises(DeadlineExceeded, match=r"within 60 s, missing after 61\.0 s: actor:0"):
         result.wait()
     calls[0].end("late")
     assert result.wait() == ["late"]
 
 
 @both_faces
-@pytest.mark.parametrize("timeout", [float("nan"), float("inf")])
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), "30"])
 def test_for_ever_is_no_deadline(wait, timeout):
     with pytest.raises(ValueError, match="finite number of seconds"):
         wait(make(1)[1], timeout)
+
+
+def test_a_wait_names_the_failures_of_other_calls_whose_errors_nobody_has_received():
+    """The script waits for the call that hangs because another one has failed."""
+    (hanging,), first = make(1)
+    (broken, _), second = make(2, settle=0.0)
+    broken.future.set_exception(RemoteError("scorer rank 0: score raised KeyError: 'row'\nTraceback"))
+    with pytest.raises(
+        DeadlineExceeded, match=r"tokens 5\); actor.train failed: RemoteError: scorer rank 0: .* 'row'$"
+    ):
+        first.wait(0.0)
+    with pytest.raises(RemoteError):
+        second.wait(0.0)
+    with pytest.raises(DeadlineExceeded, match=r"tokens 5\)$"):
+        first.wait(0.0)
+    hanging.end(1)
 
 
 def test_a_deadline_does_not_end_the_call_and_a_later_wait_succeeds():
@@ -270,13 +287,14 @@ def test_a_call_that_nobody_holds_ends_all_the_same():
 
 
 @pytest.mark.parametrize("first", ["dropped", "failed"])
-def test_a_failure_that_nobody_waited_for_is_logged_unless_the_rank_is_lost(first, caplog):
-    calls, result = make()
+def test_a_failure_that_nobody_waited_for_is_logged_unless_the_rank_is_lost_or_the_caller_ended(first, caplog):
+    calls, result = make(4)
     if first == "dropped":
         del result
     calls[0].end(0)
     calls[1].future.set_exception(RemoteError("actor rank 1: train raised ValueError: bad"))
     calls[2].future.set_exception(WorkerLost("actor:2 is lost"))
+    calls[3].future.set_exception(ClientClosed("train at actor:3: the client was closed"))
     result = None
     assert [record.getMessage() for record in caplog.records] == [
         "actor.train failed and nobody waited for its result: RemoteError: actor rank 1: train raised ValueError: bad"
