@@ -169,7 +169,7 @@ class ModelManager(ResidentState, PublishedState):
         """Return the reference policy: the model without adapters, or else the present weights, kept in host memory."""
         if self.cfg.model.lora is not None:
             return DisabledAdapters(self._layers_with_adapters())
-        return ReferencePolicy(self._parameter_tensors())
+        return ReferencePolicy(self._parameter_tensors(), self.dtype)
 
     def _is_trained(self, name: str) -> bool:
         """Return whether the parameter called `name` is trained at all: with adapters these and a value head, otherwise each."""
@@ -188,7 +188,8 @@ class ModelManager(ResidentState, PublishedState):
     def reference(self) -> AbstractContextManager[None]:
         """Return a context manager inside which the model has the weights of the reference policy.
 
-        Raises RuntimeError where no KL term needs a reference policy, or while the weights are offloaded.
+        Raises RuntimeError where no KL term needs a reference policy, while the weights are offloaded, and between a backward pass and its
+        optimizer step.
         """
         if self._reference is None:
             raise RuntimeError(
@@ -196,6 +197,8 @@ class ModelManager(ResidentState, PublishedState):
             )
         self.residency.require_loaded("the reference policy")
         self.wait_for_readers()
+        if isinstance(self._reference, ReferencePolicy):
+            self.residency.offload_gradients()  # the trained weights take their place; the next backward pass allocates them
         return self._reference.swapped()
 
     def renew_reference(self, step: int) -> None:
