@@ -9,8 +9,8 @@ import concurrent.futures
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -185,8 +185,9 @@ class ModelManager(ResidentState, PublishedState):
         """Hidden size of the model."""
         return int(self.model_config.hidden_size)
 
-    def reference(self) -> AbstractContextManager[None]:
-        """Return a context manager inside which the model has the weights of the reference policy.
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Give the model the weights of the reference policy inside the block.
 
         Raises RuntimeError where no KL term needs a reference policy, while the weights are offloaded, and between a backward pass and its
         optimizer step.
@@ -197,9 +198,9 @@ class ModelManager(ResidentState, PublishedState):
             )
         self.residency.require_loaded("the reference policy")
         self.wait_for_readers()
-        if isinstance(self._reference, ReferencePolicy):
-            self.residency.offload_gradients()  # the trained weights take their place; the next backward pass allocates them
-        return self._reference.swapped()
+        room = self.residency.without_gradients() if isinstance(self._reference, ReferencePolicy) else nullcontext()
+        with room, self._reference.swapped():  # the trained weights take the place of the gradients
+            yield
 
     def renew_reference(self, step: int) -> None:
         """Copy the present weights to a reference policy with weights of its own, if that is due after training step `step`. Not collective."""

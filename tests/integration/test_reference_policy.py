@@ -74,3 +74,18 @@ def test_the_trained_weights_are_back_after_a_pass_that_fails(rank):
         raise ZeroDivisionError
     for tensor, before in zip(rank.actor.manager._parameter_tensors(), stored, strict=True):
         assert torch.equal(tensor, before)
+
+
+def test_gradients_make_room_for_the_trained_weights_and_are_there_afterwards_if_they_were_before(rank):
+    manager = rank.actor.manager
+    manager.offload_param_and_grad(True)
+    manager.load_param_and_grad(0, True)
+    assert manager.has_gradients()
+    with manager.reference():
+        assert not manager.has_gradients()
+    assert manager.has_gradients() and not manager.has_pending_gradients()
+    manager.offload_param_and_grad(True)
+    manager.load_param_and_grad(0, False)
+    with manager.reference():
+        pass
+    assert not manager.has_gradients()
