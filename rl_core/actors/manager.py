@@ -189,8 +189,7 @@ class ModelManager(ResidentState, PublishedState):
     def reference(self) -> Iterator[None]:
         """Give the model the weights of the reference policy inside the block.
 
-        Raises RuntimeError where no KL term needs a reference policy, while the weights are offloaded, and between a backward pass and its
-        optimizer step.
+        Raises RuntimeError where no KL term needs one, while the weights are offloaded, and between a backward pass and its optimizer step.
         """
         if self._reference is None:
             raise RuntimeError(
