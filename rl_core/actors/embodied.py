@@ -19,12 +19,12 @@ from rl_core.actors.base import Actor
 from rl_core.actors.fsdp.policy import PolicyBackend, PolicyModelManager
 from rl_core.actors.preparation import PreparedBatch
 from rl_core.actors.trajectories import prepare_rows
-from rl_core.api.embodied import embodied_options
-from rl_core.api.errors import ConfigError, DeadlineExceeded
+from rl_core.api.embodied import check_job, embodied_options, simulators_per_group
+from rl_core.api.errors import DataError, DeadlineExceeded
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import Trajectory
 from rl_core.batching.collate import TrainingBatch
-from rl_core.batching.trajectories import merge_trajectories
+from rl_core.batching.trajectories import fold_epochs, merge_trajectories
 from rl_core.channel import Channel
 from rl_core.messages.embodied import CollectionRound
 from rl_core.plan.groups import ACTOR, ROLLOUT
@@ -39,13 +39,7 @@ class EmbodiedFSDPActor(Actor):
         """Join the other ranks; no model is built yet. Raises ConfigError for settings that do not fit each other."""
         super().__init__(cfg, placement, role)
         self.options = embodied_options(self.cfg)
-        rows = self.options.num_envs * self.cfg.env.replicas * self.options.horizon // self.options.chunk
-        parts = self.ranks.size * self.cfg.algorithm.optimizer_steps_per_batch
-        if rows % parts:
-            raise ConfigError(
-                f"the {rows} decisions of a step must be divisible by actor processes x algorithm.optimizerStepsPerBatch = {parts}; "
-                "change env.options.horizon or optimizerStepsPerBatch"
-            )
+        check_job(self.cfg)
         self._rows: Callable[[], PreparedBatch] | None = None
         """Returns the rows of the trajectories that were received."""
         self._preparing = ThreadPoolExecutor(1, "advantages")
@@ -63,7 +57,7 @@ class EmbodiedFSDPActor(Actor):
 
     async def recv_rollout_trajectories(
         self, input_channel: Channel, round: CollectionRound | None = None, seconds: float | None = None
-    ) -> dict[str, float]:
+    ) -> None:
         """Receive this rank's parts of the trajectories of a collection, and keep them for training. Not collective.
 
         `round` None: one env worker and one rollout. `seconds` None means deadlines.rollout. Raises DeadlineExceeded with the senders that
@@ -93,14 +87,20 @@ class EmbodiedFSDPActor(Actor):
                     ) from error
                 self.record_progress("trajectories")
         self.load_trajectories(received)
-        return {}
 
     def load_trajectories(self, trajectories: list[Trajectory]) -> None:
         """Set the trajectories that this rank trains in the next step. Not collective.
 
-        A single data rank begins to compute their advantages at once, while the runner learns that the collection has ended.
+        A single data rank begins to compute their advantages at once, while the runner learns that the collection has ended. Raises DataError
+        for trajectories of another number of decisions than that of a step.
         """
-        rows = partial(self._prepare, merge_trajectories(trajectories))
+        merged, options = merge_trajectories(trajectories), self.options
+        if len(merged.rewards) != (decisions := options.rollout_epochs * options.horizon // options.chunk):
+            raise DataError(
+                f"trajectories must have the {decisions} decisions of env.options.rolloutEpochs x horizon / chunk, got {len(merged.rewards)}; "
+                "rollouts and actor must run the same job"
+            )
+        rows = partial(self._prepare, merged)
         self._rows = self._preparing.submit(rows).result if self.ranks.data_size == 1 else rows
 
     def compute_log_probs(self, batch: TrainingBatch | None = None) -> None:
@@ -109,8 +109,8 @@ class EmbodiedFSDPActor(Actor):
     def compute_advantages_and_returns(self) -> dict[str, Tensor]:
         """Compute the advantages of the step's trajectories and, with a critic, the returns.
 
-        Returns `advantages` and, with a critic, `returns`, both [B, T], for B simulators and T decisions, and this rank's metrics as
-        tensors without dimensions. Raises RuntimeError when no trajectories were received.
+        Returns `advantages` and, with a critic, `returns`, both [E * B, N], for E rollout epochs of B simulators and N decisions, and this
+        rank's metrics as tensors without dimensions. Raises RuntimeError when no trajectories were received.
         """
         if self._rows is None:
             raise RuntimeError("compute_advantages_and_returns needs trajectories, got none; receive them first")
@@ -130,7 +130,7 @@ class EmbodiedFSDPActor(Actor):
     def _prepare(self, trajectory: Trajectory) -> PreparedBatch:
         """Return the rows of the step with their advantages. Collective if there are several data ranks."""
         return prepare_rows(
-            trajectory,
+            fold_epochs(trajectory, self.options.rollout_epochs, group=simulators_per_group(self.cfg.algorithm)),
             self.cfg.algorithm,
             self.options,
             version=self.global_step,

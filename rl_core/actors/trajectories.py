@@ -1,6 +1,6 @@
 """Turns the trajectories of a step into training rows: masks, advantages, returns and the inputs of the policy.
 
-Legend: T decisions of a trajectory, E rollout epochs, N = T / E, B simulators, C actions of a chunk, D tokens of an action, R rows = B * N,
+Legend: N decisions of a trajectory, B simulators of all rollout epochs, C actions of a chunk, D tokens of an action, R rows = B * N,
 S numbers of a row that the loss sees.
 """
 
@@ -16,7 +16,7 @@ from rl_core.algorithms.advantages import AdvantageInputs, compute_advantages, e
 from rl_core.algorithms.losses.critic import explained_variance
 from rl_core.algorithms.stats import Stat, mean_stat
 from rl_core.api.algorithm import AlgorithmSpec
-from rl_core.api.embodied import EmbodiedOptions
+from rl_core.api.embodied import EmbodiedOptions, simulators_per_group
 from rl_core.api.records import Trajectory
 from rl_core.batching.collate import TrainingBatch
 
@@ -110,7 +110,7 @@ def _filtered(
     if options.reward_filter is None:
         return every, {}
     low, high = options.reward_filter
-    size = algorithm.group_size if algorithm.name == "grpo" else 1
+    size = simulators_per_group(algorithm)
     counts = valid.reshape(-1, size).sum(dim=1)
     means = torch.where(valid, scores, 0.0).reshape(-1, size).sum(dim=1) / counts.clamp(min=1)
     kept = ((means >= low) & (means <= high)).repeat_interleave(size)
@@ -126,7 +126,7 @@ def _level_mask(mask_BNC: Tensor, tokens: int, level: str) -> Tensor:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return a tensor [T, B, ...] as rows [B * T, ...], simulator by simulator."""
+    """Return a tensor [N, B, ...] as rows [B * N, ...], simulator by simulator."""
     return tensor.transpose(0, 1).flatten(0, 1).contiguous()
 
 

@@ -32,6 +32,8 @@ def literal(value: Any) -> str:
     """Return a Python value as a CEL literal."""
     if isinstance(value, str):
         return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    if isinstance(value, list):
+        return f"[{', '.join(map(literal, value))}]"
     return json.dumps(value)
 
 

@@ -12,6 +12,8 @@ from rl_core.api.groups import GroupSpec
 from rl_core.api.identity import ROLES
 
 ACTOR, *_ = ROLES
+IS_EMBODIED = f"self.?program.orValue('') in {literal(list(EMBODIED_PROGRAMS))}"
+"""CEL of whether the policy of a job acts in simulators."""
 IS_CRITIC = (
     "has(g.lifecycle) && g.lifecycle == 'gang' && (!has(g.replicas) || g.replicas == 1)"
     " && (!has(g.processesPerPod) || g.processesPerPod == 1) && has(g.callers) && g.callers.exists(c, c == 'actor')"
@@ -27,10 +29,7 @@ CRITIC_IS_A_GANG_OF_ONE = Cel(
     field="algorithm.critic.group",
 )
 CRITIC_IS_OF_TEXT = Cel(
-    holds=(
-        "!self.?algorithm.?critic.?group.hasValue() || !has(self.program)"
-        f" || !(self.program in {literal(list(EMBODIED_PROGRAMS))})"
-    ),
+    holds=f"!self.?algorithm.?critic.?group.hasValue() || !({IS_EMBODIED})",
     refusal="algorithm.critic.group needs a program of text, got %s with a program of simulators; remove group",
     values=("self.algorithm.critic.group",),
     field="algorithm.critic.group",

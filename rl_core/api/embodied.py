@@ -1,5 +1,6 @@
 """`spec.env.options` of a job whose policy acts in simulators (`program: embodied`), and the checks over several fields of such a job."""
 
+import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError
@@ -11,6 +12,7 @@ from rl_core.api.env import SIMULATORS
 from rl_core.api.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rl_core.api.algorithm import AlgorithmSpec
     from rl_core.api.job import RLJobSpec
 
 POLICY_BACKENDS = ("fsdp1", "fsdp2")
@@ -18,7 +20,10 @@ POLICY_BACKENDS = ("fsdp1", "fsdp2")
 OF_TEXT = (
     *(f"model.{name}" for name in ("lora", "float32_head")),
     *(f"data.{name}" for name in ("validation", "sets", "chat_template", "system_prompt", "on_overlong")),
-    *(f"algorithm.{name}" for name in ("recompute_log_probs", "inference", "importance", "sequence_error_threshold")),
+    *(
+        f"algorithm.{name}"
+        for name in ("prompts_per_step", "recompute_log_probs", "inference", "importance", "sequence_error_threshold")
+    ),
     *(
         f"algorithm.{name}"
         for name in ("distillation", "reward_scale", "keep_per_group", "dynamic_sampling", "overlong")
@@ -45,13 +50,19 @@ class EmbodiedOptions(Spec):
     num_envs: int = Field(8, ge=1, le=4096)
     """Simulators of one env pod."""
     horizon: int = Field(128, ge=1, lt=2**31)
-    """Steps of each simulator in one training step."""
+    """Steps of each simulator in one rollout epoch."""
+    rollout_epochs: int = Field(1, ge=1, le=1024)
+    """How often a training step makes `horizon` steps of each simulator. Each time groups, and without auto-reset all episodes, begin anew."""
+    weight_sync_interval: int = Field(1, ge=1, le=1024)
+    """Training steps between two transfers of weights to the rollouts. Weights that are evaluated are transferred too."""
     chunk: int = Field(1, ge=1, le=1024)
     """Actions that the policy chooses at once."""
     stages: Literal[1, 2] = 1
     """Pipeline stages: with 2, one half of the simulators steps while the policy chooses the actions of the other half."""
     auto_reset: bool = True
-    """true: a finished simulator begins its next episode at once. false: it rests until the next training step."""
+    """true: a finished simulator begins its next episode at once. false: it rests until the next rollout epoch."""
+    ignore_terminations: bool = False
+    """true: an episode goes on after its task has ended, until it is truncated. Without auto-reset all episodes must be truncated together."""
     vectorization: Literal["process", "sync"] = "process"
     """process: each simulator runs in a child process, which may hang or end. sync: all run in the process of the env worker."""
     batching: Literal["lockstep", "decoupled"] = "lockstep"
@@ -83,7 +94,10 @@ def is_embodied(spec: "RLJobSpec") -> bool:
 
 
 def embodied_options(spec: "RLJobSpec") -> EmbodiedOptions:
-    """Return the options of a job's simulators. Raises ConfigError when one is wrong or does not fit the rest of the job."""
+    """Return the options of a job's simulators. Raises ConfigError when one is wrong or does not fit the rest of the job.
+
+    `check_job` checks the rest, which a worker does not know.
+    """
     if spec.env.type != SIMULATORS:
         raise ConfigError(f"env.type must be {SIMULATORS} with program {spec.program}, got {spec.env.type}; set it")
     if idle := fields_of_text(spec):
@@ -110,14 +124,21 @@ def embodied_options(spec: "RLJobSpec") -> EmbodiedOptions:
         raise ConfigError(
             f"env.options.{where}: {first['msg'].removeprefix('Value error, ')}, got {first['input']!r}; correct it"
         ) from error
-    ahead = spec.algorithm.max_staleness
-    if (spec.program == "embodied_async") != (ahead > 0):
-        raise ConfigError(
-            f"algorithm.maxStaleness must be 0 with program embodied and at least 1 with embodied_async, got {ahead} with {spec.program}; "
-            "correct one of them"
-        )
     check_sizes(spec, options)
     return options
+
+
+def check_job(spec: "RLJobSpec") -> None:
+    """Raise ConfigError when an option of a job's simulators is wrong or does not fit the rest of the job."""
+    options = embodied_options(spec)
+    ahead, interval = spec.algorithm.max_staleness, options.weight_sync_interval
+    oldest = interval - 1 + (spec.program == "embodied_async")
+    if ahead < oldest or (ahead and not oldest):
+        raise ConfigError(
+            f"algorithm.maxStaleness must be {f'{oldest} or more' if oldest else 0} with program {spec.program} and "
+            f"env.options.weightSyncInterval {interval}, got {ahead}; correct one of them"
+        )
+    check_batch(spec, options)
 
 
 def fields_of_text(spec: "RLJobSpec") -> list[str]:
@@ -143,8 +164,7 @@ def check_sizes(spec: "RLJobSpec", options: EmbodiedOptions) -> None:
             f"env.options.minBatchSize needs env.options.batching: decoupled, got {options.min_batch_size} with lockstep; set it or remove "
             "minBatchSize"
         )
-    group = spec.algorithm.group_size if spec.algorithm.name == "grpo" else 1
-    per_stage = options.num_envs // options.stages
+    group, per_stage = simulators_per_group(spec.algorithm), options.num_envs // options.stages
     rules = [
         ("env.options.horizon", options.horizon, "env.options.chunk", options.chunk),
         ("env.options.numEnvs", options.num_envs, "env.options.stages", options.stages),
@@ -155,11 +175,6 @@ def check_sizes(spec: "RLJobSpec", options: EmbodiedOptions) -> None:
             raise ConfigError(
                 f"{field} must be divisible by {divisor_field} {divisor}, got {value}; change one of them"
             )
-    rows, parts = per_stage * spec.env.replicas, spec.rollout.replicas
-    if rows < parts:
-        raise ConfigError(
-            f"rollout.replicas must not exceed the {rows} simulators of a stage, got {parts}; lower it or raise env.options.numEnvs"
-        )
     if spec.algorithm.name not in ("gae", "grpo"):
         raise ConfigError(
             f"algorithm.name must be gae or grpo with program {spec.program}, got {spec.algorithm.name}; choose one"
@@ -169,3 +184,33 @@ def check_sizes(spec: "RLJobSpec", options: EmbodiedOptions) -> None:
             "env.options.autoReset must be false with algorithm.name grpo, which compares one episode of each simulator of a group, "
             "got true; set it to false"
         )
+
+
+def check_batch(spec: "RLJobSpec", options: EmbodiedOptions) -> None:
+    """Raise ConfigError when the batch of a training step cannot be divided among rollouts, data ranks and mini-batches."""
+    rollouts, ranks = spec.rollout.replicas, spec.actor.data_parallel
+    groups = options.num_envs // options.stages * spec.env.replicas // simulators_per_group(spec.algorithm)
+    of_what = "groups of simulators" if spec.algorithm.name == "grpo" else "simulators"
+    if groups < rollouts:
+        raise ConfigError(
+            f"rollout.replicas must not exceed the {groups} {of_what} of a stage, got {rollouts}; lower it or raise env.options.numEnvs"
+        )
+    senders = rollouts * options.stages
+    parts = math.lcm(senders, ranks) // senders
+    if groups // rollouts < parts:
+        raise ConfigError(
+            f"actor's data-parallel size {ranks} cuts the {of_what} of each rollout and stage into {parts} parts, got {groups // rollouts} of "
+            "them; raise env.options.numEnvs"
+        )
+    rows = options.num_envs * spec.env.replicas * options.rollout_epochs * options.horizon // options.chunk
+    minibatches = ranks * spec.algorithm.optimizer_steps_per_batch
+    if rows % minibatches:
+        raise ConfigError(
+            f"the {rows} decisions of a step must be divisible by data-parallel size x algorithm.optimizerStepsPerBatch = {minibatches}; "
+            "change env.options.horizon or optimizerStepsPerBatch"
+        )
+
+
+def simulators_per_group(algorithm: "AlgorithmSpec") -> int:
+    """Return how many simulators begin from the same seed, and are compared with each other: 1 with a critic."""
+    return algorithm.group_size if algorithm.name == "grpo" else 1

@@ -11,7 +11,13 @@ from rl_core.api.backends import EMBODIED_PROGRAMS
 from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import FUNCTION, Name, Pattern, Seconds, listed
 from rl_core.api.cel import Cel, literal, unique
-from rl_core.api.critic import CRITIC_HAS_NO_WARM_UP, CRITIC_IS_A_GANG_OF_ONE, CRITIC_IS_OF_TEXT, wrong_critic
+from rl_core.api.critic import (
+    CRITIC_HAS_NO_WARM_UP,
+    CRITIC_IS_A_GANG_OF_ONE,
+    CRITIC_IS_OF_TEXT,
+    IS_EMBODIED,
+    wrong_critic,
+)
 from rl_core.api.data import DataSpec
 from rl_core.api.distillation import TEACHERS_ARE_GROUPS, unknown_teachers
 from rl_core.api.env import TYPE_IS_KNOWN, EnvSpec, unknown_type
@@ -68,7 +74,9 @@ ON_DEVICE = (
     "weights.transport must be auto unless roles take turns on GPUs, got ipc; on one host auto takes shared memory"
 )
 SHARES = "$placement.mode != 'disaggregated'"
-BUILT_IN_PROGRAMS = ("reasoning", "asynchronous", *EMBODIED_PROGRAMS)
+TEXT_PROGRAMS = ("reasoning", "asynchronous")
+"""The programs of text; algorithm.maxStaleness determines which of the two runs a job."""
+BUILT_IN_PROGRAMS = (*TEXT_PROGRAMS, *EMBODIED_PROGRAMS)
 PROCESSES = "[self.?actor.?processesPerPod.or(self.?actor.?gpus).orValue(1), 1].max()"
 RANKS = f"($actor.replicas * {PROCESSES} / ($actor.parallel.tensor * $actor.parallel.pipeline))"
 ROWS = "($algorithm.promptsPerStep * $algorithm.groupSize)"
@@ -154,13 +162,13 @@ class RLJobSpec(Spec):
 
     @rule(
         Cel(
-            holds=f"{RANKS} < 1 || $algorithm.promptsPerStep % {RANKS} == 0",
+            holds=f"{IS_EMBODIED} || {RANKS} < 1 || $algorithm.promptsPerStep % {RANKS} == 0",
             refusal="algorithm.promptsPerStep must be divisible by the actor's data-parallel size %d, got %d; change promptsPerStep or actor.replicas",
             values=(RANKS, "$algorithm.promptsPerStep"),
             field="algorithm.promptsPerStep",
         ),
         Cel(
-            holds=f"{PARTS} < 1 || {ROWS} % {PARTS} == 0",
+            holds=f"{IS_EMBODIED} || {PARTS} < 1 || {ROWS} % {PARTS} == 0",
             refusal=(
                 "algorithm.promptsPerStep x groupSize must be divisible by data-parallel size x optimizerStepsPerBatch = %d, got %d"
                 "; change optimizerStepsPerBatch"
@@ -170,6 +178,8 @@ class RLJobSpec(Spec):
         ),
     )
     def _batch_divides(self) -> Iterator[str]:
+        if self.program in EMBODIED_PROGRAMS:  # their batches have no prompts: `embodied.check_sizes`
+            return
         ranks, prompts = self.actor.data_parallel, self.algorithm.prompts_per_step
         if prompts % ranks:
             yield (
@@ -235,7 +245,7 @@ class RLJobSpec(Spec):
     @rule(
         Cel(
             holds=(
-                f"!has(self.program) || self.program.contains(':') || {is_named(EMBODIED_PROGRAMS, 'self.program')}"
+                f"!(self.?program.orValue('') in {literal(list(TEXT_PROGRAMS))})"
                 " || (self.program == 'asynchronous') == ($algorithm.maxStaleness > 0)"
             ),
             refusal="program %s does not fit algorithm.maxStaleness %d: asynchronous needs more than 0, reasoning 0; remove program",
@@ -251,7 +261,7 @@ class RLJobSpec(Spec):
     )
     def _program_fits(self) -> Iterator[str]:
         staleness = self.algorithm.max_staleness
-        if self.program in ("reasoning", "asynchronous") and (self.program == "asynchronous") != (staleness > 0):
+        if self.program in TEXT_PROGRAMS and (self.program == "asynchronous") != (staleness > 0):
             yield (
                 f"program {self.program} does not fit algorithm.maxStaleness {staleness}: asynchronous needs more than 0, reasoning 0; "
                 "remove program"

@@ -180,7 +180,10 @@ class EnvironmentInterface(ABC):
 
 @dataclass(kw_only=True, slots=True)
 class EnvOutput:
-    """What B simulators answer to a chunk of C actions. Arrays are of numpy or torch, of which only the receiver decides."""
+    """What B simulators answer to a chunk of C actions. Arrays are of numpy or torch, of which only the receiver decides.
+
+    Fields can also be read as those of a dict: `output["obs"]`, `output.get("rewards")`, `dict(output)`.
+    """
 
     obs: Any
     """Name -> [B, ...]: the observations to act on. Under auto-reset, those of the new episode where one has begun."""
@@ -207,6 +210,22 @@ class EnvOutput:
     intervene_flags: Any = None
     """[B, C] bool: where a person did."""
 
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.__dataclass_fields__
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the names of the fields."""
+        return tuple(self.__dataclass_fields__)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a field, `default` for a name that is none."""
+        return getattr(self, name) if name in self else default
+
 
 @dataclass(kw_only=True, slots=True)
 class ChunkStepResult:
@@ -226,7 +245,10 @@ class ChunkStepResult:
 
 @dataclass(kw_only=True, slots=True)
 class Trajectory:
-    """T decisions for B simulators, time first. Rewards, dones and values have the meaning of `EnvOutput`."""
+    """T decisions for B simulators, time first. Rewards, dones and values have the meaning of `EnvOutput`.
+
+    With E rollout epochs, T + 1 below stands for E * (N + 1), and T for E * N: what the epochs have follows on each other.
+    """
 
     actions: Tensor
     """[T, B, C, ...]"""

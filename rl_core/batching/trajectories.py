@@ -1,9 +1,10 @@
-"""`merge_trajectories`: trajectories that were recorded apart become one.
+"""Trajectories that were recorded apart become one.
 
-Legend: T decisions of a trajectory, B simulators, C actions of a chunk.
+Legend: T decisions of a trajectory, E rollout epochs, N = T / E, B simulators, C actions of a chunk.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +12,10 @@ from torch import Tensor
 from rl_core.api.errors import DataError
 from rl_core.api.records import Trajectory
 
-TIME_FIRST = ("actions", "prev_logprobs", "prev_values", "rewards", "dones", "sub_steps", "valid")
+PER_DECISION = ("actions", "prev_logprobs", "rewards", "sub_steps", "valid")
+PER_OBSERVATION = ("prev_values", "dones", "terminations", "truncations")
+TIME_FIRST = (*PER_DECISION, *PER_OBSERVATION)
+"""Fields [T, B, ...], and fields [T + 1, B, ...]."""
 
 
 def merge_trajectories(trajectories: Sequence[Trajectory]) -> Trajectory:
@@ -30,23 +34,62 @@ def merge_trajectories(trajectories: Sequence[Trajectory]) -> Trajectory:
                 f"{one.rewards.shape[0]} and {sorted(one.forward_inputs)} from sender {one.sender}; all rollouts must run the same policy"
             )
 
-    def joined(name: str) -> Tensor:
-        return torch.cat([getattr(one, name) for one in ordered], dim=1)
+    return replace(_joined(ordered, dim=1), env_ids=torch.cat([one.env_ids for one in ordered]), part=0)
 
-    return Trajectory(
-        **{name: joined(name) for name in (*TIME_FIRST, "terminations", "truncations")},
-        forward_inputs={
-            name: torch.cat([one.forward_inputs[name] for one in ordered], dim=1) for name in first.forward_inputs
-        },
-        env_ids=torch.cat([one.env_ids for one in ordered]),
-        versions=first.versions,
-        sender=first.sender,
-        stage=first.stage,
-        intervene_flags=_flags(ordered) if any(one.intervene_flags is not None for one in ordered) else None,
+
+def join_epochs(epochs: Sequence[Trajectory]) -> Trajectory:
+    """Return the trajectories of the rollout epochs of the same simulators as one of E * N decisions and E * (N + 1) observations."""
+    if len(epochs) == 1:
+        return epochs[0]
+    return replace(_joined(epochs, dim=0), versions=torch.cat([one.versions for one in epochs]))
+
+
+def fold_epochs(trajectory: Trajectory, epochs: int, *, group: int = 1) -> Trajectory:
+    """Return a trajectory of E = `epochs` as one of N decisions for E * B simulators, epoch by epoch.
+
+    Each simulator of an epoch gets a number of its own; `group` consecutive numbers stay together. Raises DataError for a trajectory that
+    does not have E * (N + 1) observations.
+    """
+    if epochs == 1:
+        return trajectory
+    decisions, observations = len(trajectory.rewards), len(trajectory.dones)
+    if decisions % epochs or observations != decisions + epochs:
+        raise DataError(
+            f"a trajectory of {epochs} rollout epochs must have as many observations more than decisions, got {observations} and {decisions}"
+        )
+
+    def folded(tensor: Tensor) -> Tensor:
+        return tensor.unflatten(0, (epochs, -1)).transpose(0, 1).flatten(1, 2)
+
+    flags, numbers = trajectory.intervene_flags, trajectory.env_ids
+    numbers = numbers // group * group * epochs + torch.arange(epochs)[:, None] * group + numbers % group
+    return replace(
+        trajectory,
+        **{name: folded(getattr(trajectory, name)) for name in TIME_FIRST},
+        forward_inputs={name: folded(tensor) for name, tensor in trajectory.forward_inputs.items()},
+        intervene_flags=None if flags is None else folded(flags),
+        env_ids=numbers.flatten(),
+        versions=trajectory.versions[: decisions // epochs],  # a collection has one version
     )
 
 
-def _flags(trajectories: Sequence[Trajectory]) -> Tensor:
-    """Return a mask, bool [T, B, C], of the actions that a person chose. It is false everywhere for a trajectory without such flags."""
-    given = [(one.intervene_flags, one.rewards) for one in trajectories]
-    return torch.cat([torch.zeros(r.shape, dtype=torch.bool) if flags is None else flags for flags, r in given], dim=1)
+def _joined(trajectories: Sequence[Trajectory], dim: int) -> Trajectory:
+    """Return the first trajectory with the time-first tensors of all, joined at `dim`."""
+
+    def joined(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(tensors), dim=dim)
+
+    first, flags = trajectories[0], [one.intervene_flags for one in trajectories]
+    if any(one is not None for one in flags):
+        flags = [
+            torch.zeros(one.rewards.shape, dtype=torch.bool) if given is None else given
+            for one, given in zip(trajectories, flags, strict=True)
+        ]
+    return replace(
+        first,
+        **{name: joined([getattr(one, name) for one in trajectories]) for name in TIME_FIRST},
+        forward_inputs={
+            name: joined([one.forward_inputs[name] for one in trajectories]) for name in first.forward_inputs
+        },
+        intervene_flags=None if flags[0] is None else joined(flags),
+    )

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from rl_core.api.backends import EMBODIED_PROGRAMS
 from rl_core.api.data import DataSpec
-from rl_core.api.embodied import embodied_options, is_embodied
+from rl_core.api.embodied import check_job, embodied_options, is_embodied
 from rl_core.api.env import EnvSpec
 from rl_core.api.errors import ConfigError, RLJobError
 from rl_core.api.job import RLJob, RLJobSpec
@@ -376,7 +376,7 @@ def _check_user_code(job: RLJob, search_path: Path, examples: Mapping[str, "EnvR
 
     yield from check_program(job.spec, search_path=str(search_path))
     if is_embodied(job.spec):
-        embodied_options(job.spec)
+        check_job(job.spec)
     elif job.spec.env.replicas:
         with _waiting_for("the reward or environment of the job"):
             problems = list(check_env(job.spec, search_path=str(search_path), examples=examples, warn=_warn))

@@ -79,6 +79,9 @@ class GymnasiumVectorEnv:
             else ProcessSlots(base, num_envs, start_seconds=start_seconds, step_seconds=step_seconds)
         )
         self.num_envs, self.auto_reset = num_envs, auto_reset
+        self._ends_together = base.ignore_terminations and not auto_reset
+        self._restarted: set[int] = set()
+        """Slots whose simulator was replaced since the last reset."""
         self._seed_of = seed_of or self._derived_seed
         self._seed = 0
         self._begun = [0] * num_envs
@@ -103,6 +106,13 @@ class GymnasiumVectorEnv:
         """
         self._columns, self._row = [column.map() for column in columns], 0
         self._slots.write_to(columns)
+
+    def next_row(self) -> None:
+        """Write the current observations to the next row of the shared memory too: they are the first ones of another rollout epoch."""
+        self._row += 1
+        for column in self._columns:
+            for array in column.values():
+                array[self._row] = array[self._row - 1]
 
     def end_sharing(self) -> None:
         """Stop writing to shared memory: outputs contain all observations again. The current ones are copied from it. Idempotent."""
@@ -130,6 +140,7 @@ class GymnasiumVectorEnv:
         for index, outcome in enumerate(outcomes):
             begun = self._checked(index, outcome)
             self._begin(index, begun if isinstance(begun, SimulatorAnswer) else self._replaced(index, begun))
+        self._restarted.clear()
         return self.current()
 
     def restart_seeds(self) -> None:
@@ -190,7 +201,10 @@ class GymnasiumVectorEnv:
             else:
                 lost = np.zeros(count, bool) if lost is None else lost
                 lost[index], ends[1, index, -1] = True, True
+                self._restarted.add(index)
                 self._begin(index, self._replaced(index, outcome))
+        if self._ends_together:
+            self._require_common_end(ends[1].any(axis=1))
         obs = self._observations()
         sub_steps = [len(made) for made in rewards]
         self._number_of_steps += sum(sub_steps)
@@ -207,6 +221,15 @@ class GymnasiumVectorEnv:
             intervene_actions=taken,
             intervene_flags=flags,
         )
+
+    def _require_common_end(self, ended: np.ndarray) -> None:
+        """Raise RolloutDataFailure when only some of the episodes that began together have `ended` [B]."""
+        ends = [bool(end) for index, end in enumerate(ended) if index not in self._restarted]
+        if any(ends) and not all(ends):
+            raise RolloutDataFailure(
+                f"episodes must be truncated together with env.options.ignoreTerminations and without autoReset, got {sum(ends)} of "
+                f"{len(ends)}; give the simulators one time limit"
+            )
 
     @property
     def all_resting(self) -> bool:

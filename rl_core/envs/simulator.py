@@ -73,7 +73,7 @@ class Simulator:
     def __init__(self, settings: SimulatorSettings) -> None:
         """Build the environment. Raises ConfigError when it cannot be built."""
         self._env = make_simulator(settings)
-        self._step = self._env.step
+        self._step = self._endless_step if settings.ignore_terminations else self._env.step
         self._label, self._auto_reset = settings.label, settings.auto_reset
         self.action_space = self._env.action_space
         self._discrete = type(self.action_space).__name__ == "Discrete"
@@ -147,6 +147,13 @@ class Simulator:
     def close(self) -> None:
         """Release what the environment holds."""
         self._env.close()
+
+    def _endless_step(self, action: Any) -> Any:
+        """Step without the report that the episode has terminated."""
+        answer = self._env.step(action)
+        if type(answer) is tuple and len(answer) == 5:
+            return (*answer[:2], False, *answer[3:])
+        return answer
 
     def _begin(self, request: Request) -> Observation:
         answer = self._env.reset(seed=request.seed)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rl_core.api.embodied import EmbodiedOptions, embodied_options
+from rl_core.api.embodied import EmbodiedOptions, embodied_options, simulators_per_group
 from rl_core.api.errors import InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import EnvOutput
@@ -38,8 +38,8 @@ class EnvWorker(Worker):
         self.spec = cfg if isinstance(cfg, RLJobSpec) else RLJobSpec.model_validate(dict(cfg))
         self.options: EmbodiedOptions = embodied_options(self.spec)
         self.per_stage = self.options.num_envs // self.options.stages
-        self._group = self.spec.algorithm.group_size if self.spec.algorithm.name == "grpo" else 1
-        self._step = 0
+        self._group = simulators_per_group(self.spec.algorithm)
+        self._step = self._epoch = 0
         self._interacting: asyncio.Future[EpisodeStats] | None = None
         self._prefetched: list[EnvOutput] | None = None
         self._parts: list[list[_Part]] = []
@@ -84,8 +84,13 @@ class EnvWorker(Worker):
         self._interacting = self._thread.submit(self._run(input_channel, output_channel, round))
         return await self._interacting
 
-    async def evaluate(self, input_channel: Channel, output_channel: Channel, round: CollectionRound) -> EpisodeStats:
-        """Take part in an evaluation; see `interact`."""
+    async def evaluate(
+        self, input_channel: Channel, output_channel: Channel, round: CollectionRound | None = None
+    ) -> EpisodeStats:
+        """Take part in an evaluation; see `interact`. `round` None means all episodes of one."""
+        if round is None:
+            episodes = self.options.eval_episodes
+            round = CollectionRound(number=0, step=1, envs=(self.rank,), rollouts=(0,), mode="eval", episodes=episodes)
         return await self.interact(input_channel, output_channel, round)
 
     async def _run(self, actions: Channel, observations: Channel, round: CollectionRound) -> EpisodeStats:
@@ -116,7 +121,7 @@ class EnvWorker(Worker):
                 lent |= {(key, rollout): packed for key, packed in opening.items()}
                 for stage in range(self.options.stages):
                     exchange.connect(round.key(stage, place, rollout), connection)
-        every = routes(self.per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts))
+        every = routes(self.per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts), group=self._group)
         for stage, env in enumerate(self.envs):
             mine = [one for one in every if one.env == place]
             places = [lent.get((round.columns_key(stage), one.rollout)) for one in mine]
@@ -135,13 +140,27 @@ class EnvWorker(Worker):
         ]
 
     async def _collect(self, exchange: DirectChannel, round: CollectionRound) -> EpisodeStats:
-        self.update_reset_state_ids(round.step)
-        stages, stats = range(self.options.stages), EpisodeStats()
-        before = sum(env.num_steps for env in self.envs)
+        before, parts = sum(env.num_steps for env in self.envs), []
+        for epoch in range(self.options.rollout_epochs):
+            self.update_reset_state_ids(round.step, epoch)
+            for env in self.envs if epoch else ():
+                env.next_row()
+            parts.append(await self._run_epoch(exchange))
+        return EpisodeStats(
+            episodes=[episode for part in parts for episode in part.episodes],
+            steps=sum(env.num_steps for env in self.envs) - before,
+            lost=sum(part.lost for part in parts),
+            interventions=sum(part.interventions for part in parts),
+        )
+
+    async def _run_epoch(self, exchange: DirectChannel) -> EpisodeStats:
+        """Make the steps of a rollout epoch; return its episodes."""
+        stages = range(self.options.stages)
+        episodes: list[dict[str, Any]] = []
+        lost = interventions = 0
         if self._prefetched is None:
             self.prefetch_train_bootstrap()
         first, self._prefetched = self._prefetched or [], None
-        lost = interventions = 0
         for stage in stages:
             first[stage].env_ids = np.arange(self.per_stage, dtype=np.int64) + self._first_env(stage)
             self._send(exchange, stage, first[stage])
@@ -150,12 +169,11 @@ class EnvWorker(Worker):
                 chosen = await self._receive(exchange, stage)
                 output = self.env_interact_step(chosen, stage)
                 self._send(exchange, stage, output)
-                stats.episodes.extend(output.final_info or ())
+                episodes.extend(output.final_info or ())
                 lost += int(output.lost.sum()) if output.lost is not None else 0
                 interventions += int(output.intervene_flags.sum()) if output.intervene_flags is not None else 0
             self.record_progress("env_steps", self.options.num_envs)
-        steps = sum(env.num_steps for env in self.envs) - before
-        return EpisodeStats(episodes=stats.episodes, steps=steps, lost=lost, interventions=interventions)
+        return EpisodeStats(episodes=episodes, lost=lost, interventions=interventions)
 
     async def _evaluate(self, exchange: DirectChannel, round: CollectionRound) -> EpisodeStats:
         place, workers = round.envs.index(self.rank), len(round.envs)
@@ -202,18 +220,18 @@ class EnvWorker(Worker):
         return env.reset()
 
     def prefetch_train_bootstrap(self) -> None:
-        """Begin the episodes of the next collection now. Raises RuntimeError when they have been begun already."""
+        """Begin the episodes of the next rollout epoch now. Raises RuntimeError when they have been begun already."""
         if self._prefetched is not None:
-            raise RuntimeError("prefetch_train_bootstrap must be called once per collection, got a second call")
+            raise RuntimeError("prefetch_train_bootstrap must be called once per rollout epoch, got a second call")
         self._prefetched = [self.bootstrap_step(stage) for stage in range(self.options.stages)]
 
     def env_interact_step(self, chunk_actions: Any, stage: int) -> EnvOutput:
         """Make a chunk of actions [B, C, ...] in the simulators of a stage."""
         return self.envs[stage].chunk_step(np.asarray(chunk_actions))
 
-    def update_reset_state_ids(self, step: int | None = None) -> None:
-        """Draw new seeds for the episodes of training step `step`; None means the next step."""
-        self._step = self._step + 1 if step is None else step
+    def update_reset_state_ids(self, step: int | None = None, epoch: int = 0) -> None:
+        """Draw new seeds for the episodes of a rollout epoch of training step `step`; None means the next step."""
+        self._step, self._epoch = self._step + 1 if step is None else step, epoch
         for env in self.envs:
             env.restart_seeds()
 
@@ -236,6 +254,7 @@ class EnvWorker(Worker):
             id=options.id,
             kwargs=options.kwargs,
             auto_reset=auto_reset,
+            ignore_terminations=options.ignore_terminations,
             label=f"simulator {options.id}",
             extensions=list(self.spec.extensions),
             record_every=record_every,
@@ -252,11 +271,15 @@ class EnvWorker(Worker):
         )
 
     def _seeds_of(self, stage: int) -> Any:
-        """Return a function from (index of the simulator, episode) to a seed. Simulators of a group share seeds, which differ between steps."""
+        """Return a function from (index of the simulator, episode) to a seed.
+
+        Simulators of a group share seeds, which differ between rollout epochs and between steps.
+        """
 
         def seed(index: int, episode: int) -> int:
             group = self._first_env(stage) + index
-            return train_seed(self.spec.algorithm.seed + 7919 * self._step, group // self._group, episode)
+            base_seed = self.spec.algorithm.seed + 7919 * self._step + (self._epoch << 40)
+            return train_seed(base_seed, group // self._group, episode)
 
         return seed
 

@@ -84,6 +84,8 @@ class SimulatorSettings:
     id: str
     kwargs: dict[str, Any]
     auto_reset: bool
+    ignore_terminations: bool = False
+    """Whether an episode that has terminated goes on."""
     label: str = "simulator"
     extensions: list[str] = field(default_factory=list)
     search_path: list[str] = field(default_factory=list)

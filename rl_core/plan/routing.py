@@ -20,20 +20,23 @@ def shares(total: int, parts: int) -> list[int]:
     return [total // parts + (index < total % parts) for index in range(parts)]
 
 
-def routes(envs_per_worker: int, *, env_workers: int, rollouts: int) -> list[Route]:
+def routes(envs_per_worker: int, *, env_workers: int, rollouts: int, group: int = 1) -> list[Route]:
     """Return the routes in the order of the simulators. Simulators are numbered over the env workers, then cut among the rollouts.
 
-    Raises ValueError when there are fewer simulators than rollouts.
+    No group of `group` consecutive simulators is cut; it divides `envs_per_worker`. Raises ValueError when there are fewer groups than
+    rollouts.
     """
-    total = envs_per_worker * env_workers
+    per_worker = envs_per_worker // group
+    total = per_worker * env_workers
     if total < rollouts:
-        raise ValueError(f"simulators must not be fewer than rollouts {rollouts}, got {total}; use fewer rollouts")
+        what = "simulators" if group == 1 else f"groups of {group} simulators"
+        raise ValueError(f"{what} must not be fewer than rollouts {rollouts}, got {total}; use fewer rollouts")
     found, begin = [], 0
     for rollout, size in enumerate(shares(total, rollouts)):
         end = begin + size
-        for env in range(begin // envs_per_worker, math.ceil(end / envs_per_worker)):
-            first, last = max(begin, env * envs_per_worker), min(end, (env + 1) * envs_per_worker)
-            found.append(Route(env, rollout, last - first))
+        for env in range(begin // per_worker, math.ceil(end / per_worker)):
+            first, last = max(begin, env * per_worker), min(end, (env + 1) * per_worker)
+            found.append(Route(env, rollout, (last - first) * group))
         begin = end
     return found
 

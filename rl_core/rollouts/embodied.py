@@ -3,7 +3,7 @@
 Legend: B simulators, C actions of a chunk, T decisions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -20,7 +20,7 @@ ARRAYS = tuple(one.name for one in fields(EnvOutput) if one.name != "final_info"
 
 
 def merge_env_outputs(shards: Sequence[EnvOutput], sizes: Sequence[int]) -> EnvOutput:
-    """Return the outputs of several env workers as one of tensors, their rows in the order of the shards.
+    """Return the outputs of several env workers as one of tensors, their rows in the order of the shards. Lists are joined.
 
     A shard without `final_obs` contributes its `obs`, where another shard has some; one without `intervene_actions` zeros. Raises DataError
     for a shard of another size than `sizes` says, and ValueError when only some shards have rewards or dones.
@@ -56,14 +56,18 @@ def merge_env_outputs(shards: Sequence[EnvOutput], sizes: Sequence[int]) -> EnvO
     return EnvOutput(**merged, final_info=infos or None)
 
 
-def lost_output(latest: EnvOutput | None, width: int) -> EnvOutput:
+def lost_output(latest: EnvOutput | None, width: int, *, begins: bool = False) -> EnvOutput:
     """Return what takes the place of an output of C = `width` actions once an env worker is lost: each of its episodes is lost.
 
-    `latest` is the last output that came. Raises InfrastructureError when there is none.
+    `latest` is the last output that came. `begins`: the output is the first one of a rollout epoch, which follows no actions. Raises
+    InfrastructureError when none came.
     """
     if latest is None:
         raise InfrastructureError("an env worker was lost before its first observations; the collection is run again")
     count = len(latest.dones)
+    if begins:
+        none = np.zeros((count, 1), bool)
+        return EnvOutput(obs=latest.obs, terminations=none, truncations=~none, dones=~none, env_ids=latest.env_ids)
     none, ends = np.zeros((count, width), bool), np.zeros((count, width), bool)
     ends[:, -1] = True
     return EnvOutput(
@@ -114,6 +118,11 @@ def _of_tensors(output: EnvOutput) -> EnvOutput:
     return EnvOutput(**found, final_info=output.final_info or None)
 
 
+def output_of(given: EnvOutput | Mapping[str, Any]) -> EnvOutput:
+    """Return an output that is given as such or as a mapping of its fields."""
+    return given if isinstance(given, EnvOutput) else EnvOutput(**given)
+
+
 def tensor_of(value: Any) -> Tensor:
     """Return an array of numpy or torch as a tensor on the CPU."""
     if isinstance(value, np.ndarray):
@@ -146,12 +155,12 @@ def host_result(
     }
 
 
-def cut_trajectory(trajectory: Trajectory, parts: int) -> list[Trajectory]:
-    """Return the trajectory as `parts` of consecutive simulators, sizes as equal as possible."""
+def cut_trajectory(trajectory: Trajectory, parts: int, *, group: int = 1) -> list[Trajectory]:
+    """Return the trajectory as `parts` of consecutive simulators, in groups of `group` that are not cut; sizes as equal as possible."""
     if parts == 1:
         return [trajectory]
-    columns = torch.arange(trajectory.rewards.shape[1]).tensor_split(parts)
-    return [_columns(trajectory, chosen, part) for part, chosen in enumerate(columns)]
+    columns = torch.arange(trajectory.rewards.shape[1]).reshape(-1, group).tensor_split(parts)
+    return [_columns(trajectory, chosen.flatten(), part) for part, chosen in enumerate(columns)]
 
 
 def _columns(trajectory: Trajectory, chosen: Tensor, part: int) -> Trajectory:
@@ -180,7 +189,11 @@ def _columns(trajectory: Trajectory, chosen: Tensor, part: int) -> Trajectory:
 
 def _merge(values: Sequence[Any]) -> Any:
     if isinstance(values[0], dict):
-        return {name: torch.cat([tensor_of(value[name]) for value in values]) for name in values[0]}
+        return {name: _merge([value[name] for value in values]) for name in values[0]}
+    if isinstance(values[0], list):
+        return [entry for value in values for entry in value]
+    if all(value is None for value in values):
+        return None
     return torch.cat([tensor_of(value) for value in values])
 
 

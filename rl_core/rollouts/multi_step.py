@@ -11,23 +11,24 @@ Legend: B simulators, C actions of a chunk, T decisions.
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_core.api.embodied import EmbodiedOptions, embodied_options
+from rl_core.api.embodied import EmbodiedOptions, embodied_options, simulators_per_group
 from rl_core.api.errors import ConfigError, DataError, InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import ChunkStepResult, EnvOutput
-from rl_core.batching.trajectories import merge_trajectories
+from rl_core.batching.trajectories import join_epochs, merge_trajectories
 from rl_core.channel import Channel
 from rl_core.channel.direct import DirectChannel, PeerLost
 from rl_core.messages.embodied import CollectionRound
 from rl_core.plan.routing import data_rank_of, routes, trajectory_parts
 from rl_core.policies.base import Mode, splits_values
-from rl_core.policies.folder import build_policy
+from rl_core.policies.folder import build_policy, load_policy
 from rl_core.rollouts.decoupled import DecoupledDecisions, Lane
 from rl_core.rollouts.embodied import (
     bootstrap_rewards,
@@ -36,10 +37,11 @@ from rl_core.rollouts.embodied import (
     host_tensor,
     lost_output,
     merge_env_outputs,
+    output_of,
     tensor_of,
     tensors_of,
 )
-from rl_core.rollouts.observation_rows import ObservationRows, large_observations
+from rl_core.rollouts.observation_rows import ObservationRows, large_observations, lend_rows
 from rl_core.rollouts.pausing_target import pausing
 from rl_core.rollouts.policy_target import PolicyWeightTarget, saved_tensors
 from rl_core.rollouts.recorder import TrajectoryRecorder
@@ -59,6 +61,9 @@ class MultiStepRolloutWorker(WeightMethods):
         self.cfg = cfg if isinstance(cfg, RLJobSpec) else RLJobSpec.model_validate(dict(cfg))
         self.options: EmbodiedOptions = embodied_options(self.cfg)
         self.per_stage = self.options.num_envs // self.options.stages
+        self._group = simulators_per_group(self.cfg.algorithm)
+        self._decisions = self.options.horizon // self.options.chunk
+        """Decisions of a rollout epoch."""
         critic = self.cfg.algorithm.critic_in_use
         self._gamma = critic.gamma if critic is not None else 1.0
         self._with_values = critic is not None
@@ -86,13 +91,12 @@ class MultiStepRolloutWorker(WeightMethods):
     # --- bring-up ----------------------------------------------------------------------------------------------------
 
     def init_worker(self) -> None:
-        """Build the policy, and the receiver of its weights. Does nothing when called again."""
+        """Build the policy, of `model.path` where the runner sent none, and the receiver of its weights. Does nothing when called again."""
         if self.model is not None:
             return
-        config = self.files.get("config.json")
-        if config is None:
-            raise InfrastructureError("a rollout must be given config.json of the policy at registration, got none")
-        self.model = build_policy(config, seed=self.cfg.algorithm.seed).to(self.device).eval()
+        config, seed = self.files.get("config.json"), self.cfg.algorithm.seed
+        policy = load_policy(self.cfg.model.path, seed=seed) if config is None else build_policy(config, seed=seed)
+        self.model = policy.to(self.device).eval()
         self._build_receiver(self.cfg, pausing(PolicyWeightTarget(saved_tensors(self.model)), self._pause))
 
     async def start_serving(self) -> None:
@@ -125,19 +129,18 @@ class MultiStepRolloutWorker(WeightMethods):
         return host_result(given, obs, actions, result)
 
     def _on_device(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self.device == "cpu":
-            return given
-        return {name: tensor.to(self.device) for name, tensor in given.items()}
+        return given if self.device == "cpu" else {name: tensor.to(self.device) for name, tensor in given.items()}
 
-    def get_dones_and_rewards(self, env_output: EnvOutput) -> tuple[Tensor, Tensor | None]:
+    def get_dones_and_rewards(self, env_output: EnvOutput | Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Return dones [B, C], and scaled rewards [B, C] with the value of the final observation added where an episode was cut.
 
         Rewards are None for the first output of a trajectory.
         """
-        dones = tensor_of(env_output.dones)
+        env_output = output_of(env_output)
+        dones = tensor_of(env_output.dones).contiguous()
         if env_output.rewards is None:
             return dones, None
-        rewards = tensor_of(env_output.rewards)
+        rewards = tensor_of(env_output.rewards).contiguous()
         if self.options.reward_scale != 1:
             rewards = rewards * self.options.reward_scale
         wanted = self.options.auto_reset and self._with_values and self.options.bootstrap != "none"
@@ -162,7 +165,8 @@ class MultiStepRolloutWorker(WeightMethods):
     def get_src_ranks(self, stage: int = 0) -> list[tuple[int, int]]:
         """Return (place of the env worker, number of simulators) of each env worker that this rollout serves in a stage."""
         if self._routed is None or self._routed[0] is not self._round:
-            parts = routes(self.per_stage, env_workers=len(self._round.envs), rollouts=len(self._round.rollouts))
+            round = self._round
+            parts = routes(self.per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts), group=self._group)
             mine = [(route.env, route.size) for route in parts if route.rollout == self._place]
             self._routed = self._round, mine
         return self._routed[1]
@@ -171,10 +175,12 @@ class MultiStepRolloutWorker(WeightMethods):
         """Return where the actions of a stage go: as `get_src_ranks`."""
         return self.get_src_ranks(stage)
 
-    async def recv_env_output(self, input_channel: Exchange, mode: Mode = "train", stage: int = 0) -> EnvOutput:
+    async def recv_env_output(
+        self, input_channel: Exchange, mode: Mode = "train", stage: int = 0, *, begins: bool = False
+    ) -> EnvOutput:
         """Receive the outputs of all env workers that this rollout serves, merged in their order, as tensors.
 
-        The simulators of an env worker that was lost are lost from then on. Raises InfrastructureError when it sent nothing before.
+        `begins`: they begin a rollout epoch. A lost env worker's simulators stay lost. Raises InfrastructureError if it never sent any.
         """
         sources, shards = self.get_src_ranks(stage), []
         for env, _ in sources:
@@ -182,7 +188,7 @@ class MultiStepRolloutWorker(WeightMethods):
             if env not in self._gone:
                 with self.waiting("observations", f"env:{self._round.envs[env]}"), suppress(PeerLost):
                     shard = await input_channel.get_async(key=self._round.key(stage, env, self._place))
-            shards.append(self._output_of(stage, env, shard))
+            shards.append(self._output_of(stage, env, shard, begins=begins))
         sizes = [size for _, size in sources]
         if not self._rows:
             return merge_env_outputs(shards, sizes)
@@ -190,13 +196,13 @@ class MultiStepRolloutWorker(WeightMethods):
         shards = rows.receive(shards, sizes, [env in self._gone for env, _ in sources])
         return rows.fill(merge_env_outputs(shards, sizes))
 
-    def _output_of(self, stage: int, env: int, message: Any) -> EnvOutput:
+    def _output_of(self, stage: int, env: int, message: Any, *, begins: bool) -> EnvOutput:
         """Return the output that an env worker sent. Any other message means that it is lost; what stands for its output is returned."""
         if env not in self._gone and isinstance(message, EnvOutput) and message.obs is not None:
             output = message
         else:
             self._gone.add(env)
-            output = lost_output(self._latest.get((stage, env)), self.options.chunk)
+            output = lost_output(self._latest.get((stage, env)), self.options.chunk, begins=begins)
         self._latest[stage, env] = output
         return output
 
@@ -233,12 +239,15 @@ class MultiStepRolloutWorker(WeightMethods):
     ) -> int:
         """Choose the actions of one collection and send its trajectories to `actor_channel`; return the number of decisions.
 
-        Observations are received from `input_channel`, and actions are sent to `output_channel`. A collection in progress is abandoned.
+        Observations come from `input_channel`, actions go to `output_channel`. A collection in progress is abandoned.
         """
         return await self._work(round, lambda: self._generate(input_channel, output_channel, actor_channel, round))
 
-    async def evaluate(self, input_channel: Channel, output_channel: Channel, round: CollectionRound) -> int:
+    async def evaluate(
+        self, input_channel: Channel, output_channel: Channel, round: CollectionRound | None = None
+    ) -> int:
         """Choose actions without sampling until the env workers have no more episodes; return the number of decisions."""
+        round = round or replace(self._round, mode="eval")
         return await self._work(round, lambda: self._evaluate(input_channel, output_channel, round))
 
     async def _work(self, round: CollectionRound | None, work: Callable[[], Coroutine[Any, Any, int]]) -> int:
@@ -261,65 +270,61 @@ class MultiStepRolloutWorker(WeightMethods):
         self, observations: Channel, actions: Channel, trajectories: Channel, round: CollectionRound | None
     ) -> int:
         options, version = self.options, self.sync_model_from_actor() if self._weights is not None else self.global_step
-        stages, decisions = range(options.stages), options.horizon // options.chunk
+        run_epoch = self._run_decoupled_epoch if options.batching == "decoupled" else self._run_epoch
         self._gone, self._latest = set(), {}
-        if options.batching == "decoupled":
-            await self._generate_decoupled(observations, actions, trajectories, version, decisions)
-            return decisions * options.stages
-        recorders = [self._recorder(stage) for stage in stages]
-        with self._lent_rows(), closing(self._exchange(observations, actions)) as exchange, self._seeded():
-            for decision in range(decisions + 1):
-                for stage in stages:
-                    output = await self.recv_env_output(exchange, stage=stage)
-                    if decision == decisions:
-                        self._end(recorders[stage], output)
-                        continue
-                    step, values = self._decide(output, version)
-                    self.send_chunk_actions(exchange, step.actions, stage=stage)
-                    # The rest is done while the simulators make the actions.
-                    if values is not None:
-                        step.prev_values = values()
-                    self._observe(recorders[stage], output)
-                    recorders[stage].decide(step)
-                self.record_progress("decisions")
-            await self._deliver(trajectories, [[recorder] for recorder in recorders])
-        return decisions * options.stages
+        with self._lent_rows(), closing(self._exchange(observations, actions)) as exchange:
+            self._seed()
+            epochs = [await run_epoch(exchange, version) for _ in range(options.rollout_epochs)]
+            await self._deliver(trajectories, epochs)
+        return options.rollout_epochs * self._decisions * options.stages
 
-    async def _generate_decoupled(
-        self, observations: Channel, actions: Channel, trajectories: Channel, version: int, decisions: int
-    ) -> None:
-        """Do the same, but decide for each env worker as its observations come. Large observations travel in messages."""
+    async def _run_epoch(self, exchange: DirectChannel, version: int) -> list[list[TrajectoryRecorder]]:
+        """Make the decisions of a rollout epoch; return their recorders, one for each stage."""
+        recorders = [self._recorder(stage) for stage in range(self.options.stages)]
+        for decision in range(self._decisions + 1):
+            for stage, recorder in enumerate(recorders):
+                output = await self.recv_env_output(exchange, stage=stage, begins=decision == 0)
+                if decision == self._decisions:
+                    self._end(recorder, output)
+                    continue
+                step, values = self._decide(output, version)
+                self.send_chunk_actions(exchange, step.actions, stage=stage)
+                # The rest is done while the simulators make the actions.
+                if values is not None:
+                    step.prev_values = values()
+                self._observe(recorder, output)
+                recorder.decide(step)
+            self.record_progress("decisions")
+        return [[recorder] for recorder in recorders]
+
+    async def _run_decoupled_epoch(self, exchange: DirectChannel, version: int) -> list[list[TrajectoryRecorder]]:
+        """Do the same, but decide for each env worker as its observations come. A stage has several recorders."""
         stages, round = range(self.options.stages), self._round
         lanes = [
             Lane(stage, env, size, round.key(stage, env, self._place), self._recorder(stage))
             for stage in stages
             for env, size in self.get_src_ranks(stage)
         ]
-        with closing(self._exchange(observations, actions)) as exchange, self._seeded():
-            await DecoupledDecisions(
-                lanes=lanes,
-                decisions=decisions,
-                min_batch_size=self.options.min_batch_size,
-                lost=self._gone.__contains__,
-                output_of=lambda lane, message: self._output_of(lane.stage, lane.env, message),
-                decide=lambda output: self._decide(output, version),
-                act=lambda lane, chosen: self._send(exchange, lane.stage, lane.env, chosen.numpy()),
-                observe=self._observe,
-                end=self._end,
-                waiting=lambda env: self.waiting("observations", f"env:{round.envs[env]}"),
-                progress=self.record_progress,
-            ).run(exchange)
-            by_stage = [[lane.recorder for lane in lanes if lane.stage == stage] for stage in stages]
-            await self._deliver(trajectories, by_stage)
+        await DecoupledDecisions(
+            lanes=lanes,
+            decisions=self._decisions,
+            min_batch_size=self.options.min_batch_size,
+            lost=self._gone.__contains__,
+            output_of=lambda lane, message: self._output_of(lane.stage, lane.env, message, begins=lane.made == 0),
+            decide=lambda output: self._decide(output, version),
+            act=lambda lane, chosen: self._send(exchange, lane.stage, lane.env, chosen.numpy()),
+            observe=self._observe,
+            end=self._end,
+            waiting=lambda env: self.waiting("observations", f"env:{round.envs[env]}"),
+            progress=self.record_progress,
+        ).run(exchange)
+        return [[lane.recorder for lane in lanes if lane.stage == stage] for stage in stages]
 
     def _recorder(self, stage: int) -> TrajectoryRecorder:
         return TrajectoryRecorder(sender=self._place, stage=stage, auto_reset=self.options.auto_reset)
 
     def _decide(self, output: EnvOutput, version: int) -> tuple[ChunkStepResult, Callable[[], Tensor] | None]:
-        """Return the decision on an output, and what returns its values where it has none yet.
-
-        Raises ConfigError where it lacks values that the job needs.
-        """
+        """Return the decision on an output, and what returns its values where it has none yet. Raises ConfigError if none has any."""
         if self._with_values and splits_values(self.model):
             given = tensors_of(output.obs)
             obs = self._on_device(given)
@@ -351,14 +356,17 @@ class MultiStepRolloutWorker(WeightMethods):
             self._large = large_observations(output.obs)
         self._last_values[recorder] = self.predict(output.obs, "eval")[1]["prev_values"]
 
-    async def _deliver(self, channel: Channel, recorders: list[list[TrajectoryRecorder]]) -> None:
-        """Send the trajectories of each stage, which may have several recorders, in the order of the simulators."""
+    async def _deliver(self, channel: Channel, epochs: list[list[list[TrajectoryRecorder]]]) -> None:
+        """Send the trajectory of each stage. `epochs` has the recorders of each epoch by stage, in the order of the simulators."""
         round, stages = self._round, self.options.stages
         senders = len(round.rollouts) * stages
-        for stage, parts in enumerate(recorders):
+        for stage, of_epochs in enumerate(zip(*epochs, strict=True)):
             sender = self._place * stages + stage
-            trajectory = merge_trajectories([one.finish(self._last_values.pop(one)) for one in parts])
-            for part, piece in enumerate(cut_trajectory(trajectory, trajectory_parts(senders, round.actors))):
+            trajectory = join_epochs(
+                [merge_trajectories([one.finish(self._last_values.pop(one)) for one in parts]) for parts in of_epochs]
+            )
+            pieces = cut_trajectory(trajectory, trajectory_parts(senders, round.actors), group=self._group)
+            for part, piece in enumerate(pieces):
                 rank = data_rank_of(sender, part, senders=senders, actors=round.actors)
                 await channel.put_async(piece, key=round.trajectory_key(rank))
 
@@ -402,29 +410,22 @@ class MultiStepRolloutWorker(WeightMethods):
 
     @contextmanager
     def _lent_rows(self) -> Iterator[None]:
-        """Lend memory for the large observations of a collection, where env workers of this host take part."""
+        """Lend memory for the large observations of a collection, where env workers of this host take part. Without lockstep lend none."""
         near = any(self._round.address(env, self._place) is not None for env in range(len(self._round.envs)))
-        for stage in range(self.options.stages if near and self._large else 0):
-            rows = ObservationRows.lend(
-                self._large,
-                decisions=self.options.horizon // self.options.chunk,
-                simulators=sum(size for _, size in self.get_src_ranks(stage)),
-            )
-            if rows is not None:
-                self._rows.append(rows)
-        if len(self._rows) < self.options.stages:
-            self._release(reuse=True)
+        near &= self.options.batching == "lockstep"
+        self._rows = lend_rows(
+            self._large if near else {},
+            decisions=self.options.rollout_epochs * (self._decisions + 1) - 1,
+            simulators=[sum(size for _, size in self.get_src_ranks(stage)) for stage in range(self.options.stages)],
+        )
+        reuse = False
         try:
             yield
-        except BaseException:
-            self._release(reuse=False)
-            raise
-        self._release(reuse=not self._gone)  # the channel has copied the trajectories
-
-    def _release(self, *, reuse: bool) -> None:
-        rows, self._rows = self._rows, []
-        for one in rows:
-            one.release(reuse=reuse)
+            reuse = not self._gone  # the channel has copied the trajectories
+        finally:
+            rows, self._rows = self._rows, []
+            for one in rows:
+                one.release(reuse=reuse)
 
     def _columns_of(self, env: int) -> dict[str, np.ndarray]:
         """Return where the simulators of an env worker put their large observations, by stage."""
@@ -485,13 +486,11 @@ class MultiStepRolloutWorker(WeightMethods):
         if self._working is not None and not self._working.done():
             await asyncio.wait({self._working}, timeout=deadline)
 
-    @contextmanager
-    def _seeded(self) -> Iterator[None]:
+    def _seed(self) -> None:
         """Draw the numbers of a collection from a seed of its own: a collection that is repeated chooses the same actions."""
         self._last_values: dict[TrajectoryRecorder, Tensor | None] = {}
         seed = np.random.SeedSequence([self.cfg.algorithm.seed, self._round.step, self._place]).generate_state(1)[0]
         torch.manual_seed(int(seed))
-        yield
 
     def _stop(self) -> None:
         """Cancel the collection in progress, or the wait of one for its weights."""

@@ -83,6 +83,20 @@ class ObservationRows:
         return {name: array for name, array in obs.items() if name not in self._rows}
 
 
+def lend_rows(layout: Layout, *, decisions: int, simulators: Sequence[int]) -> list[ObservationRows]:
+    """Return the rows of each stage, for T = `decisions` and B = `simulators` of the stage.
+
+    Returns none if there are no large observations, or if shared memory does not hold those of all stages.
+    """
+    rows = [ObservationRows.lend(layout, decisions=decisions, simulators=count) for count in simulators if layout]
+    lent = [one for one in rows if one is not None]
+    if len(lent) == len(simulators):
+        return lent
+    for one in lent:
+        one.release(reuse=True)
+    return []
+
+
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
     """Return `torch.stack(tensors)`, without a copy where they are consecutive rows of one tensor."""
     first, step = tensors[0], tensors[0].numel()

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from rl_core.actors.schedule import LRSchedule
 from rl_core.api import document
+from rl_core.api.embodied import check_job, is_embodied
 from rl_core.api.errors import ConfigError
 from rl_core.api.identity import ROLES
 from rl_core.api.job import MUTABLE_FIELDS, OPERATOR_FIELDS, RLJob, RLJobSpec
@@ -92,6 +93,8 @@ def merge(present: RLJobSpec, wanted: Mapping[str, Any]) -> RLJobSpec:
             "suspend the job, change it, and resume"
         )
     check_schedule(merged)
+    if is_embodied(merged):
+        check_job(merged)
     return merged
 
 

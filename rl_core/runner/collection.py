@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_core.api.embodied import embodied_options
+from rl_core.api.embodied import embodied_options, simulators_per_group
 from rl_core.api.errors import DeadlineExceeded, InfrastructureError
 from rl_core.api.records import EnvOutput
 from rl_core.channel import Channel
@@ -73,7 +73,7 @@ class Collection:
         actions: Channel,
         trajectories: Channel,
     ) -> None:
-        """`versions` records which version of the weights each rollout has. Only rollouts with the current version take part."""
+        """`versions` records which version of the weights each rollout has. Only rollouts with the one published last take part."""
         self._run, self._actor, self._versions = run, actor, versions
         self._observations, self._actions, self._trajectories = observations, actions, trajectories
         self._number = run.epoch * 1_000_000
@@ -109,11 +109,11 @@ class Collection:
     def _round(self, step: int, *, episodes: int = 0, version: int | None = None) -> CollectionRound:
         """Return the description of a new collection with the members that are present.
 
-        `version` of the weights chooses the actions; None means the current one. Raises InfrastructureError if no env worker or no rollout is
+        `version` of the weights chooses the actions; None means the one published last. Raises InfrastructureError if no env worker or no rollout is
         present.
         """
         self._number += 1
-        envs, rollouts = self._ranks(ENV), self._ranks(ROLLOUT, self._run.progress.version)
+        envs, rollouts = self._ranks(ENV), self._ranks(ROLLOUT, self._versions.committed)
         if not envs or not rollouts:
             raise InfrastructureError(
                 f"a collection needs an env worker and a rollout, got {len(envs)} and {len(rollouts)}"
@@ -162,11 +162,11 @@ class Collection:
     def begin(self, step: int, *, version: int) -> Pending | None:
         """Request the collection of a later step and return it, without waiting for it; `settle` or `take` do.
 
-        The rollouts start it once they serve version `version` of the weights, the current one or the next. Returns None if no env worker or
+        The rollouts start it once they serve version `version` of the weights, the one published last or the next. Returns None if no env worker or
         no rollout is present.
         """
         deadlines = self._run.applied.spec.runtime.deadlines
-        ahead = version > self._run.progress.version  # then the rollouts wait for training and weight sync first
+        ahead = version > self._versions.committed  # then the rollouts wait for training and weight sync first
         try:
             return self._start(
                 self._round(step, version=version),
@@ -176,11 +176,11 @@ class Collection:
             return None
 
     def is_intact(self, pending: Pending) -> bool:
-        """Return whether a collection that was requested before the current version was published is still of use.
+        """Return whether a collection that was requested before the last version was published is still of use.
 
-        It is not if an env worker was lost meanwhile, or if a rollout was lost or does not serve the current version.
+        It is not if an env worker was lost meanwhile, or if a rollout was lost or does not serve this version.
         """
-        ready = self._ranks(ROLLOUT, self._run.progress.version)
+        ready = self._ranks(ROLLOUT, self._versions.committed)
         return not any(call.lost for call in pending.envs) and set(pending.round.rollouts) <= set(ready)
 
     def settle(self, pending: Pending) -> Pending | None:
@@ -236,7 +236,7 @@ class Collection:
         """Call the members of a collection. `wait`: seconds for which the rollouts may wait before they start it."""
         limit = self._run.applied.spec.runtime.deadlines.rollout + wait
         workers, envs = self._call(round, limit)
-        version = self._run.progress.version if round.version is None else round.version
+        version = self._versions.committed if round.version is None else round.version
         return Pending(round, version, workers, envs, deadline=time.monotonic() + limit)
 
     def _receive(self, round: CollectionRound) -> WorkerGroupFuncResult:
@@ -310,11 +310,12 @@ class Collection:
 
     def _tell_losses(self, pending: Pending) -> None:
         """Report newly lost env workers to the rollouts, which then wait for no further observations of these."""
-        round, options = pending.round, embodied_options(self._run.applied.spec)
+        round, spec = pending.round, self._run.applied.spec
+        options, group = embodied_options(spec), simulators_per_group(spec.algorithm)
         lost = {place for place, call in enumerate(pending.envs) if call.lost} - pending.reported
         pending.reported |= lost
         per_stage = options.num_envs // options.stages
-        for route in routes(per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts)):
+        for route in routes(per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts), group=group):
             if route.env in lost:
                 for stage in range(options.stages):
                     key = round.key(stage, route.env, route.rollout)

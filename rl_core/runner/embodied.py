@@ -2,13 +2,13 @@
 
 `run_step` is one step at policy version v: collect trajectories, train, publish version v + 1. The next collection is requested during
 training, and a rollout begins it as soon as it serves version v + 1. `AsyncEmbodiedRunner` collects the trajectories of the next step while it
-trains.
+trains. With `env.options.weightSyncInterval` K only every K-th version is published, and the rollouts act with the last one until then.
 """
 
 import logging
 from typing import Any, Self
 
-from rl_core.api.embodied import embodied_options
+from rl_core.api.embodied import check_job, embodied_options
 from rl_core.envs.embodied import episode_metrics
 from rl_core.messages.embodied import EpisodeStats
 from rl_core.plan.groups import ACTOR, ENV, ROLLOUT, TRAJECTORIES
@@ -37,6 +37,7 @@ class EmbodiedRunner(TrainingProgram):
         super().__init__(run, saving, **parts)
         self.collection = collection
         self.trackers, self.videos = run.trackers, run.output / "videos"
+        self._sync_interval = embodied_options(run.job.spec).weight_sync_interval
         self._env_steps = 0
         self._ahead: Pending | None = None
         """The collection of the next step, if it has begun."""
@@ -48,7 +49,7 @@ class EmbodiedRunner(TrainingProgram):
     def build(cls, run: Run) -> Self:
         """Launch the worker groups and create the program with its parts. Raises ConfigError for wrong `env.options`."""
         spec = run.job.spec
-        embodied_options(spec)
+        check_job(spec)
         stable = for_elastic_roles(spec)
         actor = run.launch(ACTOR, spec)
         run.launch(ROLLOUT, stable)
@@ -79,7 +80,12 @@ class EmbodiedRunner(TrainingProgram):
             workload=Workload(),
             check=None,
         )
-        saving = Saving.of(run, schedule=schedule, groups=[actor], weights_digest=lambda: sync.digest)
+        saving = Saving.of(
+            run,
+            schedule=schedule,
+            groups=[actor],
+            weights_digest=lambda: sync.digest if sync.version == run.progress.version else "",
+        )
         startup = Startup(
             spec.runtime.deadlines,
             run.progress,
@@ -157,11 +163,23 @@ class EmbodiedRunner(TrainingProgram):
         the statistics of the episodes, one entry for each env worker.
         """
         self.handle_requests()
-        ahead, self._ahead, self._age = self._ahead, None, 0
+        ahead, self._ahead = self._ahead, None
         if ahead is not None and (stats := self.collection.take(ahead)) is not None:
             self._age = self.progress.version - ahead.version
             return stats
+        self._age = self.progress.version - self.sync.version
         return self.collection.collect(self.progress.step + 1, at=self.await_members)
+
+    def train(self) -> dict[str, float]:
+        """Train, and add the age of the trajectories to the metrics of a job whose trajectories may be older than the weights."""
+        trained, age = super().train(), float(self._age)
+        if not self.applied.spec.algorithm.max_staleness:
+            return trained
+        return trained | {"train/staleness_mean": age, "train/staleness_max": age}
+
+    def publishes_after(self, step: int) -> bool:
+        """Return whether the rollouts receive the weights of training step `step`: every K-th ones, and those that are evaluated."""
+        return step % self._sync_interval == 0 or self.evaluates_after(step)
 
     def evaluates_after(self, step: int) -> bool:
         """Return whether the weights of training step `step` are to be evaluated."""
@@ -172,7 +190,7 @@ class EmbodiedRunner(TrainingProgram):
     def _all_present(self) -> bool:
         """Whether all env workers and rollouts that the job asks for can take part in a collection."""
         roster = self.run.roster
-        rollouts = roster.serving(ROLLOUT, self.progress.version)
+        rollouts = roster.serving(ROLLOUT, self.sync.version)
         return roster.count(ENV) >= len(roster.wanted(ENV)) and rollouts >= len(roster.wanted(ROLLOUT))
 
     def on_training(self) -> None:
@@ -183,14 +201,20 @@ class EmbodiedRunner(TrainingProgram):
     def begin_next(self) -> None:
         """Request the collection of the next step. The rollouts start it once they serve the weights that this training produces.
 
-        It is not requested yet if an evaluation needs the simulators first, if groups share devices, or if a member is missing.
+        They start it at once if these weights are not published. It is not requested yet if an evaluation needs the simulators first, if groups
+        share devices, or if a member is missing.
         """
         used_before = self.evaluates_after(self.progress.step + 1) or self.schedule.devices() is not None
         if not used_before and self._all_present:
-            self._ahead = self.collection.begin(self.progress.step + 2, version=self.progress.version + 1)
+            is_published = self.publishes_after(self.progress.step + 1)
+            version = self.progress.version + 1 if is_published else self.sync.version
+            self._ahead = self.collection.begin(self.progress.step + 2, version=version)
 
     def publish(self) -> None:
-        """Publish the new version. Give up the collection that waits for it if a member is lost or does not load the version in time."""
+        """Publish the new version if it is due. Give up the collection that waits for it if a member is lost or does not load it in time."""
+        if not self.publishes_after(self.progress.step):
+            self.show_step()
+            return
         super().publish()
         ahead = self._ahead
         if ahead is not None and ahead.version == self.progress.version and not self.collection.is_intact(ahead):
@@ -244,25 +268,20 @@ class AsyncEmbodiedRunner(EmbodiedRunner):
     actors      | receive, train, publish       | receive, train, publish
     rollouts    | collect with version v        | collect with version v + 1
 
-    A collection begins when training on the trajectories of the previous one begins, and ends before the new weights are published. The
-    trained trajectories are therefore at most one version old, even if `algorithm.maxStaleness` allows more.
+    A collection begins when training on the trajectories of the previous one begins, and ends before new weights are published. The trained
+    trajectories are therefore at most K versions old with `env.options.weightSyncInterval` K, even if `algorithm.maxStaleness` allows more.
     """
-
-    def train(self) -> dict[str, float]:
-        """Train, and add the age of the trajectories to the metrics."""
-        age = float(self._age)
-        return super().train() | {"train/staleness_mean": age, "train/staleness_max": age}
 
     def begin_next(self) -> None:
         """Begin the collection of the next step with the current weights."""
         following = self.progress.step + 2
         algorithm = self.applied.spec.algorithm
         if algorithm.max_staleness and following <= algorithm.steps:
-            self._ahead = self.collection.begin(following, version=self.progress.version)
+            self._ahead = self.collection.begin(following, version=self.sync.version)
 
     def publish(self) -> None:
-        """Wait for the end of the collection, then publish the new weights."""
-        if self._ahead is not None:
+        """If the new weights are due, wait for the end of the collection, then publish them."""
+        if self._ahead is not None and self.publishes_after(self.progress.step):
             with self.board.during(Phase.GENERATING), self.report.measure(ROLLOUT):
                 self._ahead = self.collection.settle(self._ahead)
         super().publish()

@@ -31,6 +31,11 @@ class MemberVersions:
         self._held: dict[Identity, int] = {}
         """Version that each process proved last."""
 
+    @property
+    def committed(self) -> int:
+        """Return the newest version that was published, -1 before the first one."""
+        return self._committed
+
     @contextmanager
     def publishing(self, version: int) -> Iterator[None]:
         """Mark `version` as being published while the block runs; it counts as committed if the block ends without an error.

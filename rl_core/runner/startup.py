@@ -79,8 +79,8 @@ class Startup:
         self._members.await_group(name, limit=self._deadlines.degraded, at=at)
 
     def await_rollouts(self, *, at: Point) -> None:
-        """Wait, as Degraded once training began, until enough rollouts serve the current version."""
+        """Wait, as Degraded once training began, until enough rollouts serve the version published last."""
         progress, deadlines = self._progress, self._deadlines
         limit = deadlines.degraded if progress.step else deadlines.wait_ready
         with self._schedule.generating():
-            self._members.await_rollouts(progress.version, begun=progress.begun, limit=limit, at=at)
+            self._members.await_rollouts(self._sync.version, begun=progress.begun, limit=limit, at=at)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rl_core.api.errors import DeadlineExceeded, RLJobError
+from rl_core.messages.members import MemberState
 from rl_core.messages.weights import PublishReport, ReceiverAddress
 from rl_core.plan.groups import ROLLOUT, groups_of
 from rl_core.runner.changes import AppliedSpec
@@ -47,6 +48,11 @@ class WeightSync:
         """Digest of the manifest of the version published last."""
         self._last: PublishReport | None = None
 
+    @property
+    def version(self) -> int:
+        """Return the version published last, which the rollouts serve."""
+        return self._versions.committed
+
     def publish_first(self, version: int, wait: Callable[[WorkerGroupFuncResult], list[Any]]) -> None:
         """Commit the initial weights at the publisher, without receivers; rollouts pull them when they join.
 
@@ -58,6 +64,7 @@ class WeightSync:
     def publish(self, version: int) -> None:
         """Send `version` to every live member that has weights, and schedule the content check of the rollouts.
 
+        A member that is silent meanwhile is brought in again in the background: it would keep its version if it returned.
         First waits for the content check of the previous version, which raises WeightsDiverged. Raises DeadlineExceeded if fewer than
         rollout.minReplicas rollouts acknowledge the version in time; those that failed are brought in again in the background. Once enough
         serve it, those that are slower are not waited for.
@@ -65,7 +72,8 @@ class WeightSync:
         if self.check is not None:
             self.check.confirm()
         with self._versions.publishing(version), self._workload.weights_in_transit():
-            processes, report = self._send(version)
+            members = self._cluster.members()
+            processes, report = self._send(version, self._versions.receivers(members))
             acked = [process for process in processes if process[0] in report.acked]
             self._roster.acknowledged(version, acked)
             self._versions.proved(acked, version)
@@ -74,6 +82,10 @@ class WeightSync:
         if report.failed:
             logger.warning("version %s: out of service until they pull it again: %s", version, report.failed)
             self.members.rejoin(list(report.failed))
+        silent = [member for member in members if member.state is MemberState.SUSPECT]
+        if waiting := [m.name for m in silent if self._versions.version_of((m.name, m.incarnation)) is not None]:
+            logger.warning("version %s: silent, to pull it when they are here again: %s", version, waiting)
+            self.members.rejoin(waiting)
         if report.late:
             threading.Thread(
                 target=self._follow_late, args=(version, processes), daemon=True, name="late-receivers"
@@ -120,12 +132,11 @@ class WeightSync:
             metrics["weights/content_check_skipped_total"] = float(counts.skipped)
         return metrics
 
-    def _send(self, version: int) -> tuple[list[Identity], PublishReport]:
-        """Send `version`; return the receivers and the publisher's report.
+    def _send(self, version: int, asked: list[Member]) -> tuple[list[Identity], PublishReport]:
+        """Send `version` to the members `asked`; return the receivers and the publisher's report.
 
         When too few receivers acknowledge because some were lost meanwhile, the version is sent again to those that are left.
         """
-        asked = self._receivers()
         while True:
             least = groups_of(self._applied.spec)[ROLLOUT].min_members
             wanted = min(least, sum(m.group == ROLLOUT for m in asked))
@@ -153,10 +164,7 @@ class WeightSync:
         addresses = {m.address for m in asked}
         end = time.monotonic() + LOSS_HEARTBEATS * self._applied.spec.runtime.deadlines.heartbeat
         while True:
-            left = [m for m in self._receivers() if m.address in addresses]
+            left = [m for m in self._versions.receivers(self._cluster.members()) if m.address in addresses]
             if len(left) < len(asked) or time.monotonic() > end:
                 return left
             time.sleep(LOOK_S)
-
-    def _receivers(self) -> list[Member]:
-        return self._versions.receivers(self._cluster.members())

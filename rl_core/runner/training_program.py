@@ -77,7 +77,7 @@ class TrainingProgram(Program):
                 self.stops.raise_if_stop_requested()
             with self.report.measure("train"):
                 # Both are sent at once; a rank runs them in this order.
-                preparing = self.actor.compute_advantages_and_returns()
+                preparing = self.actor.prepare_training()
                 training = self.actor.run_training(self.progress.step + 1)
                 self.on_training()
                 self.stops.wait(preparing)
@@ -107,6 +107,11 @@ class TrainingProgram(Program):
         progress = self.progress
         with self.board.during(Phase.SYNCING), self.schedule.syncing(), self.report.measure("sync"):
             self.sync.publish(progress.version)
+        self.show_step()
+
+    def show_step(self) -> None:
+        """Show the step that was trained last in `/status`."""
+        progress = self.progress
         self.board.set(step=progress.step, policyVersion=progress.version, reward=progress.reward)
 
     def save_if_due(self) -> None:

@@ -6,7 +6,9 @@ import kubernetes
 import pytest
 from pydantic import ValidationError
 
+from rl_core.api.backends import EMBODIED_PROGRAMS
 from rl_core.api.job import RLJob
+from rl_core.cli.problems import find_problems
 from tests.cluster.bad_jobs import CASES, GOOD, merged
 
 
@@ -80,6 +82,16 @@ def test_environments_of_the_user_are_taken_with_several_turns(control_plane, sp
     document = merged(GOOD, {"spec": spec})
     assert judged(control_plane, document) == []
     assert RLJob.model_validate(document).spec.env.max_turns == 4
+
+
+@pytest.mark.parametrize("program", EMBODIED_PROGRAMS)
+def test_batches_of_simulators_need_not_divide_prompts(control_plane, program):
+    spec = {"algorithm": {"optimizerStepsPerBatch": 5}, "actor": {"processesPerPod": 3}}
+    document = merged(GOOD, {"spec": spec | {"program": program}})
+    assert judged(control_plane, document) == []
+    assert RLJob.model_validate(document).spec.program == program
+    of_text = merged(GOOD, {"spec": spec})
+    assert len(judged(control_plane, of_text)) == len(find_problems(of_text)[1]) == 2
 
 
 def test_the_longest_name_is_taken(control_plane):

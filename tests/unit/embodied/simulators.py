@@ -11,15 +11,17 @@ import numpy as np
 class Scripted:
     """Observation (seed, step); reward = step; ends after `ends[seed % len(ends)]` steps: terminated where the number is positive.
 
+    Above 0 `limit` is the number of steps after which an episode is truncated anyway.
+
     `faults[seed]` happens at step `fault_at` of the episode of that seed, "hang in reset" as the episode begins. With "shape from reset" and
     "name from reset" all observations of the episode have another shape or name. A person acts at step `person_at` of each episode.
     """
 
     action_space = SimpleNamespace(low=-1.0, high=1.0, dtype=np.float32, shape=())
 
-    def __init__(self, ends=(3, -4), faults=(), fault_at=2, person_at=0, person_numbers=1):
+    def __init__(self, ends=(3, -4), faults=(), fault_at=2, person_at=0, person_numbers=1, limit=0):
         self.ends, self.faults, self.fault_at = ends, faults, fault_at
-        self.person_at, self.person_numbers = person_at, person_numbers
+        self.person_at, self.person_numbers, self.limit = person_at, person_numbers, limit
 
     def reset(self, seed=None):
         self.seed, self.made = seed, 0
@@ -61,7 +63,7 @@ class Scripted:
         info = {"success": self.made == 2}
         if self.made == self.person_at:
             info["intervene_action"] = [self.made + 0.25] * self.person_numbers
-        return self.observation(), reward, done and end > 0, done and end < 0, info
+        return self.observation(), reward, done and end > 0, (done and end < 0) or self.made == self.limit, info
 
     def render(self):
         """Return a gray image, which tells how many steps the episode has."""

@@ -63,6 +63,12 @@ def test_trajectories_are_in_the_order_of_their_senders_whichever_comes_first(ac
     assert actor.run_training()["actor/grad_norm"] > 0
 
 
+def test_what_the_runner_calls_before_training_returns_no_tensors(actor):
+    actor.load_trajectories([make_trajectory([0, 1, 2, 3], 1)])
+    assert actor.prepare_training() is None
+    assert actor.run_training()["actor/grad_norm"] > 0
+
+
 def test_senders_that_are_late_are_named(actor):
     with pytest.raises(DeadlineExceeded, match=r"2 trajectories of collection 7 .* got 1; senders \[1\] are missing"):
         received(actor, parts()[:1], seconds=0.2)
@@ -92,7 +98,9 @@ def test_the_global_step_only_rises(actor):
 
 def test_decisions_that_cannot_be_divided_are_refused(spec):
     spec["algorithm"]["optimizerStepsPerBatch"] = 16
-    with pytest.raises(ConfigError, match="the 24 decisions of a step must be divisible by .* = 16"):
+    with pytest.raises(
+        ConfigError, match="the 24 decisions of a step must be divisible by .* = 16; change env.options.horizon"
+    ):
         make(spec)
 
 

@@ -42,7 +42,7 @@ def test_simulators_of_a_group_begin_from_one_seed_that_each_step_draws_anew(wor
 
 def test_the_episodes_of_a_collection_are_begun_once(worker):
     worker.prefetch_train_bootstrap()
-    with pytest.raises(RuntimeError, match="once per collection, got a second call"):
+    with pytest.raises(RuntimeError, match="once per rollout epoch, got a second call"):
         worker.prefetch_train_bootstrap()
 
 

@@ -73,6 +73,53 @@ def test_without_auto_reset_a_simulator_rests_with_reward_0_and_is_done():
     assert second.obs["states"].tolist() == [[0, 3], [1, 4]] and second.sub_steps.tolist() == [0, 0]
 
 
+def endless(count, *, auto_reset, **kwargs):
+    settings = SimulatorSettings(id=SCRIPTED, kwargs=kwargs, auto_reset=auto_reset, ignore_terminations=True)
+    return GymnasiumVectorEnv(
+        SCRIPTED, count, auto_reset=auto_reset, settings=settings, seed_of=lambda index, episode: index + 10 * episode
+    )
+
+
+@pytest.mark.parametrize("auto_reset", [True, False])
+def test_a_terminated_episode_goes_on_until_it_is_truncated(auto_reset):
+    made = endless(2, auto_reset=auto_reset, ends=(3, 3), limit=5)
+    made.reset()
+    outputs = [made.step(np.zeros(2)) for _ in range(5)]
+    assert not any(output.dones.any() or output.final_info for output in outputs[:-1])
+    last = outputs[-1]
+    assert (
+        last.truncations.all() and not last.terminations.any() and last.final_obs["states"].tolist() == [[0, 5], [1, 5]]
+    )
+    assert [(info["return"], info["length"], info["success_once"]) for info in last.final_info] == [(15.0, 5, True)] * 2
+    assert made.all_resting != auto_reset
+    assert made.step(np.zeros(2)).dones.all() != auto_reset
+
+
+def test_without_auto_reset_episodes_that_are_not_truncated_together_are_an_error():
+    made = endless(3, auto_reset=False, ends=(1, -4, -5))
+    made.reset()
+    for _ in range(3):
+        made.step(np.zeros(3))
+    with pytest.raises(
+        RolloutDataFailure, match="ignoreTerminations and without autoReset, got 1 of 3; give the simul"
+    ):
+        made.step(np.zeros(3))
+
+
+def test_a_simulator_that_was_replaced_need_not_be_truncated_with_the_others():
+    made = endless(3, auto_reset=False, ends=(-4,), faults=[None, "raise"])
+    made.reset()
+    outputs = [made.step(np.zeros(3)) for _ in range(6)]
+    assert outputs[1].lost.tolist() == [False, True, False]
+    assert [output.dones[:, 0].tolist() for output in outputs[2:]] == [
+        [False] * 3,
+        *[[True, False, True]] * 2,
+        [True] * 3,
+    ]
+    made.reset()
+    assert not made.step(np.zeros(3)).dones.any()
+
+
 @pytest.mark.parametrize("fault", ["raise", "nan", "nan observation", "text", "shape"])
 def test_a_simulator_that_fails_loses_its_own_episode_only(fault):
     made = env(3, faults=[None, fault])

@@ -162,6 +162,8 @@ def test_a_field_in_a_rule_gets_its_default_and_its_guard():
         cel_rule(Cel(holds="$inner.colour", refusal=""), Outer)
 
 
-@pytest.mark.parametrize(("value", "text"), [("a'b\\", r"'a\'b\\'"), (1.0, "1.0"), (True, "true"), (["a"], '["a"]')])
+@pytest.mark.parametrize(
+    ("value", "text"), [("a'b\\", r"'a\'b\\'"), (1.0, "1.0"), (True, "true"), (["a", "b'"], r"['a', 'b\'']")]
+)
 def test_literals_are_those_of_cel(value, text):
     assert literal(value) == text

@@ -49,10 +49,8 @@ def collection(cluster):
         runtime=SimpleNamespace(deadlines=SimpleNamespace(rpc=7, rollout=60, weight_sync=20, group_method=100)),
         actor=SimpleNamespace(world_size=1),
     )
-    run = SimpleNamespace(
-        epoch=0, cluster=cluster, applied=SimpleNamespace(spec=spec), progress=SimpleNamespace(version=3)
-    )
-    versions = SimpleNamespace(version_of=lambda key: 3)
+    run = SimpleNamespace(epoch=0, cluster=cluster, applied=SimpleNamespace(spec=spec))
+    versions = SimpleNamespace(version_of=lambda key: 3, committed=3)
     return Collection(run, None, versions, observations=None, actions=None, trajectories=None)
 
 
@@ -115,7 +113,7 @@ def test_a_collection_that_begins_early_is_given_up_without_its_env_worker_or_it
         ("rollout:0", "generate", 180),
         ("rollout:1", "generate", 180),
     ]
-    rounds._run.progress.version = 4
+    rounds._versions.committed = 4
     assert not rounds.is_intact(pending)
     served |= {"rollout:0": 4}
     assert not rounds.is_intact(pending)  # the other one has not loaded the version

@@ -198,6 +198,24 @@ def test_a_member_gets_the_next_version_once_it_has_weights_and_takes_calls(stat
     assert versions.receivers([member]) == ([member] if takes_calls else [])
 
 
+class SilentCluster(FakeCluster):
+    """A cluster whose rollouts 1 and 2 have been silent for a while; rollout 2 never had weights."""
+
+    def members(self, role=None):
+        found = super().members(role)
+        for member in found[1:]:
+            member.state = MemberState.SUSPECT
+        return found
+
+
+def test_a_member_that_is_silent_during_a_publication_pulls_the_version_when_it_is_here_again():
+    """It may return as the same process, without registering anew: nothing else would bring it the version."""
+    run = Run({f"rollout:{rank}": probe(-1.0) for rank in range(3)}, content_check=False, cluster=SilentCluster)
+    run.versions.forget(("rollout:2", (0, 0)))
+    run.sync.publish(3)
+    assert run.rejoined == ["rollout:1"] and run.served == [([("rollout:0", (0, 0))], 3)]
+
+
 def test_the_check_can_be_switched_off():
     run = Run({"rollout:0": probe(-9.0)}, content_check=False)
     run.sync.publish(3)
