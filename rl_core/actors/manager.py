@@ -9,8 +9,8 @@ import concurrent.futures
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -169,7 +169,7 @@ class ModelManager(ResidentState, PublishedState):
         """Return the reference policy: the model without adapters, or else the present weights, kept in host memory."""
         if self.cfg.model.lora is not None:
             return DisabledAdapters(self._layers_with_adapters())
-        return ReferencePolicy(self._parameter_tensors())
+        return ReferencePolicy(self._parameter_tensors(), self.dtype)
 
     def _is_trained(self, name: str) -> bool:
         """Return whether the parameter called `name` is trained at all: with adapters these and a value head, otherwise each."""
@@ -185,10 +185,11 @@ class ModelManager(ResidentState, PublishedState):
         """Hidden size of the model."""
         return int(self.model_config.hidden_size)
 
-    def reference(self) -> AbstractContextManager[None]:
-        """Return a context manager inside which the model has the weights of the reference policy.
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Give the model the weights of the reference policy inside the block.
 
-        Raises RuntimeError where no KL term needs a reference policy, or while the weights are offloaded.
+        Raises RuntimeError where no KL term needs one, while the weights are offloaded, and between a backward pass and its optimizer step.
         """
         if self._reference is None:
             raise RuntimeError(
@@ -196,7 +197,9 @@ class ModelManager(ResidentState, PublishedState):
             )
         self.residency.require_loaded("the reference policy")
         self.wait_for_readers()
-        return self._reference.swapped()
+        room = self.residency.without_gradients() if isinstance(self._reference, ReferencePolicy) else nullcontext()
+        with room, self._reference.swapped():  # the trained weights take the place of the gradients
+            yield
 
     def renew_reference(self, step: int) -> None:
         """Copy the present weights to a reference policy with weights of its own, if that is due after training step `step`. Not collective."""

@@ -1,4 +1,4 @@
-"""The reference policy: a host copy of the initial or of later weights, which is swapped into the model for a forward pass."""
+"""The reference policy: a host copy of the initial or of later weights, which takes their place in the model for a forward pass."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,51 +8,49 @@ import torch
 from torch import Tensor
 
 from rl_core.actors.slices import Slices
-from rl_core.weights.offload import bytes_of, distinct_storages
+from rl_core.weights.offload import distinct_storages
 
 
 class ReferencePolicy:
-    """This rank's part of the weights of the reference policy, in host memory."""
+    """This rank's part of the weights of the reference policy, in host memory and in the type that the model computes in."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Copy the present values of `tensors`, the parameters that this rank stores. Each storage is copied once."""
-        self._live = [bytes_of(tensor.untyped_storage()) for tensor in distinct_storages(tensors)]
-        self._held = [_host_copy(tensor) for tensor in self._live]
+    def __init__(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """Copy the present values of `tensors`, the parameters that this rank stores. Each storage is copied once.
+
+        `dtype` is the type that the model computes in. It may be narrower than that of `tensors`, where the model casts them for each pass.
+        """
+        self._live = [_elements_of(tensor) for tensor in distinct_storages(tensors)]
+        self._held = [_host_copy(tensor, dtype) for tensor in self._live]
         self.is_renewed = False
         """Whether the weights may be others than at construction."""
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Exchange the model's weights with those of the reference policy inside the block.
+        """Replace the model's weights by those of the reference policy inside the block.
 
-        Afterwards the trained weights are back, bit for bit.
+        Meanwhile the trained weights are kept on the device, so each element is moved to the device once, and none to the host. Afterwards
+        they are back, bit for bit.
         """
-        self._exchange()
+        trained = [live.clone() for live in self._live]
         try:
+            for live, held in zip(self._live, self._held, strict=True):
+                # Moved before it is cast: the other way round torch would cast on the host.
+                live.copy_(held.to(live.device, non_blocking=True))
             yield
         finally:
-            self._exchange()
-
-    def _exchange(self) -> None:
-        # One tensor at a time: the device never holds both policies.
-        with torch.no_grad():
-            passing = _host_copy(max(self._live, key=len)) if self._live else None
-            for live, held in zip(self._live, self._held, strict=True):
-                assert passing is not None
-                passing[: len(live)].copy_(live)
-                live.copy_(held)
-                held.copy_(passing[: len(live)])
+            for live, kept in zip(self._live, trained, strict=True):
+                live.copy_(kept)
 
     def renew(self) -> None:
         """Copy the model's present weights."""
         for live, held in zip(self._live, self._held, strict=True):
-            held.copy_(live)
+            held.copy_(live.to(held.dtype))
         self.is_renewed = True
 
     def slices(self, weights: Slices) -> Slices:
         """Return the reference policy's values of `weights`, which are parts of the model's weights, in float32; none of buffers.
 
-        They share memory with this object where the model's weights are float32.
+        They share memory with this object where the model computes in float32.
         """
         return {
             name: [replace(part, tensor=part.tensor.float()) for part in parts]
@@ -68,10 +66,7 @@ class ReferencePolicy:
 
     def _views(self, weights: Slices) -> Slices:
         """Return views of this object's memory, in the places that `weights` have in the model's."""
-        held_of = {
-            live.untyped_storage()._cdata: held.untyped_storage()
-            for live, held in zip(self._live, self._held, strict=True)
-        }
+        held_of = {live.untyped_storage()._cdata: held for live, held in zip(self._live, self._held, strict=True)}
         return {
             name: [
                 replace(part, tensor=_same_place(part.tensor, held_of[part.tensor.untyped_storage()._cdata]))
@@ -82,12 +77,19 @@ class ReferencePolicy:
         }
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory, which is page-locked where an accelerator copies from and to it."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
+def _elements_of(tensor: Tensor) -> Tensor:
+    """Return all elements of the tensor's storage, one-dimensional, sharing memory."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        storage, 0, (storage.nbytes() // tensor.element_size(),)
+    )
 
 
-def _same_place(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
-    """Return a view of `storage` with the type, place and shape that `tensor` has in its own storage."""
-    view = torch.empty(0, dtype=tensor.dtype)
-    return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+def _host_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy of type `dtype` in host memory, which is page-locked where an accelerator copies from it."""
+    return torch.empty_like(tensor, dtype=dtype, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
+
+
+def _same_place(tensor: Tensor, held: Tensor) -> Tensor:
+    """Return a view of `held` with the place and shape that `tensor` has in its own storage."""
+    return held.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -30,6 +30,10 @@ class ResidentState(ABC):
         """Wait until a background save has copied weights and moments. Must be called before they are changed or moved."""
 
     @abstractmethod
+    def has_gradients(self) -> bool:
+        """Return whether memory for gradients is allocated."""
+
+    @abstractmethod
     def has_pending_gradients(self) -> bool:
         """Return whether there are gradients that no optimizer step has applied."""
 
@@ -97,6 +101,21 @@ class OffloadManager:
         if self.gradients_offloaded:
             self._state.allocate_gradients()
             self.gradients_offloaded = False
+
+    @contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        """Free the memory of the gradients inside the block. If there were any, they are allocated again afterwards, all zero.
+
+        Raises RuntimeError between a backward pass and its optimizer step.
+        """
+        if not self._state.has_gradients():
+            yield
+            return
+        self.offload_gradients()
+        try:
+            yield
+        finally:
+            self.load_gradients()
 
     def offload_optimizer(self) -> None:
         """Move the optimizer's moments to host memory."""

@@ -41,6 +41,9 @@ def trainer_phases(job: RLJobSpec, facts: ModelFacts, *, logits: bool = True) ->
     if job.actor.offload.grads or job.placement.mode != "disaggregated":
         # Released before, they are allocated for the training that follows, as zeros.
         no_gradient["gradients"] = held.get("gradients") or held["optimizer"] * GRADIENT_BYTES // MOMENT_BYTES
+    elif _has_reference(job) and job.actor.backend != "megatron":
+        # The trained weights, while the model has those of the reference policy. Gradients that are allocated give their place to them.
+        no_gradient["reference"] = held["weights"] // _models(job)
     train = {
         "gradients": held.get("gradients") or _fsdp_gradients(job, facts),
         "activations": _activation_bytes(job, facts, training),
@@ -92,8 +95,8 @@ def trainer_host(job: RLJobSpec, facts: ModelFacts) -> int:
     """
     held = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
     found = facts.parameters * WIDTH[job.model.dtype]
-    if job.algorithm.needs_reference and job.model.lora is None:
-        found += held["weights"] // _models(job)
+    if _has_reference(job):
+        found += held["weights"] // _models(job) * WIDTH[job.model.dtype] // _stored_width(job)
     return found + checkpoint_copy(job, facts)
 
 
@@ -104,9 +107,18 @@ def checkpoint_copy(job: RLJobSpec, facts: ModelFacts) -> int:
     held = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
     copied = held["optimizer"] * (MASTER_BYTES + MOMENT_BYTES) // MOMENT_BYTES
     if job.algorithm.needs_reference and job.algorithm.reference_update_steps is not None:
-        width = WIDTH[job.model.dtype] if job.actor.backend == "megatron" else MASTER_BYTES
-        copied += held["weights"] // _models(job) * MASTER_BYTES // width
+        copied += held["weights"] // _models(job) * MASTER_BYTES // _stored_width(job)
     return copied
+
+
+def _has_reference(job: RLJobSpec) -> bool:
+    """Return whether a trainer keeps the weights of a reference policy; with adapters it is the model without them."""
+    return job.algorithm.needs_reference and job.model.lora is None
+
+
+def _stored_width(job: RLJobSpec) -> int:
+    """Return the bytes of a weight that the model stores; FSDP casts float32 ones for each pass."""
+    return WIDTH[job.model.dtype] if job.actor.backend == "megatron" else MASTER_BYTES
 
 
 def _models(job: RLJobSpec) -> int:

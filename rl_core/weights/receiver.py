@@ -43,7 +43,7 @@ from rl_core.weights.manifest import WeightManifest
 from rl_core.weights.receiver_state import ReceiverState, VersionStates
 from rl_core.weights.relay import Relay
 from rl_core.weights.source_reader import SourceReader
-from rl_core.weights.target import InPlaceTarget, WeightTarget
+from rl_core.weights.target import InPlaceTarget, RankTarget, WeightTarget
 
 if TYPE_CHECKING:
     import torch
@@ -150,9 +150,11 @@ class WeightReceiver:
         async with self._engine_lock:
             self._start_timer(offer.deadline)
             layout = Layout.of(manifest.entries, offer.bucket_bytes)
-            self._states.offer(manifest, layout, retain=offer.keep)
+            # Processes of an engine read a whole version from the publisher's memory: nothing is kept here to be patched.
+            whole = offer.keep and offer.source is not None and isinstance(self._target, RankTarget)
+            self._states.offer(manifest, layout, retain=offer.keep and not whole)
             answer = await self._accept(manifest)
-            patch = offer.patch
+            patch = offer.patch if not whole else None
             if isinstance(answer, ReceiverReady) and patch is not None and self._states.accepts(patch.base):
                 answer = await self._load(manifest, layout, patch)
             if isinstance(answer, ReceiverReady) and offer.source is not None:

@@ -12,6 +12,7 @@ from torch._C._profiler import _EventType
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
+from rl_core.actors import reference
 from rl_core.weights import offload
 from tests.actor_samples import make_record
 
@@ -92,13 +93,20 @@ def train(actor) -> None:
     actor.run_training(1)
 
 
+def score_reference(actor, row: list[int]) -> None:
+    """Score `row` with the weights of the reference policy."""
+    with actor.manager.reference():
+        actor.score(row, 1)
+
+
 def measure(make_actor: Callable[[], object]) -> dict[str, int]:
     """Return the most that the actor of `make_actor` holds in the phases idle, logprob and train, bytes; train has the optimizer step.
 
-    What is offloaded goes to memory that is not torch's, as it would leave the memory of a device.
+    What is offloaded, or kept of a reference policy, goes to memory that is not torch's, as it would not be in the memory of a device. With a
+    reference policy its pass is in logprob too.
     """
     meter, actors = Meter(), []
-    offload.torch = _HostMemory()
+    offload.torch = reference.torch = _HostMemory()
     try:
         meter.peak(lambda: actors.append(make_actor()))
         (actor,) = actors
@@ -107,12 +115,15 @@ def measure(make_actor: Callable[[], object]) -> dict[str, int]:
             actor.cfg.actor.offload,
         )
         meter.peak(lambda: actor.occupy(["weights", "gradients", *(["optimizer"] if not parts.optimizer else [])]))
-        measured = {"logprob": meter.peak(lambda: actor.score(row, 1)), "train": meter.peak(lambda: train(actor))}
+        scoring = meter.peak(lambda: actor.score(row, 1))
+        if actor.cfg.algorithm.needs_reference:
+            scoring = max(scoring, meter.peak(lambda: score_reference(actor, row)))
+        measured = {"logprob": scoring, "train": meter.peak(lambda: train(actor))}
         stays = {"weights": not parts.params, "gradients": not parts.grads, "optimizer": not parts.optimizer}
         meter.peak(lambda: actor.occupy([part for part, here in stays.items() if here]))
         meter.forget_unused()
     finally:
-        offload.torch = torch
+        offload.torch = reference.torch = torch
     return measured | {"idle": meter.held}
 
 
@@ -123,5 +134,7 @@ class _HostMemory(SimpleNamespace):
         return getattr(torch, name)
 
     @staticmethod
-    def empty_like(source, **_):
-        return torch.from_numpy(np.empty(source.shape, np.uint8))
+    def empty_like(source, *, dtype=None, **_):
+        """Return a tensor of the shape of `source`, which has one dimension."""
+        dtype = dtype or source.dtype
+        return torch.from_numpy(np.empty(source.numel() * dtype.itemsize, np.uint8)).view(dtype)

@@ -280,6 +280,8 @@ class World:
         self.server = RpcServer("tcp://127.0.0.1:0", handlers).start()
         patient = replace(Deadlines.from_spec(self.spec), straggler_seconds=60)  # no receiver is late that is only slow
         self.publisher = WeightPublisher(self.spec, 0, deadlines=patient)
+        self.host_token = tokens.host_token()
+        """Host of the rollout, as the publisher is told."""
         self.trajectories, self.validation = (Channel.create(name, local=True) for name in ("t", "v"))
         self.ledger.trajectories = self.trajectories
         self.show_env(True)
@@ -295,7 +297,7 @@ class World:
         return asyncio.run_coroutine_threadsafe(coroutine, HandlerLoop.shared().loop).result(120)
 
     def publish(self, version: int, seed: int):
-        receivers = [ReceiverAddress(name="rollout:0", address=self.server.address, host_token=tokens.host_token())]
+        receivers = [ReceiverAddress(name="rollout:0", address=self.server.address, host_token=self.host_token)]
         report = self.publisher.publish(version, StateSource(random_state(seed)), receivers, 1)
         self.ledger.serve(version)
         return report
@@ -303,7 +305,7 @@ class World:
     def publish_next(self, state) -> PublishReport:
         """Publish `state` as the version after the last."""
         self.version += 1
-        receivers = [ReceiverAddress(name="rollout:0", address=self.server.address, host_token=tokens.host_token())]
+        receivers = [ReceiverAddress(name="rollout:0", address=self.server.address, host_token=self.host_token)]
         report = self.publisher.publish(self.version, StateSource(state), receivers, 1)
         self.ledger.serve(self.version)
         return report

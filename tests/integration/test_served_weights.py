@@ -44,8 +44,11 @@ def hf_bfloat16_world():
 
 
 @pytest.fixture(params=["hf", "sglang"])
-def world(request):
-    return request.getfixturevalue(f"{request.param}_world")
+def world(request, monkeypatch):
+    made = request.getfixturevalue(f"{request.param}_world")
+    if request.param == "sglang":  # on the publisher's host its processes read whole versions
+        monkeypatch.setattr(made, "host_token", "elsewhere")
+    return made
 
 
 def content_check(world, state):
@@ -156,6 +159,23 @@ def test_a_patch_that_is_applied_twice_is_followed_by_the_whole_version(world, m
         states.append(stepped(states[-1], 2))
         assert world.publish_next(states[-1]).patched == ()
     assert serves(world, states[-1])
+
+
+def test_a_worker_keeps_a_model_for_patches_only_where_its_engine_cannot_read_the_publishers_memory(
+    sglang_world, monkeypatch
+):
+    receiver, state = sglang_world.worker._built().receiver, random_state(20)
+    size = sum(tensor.nbytes for name, tensor in state.items())
+    held, patched, buffer = [], [], sglang_world.engine.weight_target._buffer.bytes
+    for step, host in enumerate([sglang_world.host_token, "elsewhere", "elsewhere", sglang_world.host_token]):
+        monkeypatch.setattr(sglang_world, "host_token", host)
+        buffer.zero_()
+        patched.append(bool(sglang_world.publish_next(state).patched))
+        held.append(sum(kept.nbytes for kept in (receiver._states.retained or {}).values()))
+        assert bool(buffer.any()) is (host == "elsewhere"), "through the worker or not"
+        assert serves(sglang_world, state)
+        state = stepped(state, step)
+    assert held == [0, size, size, 0] and patched == [False, False, True, False]
 
 
 # --- told, but not done -----------------------------------------------------------------------------------------------------

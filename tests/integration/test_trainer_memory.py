@@ -107,6 +107,16 @@ CASES |= {
         ("fsdp1", "bfloat16", "all weights", {}),
     )
 }
+CASES |= {
+    f"{backend} bfloat16 reference{' grads offloaded' * grads}": {
+        "actor__backend": backend,
+        "model__dtype": "bfloat16",
+        "algorithm__loss": {"klCoefficient": 0.1},
+        "actor__offload": {"grads": grads, "optimizer": True},
+    }
+    for backend in ("fsdp1", "fsdp2", "megatron")
+    for grads in (False, True)
+}
 LLAMA = {
     "fsdp2 float32": {"actor__backend": "fsdp2"},
     "megatron bfloat16": {"actor__backend": "megatron", "model__dtype": "bfloat16"},

@@ -261,6 +261,10 @@ class FSDPModelManager(ModelManager):
         """Return the optimizer state that this rank stores, without the step counters. Not collective."""
         return [self.strategy.local(state[moment]) for state in self.optimizer.state.values() for moment in MOMENTS]
 
+    def has_gradients(self) -> bool:
+        """Return whether memory for gradients is allocated: by a backward pass, or by `allocate_gradients`. Not collective."""
+        return any(parameter.grad is not None for parameter in self.model.parameters())
+
     def has_pending_gradients(self) -> bool:
         """Return whether there are gradients that no optimizer step has applied. Not collective."""
         grads = [self.strategy.local(p.grad) for p in self.model.parameters() if p.grad is not None]

@@ -265,6 +265,10 @@ class MegatronModelManager(ModelManager):
     def _grad_buffers(self) -> list[Tensor]:
         return [buffer.grad_data for stage in self.stages for buffer in stage.buffers]
 
+    def has_gradients(self) -> bool:
+        """Return whether memory for gradients is allocated. Not collective."""
+        return not self.residency.gradients_offloaded
+
     def has_pending_gradients(self) -> bool:
         """Return whether there are gradients that no optimizer step has applied. Not collective."""
         return not self.residency.gradients_offloaded and any(

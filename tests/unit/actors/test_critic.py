@@ -269,7 +269,7 @@ def test_a_critic_learns_what_the_groups_are_worth(make_ppo, records):
 def test_a_reference_policy_swaps_whole_storages_whatever_views_of_them_it_is_given():
     """Wrappers that lay parameters end to end give a view of one storage for each."""
     flat = torch.arange(6.0)
-    reference = ReferencePolicy([flat[:2], flat[2:]])
+    reference = ReferencePolicy([flat[:2], flat[2:]], torch.float32)
     flat += 10
     with reference.swapped():
         assert flat.tolist() == [0, 1, 2, 3, 4, 5]

@@ -207,9 +207,15 @@ def test_colocated_the_optimizer_state_that_is_offloaded_is_not_beside_the_activ
     )
 
 
-def test_a_reference_policy_lies_on_the_host():
-    report = estimate(spec(algorithm={"promptsPerStep": 32, "groupSize": 8, "loss": {"klCoefficient": 0.1}}), FACTS)
-    assert {row.host for row in report.rows if (row.role, row.phase) == ("actor", "train")} == {2_000_000 + 4_000_000}
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_a_reference_policy_lies_on_the_host_in_the_type_of_the_model(backend):
+    """FSDP also holds the trained float32 weights on the device while it scores, Megatron has the room of its gradients for them."""
+    settings = {"algorithm": {"promptsPerStep": 32, "groupSize": 8, "loss": {"klCoefficient": 0.1}}}
+    report = estimate(spec(**settings, actor={"backend": backend}), FACTS)
+    assert {row.host for row in report.rows if (row.role, row.phase) == ("actor", "train")} == {2_000_000 + 2_000_000}
+    beside = {"fsdp2": 4_000_000, "megatron": None}[backend]
+    assert parts(report, "actor", "logprob").get("reference") == beside
+    assert "reference" not in parts(report, "actor", "train")
 
 
 def test_an_asynchronous_checkpoint_has_a_copy_of_float32_weights_and_moments_on_the_host():
