@@ -122,7 +122,8 @@ def test_policy_and_critic_train_as_where_the_actor_holds_both(model):
     found = dict(critic.manager.model.named_parameters())
     for name, parameter in parts.items():
         if name.startswith("critic."):
-            torch.testing.assert_close(found[name.removeprefix("critic.")], parameter, atol=1e-6, rtol=1e-5)
+            # Four times the bound of the policy, as the learning rate is.
+            torch.testing.assert_close(found[name.removeprefix("critic.")], parameter, atol=4e-6, rtol=1e-5)
     start = dict(make_critic(model).manager.model.named_parameters())
     assert all(not torch.equal(parameter, start[name]) for name, parameter in found.items())
 
