@@ -12,7 +12,7 @@ from rl_core.weights.offload import distinct_storages
 
 
 class ReferencePolicy:
-    """This rank's part of the weights of the reference policy, in host memory and in the type that the model computes in."""
+    """The reference policy's weights that this rank stores, kept in host memory in the dtype in which the model computes."""
 
     def __init__(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
         """Copy the present values of `tensors`, the parameters that this rank stores. Each storage is copied once.

@@ -54,7 +54,7 @@ class EmbodiedOptions(Spec):
     rollout_epochs: int = Field(1, ge=1, le=1024)
     """How often a training step makes `horizon` steps of each simulator. Each time groups, and without auto-reset all episodes, begin anew."""
     weight_sync_interval: int = Field(1, ge=1, le=1024)
-    """Training steps between two transfers of weights to the rollouts. Weights that are evaluated are transferred too."""
+    """Rollouts get new weights after every so many training steps, and before each evaluation."""
     chunk: int = Field(1, ge=1, le=1024)
     """Actions that the policy chooses at once."""
     stages: Literal[1, 2] = 1
@@ -187,7 +187,7 @@ def check_sizes(spec: "RLJobSpec", options: EmbodiedOptions) -> None:
 
 
 def check_batch(spec: "RLJobSpec", options: EmbodiedOptions) -> None:
-    """Raise ConfigError when the batch of a training step cannot be divided among rollouts, data ranks and mini-batches."""
+    """Raise ConfigError if the simulators or decisions of a training step do not divide evenly among rollouts, data ranks and mini-batches."""
     rollouts, ranks = spec.rollout.replicas, spec.actor.data_parallel
     groups = options.num_envs // options.stages * spec.env.replicas // simulators_per_group(spec.algorithm)
     of_what = "groups of simulators" if spec.algorithm.name == "grpo" else "simulators"

@@ -223,7 +223,7 @@ class EnvOutput:
         return tuple(self.__dataclass_fields__)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a field, `default` for a name that is none."""
+        """Return the value of the field `name`, or `default` if there is no such field, as `dict.get` does."""
         return getattr(self, name) if name in self else default
 
 

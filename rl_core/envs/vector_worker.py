@@ -230,7 +230,7 @@ class EnvWorker(Worker):
         return self.envs[stage].chunk_step(np.asarray(chunk_actions))
 
     def update_reset_state_ids(self, step: int | None = None, epoch: int = 0) -> None:
-        """Draw new seeds for the episodes of a rollout epoch of training step `step`; None means the next step."""
+        """Choose the reset seeds of the simulators for one rollout epoch of training step `step`; None means the next step."""
         self._step, self._epoch = self._step + 1 if step is None else step, epoch
         for env in self.envs:
             env.restart_seeds()

@@ -31,7 +31,7 @@ CONFIG_PATH = "/etc/rljob/job.json"
 """Where the pods of the control group find the resolved job; a local run passes its own path."""
 CURVE_PATH = "/etc/rljob/keys"
 COPY_SETTINGS = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x1000000"}
-"""Lets the C library copy 16 MiB and more past the caches, which takes two thirds of the time.
+"""Environment variables that make glibc copy blocks of 16 MiB and more with non-temporal stores, which bypass the caches and are faster.
 
 By default it does so from three quarters of the last cache's size, and virtual machines report caches of hundreds of megabytes. Other C
 libraries and processors ignore the variable. One that the user sets wins.

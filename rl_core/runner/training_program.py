@@ -110,7 +110,7 @@ class TrainingProgram(Program):
         self.show_step()
 
     def show_step(self) -> None:
-        """Show the step that was trained last in `/status`."""
+        """Set the number of completed training steps that `GET /status` returns to that of the last trained step."""
         progress = self.progress
         self.board.set(step=progress.step, policyVersion=progress.version, reward=progress.reward)
 

@@ -77,7 +77,7 @@ def rebuild_error(packed: PackedError, *, method: str, peer: str) -> RLJobError:
 
 
 def finite_seconds(timeout: float) -> float:
-    """Return `timeout`. Raises ValueError for NaN and infinity, because every wait must end, and for what is no number."""
+    """Return `timeout`, in seconds. Raises ValueError unless it is a finite number, because every wait must end."""
     if not isinstance(timeout, numbers.Real) or not math.isfinite(timeout):
         raise ValueError(f"timeout must be None or a finite number of seconds, got {timeout!r}")
     return timeout

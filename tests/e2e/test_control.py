@@ -33,8 +33,8 @@ def test_rollouts_join_and_leave_in_mid_run_and_every_group_is_trained_once(star
     )
     run.start()
     run.at_step(2)
-    told = rljob("scale", str(run.output), "--replicas", "3", "--env", "2")
-    assert told.returncode == 0, told.stderr
+    scaled = rljob("scale", str(run.output), "--replicas", "3", "--env", "2")
+    assert scaled.returncode == 0, scaled.stderr
     run.until(
         lambda: rollouts(run.status()).get("ready") == 3 and len(run.processes(role="env")) == 2,
         "three rollouts, two envs",

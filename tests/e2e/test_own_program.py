@@ -79,8 +79,8 @@ def test_a_call_to_a_killed_member_goes_to_another_and_the_group_grows_while_it_
     assert counter(run) == (2, 2) and status["step"] == 1
     assert [role["name"] for role in status["roles"]] == ["actor", "rollout", "env", "counter"]
     assert {m["name"] for m in status["members"]} == {"actor:0", "counter:0", "counter:1"}
-    told = rljob("scale", str(run.output), "--group", "counter", "--replicas", "3")
-    assert told.returncode == 0, told.stderr
+    scaled = rljob("scale", str(run.output), "--group", "counter", "--replicas", "3")
+    assert scaled.returncode == 0, scaled.stderr
     refused = rljob("scale", str(run.output), "--group", "counters", "--replicas", "3")
     assert refused.returncode == 2 and "(rollout, env, counter), got counters" in " ".join(refused.stderr.split())
     os.kill(pid, signal.SIGKILL)

@@ -281,7 +281,7 @@ class World:
         patient = replace(Deadlines.from_spec(self.spec), straggler_seconds=60)  # no receiver is late that is only slow
         self.publisher = WeightPublisher(self.spec, 0, deadlines=patient)
         self.host_token = tokens.host_token()
-        """Host of the rollout, as the publisher is told."""
+        """Name of the host that the rollout reports to the publisher."""
         self.trajectories, self.validation = (Channel.create(name, local=True) for name in ("t", "v"))
         self.ledger.trajectories = self.trajectories
         self.show_env(True)

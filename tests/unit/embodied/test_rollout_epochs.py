@@ -154,7 +154,7 @@ def test_an_env_worker_that_is_lost_between_two_epochs_costs_the_later_one(batch
         mine = torch.tensor([number // PER_WORKER == lost for number in merged.env_ids.tolist()])
         assert trained[0].all() and trained[1].tolist() == (~mine).tolist()
 
-    # One pair goes through the channels; the rollout is told of the loss by the end of the other pair's connection.
+    # One pair goes through the channels; the rollout learns of the loss when the other pair's connection ends.
     asyncio.run(main())
 
 
