@@ -56,7 +56,8 @@ def check_in_child(
 
 def report_checked() -> None:
     """Tell `check_in_child`, which has started this process, that nothing was found. User code that ends the process early does not get here."""
-    print(f"\n{CHECKED}", flush=True)
+    sys.stdout.write(f"\n{CHECKED}\n")
+    sys.stdout.flush()
 
 
 def load_extensions(modules: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """Checks for `rljob validate` whether the program and the worker classes of a job can be used. Runs user code in a child process.
 
-`python -m rl_core.runner.program_check program|worker MODULE:CLASS` reports that nothing was found, or ends with the problem as the last line of its errors.
+`python -m rl_core.runner.program_check program|worker MODULE:CLASS` reports that nothing was found, or ends with the problem as the last line
+of its errors.
 """
 
 import inspect
