@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_core.actors import guards, hf, lora
@@ -104,8 +105,12 @@ class MegatronModelManager(ModelManager):
 
     def _make_groups(self) -> None:
         state = library.parallel_state
-        if state.model_parallel_is_initialized():
-            state.destroy_model_parallel()  # of an earlier actor of this process
+        if state.model_parallel_is_initialized():  # by an earlier actor of this process
+            for group in state._global_process_group_list[
+                1:
+            ]:  # megatron forgets them only, and each has threads that poll
+                dist.destroy_process_group(group)
+            state.destroy_model_parallel()
         with self.ranks.making_groups():
             state.initialize_model_parallel(
                 tensor_model_parallel_size=self.parallel.tensor,
