@@ -88,6 +88,7 @@ async def test_a_gang_of_someone_else_under_our_name_is_left_alone_and_told(
     await start()
     await jobs.create(**SECTIONS)
     assert f"PodGroup/{name}" in await jobs.wait_condition("Accepted", "False", "NameConflict")
+    assert await jobs.pods() == {}, "they would join that gang"
     kept = await jobs.api.read(group, jobs.namespace, name)
     assert kept["metadata"]["uid"] == made["metadata"]["uid"] and kept["spec"] == theirs
     await jobs.api.delete(group, jobs.namespace, name, uid=made["metadata"]["uid"])
