@@ -248,7 +248,7 @@ class MegatronModelManager(ModelManager):
 
     def drop_gradients(self) -> None:
         """Discard the gradients. Not collective."""
-        if not self.residency.gradients_offloaded:
+        if self.has_gradients():
             for stage in self.stages:
                 stage.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -272,13 +272,11 @@ class MegatronModelManager(ModelManager):
 
     def has_gradients(self) -> bool:
         """Return whether memory for gradients is allocated. Not collective."""
-        return not self.residency.gradients_offloaded
+        return any(buffer.untyped_storage().nbytes() for buffer in self._grad_buffers())
 
     def has_pending_gradients(self) -> bool:
         """Return whether there are gradients that no optimizer step has applied. Not collective."""
-        return not self.residency.gradients_offloaded and any(
-            bool(buffer.count_nonzero()) for buffer in self._grad_buffers()
-        )
+        return self.has_gradients() and any(bool(buffer.count_nonzero()) for buffer in self._grad_buffers())
 
     def release_gradients(self) -> None:
         """Free the memory of the gradients. Not collective."""
