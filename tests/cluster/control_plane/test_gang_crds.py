@@ -79,6 +79,24 @@ async def test_a_scheduler_of_gangs_gets_its_objects_under_the_charts_rights_whi
     assert used == {right for right in granted(rights) if right[1] == group.group}
 
 
+async def test_a_gang_of_someone_else_under_our_name_is_left_alone_and_told(
+    jobs: Jobs, start: Callable, group: kinds.Kind
+) -> None:
+    name, theirs = "job-actor-gang", {"minMember": 7}
+    body = {"apiVersion": group.api_version, "kind": group.kind, "metadata": {"name": name}, "spec": theirs}
+    made = await jobs.api.create(group, jobs.namespace, body)
+    await start()
+    await jobs.create(**SECTIONS)
+    assert f"PodGroup/{name}" in await jobs.wait_condition("Accepted", "False", "NameConflict")
+    assert await jobs.pods() == {}, "they would join that gang"
+    kept = await jobs.api.read(group, jobs.namespace, name)
+    assert kept["metadata"]["uid"] == made["metadata"]["uid"] and kept["spec"] == theirs
+    await jobs.api.delete(group, jobs.namespace, name, uid=made["metadata"]["uid"])
+    await jobs.wait_condition("Accepted", "True")
+    await jobs.wait_pods(*PODS)
+    assert (await jobs.api.read(group, jobs.namespace, name))["spec"]["minMember"] == GANGS[name]
+
+
 @pytest.mark.parametrize("group", [gang.VOLCANO], indirect=True)
 async def test_volcano_gets_the_queue_and_what_the_gang_asks_for(
     jobs: Jobs, start: Callable, group: kinds.Kind
