@@ -156,9 +156,14 @@ class MultiStepRolloutWorker(WeightMethods):
         """Return where the actions of a stage go: as `get_src_ranks`."""
         return self._envs.sources
 
-    async def recv_env_output(self, input_channel: Exchange, mode: Mode = "train", stage: int = 0) -> EnvOutput:
-        """Receive the outputs of all env workers that this rollout serves, merged in their order, as tensors."""
-        return await self._envs.receive(input_channel, stage)
+    async def recv_env_output(
+        self, input_channel: Exchange, mode: Mode = "train", stage: int = 0, *, begins: bool = False
+    ) -> EnvOutput:
+        """Receive the outputs of all env workers that this rollout serves, merged in their order, as tensors.
+
+        `begins`: they begin a rollout epoch. See `ServedEnvs.receive`.
+        """
+        return await self._envs.receive(input_channel, stage, begins=begins)
 
     def send_chunk_actions(
         self, output_channel: Exchange, chunk_actions: Tensor | np.ndarray, mode: Mode = "train", stage: int = 0
@@ -229,12 +234,12 @@ class MultiStepRolloutWorker(WeightMethods):
         recorders = [self._recorder(envs, stage) for stage in range(self.options.stages)]
         for decision in range(self._decisions + 1):
             for stage, recorder in enumerate(recorders):
-                output = await envs.receive(exchange, stage, begins=decision == 0)
+                output = await self.recv_env_output(exchange, stage=stage, begins=decision == 0)
                 if decision == self._decisions:
                     self._end(recorder, output)
                     continue
                 step, values = self._decide(output, version)
-                envs.send(exchange, stage, step.actions)
+                self.send_chunk_actions(exchange, step.actions, stage=stage)
                 # The rest is done while the simulators make the actions.
                 if values is not None:
                     step.prev_values = values()
@@ -248,7 +253,11 @@ class MultiStepRolloutWorker(WeightMethods):
     ) -> list[list[TrajectoryRecorder]]:
         """Do the same, but decide for each env worker as its observations come. A stage has several recorders."""
         stages = range(self.options.stages)
-        lanes = [Lane(stage, env, size, self._recorder(envs, stage)) for stage in stages for env, size in envs.sources]
+        lanes = [
+            Lane(stage, env, size, self._recorder(envs, stage))
+            for stage in stages
+            for env, size in self.get_src_ranks(stage)
+        ]
         await DecoupledDecisions(
             envs=envs,
             lanes=lanes,
