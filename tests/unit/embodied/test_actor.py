@@ -63,13 +63,6 @@ def test_trajectories_are_in_the_order_of_their_senders_whichever_comes_first(ac
     assert actor.run_training()["actor/grad_norm"] > 0
 
 
-def test_a_rank_may_get_no_simulators(actor):
-    """Then it trains on rows that the other ranks send it."""
-    actor.load_trajectories([make_trajectory([], 1)])
-    got = actor.compute_advantages_and_returns()
-    assert got["advantages"].shape == got["returns"].shape == (0, STEPS)
-
-
 def test_what_the_runner_calls_before_training_returns_no_tensors(actor):
     actor.load_trajectories([make_trajectory([0, 1, 2, 3], 1)])
     assert actor.prepare_training() is None
