@@ -218,12 +218,8 @@ class Actor(Worker, ABC):
         """
         return self.engine.compute_advantages()
 
-    def prepare_training(self) -> None:
-        """Compute the advantages of the step, and return none of them: the runner, which calls this, would load torch to receive tensors."""
-        self.compute_advantages_and_returns()
-
     def run_training(self, step: int | None = None) -> dict[str, float] | None:
-        """Train on the step's groups as step number `step`, None being the next one.
+        """Train on the step's groups as step number `step`, None being the next one. Advantages that are not computed yet are computed first.
 
         Returns the metrics `actor/*`, `perf/*` and `time/*`, reduced over all ranks and equal on each, or None when the step was cancelled.
         Raises as `StepEngine.train`.

@@ -31,11 +31,11 @@ class DeviceCopies:
         self._buffer = DeviceBuffer(optional=True)
         if self._wanted:
             self._buffer.allocate(layout.nbytes, str(ranks.device))
-        self._given: list[Handle] = []
-        """Handles of this rank's copy."""
+        self._unused: list[Handle] = []
+        """Handles of this rank's copy that no engine has opened."""
         self._complete = False
         self.handles: dict[Place, list[Handle]] = {}
-        """Handles of the copy on each device, once all buckets were broadcast. The publisher removes those that it passes to engines."""
+        """Handles of the copy on each device, once all buckets were broadcast. The publisher removes those that engines open."""
 
     def broadcast(self, bucket: Bucket, tensors: Iterable[Tensor]) -> None:
         """Copy `bucket` to the devices. `tensors` are those of the bucket on rank 0, and are not used elsewhere."""
@@ -48,11 +48,10 @@ class DeviceCopies:
     def collect_handles(self) -> None:
         """Collect the handles of all copies in `handles`, once all buckets were broadcast."""
         if self._buffer.is_filled:
-            self._given = [self._buffer.handle() for _ in range(self._wanted)]
-        everybody = self._ranks.gather([[_to_json(part) for part in handle] for handle in self._given])
-        for place, given in zip(self._places, everybody, strict=True):
+            self._unused = [self._buffer.handle() for _ in range(self._wanted)]
+        for place, given in zip(self._places, self._ranks.gather(_packed(self._unused)), strict=True):
             if given:
-                self.handles[place] = [tuple(_from_json(part) for part in handle) for handle in given]
+                self.handles[place] = _unpacked(given)
         self._complete = True
 
     def await_end(self) -> None:
@@ -60,18 +59,18 @@ class DeviceCopies:
         if not self._complete:
             return
         with self._ranks.collectives_within(self._seconds):
-            left = self._ranks.gather([len(self.handles.get(place, ())) for place in self._places])[0]
-        # Rank 0 takes handles from the end of the list.
-        self._given = self._given[: left[self._ranks.rank]]
+            left = self._ranks.gather([_packed(self.handles.get(place, ())) for place in self._places])[0]
+        self._unused = _unpacked(left[self._ranks.rank])
 
     def free(self) -> None:
         """Free this rank's copy of the weights on its device. Other ranks need not call it."""
-        self._buffer.free(unused=self._given)
+        self._buffer.free(unused=self._unused)
 
 
-def _to_json(part: int | bytes | bool) -> int | str | bool:
-    return part.hex() if isinstance(part, bytes) else part
+def _packed(handles: Iterable[Handle]) -> list[list[int | str | bool]]:
+    """Return `handles` as JSON can hold them."""
+    return [[part.hex() if isinstance(part, bytes) else part for part in handle] for handle in handles]
 
 
-def _from_json(part: int | str | bool) -> int | bytes | bool:
-    return bytes.fromhex(part) if isinstance(part, str) else part
+def _unpacked(handles: list[list[int | str | bool]]) -> list[Handle]:
+    return [tuple(bytes.fromhex(part) if isinstance(part, str) else part for part in handle) for handle in handles]

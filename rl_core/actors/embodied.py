@@ -139,6 +139,8 @@ class EmbodiedFSDPActor(Actor):
 
     def run_training(self, step: int | None = None) -> dict[str, float] | None:
         """Train as `Actor.run_training` does, then let the policy update its statistics of observations where it has some."""
+        if self._rows is not None:
+            self.compute_advantages_and_returns()
         metrics = super().run_training(step)
         inputs, self._inputs = self._inputs, {}
         update = getattr(self.manager.model, "update_statistics", None)  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -169,7 +169,8 @@ class ModelManager(ResidentState, PublishedState):
         """Return the reference policy: the model without adapters, or else the present weights, kept in host memory."""
         if self.cfg.model.lora is not None:
             return DisabledAdapters(self._layers_with_adapters())
-        return ReferencePolicy(self._parameter_tensors(), self.dtype)
+        # While it is swapped in, the trained weights take the place of the gradients.
+        return ReferencePolicy(self._parameter_tensors(), self.dtype, make_room=self.residency.without_gradients)
 
     def _is_trained(self, name: str) -> bool:
         """Return whether the parameter called `name` is trained at all: with adapters these and a value head, otherwise each."""
@@ -197,8 +198,7 @@ class ModelManager(ResidentState, PublishedState):
             )
         self.residency.require_loaded("the reference policy")
         self.wait_for_readers()
-        room = self.residency.without_gradients() if isinstance(self._reference, ReferencePolicy) else nullcontext()
-        with room, self._reference.swapped():  # the trained weights take the place of the gradients
+        with self._reference.swapped():
             yield
 
     def renew_reference(self, step: int) -> None:

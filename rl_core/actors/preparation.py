@@ -61,10 +61,8 @@ class PreparedBatch:
 
         `decoupled` selects the naming of decoupled PPO: the old policy is then the one that sampled (behaviour policy), and the policy
         before this update is the proximal one. Otherwise the old policy is the one before this update, or the sampling policy if its
-        log-probabilities are not recomputed. Raises RuntimeError before advantages are computed.
+        log-probabilities are not recomputed.
         """
-        if self.advantages is None:
-            raise RuntimeError("run_training needs advantages, got none; call compute_advantages_and_returns first")
         return Columns(
             input_ids=self.batch.input_ids,
             loss_mask=self.batch.loss_mask,

@@ -1,7 +1,7 @@
 """The reference policy: a host copy of the initial or of later weights, which takes their place in the model for a forward pass."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -14,11 +14,18 @@ from rl_core.weights.offload import distinct_storages
 class ReferencePolicy:
     """The reference policy's weights that this rank stores, kept in host memory in the dtype in which the model computes."""
 
-    def __init__(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        dtype: torch.dtype,
+        make_room: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """Copy the present values of `tensors`, the parameters that this rank stores. Each storage is copied once.
 
         `dtype` is the type that the model computes in. It may be narrower than that of `tensors`, where the model casts them for each pass.
+        `make_room()` frees memory of the device while the weights are swapped, when the trained ones need as much again.
         """
+        self._make_room = make_room
         self._live = [_elements_of(tensor) for tensor in distinct_storages(tensors)]
         self._held = [_host_copy(tensor, dtype) for tensor in self._live]
         self.is_renewed = False
@@ -31,6 +38,11 @@ class ReferencePolicy:
         Meanwhile the trained weights are kept on the device, so each element is moved to the device once, and none to the host. Afterwards
         they are back, bit for bit.
         """
+        with self._make_room(), self._exchanged():
+            yield
+
+    @contextmanager
+    def _exchanged(self) -> Iterator[None]:
         trained = [live.clone() for live in self._live]
         try:
             for live, held in zip(self._live, self._held, strict=True):

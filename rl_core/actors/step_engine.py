@@ -238,12 +238,14 @@ class StepEngine:
         self._cancellation.request()
 
     def train(self, step: int) -> dict[str, float] | None:
-        """Train on the step's groups.
+        """Train on the step's groups, whose advantages are computed first if `compute_advantages` was not called.
 
-        Returns the step's metrics over all ranks, equal on each, or None when it was cancelled. Raises RuntimeError without groups or
-        advantages, InfrastructureError when a rank is lost, and DataError after too many consecutive gradients that were not finite.
+        Returns the step's metrics over all ranks, equal on each, or None when it was cancelled. Raises RuntimeError without groups,
+        InfrastructureError when a rank is lost, and DataError after too many consecutive gradients that were not finite.
         """
         prepared = self._require_batch("run_training")
+        if prepared.advantages is None:
+            self.compute_advantages()
         columns = prepared.columns(decoupled=self._algorithm.loss.name == "decoupled_ppo")
         started = time.perf_counter()
         batch, report = prepared.batch, StepMetrics(self._model.counts)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from rl_core.algorithms.registry import option_names, resolve
 from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.errors import RLJobError
-from rl_core.api.user_code import describe
+from rl_core.api.user_code import describe, report_checked
 
 OPTIONS = {"advantage": ("reduce",), "loss": ("clip_low", "clip_high", "dual_clip")}
 """What the functions of each kind get besides their inputs, as far as they have a parameter for it."""
@@ -97,3 +97,4 @@ def main(kind: str, text: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.stdin.read())
+    report_checked()

@@ -24,12 +24,14 @@ MAX_FRAMES = 50
 """Innermost frames of a traceback that are shown."""
 IMPORT_SECONDS = 120.0
 """Seconds of an import in `check_in_child`. It may load torch for the first time."""
+CHECKED = "rljob: the check has ended"
+"""Line on standard output by which the child process of `check_in_child` says that it has run to its end."""
 
 
 def check_in_child(
     module: str, *arguments: str, name: str, search_path: str, given: str = "", seconds: float = IMPORT_SECONDS
 ) -> str:
-    """Run `python -m module ARGUMENTS`, which tries user code; return the last line of its errors, empty when it ends with 0.
+    """Run `python -m module ARGUMENTS`, which tries user code and calls `report_checked`; return the last line of its errors, or "".
 
     `name` is that of the code, `given` the standard input, `search_path` the folder with user code (the job file's).
     """
@@ -46,10 +48,16 @@ def check_in_child(
         )
     except subprocess.TimeoutExpired:
         return f"must be imported and called within {seconds:g} s, got {name}; do less in it"
-    if done.returncode == 0:
+    if CHECKED in done.stdout.splitlines():
         return ""
     ended = f"must not end its process, got {name}, which ended it with code {done.returncode}; correct it"
-    return ended if done.returncode < 0 else done.stderr.strip().rpartition("\n")[2] or ended
+    return done.stderr.strip().rpartition("\n")[2] or ended if done.returncode > 0 else ended
+
+
+def report_checked() -> None:
+    """Tell `check_in_child`, which has started this process, that nothing was found. User code that ends the process early does not get here."""
+    sys.stdout.write(f"\n{CHECKED}\n")
+    sys.stdout.flush()
 
 
 def load_extensions(modules: Sequence[str]) -> None:

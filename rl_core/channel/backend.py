@@ -1,6 +1,7 @@
 """The interface between a channel's public class and the place of its items: `client` (a server process) or `local` (this process)."""
 
 import concurrent.futures
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,6 +57,9 @@ class Backend(Protocol):
 
         If it is cancelled or its result is not read, the items return to the head of the queue.
         """
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Declare that a caller is blocked until the channel has `what` ("items" or "room") for it, while the `with` block runs."""
 
     def load(self, delivery: Delivery) -> Any:
         """Return the item that `delivery` brings."""

@@ -103,7 +103,8 @@ class Channel:
         """
         if async_op:
             return AsyncHandle(self._put(item, weight, key, timeout), lambda none: none, detach)
-        wait_sync(lambda: self._put(item, weight, key, timeout), "Channel.put")
+        with self._backend.waiting("room"):
+            wait_sync(lambda: self._put(item, weight, key, timeout), "Channel.put")
         return None
 
     async def put_async(
@@ -186,7 +187,8 @@ class Channel:
         refuse_on_event_loop(what)
         future = self._backend.take(request)
         try:
-            deliveries = future.result()
+            with self._backend.waiting("items"):
+                deliveries = future.result()
         except KeyboardInterrupt:  # no caller is left to take the items
             self._give_up(future)
             raise

@@ -8,7 +8,8 @@ import concurrent.futures
 import functools
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rl_core.api.errors import ConfigError
@@ -40,6 +41,8 @@ class ChannelClient:
         self.rpc = RpcClient(address, keys, identity, service="channel", share_memory=True)
         self.sender = PutSender(self.rpc)
         self.receipts = _Receipts(self.rpc)
+        self.waiting: Callable[[str, str], AbstractContextManager[None]] = lambda what, on: nullcontext()
+        """Called with what a blocked caller waits for and on what, as `Worker.waiting`, which a worker process puts in its place."""
         self._registrations: dict[str, list[int]] = {}
         """Numbers of this process's producers by channel."""
         self._numbers = itertools.count()
@@ -121,6 +124,10 @@ class RemoteBackend:
         if receipts:
             future.add_done_callback(lambda done: self._client.receipts.restore(receipts, done))
         return future
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Declare that a caller is blocked until the channel has `what` for it."""
+        return self._client.waiting(what, f"channel {self._name}")
 
     def load(self, delivery: Delivery) -> Any:
         """Decode the item; large arrays view the server's segments."""

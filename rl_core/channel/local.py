@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -115,6 +116,10 @@ class LocalBackend:
             self._arm()
         self._on_cancel(future, take, self._core.cancel_take)
         return future
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Declare nothing: a channel inside a process has no other member to wait for."""
+        return nullcontext()
 
     def load(self, delivery: Delivery) -> Any:
         """Return the item itself: it never left the process."""

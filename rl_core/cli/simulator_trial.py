@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rl_core.api.embodied import EmbodiedOptions, embodied_options
 from rl_core.api.errors import ConfigError, RLJobError
 from rl_core.api.job import RLJobSpec
-from rl_core.api.user_code import describe, load_extensions
+from rl_core.api.user_code import describe, load_extensions, report_checked
 from rl_core.envs.simulator import Simulator
 from rl_core.messages.embodied import SimulatorChunk, SimulatorReset, SimulatorSettings
 from rl_core.policies.actor_critic import ActorCritic
@@ -155,3 +155,4 @@ def main(text: str, *, with_policy: bool) -> None:
 
 if __name__ == "__main__":
     main(sys.stdin.read(), with_policy="policy" in sys.argv[1:])
+    report_checked()

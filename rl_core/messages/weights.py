@@ -263,6 +263,8 @@ class ReceiverApplied:
     """Whether bytes had to move for it."""
     patched: bool = False
     """Whether those were of a patch."""
+    opened: tuple[int, ...] = ()
+    """Numbers of the handles of a `DeviceSource` that were opened."""
 
 
 @record
@@ -293,6 +295,8 @@ class ReceiverFailure:
     reason: str
     aborted: bool = False
     """Whether only the process group ended, so that the version may be offered again."""
+    opened: tuple[int, ...] = ()
+    """Numbers of the handles of a `DeviceSource` that were opened."""
 
 
 ReceiverAnswer = ReceiverReady | ReceiverApplied | ReceiverAck | ReceiverRefusal | ReceiverFailure

@@ -75,6 +75,11 @@ class PausingRankTarget(PausingTarget):
         """Return whether the last load failed because of the process group or the mapping."""
         return self._engine.group_ended
 
+    @property
+    def opened(self) -> tuple[int, ...]:
+        """Return which of them have opened their handle in the last load."""
+        return self._engine.opened
+
     def load_source(self, source: SharedSource | DeviceSource | GroupSource, assembly: Assembly) -> None:
         """Let each process of the engine read the version from `source`."""
         self._engine.load_source(source, assembly)

@@ -1,6 +1,7 @@
 """Checks for `rljob validate` whether the program and the worker classes of a job can be used. Runs user code in a child process.
 
-`python -m rl_core.runner.program_check program|worker MODULE:CLASS` ends with 0, or with the problem as the last line of its errors.
+`python -m rl_core.runner.program_check program|worker MODULE:CLASS` reports that nothing was found, or ends with the problem as the last line
+of its errors.
 """
 
 import inspect
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
-from rl_core.api.user_code import check_in_child, import_reference
+from rl_core.api.user_code import check_in_child, import_reference, report_checked
 from rl_core.runner.programs import PROGRAMS, load_program
 from rl_core.workers.group import check_class
 
@@ -48,3 +49,4 @@ if __name__ == "__main__":
         {"program": load_program, "worker": check_worker}[sys.argv[1]](sys.argv[2])
     except (ConfigError, ValueError) as problem:
         sys.exit(" ".join(str(problem).split()))
+    report_checked()

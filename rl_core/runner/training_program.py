@@ -76,11 +76,9 @@ class TrainingProgram(Program):
                     self.stops.wait(self.actor.compute_log_probs())
                 self.stops.raise_if_stop_requested()
             with self.report.measure("train"):
-                # Both are sent at once; a rank runs them in this order.
-                preparing = self.actor.prepare_training()
+                # It computes the advantages too: they are tensors, for which the runner would load torch if it asked for them itself.
                 training = self.actor.run_training(self.progress.step + 1)
                 self.on_training()
-                self.stops.wait(preparing)
                 metrics = self.stops.wait(training)[0]
             of_critic: dict[str, float] = {}
             if metrics is not None and self.critic is not None:  # now the step cannot be cancelled any more

@@ -70,11 +70,13 @@ class DeviceBuffer:
 
     def free(self, unused: Iterable[Handle] = ()) -> None:
         """Free the buffer, once no receiver maps it any more. `unused`: handles that no process has mapped and none will map."""
-        on_gpu = self._buffer is not None and self._buffer.is_cuda
-        # Torch keeps the memory until each handle was mapped once and given up.
-        for _, _, _, _, counter, position, *_ in unused if on_gpu else ():
-            torch.UntypedStorage._release_ipc_counter_cuda(counter, position)
-        self._buffer = None
+        buffer, self._buffer = self._buffer, None
+        if buffer is None:
+            return
+        for handle in unused:
+            release(buffer.untyped_storage(), handle)
+        on_gpu = buffer.is_cuda
+        del buffer
         if on_gpu:
             torch.cuda.ipc_collect()
 
@@ -108,8 +110,24 @@ def write(tensors: Iterable[Tensor], bucket: Bucket, memory: Tensor) -> None:
 
 
 def handle_of(storage: torch.UntypedStorage) -> Handle:
-    """Return a handle by which one other process maps `storage`. Memory of a CPU is moved to shared memory."""
-    return tuple(storage._share_cuda_() if storage.is_cuda else storage._share_filename_cpu_())
+    """Return a handle by which one other process maps `storage`. Memory of a CPU is moved to shared memory.
+
+    The memory stays allocated until that process has mapped it and given it up again, or until `release` is called.
+    """
+    if storage.is_cuda:
+        return tuple(storage._share_cuda_())
+    handle = tuple(storage._share_filename_cpu_())
+    storage._shared_incref()  # as `_share_cuda_` does
+    return handle
+
+
+def release(storage: torch.UntypedStorage, handle: Handle) -> None:
+    """Give up a handle of `storage` that no process has mapped and none will map."""
+    if storage.is_cuda:
+        _, _, _, _, counter, position, *_ = handle
+        torch.UntypedStorage._release_ipc_counter_cuda(counter, position)
+    else:
+        storage._shared_decref()
 
 
 @contextmanager
@@ -117,7 +135,7 @@ def mapped(handle: Handle, device: str) -> Iterator[Tensor]:
     """Map the memory of another process as uint8 [nbytes] within a `with` block. `device`: name of the device in this process."""
     place = torch.device(device)
     if place.type != "cuda":
-        yield bytes_of(torch.UntypedStorage._new_shared_filename_cpu(*handle))
+        yield bytes_of(torch.UntypedStorage._new_shared_filename_cpu(*handle)._shared_decref())
         return
     with torch.cuda.device(place):
         storage = torch.UntypedStorage._new_shared_cuda(place.index or 0, *handle[1:])

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from rl_core.api.errors import RLJobError
+from rl_core.api.errors import RLJobError, WorkerLost
 from rl_core.messages.weights import (
     ReceiverAck,
     ReceiverAnswer,
@@ -58,6 +58,8 @@ class Handshake:
         """Whether a patch was applied instead of the whole version."""
         self.relayed = False
         """Whether another receiver sent the bytes."""
+        self.opened: frozenset[int] | None = None
+        """Numbers of the handles in the last TRANSFER that the receiver has opened. None: it lives, but did not answer in time."""
         self.ready: ReceiverReady | None = None
         """The last READY answer; None before the first."""
         self.ack: ReceiverAck | None = None
@@ -130,7 +132,10 @@ class Handshake:
         """
         self.transport = transfer.source.kind
         call = self.client.call("weights_transfer", transfer, timeout=timeout)
+        self.opened = None
         answer = await self._await_answer(call, ReceiverApplied | ReceiverReady | ReceiverFailure)
+        if isinstance(answer, ReceiverApplied | ReceiverFailure):
+            self.opened = frozenset(answer.opened)
         if isinstance(answer, ReceiverReady):
             self.ready = answer
         elif relayed and isinstance(answer, ReceiverFailure):
@@ -174,6 +179,8 @@ class Handshake:
             answer = await call
         except RLJobError as error:
             self.fail(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            if isinstance(error, WorkerLost):
+                self.opened = frozenset()  # a process that has ended keeps nothing open
             return None
         if not isinstance(answer, expected):
             self.fail(f"it answered with {type(answer).__name__}, which is no answer to that")

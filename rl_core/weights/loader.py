@@ -60,6 +60,14 @@ class WeightLoader:
             return self._target.group_ended
         return self._reader.group_ended(source)
 
+    def opened(self, source: WeightSource) -> tuple[int, ...]:
+        """Return the numbers of the handles of `source` that were opened in the last transfer, from `source`."""
+        if not isinstance(source, DeviceSource):
+            return ()
+        if isinstance(self._target, RankTarget):
+            return self._target.opened
+        return (0,) if self._reader.opened else ()
+
     @property
     def is_cancelled(self) -> bool:
         """Return whether `cancel` was called since the last `reset`."""

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rl_core.api.errors import DeadlineExceeded, EpochFenced, InfrastructureError
@@ -239,10 +240,15 @@ class WeightReceiver:
         if reason or self._loader.is_cancelled:
             self._abandon(reason or CANCELLED, touched=assembly.touched)
             aborted = not assembly.bad and self._loader.group_ended(source)
-            return ReceiverFailure(names=tuple(assembly.bad), reason=reason or CANCELLED, aborted=aborted)
+            return ReceiverFailure(
+                names=tuple(assembly.bad),
+                reason=reason or CANCELLED,
+                aborted=aborted,
+                opened=self._loader.opened(source),
+            )
         self._load_seconds = time.monotonic() - started
         states.apply(manifest)
-        return _applied(manifest, loaded=True, patched=patched)
+        return replace(_applied(manifest, loaded=True, patched=patched), opened=self._loader.opened(source))
 
     def _destinations(self) -> "Mapping[str, torch.Tensor]":
         return self._target.destinations() if isinstance(self._target, InPlaceTarget) else {}

@@ -41,8 +41,8 @@ class SourceReader:
         self._segments = SegmentReader()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._group: GroupReceiver | None = None
-        self._mapping_works = True
-        """Whether the publisher's device buffer could be mapped the last time."""
+        self.opened = False
+        """Whether the handle of the last `DeviceSource` was opened."""
 
     def open(self, source: WeightSource, assembly: Assembly) -> AbstractContextManager[Tensors]:
         """Return a context manager that gives the verified tensors of `source`. Raises ConfigError for an unknown kind."""
@@ -100,9 +100,9 @@ class SourceReader:
     def _on_device(self, source: DeviceSource, assembly: Assembly) -> Iterator[Tensors]:
         from rl_core.weights.device_buffer import mapped  # needs torch
 
-        self._mapping_works = False
+        self.opened = False
         with mapped(source.handles[0], self._device) as whole:
-            self._mapping_works = True
+            self.opened = True
             buckets = assembly.layout.buckets
             yield assembly.device_tensors((one, whole[one.start : one.start + one.nbytes]) for one in buckets)
 
@@ -124,7 +124,7 @@ class SourceReader:
         The version can then be offered in another way.
         """
         if isinstance(source, DeviceSource):
-            return not self._mapping_works
+            return not self.opened
         return isinstance(source, GroupSource) and self._group_receiver().broken
 
     def leave_group(self, reason: str) -> None:

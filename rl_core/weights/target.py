@@ -81,6 +81,11 @@ class RankTarget(Protocol):
         """
         ...
 
+    @property
+    def opened(self) -> tuple[int, ...]:
+        """Return which ranks have opened their handle in the last `load_source`, of a `DeviceSource`."""
+        ...
+
     def load_source(self, source: "SharedSource | DeviceSource | GroupSource", assembly: "Assembly") -> None:
         """Let each rank read the version of `assembly` from `source`, verify and load it.
 

@@ -8,7 +8,7 @@ the job says so). The publisher creates the handshakes; the transport sends the 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -156,7 +156,9 @@ class DeviceIpc:
         self._point_to_point, self._device_buffer = point_to_point, device_buffer
         self._wanted, self._place = wanted, place
         self.handles: Mapping[Place, list[Handle]] = {}
-        """CUDA IPC handles of the copies on other GPUs of the trainer, by device. Each is removed when an engine is given it."""
+        """CUDA IPC handles of the copies on other GPUs of the trainer, by device. Those that an engine opened are removed."""
+        self._unused: list[Handle] = []
+        """Handles of `device_buffer` that an engine was given and did not open."""
         self.cannot_map: set[str] = set()
         """Names of receivers that cannot map device memory."""
 
@@ -171,7 +173,8 @@ class DeviceIpc:
         try:
             await asyncio.gather(*(self._deliver(handshake, copy, gate, deadlines) for handshake in handshakes))
         finally:
-            self._device_buffer.free()
+            self._device_buffer.free(unused=self._unused)
+            self._unused = []
 
     async def _deliver(self, handshake: Handshake, copy: HostCopy, gate: CommitGate, deadlines: Deadlines) -> None:
         await handshake.offered()
@@ -179,7 +182,7 @@ class DeviceIpc:
             places = [(handshake.host_token, device) for device in handshake.ready.devices]
             handles = self._take(places) if handshake.name not in self.cannot_map else []
             if handles:
-                await self._map(handshake, handles, copy, deadlines)
+                await self._map(handshake, places, handles, copy, deadlines)
             elif self._wanted == "ipc":
                 raise ConfigError(
                     f"weights.transport ipc needs a receiver on devices of the trainer that have memory for a copy, got {handshake.name} on "
@@ -194,8 +197,18 @@ class DeviceIpc:
             return []
         return [self._device_buffer.handle() if place == own else self.handles[place].pop() for place in places]
 
+    def _put_back(self, unopened: "Iterable[tuple[Place, Handle]]") -> None:
+        """Take back handles that no process has opened, so that they are released: torch keeps the memory of each until then."""
+        for place, handle in unopened:
+            (self._unused if place == self._place else self.handles[place]).append(handle)
+
     async def _map(
-        self, handshake: Handshake, handles: "Sequence[Handle]", copy: HostCopy, deadlines: Deadlines
+        self,
+        handshake: Handshake,
+        places: Sequence[Place],
+        handles: "Sequence[Handle]",
+        copy: HostCopy,
+        deadlines: Deadlines,
     ) -> None:
         """Let the receiver map the version in device memory.
 
@@ -203,6 +216,9 @@ class DeviceIpc:
         """
         transfer = WeightTransfer(digest=copy.manifest.digest, source=DeviceSource(handles=tuple(handles)))
         await handshake.transfer(transfer, deadlines.transfer(copy.manifest.total_bytes))
+        if handshake.opened is not None:
+            given = enumerate(zip(places, handles, strict=True))
+            self._put_back(one for number, one in given if number not in handshake.opened)
         if not handshake.live:
             return
         if self._wanted == "ipc":

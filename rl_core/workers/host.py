@@ -246,7 +246,9 @@ class Host:
         if self.identity.channel:
             from rl_core.channel import client
 
-            client.configure(self.identity.channel, self._keys, self.identity).set_epoch(self._context.epoch)
+            connection = client.configure(self.identity.channel, self._keys, self.identity)
+            connection.set_epoch(self._context.epoch)
+            connection.waiting = self._context.waiting
 
 
 async def _on_handlers(work: Coroutine[Any, Any, None]) -> None:

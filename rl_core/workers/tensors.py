@@ -372,7 +372,7 @@ def _send_by_ipc(exchange: TensorExchange, source: "torch.Tensor") -> str:
     """Let the receiver copy `source` from the memory of this process. Return "" when it has, or why it could not map the memory."""
     import torch
 
-    from rl_core.weights.device_buffer import handle_of
+    from rl_core.weights.device_buffer import handle_of, release
 
     memory = source if source.is_cuda else source.clone()  # shared memory must not take the place of the caller's
     try:
@@ -381,6 +381,8 @@ def _send_by_ipc(exchange: TensorExchange, source: "torch.Tensor") -> str:
         return str(error).partition("\n")[0]
     exchange.post(DeviceMemory(handle=handle, start=memory.storage_offset() * memory.itemsize))
     answer = exchange.receive(TENSOR)
+    if isinstance(answer, TransportUnavailable):
+        release(memory.untyped_storage(), handle)
     del memory
     if source.is_cuda:
         torch.cuda.ipc_collect()

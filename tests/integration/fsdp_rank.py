@@ -59,6 +59,18 @@ class Rank:
         self.actor.compute_advantages_and_returns()
         self.seen["metrics"].append(self.actor.run_training(step))
 
+    def train_asking(self, step: int) -> None:
+        """Train as `train`; note the lengths of the micro-batches, and where megatron asks for values of tensors in a pass."""
+        from tests.integration.value_questions import Questions  # loads megatron
+
+        backend, lengths = self.actor.backend, self.seen.setdefault("lengths", [])
+        plain = backend._pack
+        backend._pack = lambda rows: lengths.append(sum(rows.lengths)) or plain(rows)
+        with Questions() as questions:
+            self.train(step)
+        del backend._pack
+        self.seen["asked"] = questions.in_passes
+
     def cancel(self, step: int, micro_batch: int) -> None:
         """Train as `train`; rank 1 alone is asked to give the step up while it runs that micro-batch."""
         plain, began = self.actor.manager.before_micro_batch, []

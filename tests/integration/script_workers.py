@@ -35,6 +35,9 @@ class Adder(Worker):
             channel.put(item)
         channel.done_producing()
 
+    def take(self, channel):
+        return channel.get(timeout=60)
+
     def fail_on(self, rank):
         if self.rank == rank:
             raise KeyError("no such row")

@@ -91,6 +91,17 @@ def test_a_wait_is_bounded_and_names_who_is_missing(group):
         group.execute_on(0).sleep(2).wait(timeout=0.1)
 
 
+def test_a_wait_tells_the_channel_that_the_missing_one_waits_for(cluster, group):
+    channel = Channel.create("empty")
+    taken = group.execute_on(2).take(channel)
+    while cluster.hub.get("adder:2").wait is None:
+        time.sleep(0.01)
+    with pytest.raises(DeadlineExceeded, match=r"adder:2 .*waits for items on channel empty since"):
+        taken.wait(timeout=0.1)
+    channel.put("late", timeout=60)
+    assert taken.wait(timeout=60) == ["late"]
+
+
 def test_a_worker_may_print_much(group):
     assert group.execute_on(0).print_much(100).wait(timeout=120) == ["done"]
 

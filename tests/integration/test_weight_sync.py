@@ -164,6 +164,23 @@ def test_a_receiver_that_cannot_map_the_device_gets_the_version_through_the_host
             assert report.transport == "shared" and all(serves(one, version, tensors(version)) for one in receivers)
 
 
+@pytest.mark.parametrize("opened", [True, False], ids=["each handle is opened", "one engine of two opens none"])
+def test_the_memory_of_a_version_is_freed_whoever_opens_it(receivers, monkeypatch, opened):
+    """Shared memory is kept until its last handle was opened and given up, as CUDA keeps that of a device."""
+    given, handle = [], DeviceBuffer.handle
+
+    def note(memory):
+        manager, name, nbytes = handle(memory)
+        given.append(name)
+        return manager, name if opened or len(given) % 2 else b"/nothing-there", nbytes
+
+    monkeypatch.setattr(DeviceBuffer, "handle", note)
+    with publisher("ipc") as source:
+        source._transport._wanted = "auto"
+        assert len(source.publish(1, model(1), about(receivers), 2).acked) == 2
+        assert len(given) == 2 and not any(os.path.exists(f"/dev/shm{name.decode()}") for name in given)
+
+
 def test_a_version_that_finds_no_room_on_the_device_is_sent_from_the_host(receivers, monkeypatch, caplog):
     def full(*size, **options):
         raise torch.OutOfMemoryError("as CUDA says it")

@@ -112,7 +112,8 @@ class Applier:
             self._recorder.record(work.job, event)
         pauses += await self._each(work.plan.delete, lambda deletion: self._delete(work, deletion))
         pauses += await self._each(work.plan.ensure, lambda obj: self._ensure(work, obj))
-        pods = work.plan.create if self._isolated(work) else ()
+        # Pods must not join a gang, or be reached by a service, of somebody else.
+        pods = work.plan.create if self._isolated(work) and not work.memory.name_conflicts else ()
         if (pause := await self._assert_secret(work, needed=bool(pods))) is not None:
             pauses.append(pause)
         pauses += await self._each(pods, lambda pod: self._create(work, pod))

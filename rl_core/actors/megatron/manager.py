@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_core.actors import guards, hf, lora
@@ -104,8 +105,12 @@ class MegatronModelManager(ModelManager):
 
     def _make_groups(self) -> None:
         state = library.parallel_state
-        if state.model_parallel_is_initialized():
-            state.destroy_model_parallel()  # of an earlier actor of this process
+        if state.model_parallel_is_initialized():  # by an earlier actor of this process
+            for group in state._global_process_group_list[
+                1:
+            ]:  # megatron forgets them only, and each has threads that poll
+                dist.destroy_process_group(group)
+            state.destroy_model_parallel()
         with self.ranks.making_groups():
             state.initialize_model_parallel(
                 tensor_model_parallel_size=self.parallel.tensor,
@@ -243,7 +248,7 @@ class MegatronModelManager(ModelManager):
 
     def drop_gradients(self) -> None:
         """Discard the gradients. Not collective."""
-        if not self.residency.gradients_offloaded:
+        if self.has_gradients():
             for stage in self.stages:
                 stage.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -267,13 +272,11 @@ class MegatronModelManager(ModelManager):
 
     def has_gradients(self) -> bool:
         """Return whether memory for gradients is allocated. Not collective."""
-        return not self.residency.gradients_offloaded
+        return any(buffer.untyped_storage().nbytes() for buffer in self._grad_buffers())
 
     def has_pending_gradients(self) -> bool:
         """Return whether there are gradients that no optimizer step has applied. Not collective."""
-        return not self.residency.gradients_offloaded and any(
-            bool(buffer.count_nonzero()) for buffer in self._grad_buffers()
-        )
+        return self.has_gradients() and any(bool(buffer.count_nonzero()) for buffer in self._grad_buffers())
 
     def release_gradients(self) -> None:
         """Free the memory of the gradients. Not collective."""

@@ -88,7 +88,8 @@ def options(spec: RLJobSpec, folder: Path, device: str, max_seq_len: int) -> dic
         return cpu.options(max_batch=spec.rollout.max_batch, context=context) | own | common
     first = int(device.partition(":")[2] or 0)
     if spec.placement.mode != "disaggregated":
-        # With a copy in host memory, so that weights that are not replaced while offloaded come back unchanged.
+        # With a copy in host memory: the trainer gets the device for a checkpoint too, after which no weights are sent. Adapters and
+        # patches also need the weights that they change.
         common |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     return own | common | {"device": "cuda", "base_gpu_id": first, "tp_size": spec.rollout.tensor_parallel}
 

@@ -85,6 +85,8 @@ class SGLangWeightTarget:
         """Key of the process group of the engine's processes, and their ids: those of another engine are in no group."""
         self.group_ended = False
         """See `RankTarget`."""
+        self.opened: tuple[int, ...] = ()
+        """See `RankTarget`."""
         self._whole = True
         """Whether the next update is proven by all tensors: the last one was not proven."""
         self.proof = ""
@@ -107,7 +109,7 @@ class SGLangWeightTarget:
     def load_source(self, source: SharedSource | DeviceSource | GroupSource, assembly: Assembly) -> None:
         """Let each process of the engine read the version from `source`; see `RankTarget`."""
         manifest, wanted = assembly.manifest, self._shapes
-        assembly.touched, self.group_ended = True, False
+        assembly.touched, self.group_ended, self.opened = True, False, ()
         whole, self._whole = self._whole, True
         load = SourceLoad(
             source=source,
@@ -121,6 +123,7 @@ class SGLangWeightTarget:
         held = self._call("load_source", load=load, version=manifest.version, keep_cache=keep_cache, turns=self._turns)
         reports = held["reports"]
         keys = {report["group"] for report in reports}
+        self.opened = tuple(rank for rank, report in enumerate(reports) if report["opened"])
         self._group = (keys.pop() if len(keys) == 1 else "", self._engine.pids)
         assembly.bad += sorted({name for report in reports for name in report["bad"]})
         failed = {rank: report for rank, report in enumerate(reports) if report["error"]}

@@ -361,12 +361,18 @@ def test_verbs_out_of_order_say_what_is_missing(make_actor, records):
     actor = make_actor()
     with pytest.raises(RuntimeError, match="run_training needs the step's groups"):
         actor.run_training(1)
-    actor.load_batch(records)
-    with pytest.raises(RuntimeError, match="needs advantages"):
-        actor.run_training(1)
     train(actor, records)
     with pytest.raises(RuntimeError, match="needs the step's groups"):
         actor.run_training(2)
+
+
+def test_training_computes_advantages_that_nobody_asked_for(make_actor, records):
+    asked, alone = make_actor(), make_actor()
+    expected = train(asked, records)
+    alone.load_batch(records)
+    metrics = alone.run_training(1)
+    same = [name for name in expected if not name.startswith(("perf/", "time/"))]
+    assert "actor/loss" in same and [metrics[name] for name in same] == [expected[name] for name in same]
 
 
 def test_a_row_over_the_limit_is_named(make_actor):

@@ -197,6 +197,13 @@ async def test_someone_elses_object_is_left_alone_and_told(bench, kind):
     assert bench.cluster.objects[kind.kind, "ns", "x"] == theirs
 
 
+async def test_no_pod_is_created_beside_someone_elses_object(bench):
+    """A pod would join a gang, or be reached by a service, of theirs."""
+    bench.cluster.put(kinds.SERVICE, "ns", {"metadata": {"name": "x"}})
+    await bench.apply(ensure=(service(),), create=(pod("x-env-0"),))
+    assert bench.memory.name_conflicts and ("Pod", "ns", "x-env-0") not in bench.cluster.objects
+
+
 async def test_a_service_of_an_earlier_job_is_not_taken_over(bench):
     old = bench.cluster.put(kinds.SERVICE, "ns", service(uid="old-job"))
     applied = await bench.apply(ensure=(service(),))

@@ -126,7 +126,10 @@ def test_each_rank_loads_its_part_and_the_parts_add_up_to_the_manifest(ranks, co
     assert len(publisher.copy.layout.buckets) > 2
     key = "weights/1/10" if kind == "gloo" else ""
     for seed in range(1, 3):
-        assert publisher.deliver(ranks) == [{"error": "", "ended": False, "group": key, "bad": []}] * RANKS
+        assert (
+            publisher.deliver(ranks)
+            == [{"error": "", "ended": False, "opened": kind == "ipc", "group": key, "bad": []}] * RANKS
+        )
         assert prove(ranks, publisher) == []
         publisher.copy = copies.write(StateSource(tensors(seed, torch.float32), bucket_bytes=BUCKET_BYTES), version=1, epoch=1)  # fmt: skip
         if kind == "shared":
@@ -172,6 +175,19 @@ def test_each_rank_reads_the_copy_on_its_own_device(ranks, copies, store):
     publisher.source = DeviceSource(handles=tuple(ipc._take([("host", "GPU-0"), ("host", "GPU-1")])))
     assert [report["bad"] for report in publisher.deliver(ranks)] == [[], ["out"]]
     assert ipc._take([("host", "GPU-1")]) == [], "a handle is for one process"
+
+
+def test_handles_that_a_process_could_not_open_are_taken_back(ranks, copies, store):
+    publisher = Publisher("ipc", copies, store, tensors(0, torch.float32))
+    own, other = ("host", "GPU-0"), ("host", "GPU-1")
+    ipc = DeviceIpc(None, publisher.buffer, wanted="auto", place=own)
+    ipc.handles = {other: []}
+    publisher.source = DeviceSource(handles=(publisher.buffer.handle(), (b"", b"/nothing-there", 3)))
+    found = [(report["opened"], report["ended"]) for report in publisher.deliver(ranks)]
+    assert found == [(True, False), (False, True)]
+    handle, missing = publisher.source.handles
+    ipc._put_back([(own, handle), (other, missing)])
+    assert ipc._unused == [handle] and ipc.handles == {other: [missing]}
 
 
 def test_tied_names_are_loaded_from_the_same_bytes(ranks, copies, store):

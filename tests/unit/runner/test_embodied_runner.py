@@ -83,7 +83,7 @@ def test_the_runner_asks_its_actors_for_nothing_with_tensors():
     )
     program.on_training, program._age = lambda: None, 0
     assert program.train() == {"train/loss": 1.0}
-    assert program.actor.called == ["prepare_training", "run_training"]
+    assert program.actor.called == ["run_training"]
 
 
 class Steps:

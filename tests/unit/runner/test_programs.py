@@ -102,7 +102,7 @@ def test_a_program_that_is_none_is_named(problems):
     assert problem.startswith("spec.program: must be a subclass of rl_core.runner.program.Program, got 'own:Plain'")
 
 
-@pytest.mark.parametrize(("code", "end"), [("os._exit(5)", 5), ("os.kill(os.getpid(), 11)", -11)])
+@pytest.mark.parametrize(("code", "end"), [("os._exit(0)", 0), ("os._exit(5)", 5), ("os.kill(os.getpid(), 11)", -11)])
 def test_a_program_that_ends_the_process_which_imports_it_is_a_problem_and_no_end_of_the_check(tmp_path, code, end):
     (tmp_path / "own.py").write_text(f"import os, sys\nprint('note', file=sys.stdout)\n{code}")
     (problem,) = check_program(spec(program="own:Loop"), search_path=str(tmp_path))

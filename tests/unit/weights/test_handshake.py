@@ -209,6 +209,24 @@ async def test_a_receiver_that_misses_its_deadline_or_dies_is_out_with_its_last_
     assert handshake.reason == f"{state}: {type(error).__name__}: {error}"
 
 
+@pytest.mark.parametrize(
+    ("answer", "opened"),
+    [
+        (ReceiverApplied(version=2, digest="new", loaded=True, opened=(0, 1)), {0, 1}),
+        (ReceiverFailure(names=(), reason="one cannot map", aborted=True, opened=(1,)), {1}),
+        (WorkerLost("it is dead"), set()),
+        (DeadlineExceeded("not answered within 1 s"), None),
+    ],
+    ids=["applied", "failed", "ended", "silent"],
+)
+async def test_which_handles_a_receiver_holds_open_is_known_unless_it_is_silent(answer, opened):
+    handshake = Handshake(name="rollout:0", client=Client(READY, answer), host_token="h")
+    handshake.start(OFFER, 1.0)
+    await handshake.offered()
+    await handshake.transfer(TRANSFER, 1.0)
+    assert handshake.opened == opened
+
+
 async def test_bytes_of_another_receiver_that_do_not_hold_leave_it_to_be_offered_again():
     handshake = Handshake(name="rollout:0", client=Client(READY), host_token="h")
     handshake.start(OFFER, 1.0)

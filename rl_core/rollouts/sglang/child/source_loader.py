@@ -32,6 +32,8 @@ class LoadReport(TypedDict):
     """Why it failed; "" if it did not."""
     ended: bool
     """Whether only the process group or the mapping was at fault."""
+    opened: bool
+    """Whether it has opened its handle of a `DeviceSource`."""
     group: str
     """Key of the usable process group; "" if there is none."""
     bad: list[str]
@@ -63,7 +65,8 @@ class SourceLoader:
             logger.exception("version %s could not be loaded", manifest.version)
             problem, ended = f"{type(error).__name__}: {error}", self._reader.group_ended(source)
             self._reader.leave_group(problem)  # the other processes of the engine would wait for this one
-        return LoadReport(error=problem, ended=ended, group=self._reader.group, bad=assembly.bad)
+        opened = isinstance(source, DeviceSource) and self._reader.opened
+        return LoadReport(error=problem, ended=ended, opened=opened, group=self._reader.group, bad=assembly.bad)
 
     def _own(self, source: SharedSource | DeviceSource | GroupSource) -> SharedSource | DeviceSource | GroupSource:
         """Return the part of `source` that is for this process."""
