@@ -52,8 +52,8 @@ def make_embodied_spec(policy: Path, **actor) -> dict:
 
 def make_trajectory(simulators: list[int], step: int) -> Trajectory:
     """Return a trajectory of a training step; each simulator's numbers follow from its number and the step."""
-    columns = [_column(number, step) for number in simulators]
-    merged = {name: torch.cat([column[name] for column in columns], dim=1) for name in columns[0]}
+    columns = [_column(number, step) for number in [0, *simulators]]
+    merged = {name: torch.cat([column[name] for column in columns], dim=1)[:, 1:] for name in columns[0]}
     dones = merged["dones"]
     return Trajectory(
         actions=merged["actions"],

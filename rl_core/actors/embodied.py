@@ -117,14 +117,14 @@ class EmbodiedFSDPActor(Actor):
         with self.ranks.guard("computing advantages"):
             prepared = self._rows()
         self._rows = None
-        simulators = len(prepared.batch.group_texts)
+        shape = (len(prepared.batch.group_texts), self.options.horizon // self.options.chunk)
         valid = prepared.batch.valid
         self._inputs = (
             prepared.inputs if valid.all() else {name: tensor[valid] for name, tensor in prepared.inputs.items()}
         )
         self.engine.load_prepared(prepared, version=self.global_step)
         found = {"advantages": prepared.advantages, "returns": prepared.returns}
-        rows = {name: tensor[:, 0].reshape(simulators, -1) for name, tensor in found.items() if tensor is not None}
+        rows = {name: tensor[:, 0].reshape(shape) for name, tensor in found.items() if tensor is not None}
         return rows | {name: torch.tensor(float(stat)) for name, stat in prepared.metrics.items()}
 
     def _prepare(self, trajectory: Trajectory) -> PreparedBatch:

@@ -14,6 +14,7 @@ from rl_core.api.errors import ConfigError
 if TYPE_CHECKING:
     from rl_core.api.algorithm import AlgorithmSpec
     from rl_core.api.job import RLJobSpec
+    from rl_core.api.settings import DeadlinesSpec
 
 POLICY_BACKENDS = ("fsdp1", "fsdp2")
 """Values of `actor.backend` that train policies that act in simulators."""
@@ -189,7 +190,7 @@ def check_sizes(spec: "RLJobSpec", options: EmbodiedOptions) -> None:
 def check_batch(spec: "RLJobSpec", options: EmbodiedOptions) -> None:
     """Raise ConfigError if the simulators or decisions of a training step do not divide evenly among rollouts, data ranks and mini-batches."""
     rollouts, ranks = spec.rollout.replicas, spec.actor.data_parallel
-    groups = options.num_envs // options.stages * spec.env.replicas // simulators_per_group(spec.algorithm)
+    groups = groups_of_stage(spec, options, spec.env.replicas)
     of_what = "groups of simulators" if spec.algorithm.name == "grpo" else "simulators"
     if groups < rollouts:
         raise ConfigError(
@@ -209,6 +210,16 @@ def check_batch(spec: "RLJobSpec", options: EmbodiedOptions) -> None:
             f"the {rows} decisions of a step must be divisible by data-parallel size x algorithm.optimizerStepsPerBatch = {minibatches}; "
             "change env.options.horizon or optimizerStepsPerBatch"
         )
+
+
+def groups_of_stage(spec: "RLJobSpec", options: EmbodiedOptions, env_workers: int) -> int:
+    """Return how many groups of simulators `env_workers` env workers have in a pipeline stage. With a critic each simulator is a group."""
+    return options.num_envs // options.stages * env_workers // simulators_per_group(spec.algorithm)
+
+
+def longest_collection(deadlines: "DeadlinesSpec") -> float:
+    """Return for how many seconds a collection may take at most. One that is requested early waits for training and weight sync first."""
+    return deadlines.rollout + deadlines.group_method + deadlines.weight_sync
 
 
 def simulators_per_group(algorithm: "AlgorithmSpec") -> int:

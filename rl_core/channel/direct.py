@@ -31,9 +31,12 @@ class PeerLost(InfrastructureError):
 class DirectChannel:
     """One end of the direct connections of a collection. Used in place of the channels for observations and actions."""
 
-    def __init__(self, mailbox: Mailbox, *, get_from: Channel, put_to: Channel) -> None:
-        """`mailbox` has the direct connections of this process. Keys without a connection use the channels `get_from` and `put_to`."""
-        self._mailbox, self._get_from, self._put_to = mailbox, get_from, put_to
+    def __init__(self, mailbox: Mailbox, *, get_from: Channel, put_to: Channel, seconds: float) -> None:
+        """`mailbox` has the direct connections of this process. Keys without a connection use the channels `get_from` and `put_to`.
+
+        A receive from a channel waits at most `seconds`: the longest time that the collection may take.
+        """
+        self._mailbox, self._get_from, self._put_to, self._seconds = mailbox, get_from, put_to, seconds
         self._ways: dict[str, Connection] = {}
         self._from_channel: dict[str, asyncio.Future[Any]] = {}
         """Pending receives from the channel, by key. The runner reports there that the other process of a key is lost."""
@@ -64,7 +67,7 @@ class DirectChannel:
         """Return the next observations or actions, as `Channel.get_async` does. Raises PeerLost when the process that sends them is gone."""
         connection = self._ways.get(key)
         if connection is None:
-            return await self._get_from.get_async(key=key)
+            return await self._get_from.get_async(key=key, timeout=self._seconds)
         while (found := self._mailbox.take(key)) is None:
             if connection.closed:
                 raise PeerLost(GONE)
@@ -106,7 +109,9 @@ class DirectChannel:
         """Ask the channel for the next messages of `keys` too."""
         for key in keys:
             if key not in self._from_channel:
-                self._from_channel[key] = asyncio.ensure_future(self._get_from.get_async(key=key))
+                self._from_channel[key] = asyncio.ensure_future(
+                    self._get_from.get_async(key=key, timeout=self._seconds)
+                )
 
     def _arrived(self, key: str) -> Any | None:
         """Return the next message of `key` where it has arrived, a PeerLost where none will; else None."""

@@ -123,16 +123,18 @@ class GymnasiumVectorEnv:
             self._columns = [{} for _ in self._episodes]
             self._slots.write_to([None] * self.num_envs)
 
-    def reset(self, seed: int | Sequence[int] | None = None, *, record: int = 0) -> EnvOutput:
+    def reset(
+        self, seed: int | Sequence[int] | np.ndarray | np.integer[Any] | None = None, *, record: int = 0
+    ) -> EnvOutput:
         """Begin an episode in every simulator; return the first observations, no rewards, and dones that are false, [B, 1].
 
         `seed`: one number, from which a seed per simulator follows; a seed for each; or None for the next episodes by `seed_of`. The
         first `record` simulators keep images of the episode.
         """
-        if isinstance(seed, int):
-            self._seed = seed
+        given = seed.tolist() if isinstance(seed, np.ndarray | np.generic) else seed
+        if isinstance(given, int):
+            self._seed, given = given, None
             self.restart_seeds()
-        given = seed if isinstance(seed, Sequence) else None
         seeds = [self._next_seed(index) if given is None else int(given[index]) for index in range(self.num_envs)]
         outcomes = self._slots.exchange(
             [SimulatorReset(seed=one, record=index < record, row=self._row) for index, one in enumerate(seeds)]

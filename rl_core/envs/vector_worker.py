@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rl_core.api.embodied import EmbodiedOptions, embodied_options, simulators_per_group
+from rl_core.api.embodied import EmbodiedOptions, embodied_options, longest_collection, simulators_per_group
 from rl_core.api.errors import InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import EnvOutput
@@ -80,7 +80,6 @@ class EnvWorker(Worker):
         round = round or CollectionRound(number=0, step=self._step + 1, envs=(self.rank,), rollouts=(0,))
         if self._interacting is not None:
             self._interacting.cancel()
-            await asyncio.wait({self._interacting})
         self._interacting = self._thread.submit(self._run(input_channel, output_channel, round))
         return await self._interacting
 
@@ -95,7 +94,8 @@ class EnvWorker(Worker):
 
     async def _run(self, actions: Channel, observations: Channel, round: CollectionRound) -> EpisodeStats:
         self._mailbox.keep(round.prefix)
-        exchange = DirectChannel(self._mailbox, get_from=actions, put_to=observations)
+        seconds = longest_collection(self.spec.runtime.deadlines)
+        exchange = DirectChannel(self._mailbox, get_from=actions, put_to=observations, seconds=seconds)
         try:
             await self._open(exchange, round)
             return await (self._evaluate if round.mode == "eval" else self._collect)(exchange, round)

@@ -9,7 +9,6 @@ Legend: B simulators, C actions of a chunk.
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -22,6 +21,7 @@ from rl_core.channel.direct import DirectChannel
 from rl_core.collective.routing import merge_batches
 from rl_core.rollouts.embodied import merge_env_outputs
 from rl_core.rollouts.recorder import TrajectoryRecorder
+from rl_core.rollouts.served_envs import ServedEnvs
 
 BATCH_SECONDS = 0.02
 """How long a decision waits for further env workers, counted from the first one."""
@@ -36,8 +36,6 @@ class Lane:
     """Place of the env worker in the collection."""
     size: int
     """Number of simulators."""
-    key: str
-    """Key of its messages."""
     recorder: TrajectoryRecorder
     made: int = 0
     """Number of decisions."""
@@ -45,27 +43,20 @@ class Lane:
 
 @dataclass(kw_only=True, slots=True)
 class DecoupledDecisions:
-    """The decisions of one collection."""
+    """The decisions of one rollout epoch."""
 
+    envs: ServedEnvs
     lanes: Sequence[Lane]
     decisions: int
     """Decisions of each lane."""
     min_batch_size: int
     """Lanes that a decision waits for, at most BATCH_SECONDS."""
-    lost: Callable[[int], bool]
-    """Whether an env worker is lost, by its place."""
-    output_of: Callable[[Lane, Any], EnvOutput]
-    """Returns the output of a lane for a message; for None, or a PeerLost, what stands for that of an env worker that is lost."""
     decide: Callable[[EnvOutput], tuple[ChunkStepResult, Callable[[], Tensor] | None]]
     """Returns the decision on an output, and what returns its values where it has none yet."""
-    act: Callable[[Lane, Tensor], None]
-    """Sends actions [B, C, ...] to the env worker of a lane."""
     observe: Callable[[TrajectoryRecorder, EnvOutput], None]
     """Records an output."""
     end: Callable[[TrajectoryRecorder, EnvOutput], None]
     """Records the last output."""
-    waiting: Callable[[int], AbstractContextManager[None]]
-    """Declares that the rollout waits for an env worker, by its place."""
     progress: Callable[[str], None]
     """Counts what was done, by its kind."""
     clock: Callable[[], float] = time.monotonic
@@ -75,27 +66,31 @@ class DecoupledDecisions:
         lanes = list(self.lanes)
         while lanes:
             arrived = [
-                (lane, merge_env_outputs([self.output_of(lane, message)], [lane.size]))
+                (lane, merge_env_outputs([self._output_of(lane, message)], [lane.size]))
                 for lane, message in await self._arrived(exchange, lanes)
             ]
             ending = [pair for pair in arrived if pair[0].made == self.decisions]
             if asking := [pair for pair in arrived if pair[0].made < self.decisions]:
-                self._decide(asking)
+                self._decide(exchange, asking)
             for lane, output in ending:
                 self.end(lane.recorder, output)
                 lanes.remove(lane)
+
+    def _output_of(self, lane: Lane, message: Any) -> EnvOutput:
+        return self.envs.output_of(lane.stage, lane.env, message, begins=lane.made == 0)
 
     async def _arrived(self, exchange: DirectChannel, lanes: Sequence[Lane]) -> list[tuple[Lane, Any]]:
         """Return the lanes that have something to decide, with their messages, in the order of `lanes`; waits for one at least.
 
         A lane of an env worker that is lost has always something, and its message is None.
         """
-        lost = [lane for lane in lanes if self.lost(lane.env)]
-        waiting = {lane.key for lane in lanes if lane not in lost}
-        messages: dict[str, Any] = dict.fromkeys(lane.key for lane in lost)
+        keys = {lane: self.envs.key(lane.stage, lane.env) for lane in lanes}
+        lost = [lane for lane in lanes if lane.env in self.envs.lost]
+        waiting = {keys[lane] for lane in lanes if lane not in lost}
+        messages: dict[str, Any] = dict.fromkeys(keys[lane] for lane in lost)
         if waiting:
-            last = min((lane for lane in lanes if lane.key in waiting), key=lambda lane: lane.made)
-            with self.waiting(last.env):
+            last = min((lane for lane in lanes if keys[lane] in waiting), key=lambda lane: lane.made)
+            with self.envs.awaiting(last.env):
                 messages |= await (exchange.get_any(waiting, 0.0) if lost else exchange.get_any(waiting))
         deadline = self.clock() + BATCH_SECONDS
         while (
@@ -104,16 +99,16 @@ class DecoupledDecisions:
             and (rest := waiting - messages.keys())
         ):
             messages |= await exchange.get_any(rest, left)
-        return [(lane, messages[lane.key]) for lane in lanes if lane.key in messages]
+        return [(lane, messages[key]) for lane, key in keys.items() if key in messages]
 
-    def _decide(self, asking: Sequence[tuple[Lane, EnvOutput]]) -> None:
+    def _decide(self, exchange: DirectChannel, asking: Sequence[tuple[Lane, EnvOutput]]) -> None:
         """Decide for lanes in one batch, and record their outputs while their simulators make the actions."""
         self.progress("decisions")
         parts = [output.obs for _, output in asking]
         step, values = self.decide(EnvOutput(obs=parts[0] if len(parts) == 1 else merge_batches(parts)))
         steps = split_step(step, [lane.size for lane, _ in asking])
         for (lane, _), part in zip(asking, steps, strict=True):
-            self.act(lane, part.actions)
+            self.envs.send_to(lane.env, exchange, lane.stage, part.actions.numpy())
         if values is not None:
             worth = values().split([lane.size for lane, _ in asking])
             for part, mine in zip(steps, worth, strict=True):

@@ -33,6 +33,8 @@ class ObservationRows:
         """Use `lend`."""
         self._shared = shared
         self._rows = {name: torch.from_numpy(array) for name, array in shared.arrays.items()}
+        for rows in self._rows.values():
+            rows[FINAL_ROW] = 0  # a policy also sees the final observations of episodes that go on
         self._row = -1
         """Row of the latest observations."""
 

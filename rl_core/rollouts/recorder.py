@@ -24,6 +24,7 @@ class TrajectoryRecorder:
         self._flags: list[Tensor | None] = []
         self._ends: list[tuple[Tensor, Tensor, Tensor]] = []
         self._env_ids: Tensor | None = None
+        self._last_values: Tensor | None = None
 
     def observe(self, output: EnvOutput, rewards: Tensor | None) -> None:
         """Add what the simulators answered to the last decision; `rewards` [B, C] have bootstraps added, None before the first one."""
@@ -52,8 +53,12 @@ class TrajectoryRecorder:
         self._flags += [None] * (len(self._steps) - len(self._flags))
         self._flags[-1] = flags
 
-    def finish(self, values: Tensor | None) -> Trajectory:
-        """Return the trajectory. `values` [B, 1] are those of the observations after the last chunk; None without a value head."""
+    def end(self, values: Tensor | None) -> None:
+        """Set the values [B, 1] of the observations after the last chunk; None without a value head."""
+        self._last_values = values
+
+    def finish(self) -> Trajectory:
+        """Return the trajectory."""
         steps, rows = self._steps, len(self._rewards[0])
         nothing = torch.zeros(rows, 1)
         worth = [nothing if step.prev_values is None else step.prev_values for step in steps]
@@ -70,7 +75,7 @@ class TrajectoryRecorder:
         return Trajectory(
             actions=torch.stack([step.actions for step in steps]),
             prev_logprobs=torch.stack([step.prev_logprobs for step in steps]),
-            prev_values=torch.stack([*worth, nothing if values is None else values]).float(),
+            prev_values=torch.stack([*worth, nothing if self._last_values is None else self._last_values]).float(),
             rewards=torch.stack(self._rewards),
             dones=dones,
             terminations=terminations,

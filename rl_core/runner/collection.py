@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_core.api.embodied import embodied_options, simulators_per_group
+from rl_core.api.embodied import embodied_options, groups_of_stage, longest_collection, simulators_per_group
 from rl_core.api.errors import DeadlineExceeded, InfrastructureError
 from rl_core.api.records import EnvOutput
 from rl_core.channel import Channel
@@ -113,18 +113,21 @@ class Collection:
         present.
         """
         self._number += 1
+        spec = self._run.applied.spec
         envs, rollouts = self._ranks(ENV), self._ranks(ROLLOUT, self._versions.committed)
         if not envs or not rollouts:
             raise InfrastructureError(
                 f"a collection needs an env worker and a rollout, got {len(envs)} and {len(rollouts)}"
             )
+        # While env workers are missing there may be more rollouts than groups of simulators.
+        rollouts = rollouts[: groups_of_stage(spec, embodied_options(spec), len(envs))]
         return CollectionRound(
             direct=self._direct(envs, rollouts),
             number=self._number,
             step=step,
             envs=envs,
             rollouts=rollouts,
-            actors=self._run.applied.spec.actor.world_size,
+            actors=spec.actor.world_size,
             mode="eval" if episodes else "train",
             episodes=episodes,
             version=version,
@@ -169,8 +172,7 @@ class Collection:
         ahead = version > self._versions.committed  # then the rollouts wait for training and weight sync first
         try:
             return self._start(
-                self._round(step, version=version),
-                wait=deadlines.group_method + deadlines.weight_sync if ahead else 0.0,
+                self._round(step, version=version), longest_collection(deadlines) if ahead else deadlines.rollout
             )
         except (InfrastructureError, DeadlineExceeded):
             return None
@@ -223,7 +225,7 @@ class Collection:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _run_once(self, round: CollectionRound) -> list[EpisodeStats]:
-        pending = self._start(round)
+        pending = self._start(round, self._run.applied.spec.runtime.deadlines.rollout)
         try:
             if round.mode == "train":
                 pending.receiving = self._receive(round)
@@ -232,9 +234,8 @@ class Collection:
         finally:
             pending.cancel()
 
-    def _start(self, round: CollectionRound, *, wait: float = 0.0) -> Pending:
-        """Call the members of a collection. `wait`: seconds for which the rollouts may wait before they start it."""
-        limit = self._run.applied.spec.runtime.deadlines.rollout + wait
+    def _start(self, round: CollectionRound, limit: float) -> Pending:
+        """Call the members of a collection, which must end within `limit` seconds."""
         workers, envs = self._call(round, limit)
         version = self._versions.committed if round.version is None else round.version
         return Pending(round, version, workers, envs, deadline=time.monotonic() + limit)
@@ -255,19 +256,22 @@ class Collection:
                 raise DeadlineExceeded(f"a collection must end within deadlines.rollout {limit:.0f} s, got none")
 
     def _finish(self, pending: Pending) -> list[EpisodeStats]:
-        stops = self._run.stops
         answers = self._answers(pending)
         if pending.receiving is not None:
-            stops.wait(pending.receiving, max(pending.deadline - time.monotonic(), 1.0))
+            self._wait(pending.receiving, max(pending.deadline - time.monotonic(), 1.0))
         return [answer for answer in answers if isinstance(answer, EpisodeStats)]
 
     def _answers(self, pending: Pending) -> list[Any]:
-        """Return what the env workers and rollouts of a collection that has ended answered.
+        """Return what the env workers and rollouts of a collection that has ended answered."""
+        return self._wait(pending.workers, 0.0)
 
-        Raises InfrastructureError if the collection can be run again, and the error of a worker otherwise.
+    def _wait(self, result: WorkerGroupFuncResult, seconds: float) -> list[Any]:
+        """Wait for calls to several workers; return their answers.
+
+        Raises InfrastructureError or DeadlineExceeded if the collection can be run again, and the error of a worker otherwise.
         """
         try:
-            return self._run.stops.wait(pending.workers, 0.0)
+            return self._run.stops.wait(result, seconds)
         except WorkerErrors as errors:
             _, others = errors.split((InfrastructureError, DeadlineExceeded))
             if others is None:

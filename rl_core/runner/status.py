@@ -8,6 +8,7 @@ from enum import StrEnum
 from statistics import fmean
 from typing import Any
 
+from rl_core.api.embodied import is_embodied
 from rl_core.api.job import RLJobSpec
 from rl_core.api.user_code import place_of_main_thread
 from rl_core.channel import ChannelStats
@@ -88,7 +89,7 @@ class StatusBoard:
             "epoch": epoch,
             "step": 0,
             "totalSteps": spec.algorithm.steps,
-            "promptsPerStep": spec.algorithm.prompts_per_step,
+            **({} if is_embodied(spec) else {"promptsPerStep": spec.algorithm.prompts_per_step}),
             "policyVersion": 0,
             "reward": None,
             "metrics": {},

@@ -11,6 +11,7 @@ from rl_core.actors.embodied import EmbodiedFSDPActor
 from rl_core.api.errors import DataError
 from rl_core.api.records import EnvOutput
 from rl_core.channel import Channel
+from rl_core.envs.gymnasium import GymnasiumVectorEnv
 from rl_core.envs.worker import EnvWorker
 from rl_core.rollouts.embodied import merge_env_outputs
 from rl_core.rollouts.hf import MultiStepRolloutWorker
@@ -41,7 +42,7 @@ def test_a_step_and_an_evaluation(spec):
     async def main():
         for worker in (env, rollout, actor):
             worker.init_worker()
-        for step in (1, 2):
+        for step in (1, 2, 3):
             actor.set_global_step(step - 1)
             rollout.set_global_step(step - 1)
             stats, decisions, nothing = await asyncio.gather(
@@ -55,8 +56,10 @@ def test_a_step_and_an_evaluation(spec):
             metrics = actor.run_training()
             assert metrics["actor/grad_norm"] > 0
             actor.sync_model_to_rollout()
-        stats, _ = await asyncio.gather(env.evaluate(actions, observations), rollout.evaluate(observations, actions))
-        assert len(stats.episodes) == EPISODES
+            stats, _ = await asyncio.wait_for(
+                asyncio.gather(env.evaluate(actions, observations), rollout.evaluate(observations, actions)), 60
+            )
+            assert len(stats.episodes) == EPISODES
         with pytest.raises(DataError, match=f"must have the {EPOCHS * HORIZON} decisions of env.options.* got 6"):
             actor.load_trajectories([make_trajectory([0], 1)])
         await rollout.close()
@@ -89,3 +92,11 @@ def test_lists_among_observations_are_joined():
     ]
     assert merge_env_outputs(shards, [1, 2]).obs["tasks"] == ["open", "close", "reach"]
     assert merge_env_outputs(shards, [1, 2]).obs["goal"] is None
+
+
+@pytest.mark.parametrize("seeds", [5, [3, 4]])
+def test_seeds_may_be_numbers_and_arrays_of_numpy(seeds):
+    env = GymnasiumVectorEnv("CartPole-v1", 2)
+    first, again = env.reset(seeds).obs["states"], env.reset(np.array(seeds)).obs["states"]
+    assert np.array_equal(first, again) and not np.array_equal(first, env.reset().obs["states"])
+    env.close()

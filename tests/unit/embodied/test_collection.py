@@ -46,7 +46,7 @@ def value(states):
     return states[:, 1:] / 2 + 1
 
 
-def job(envs, rollouts, stages, **options):
+def job(envs, rollouts, stages, *, runtime=None, **options):
     return RLJobSpec.model_validate(
         {
             "program": "embodied",
@@ -54,6 +54,7 @@ def job(envs, rollouts, stages, **options):
             "data": {"train": "none"},
             "algorithm": {"name": "gae", "seed": 3, "critic": {"gamma": GAMMA, "lam": 0.95}},
             "rollout": {"replicas": rollouts},
+            "runtime": runtime or {},
             "env": {
                 "type": "gymnasium",
                 "replicas": envs,

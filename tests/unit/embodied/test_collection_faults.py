@@ -3,11 +3,13 @@
 import asyncio
 
 import pytest
+import torch
 
 from rl_core.api.errors import ConfigError
+from rl_core.channel import Channel
 from rl_core.messages.embodied import CollectionRound
 from rl_core.rollouts.pausing_target import pausing
-from tests.unit.embodied.test_collection import CHUNK, HORIZON, PER_WORKER, Sine, World
+from tests.unit.embodied.test_collection import CHUNK, HORIZON, PER_WORKER, Sine, World, value
 
 
 class Counting(Sine):
@@ -92,3 +94,81 @@ def test_a_policy_without_values_is_refused_where_the_algorithm_needs_them():
         await asyncio.wait({working})
 
     asyncio.run(main())
+
+
+class Apart(Sine):
+    """A policy that gives actions and values apart."""
+
+    def predict(self, obs, mode="train"):
+        raise AssertionError("act and values are called in place of predict")
+
+    def act(self, obs, mode="train"):
+        actions, result = super().predict(obs, mode)
+        del result["prev_values"]
+        return actions, result
+
+    def values(self, obs):
+        return value(obs["states"])
+
+
+def test_a_policy_with_act_and_values_chooses_no_actions_where_only_values_count():
+    world = World(1, 1, 1)
+
+    async def collected(model):
+        world.rollouts[0].model = model
+        received, _ = await world.collect(1, 1)
+        return received[0][0]
+
+    expected = asyncio.run(collected(Sine()))
+    world = World(1, 1, 1)
+    found = asyncio.run(collected(Apart()))
+    assert expected.truncations.any()
+    for name in ("actions", "rewards", "prev_values"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
+
+
+def test_an_evaluation_that_samples_gives_the_same_episodes_whatever_was_drawn_before():
+    class Sampling(Sine):
+        def predict(self, obs, mode="train"):
+            actions, result = super().predict(obs, mode)
+            return torch.randn_like(actions), result
+
+    world = World(1, 1, 1, evalHorizon=10)
+    world.rollouts[0].model = Sampling()
+    observations, actions, _ = world.channels
+
+    async def main():
+        returns = []
+        for number in (1, 2):
+            torch.manual_seed(number)
+            round = CollectionRound(number=number, step=4, envs=(0,), rollouts=(0,), mode="eval", episodes=PER_WORKER)
+            stats, _ = await asyncio.gather(
+                world.envs[0].evaluate(actions, observations, round),
+                world.rollouts[0].evaluate(observations, actions, round),
+            )
+            returns.append([episode["return"] for episode in stats.episodes])
+        assert returns[0] == returns[1]
+
+    asyncio.run(main())
+
+
+def test_a_message_may_take_as_long_as_the_collection(monkeypatch):
+    """One that is requested early waits for a training and a weight sync before its first decision."""
+    world, limits = World(1, 1, 1, runtime={"deadlines": {"rollout": 900, "groupMethod": 5000, "weightSync": 50}}), []
+    get = Channel.get_async
+
+    async def watched(self, key, timeout=None):
+        limits.append(timeout)
+        return await get(self, key=key, timeout=timeout)
+
+    async def main():
+        observations, actions, trajectories = world.channels
+        round = CollectionRound(number=1, step=1, envs=(0,), rollouts=(0,))
+        await asyncio.gather(
+            world.envs[0].interact(actions, observations, round),
+            world.rollouts[0].generate(observations, actions, trajectories, round),
+        )
+
+    monkeypatch.setattr(Channel, "get_async", watched)
+    asyncio.run(main())
+    assert limits and set(limits) == {900 + 5000 + 50}

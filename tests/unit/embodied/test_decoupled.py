@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from rl_core.api.embodied import EmbodiedOptions
 from rl_core.api.errors import ConfigError, DataError
 from rl_core.api.records import ChunkStepResult, EnvOutput
 from rl_core.channel import Channel
 from rl_core.channel.direct import DirectChannel
+from rl_core.messages.embodied import CollectionRound
 from rl_core.rollouts.decoupled import BATCH_SECONDS, DecoupledDecisions, Lane, split_step
 from rl_core.rollouts.recorder import TrajectoryRecorder
+from rl_core.rollouts.served_envs import ServedEnvs
 from rl_core.transports.direct import Mailbox
 from tests.unit.embodied.test_collection import CHUNK, HORIZON, World
 
@@ -56,22 +59,21 @@ class Decisions:
     """Lanes of one decision each, whose messages are put by a test, and the batches that were decided."""
 
     def __init__(self, lanes, min_batch_size, clock):
-        self.channel = Channel.create("observations", local=True)
+        self.channel, self.actions = (Channel.create(name, local=True) for name in ("observations", "actions"))
         self.batches, self.decided = [], asyncio.Event()
+        round = CollectionRound(number=1, step=1, envs=tuple(range(lanes)), rollouts=(0,))
+        options = EmbodiedOptions(id="x", num_envs=SIZE)
+        self.envs = ServedEnvs(round, place=0, options=options, group=1, waiting=lambda *_: contextlib.nullcontext())
         self.collection = DecoupledDecisions(
+            envs=self.envs,
             lanes=[
-                Lane(0, number, SIZE, f"lane {number}", TrajectoryRecorder(sender=0, stage=0, auto_reset=True))
-                for number in range(lanes)
+                Lane(0, number, SIZE, TrajectoryRecorder(sender=0, stage=0, auto_reset=True)) for number in range(lanes)
             ],
             decisions=1,
             min_batch_size=min_batch_size,
-            lost=lambda env: False,
-            output_of=lambda lane, message: message,
             decide=self.decide,
-            act=lambda lane, actions: None,
             observe=lambda recorder, output: None,
             end=lambda recorder, output: None,
-            waiting=lambda env: contextlib.nullcontext(),
             progress=lambda kind: None,
             clock=clock,
         )
@@ -86,10 +88,10 @@ class Decisions:
     async def send(self, *lanes):
         for lane in lanes:
             states = np.full((SIZE, 1), lane, np.float32)
-            await self.channel.put_async(EnvOutput(obs={"states": states}), key=f"lane {lane}")
+            await self.channel.put_async(EnvOutput(obs={"states": states}), key=self.envs.key(0, lane))
 
     def run(self):
-        exchange = DirectChannel(Mailbox(), get_from=self.channel, put_to=self.channel)
+        exchange = DirectChannel(Mailbox(), get_from=self.channel, put_to=self.actions, seconds=60)
         return asyncio.ensure_future(self.collection.run(exchange))
 
 

@@ -93,7 +93,7 @@ def recorded(rng):
         recorder.observe(
             EnvOutput(obs={}, dones=dones, terminations=dones, truncations=dones, sub_steps=steps, lost=lost), rewards
         )
-    return recorder.finish(None), total, made, was_lost
+    return recorder.finish(), total, made, was_lost
 
 
 @pytest.mark.parametrize("bounds", [None, (-0.5, 0.5)])

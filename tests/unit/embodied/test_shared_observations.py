@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from rl_core.api.records import EnvOutput
 from rl_core.batching.trajectories import merge_trajectories
+from rl_core.rollouts.observation_rows import ObservationRows
 from rl_core.transports.direct import Connection
 from rl_core.transports.links import ProcessSharedMemory
 from rl_core.transports.tokens import DIRECTORY
@@ -190,3 +192,16 @@ def test_the_memory_is_bounded(world):
         assert last["created"] == first["created"] and last["bytes"] == first["bytes"] and not last["lent"]
 
     asyncio.run(main())
+
+
+def test_a_final_observation_that_no_simulator_wrote_has_none_of_the_bytes_that_were_there_before():
+    """A policy may look up the numbers of an observation, such as token ids, also of episodes that go on."""
+    layout, ended = {"instruction": (np.dtype(np.int64), (64,))}, torch.tensor([[True], [False]])
+    for _ in range(2):
+        rows = ObservationRows.lend(layout, decisions=3, simulators=2)
+        output = EnvOutput(obs={}, rewards=torch.zeros(2, 1), dones=ended)
+        [output] = rows.receive([output], [2], [False])
+        assert not rows.fill(output).final_obs["instruction"].any()
+        for array in rows._shared.arrays.values():
+            array[:] = 2**40
+        rows.release(reuse=True)

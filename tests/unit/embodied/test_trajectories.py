@@ -90,7 +90,8 @@ def recorded(rng, steps, count, width):
                 (float(values[row]), float(rewards[row].sum()), bool(dones[row, -1]), bool(lost[row]), int(made[row]))
             )
     last = torch.tensor(rng.normal(size=(count, 1)), dtype=torch.float32)
-    return recorder.finish(last), plain, last
+    recorder.end(last)
+    return recorder.finish(), plain, last
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -161,7 +162,7 @@ def test_what_a_person_did_is_kept_and_not_trained_as_the_policys(level):
         if flags is not None:
             recorder.intervene(torch.full((2, 3), 7.0), flags)
         recorder.observe(EnvOutput(obs={}, **ends), torch.ones(2, 3))
-    alone = recorder.finish(torch.zeros(2, 1))
+    alone = recorder.finish()
     other = replace(
         alone,
         sender=1,

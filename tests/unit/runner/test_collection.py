@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_core.api.errors import DataError, InfrastructureError, WorkerLost
+from rl_core.api.errors import DataError, DeadlineExceeded, InfrastructureError, WorkerLost
 from rl_core.messages.calls import MethodResult
 from rl_core.runner.collection import Collection
-from rl_core.workers.result import WorkerErrors
+from rl_core.workers.result import WorkerErrors, WorkerGroupFuncResult
+from tests.unit.embodied.test_refused_fields import job
 
 
 def member(name, host, incarnation=1):
@@ -44,12 +45,11 @@ class Members:
         return SimpleNamespace(future=future)
 
 
-def collection(cluster):
-    spec = SimpleNamespace(
-        runtime=SimpleNamespace(deadlines=SimpleNamespace(rpc=7, rollout=60, weight_sync=20, group_method=100)),
-        actor=SimpleNamespace(world_size=1),
-    )
+def collection(cluster, **fields):
+    deadlines = {"rpc": 7, "rollout": 60, "weightSync": 20, "groupMethod": 100}
+    spec = job(runtime={"deadlines": deadlines}, **fields)
     run = SimpleNamespace(epoch=0, cluster=cluster, applied=SimpleNamespace(spec=spec))
+    run.stops = SimpleNamespace(wait=lambda result, seconds: result.wait(seconds))
     versions = SimpleNamespace(version_of=lambda key: 3, committed=3)
     return Collection(run, None, versions, observations=None, actions=None, trajectories=None)
 
@@ -98,8 +98,7 @@ class Starting(Members):
         return SimpleNamespace(future=Future(), cancel=lambda: None, describe=lambda: name)
 
 
-def test_a_collection_that_begins_early_is_given_up_without_its_env_worker_or_its_weights(monkeypatch):
-    monkeypatch.setattr("rl_core.runner.collection.embodied_options", lambda spec: SimpleNamespace(num_envs=8))
+def test_a_collection_that_begins_early_is_given_up_without_its_env_worker_or_its_weights():
     cluster = Starting(member("env:0", "a"), member("rollout:0", "a"), member("rollout:1", "a"))
     rounds = collection(cluster)
     served = {"rollout:0": 3, "rollout:1": 3}
@@ -130,11 +129,9 @@ def test_a_collection_that_begins_early_is_given_up_without_its_env_worker_or_it
         ([WorkerLost("rollout:0 is lost"), DataError("wrong actions")], WorkerErrors),
     ],
 )
-def test_a_collection_is_run_again_if_all_that_failed_are_losses(monkeypatch, errors, expected):
-    monkeypatch.setattr("rl_core.runner.collection.embodied_options", lambda spec: SimpleNamespace(num_envs=8))
+def test_a_collection_is_run_again_if_all_that_failed_are_losses(errors, expected):
     cluster = Starting(member("env:0", "a"), member("rollout:0", "a"), member("rollout:1", "a"))
     rounds = collection(cluster)
-    rounds._run.stops = SimpleNamespace(wait=lambda result, seconds: result.wait(seconds))
     pending = rounds.begin(9, version=3)
     pending.envs[0].give_up()
     for call, error in zip(list(pending.workers._calls.values())[1:], errors, strict=True):
@@ -142,3 +139,23 @@ def test_a_collection_is_run_again_if_all_that_failed_are_losses(monkeypatch, er
     with pytest.raises(expected) as raised:
         rounds._answers(pending)
     assert type(raised.value) is expected
+
+
+def test_a_collection_is_run_again_if_the_trajectories_reach_no_data_rank_in_time():
+    rounds = collection(Members())
+    calls = [SimpleNamespace(future=Future(), cancel=lambda: None, describe=lambda: "actor") for _ in range(2)]
+    for call in calls:
+        call.future.set_exception(DeadlineExceeded("2 trajectories must come within 60 s, got 0"))
+    with pytest.raises(InfrastructureError, match="got 0"):
+        rounds._wait(WorkerGroupFuncResult("actor", "recv_rollout_trajectories", dict(enumerate(calls))), 1.0)
+
+
+@pytest.mark.parametrize(("present", "taking_part"), [(3, 3), (2, 3), (1, 2)])
+def test_more_rollouts_than_groups_of_simulators_take_no_part_while_env_workers_are_missing(present, taking_part):
+    options = {"id": "CartPole-v1", "numEnvs": 4, "autoReset": False}
+    grpo = {"algorithm": {"name": "grpo", "groupSize": 2}, "env.options": options, "env.replicas": 3}
+    members = [member(f"env:{rank}", "") for rank in range(present)] + [
+        member(f"rollout:{rank}", "") for rank in range(3)
+    ]
+    round = collection(Members(*members), **grpo)._round(1)
+    assert round.rollouts == tuple(range(taking_part))

@@ -57,6 +57,11 @@ def test_a_role_tells_ready_lost_versions_and_lag():
     assert status["promptsPerStep"] == AlgorithmSpec().prompts_per_step
 
 
+def test_a_job_in_simulators_has_no_prompts():
+    told = board([], program="embodied", env={"type": "gymnasium", "options": {"id": "CartPole-v1"}})
+    assert "promptsPerStep" not in snapshot(told)
+
+
 def test_members_are_told_in_the_words_of_the_protocol_and_in_detail():
     states = [state.value for state in MemberState if state is not MemberState.LOST]
     told = board([member(f"{role}:0", state=state) for role in ("actor", "rollout", "env") for state in states])
