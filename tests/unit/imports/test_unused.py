@@ -23,7 +23,10 @@ EXPECTED = {
     "rl_core.actors.megatron.model:PolicyModel._preprocess": LIBRARY,
     "rl_core.algorithms.advantages.embodied:action_log_probs": EMBODIED,
     **dict.fromkeys(
-        (f"rl_core.rollouts.multi_step:MultiStepRolloutWorker.{name}" for name in ("offload_model", "reload_model")),
+        (
+            f"rl_core.rollouts.multi_step:MultiStepRolloutWorker.{name}"
+            for name in ("get_dst_ranks", "offload_model", "reload_model")
+        ),
         "method of the rollouts that users of RLinf know",
     ),
     "rl_core.api.descriptions:_WithDescriptions.model_schema": LIBRARY,
