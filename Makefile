@@ -35,7 +35,7 @@ test: env cluster-deps cluster-programs test-unit test-pair test-e2e test-nodes 
 test-unit: env ## pure tests, seconds
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit
 test-integration: env ## real processes, sockets, tiny models; two files at once, as much of a file is waiting
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(RERUNS) tests/integration
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(RERUNS) tests/integration
 test-pair: env cluster-programs # at once: the first computes, the second mostly waits for its API server
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-integration test-control-plane
 test-e2e: env ## real runs of the command, faults included; three at once, as much of a run is waiting
