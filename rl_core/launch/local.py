@@ -342,7 +342,9 @@ class LocalCluster:
             self._carry_out(self._policy.reported(status))
             if self._plan_for is not None:
                 await self._autoscale(status)
-                await self._scale(follow(status, {pod.plan.name: not pod.retired for pod in self._pods}, self._groups))
+                pods = {pod.plan.name: not pod.retired for pod in self._pods}
+                told = [pod.plan.name for pod in self._pods if pod.draining]
+                await self._scale(follow(status, pods, self._groups, draining=told))
 
     async def _autoscale(self, status: Mapping[str, Any]) -> None:
         """Apply `rollout.autoscale` where the job has it."""
@@ -360,6 +362,8 @@ class LocalCluster:
             self._pods[name].terminate()
         if moves.drain:
             self._say(f"scaling down: {', '.join(moves.drain)} drain")
+            for name in moves.drain:
+                self._pods[name].draining = True
             await asyncio.to_thread(self._control.drain, moves.drain)
         fresh = [name for name in moves.start if name not in self._pods or self._pods[name].retired]
         if fresh:

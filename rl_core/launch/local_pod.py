@@ -48,6 +48,8 @@ class LocalPod:
         """Why a process of the pod ended, by its name, until it is started again."""
         self.expected = False
         """Whether its end was asked for."""
+        self.draining = False
+        """Whether it was told to drain, because the group is scaled down."""
         self.ended = asyncio.Event()
         self._on_event, self._on_end = on_event, on_end
         plan_file.write_text(plan.to_json())

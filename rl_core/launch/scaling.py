@@ -1,6 +1,6 @@
 """Scaling of a local run: which pods to start, drain and end, as the operator decides on a cluster. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,16 @@ class PodChanges:
 
 
 def follow(
-    status: Mapping[str, Any], pods: Mapping[str, bool], groups: Mapping[str, GroupKind] = BUILT_IN
+    status: Mapping[str, Any],
+    pods: Mapping[str, bool],
+    groups: Mapping[str, GroupKind] = BUILT_IN,
+    *,
+    draining: Collection[str] = (),
 ) -> PodChanges:
     """Return the pods to start, to drain and to end, so that the elastic worker groups have the sizes of the runner's status.
 
-    `pods` maps each known pod to True if it runs or is starting, and to False if it has drained and ended.
+    `pods` maps each known pod to True if it runs or is starting, and to False if it has drained and ended. `draining` names the pods that
+    were told to drain. A member of another pod that has drained was ended by somebody else, and its successor may not have registered yet.
     """
     elastic = {group.name for group in groups.values() if group.elastic}
     members = [member for member in status.get("members", []) if member["role"] in elastic]
@@ -39,7 +44,7 @@ def follow(
     return PodChanges(
         start=tuple(pod for pod in dict.fromkeys(missing) if not pods.get(pod, False)),
         drain=tuple(pod for pod in dict.fromkeys(drain) if pods.get(pod, False)),
-        end=tuple(pod for pod in dict.fromkeys(drained) if pods.get(pod, False)),
+        end=tuple(pod for pod in dict.fromkeys(drained) if pods.get(pod, False) and pod in draining),
     )
 
 

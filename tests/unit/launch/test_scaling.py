@@ -34,8 +34,16 @@ def test_surplus_pods_drain_highest_index_first_and_draining_ones_are_not_counte
 
 def test_a_drained_pod_is_ended_once():
     reported = status([member("rollout:0"), member("rollout:1", "drained")], rollouts=1)
-    assert follow(reported, {"j-rollout-0": True, "j-rollout-1": True}) == PodChanges(end=("j-rollout-1",))
-    assert follow(reported, {"j-rollout-0": True, "j-rollout-1": False}) == PodChanges()
+    told = ["j-rollout-1"]
+    assert follow(reported, {"j-rollout-0": True, "j-rollout-1": True}, draining=told) == PodChanges(
+        end=("j-rollout-1",)
+    )
+    assert follow(reported, {"j-rollout-0": True, "j-rollout-1": False}, draining=told) == PodChanges()
+
+
+def test_the_successor_of_a_member_that_somebody_else_ended_is_left_alone_before_it_registers():
+    reported = status([member("rollout:0", "drained")], rollouts=1, missing=["j-rollout-0"])
+    assert follow(reported, {"j-rollout-0": True}) == PodChanges()
 
 
 def test_a_pod_of_several_members_starts_drains_and_ends_once_when_all_of_them_have_drained():
@@ -48,7 +56,9 @@ def test_a_pod_of_several_members_starts_drains_and_ends_once_when_all_of_them_h
     serving = of_pod(0, "serving", "serving")
     assert follow(status([*serving, *of_pod(1, "serving", "serving")], rollouts=2), pods).drain == ("j-rollout-1",)
     assert follow(status([*serving, *of_pod(1, "drained", "draining")], rollouts=2), pods) == PodChanges()
-    assert follow(status([*serving, *of_pod(1, "drained", "drained")], rollouts=2), pods).end == ("j-rollout-1",)
+    assert follow(
+        status([*serving, *of_pod(1, "drained", "drained")], rollouts=2), pods, draining=["j-rollout-1"]
+    ).end == ("j-rollout-1",)
 
 
 def test_a_status_without_members_moves_nothing():
