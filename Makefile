@@ -80,7 +80,7 @@ docs: env ## regenerate docs/reference, examples/reference.yaml, the CRD from th
 	$(BIN)/python -m rljob_operator.crd
 
 lock: ## compile requirements/all.txt from pyproject.toml
-	PATH="$$PATH:$(abspath .uv/bin)" uv pip compile --quiet --generate-hashes --python-version 3.11 --no-emit-index-url --no-emit-find-links --no-header --extra all pyproject.toml -o requirements/all.txt
+	PATH="$$PATH:$(abspath .uv/bin)" uv pip compile --quiet --generate-hashes --python-version 3.11 --no-header --extra all pyproject.toml -o requirements/all.txt
 	PATH="$$PATH:$(abspath .uv/bin)" $(BIN)/python worker_images/lock.py
 
 clean: ## remove the environment and caches

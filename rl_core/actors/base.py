@@ -219,10 +219,10 @@ class Actor(Worker, ABC):
         return self.engine.compute_advantages()
 
     def run_training(self, step: int | None = None) -> dict[str, float] | None:
-        """Train on the step's groups as step number `step`, None being the next one. Advantages that are not computed yet are computed first.
+        """Train on the groups of the step. `step` is its number, and None means the next number.
 
-        Returns the metrics `actor/*`, `perf/*` and `time/*`, reduced over all ranks and equal on each, or None when the step was cancelled.
-        Raises as `StepEngine.train`.
+        If the advantages were not computed yet, they are computed first. Returns the metrics `actor/*`, `perf/*` and `time/*`, reduced over
+        all ranks and equal on each, or None if the step was cancelled. Raises the errors of `StepEngine.train`.
         """
         number = self.global_step + 1 if step is None else step
         with self._profiler.covering(number, ends_step=True):

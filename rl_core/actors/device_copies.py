@@ -39,7 +39,7 @@ class DeviceCopies:
 
     def broadcast(self, bucket: Bucket, tensors: Iterable[Tensor]) -> None:
         """Copy `bucket` to the devices. `tensors` are those of the bucket on rank 0, and are not used elsewhere."""
-        kept = self._buffer.part(bucket) if self._buffer.is_filled else None
+        kept = self._buffer.part(bucket) if self._buffer.is_allocated else None
         memory = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._ranks.device) if kept is None else kept
         if self._ranks.rank == 0:
             write(tensors, bucket, memory)
@@ -47,7 +47,7 @@ class DeviceCopies:
 
     def collect_handles(self) -> None:
         """Collect the handles of all copies in `handles`, once all buckets were broadcast."""
-        if self._buffer.is_filled:
+        if self._buffer.is_allocated:
             self._unused = [self._buffer.handle() for _ in range(self._wanted)]
         for place, given in zip(self._places, self._ranks.gather(_packed(self._unused)), strict=True):
             if given:

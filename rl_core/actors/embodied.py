@@ -95,7 +95,7 @@ class EmbodiedFSDPActor(Actor):
         for trajectories of another number of decisions than that of a step.
         """
         merged, options = merge_trajectories(trajectories), self.options
-        if len(merged.rewards) != (decisions := options.rollout_epochs * options.horizon // options.chunk):
+        if len(merged.rewards) != (decisions := options.rollout_epochs * options.decisions):
             raise DataError(
                 f"trajectories must have the {decisions} decisions of env.options.rolloutEpochs x horizon / chunk, got {len(merged.rewards)}; "
                 "rollouts and actor must run the same job"
@@ -117,7 +117,7 @@ class EmbodiedFSDPActor(Actor):
         with self.ranks.guard("computing advantages"):
             prepared = self._rows()
         self._rows = None
-        shape = (len(prepared.batch.group_texts), self.options.horizon // self.options.chunk)
+        shape = (len(prepared.batch.group_texts), self.options.decisions)
         valid = prepared.batch.valid
         self._inputs = (
             prepared.inputs if valid.all() else {name: tensor[valid] for name, tensor in prepared.inputs.items()}

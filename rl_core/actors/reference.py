@@ -20,10 +20,10 @@ class ReferencePolicy:
         dtype: torch.dtype,
         make_room: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Copy the present values of `tensors`, the parameters that this rank stores. Each storage is copied once.
+        """Copy the current values of `tensors`, the parameters that this rank stores. Tensors that share a storage are copied once.
 
-        `dtype` is the type that the model computes in. It may be narrower than that of `tensors`, where the model casts them for each pass.
-        `make_room()` frees memory of the device while the weights are swapped, when the trained ones need as much again.
+        `dtype` is the type in which the model computes. It may be narrower than the type of `tensors` if the model casts them for each pass.
+        `make_room` returns a context manager that frees device memory for a second copy of the weights.
         """
         self._make_room = make_room
         self._live = [_elements_of(tensor) for tensor in distinct_storages(tensors)]

@@ -238,10 +238,10 @@ class StepEngine:
         self._cancellation.request()
 
     def train(self, step: int) -> dict[str, float] | None:
-        """Train on the step's groups, whose advantages are computed first if `compute_advantages` was not called.
+        """Train on the groups of the step. If `compute_advantages` was not called, this method calls it first.
 
-        Returns the step's metrics over all ranks, equal on each, or None when it was cancelled. Raises RuntimeError without groups,
-        InfrastructureError when a rank is lost, and DataError after too many consecutive gradients that were not finite.
+        Returns the metrics of the step over all ranks, equal on each, or None if the step was cancelled. Raises RuntimeError if there are no
+        groups, InfrastructureError if a rank is lost, and DataError after too many consecutive gradients that were not finite.
         """
         prepared = self._require_batch("run_training")
         if prepared.advantages is None:

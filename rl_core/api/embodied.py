@@ -88,6 +88,11 @@ class EmbodiedOptions(Spec):
     kwargs: dict[str, Any] = {}
     """Further arguments of gymnasium.make, or of the class."""
 
+    @property
+    def decisions(self) -> int:
+        """Decisions of a simulator in one rollout epoch."""
+        return self.horizon // self.chunk
+
 
 def is_embodied(spec: "RLJobSpec") -> bool:
     """Return whether the policy of a job acts in simulators."""
@@ -203,7 +208,7 @@ def check_batch(spec: "RLJobSpec", options: EmbodiedOptions) -> None:
             f"actor's data-parallel size {ranks} cuts the {of_what} of each rollout and stage into {parts} parts, got {groups // rollouts} of "
             "them; raise env.options.numEnvs"
         )
-    rows = options.num_envs * spec.env.replicas * options.rollout_epochs * options.horizon // options.chunk
+    rows = options.num_envs * spec.env.replicas * options.rollout_epochs * options.decisions
     minibatches = ranks * spec.algorithm.optimizer_steps_per_batch
     if rows % minibatches:
         raise ConfigError(
@@ -213,12 +218,12 @@ def check_batch(spec: "RLJobSpec", options: EmbodiedOptions) -> None:
 
 
 def groups_of_stage(spec: "RLJobSpec", options: EmbodiedOptions, env_workers: int) -> int:
-    """Return how many groups of simulators `env_workers` env workers have in a pipeline stage. With a critic each simulator is a group."""
+    """Return the number of groups of simulators that `env_workers` env workers have in a pipeline stage. With a critic, a group is one simulator."""
     return options.num_envs // options.stages * env_workers // simulators_per_group(spec.algorithm)
 
 
 def longest_collection(deadlines: "DeadlinesSpec") -> float:
-    """Return for how many seconds a collection may take at most. One that is requested early waits for training and weight sync first."""
+    """Return the longest time in seconds that a collection may take, including its wait for training and weight sync."""
     return deadlines.rollout + deadlines.group_method + deadlines.weight_sync
 
 

@@ -25,15 +25,15 @@ MAX_FRAMES = 50
 IMPORT_SECONDS = 120.0
 """Seconds of an import in `check_in_child`. It may load torch for the first time."""
 CHECKED = "rljob: the check has ended"
-"""Line on standard output by which the child process of `check_in_child` says that it has run to its end."""
+"""Line that the child process of `check_in_child` writes to standard output if it found no problem."""
 
 
 def check_in_child(
     module: str, *arguments: str, name: str, search_path: str, given: str = "", seconds: float = IMPORT_SECONDS
 ) -> str:
-    """Run `python -m module ARGUMENTS`, which tries user code and calls `report_checked`; return the last line of its errors, or "".
+    """Run `python -m module ARGUMENTS`, which checks user code. Return "" if it called `report_checked`, otherwise the problem.
 
-    `name` is that of the code, `given` the standard input, `search_path` the folder with user code (the job file's).
+    `name` is the name of the user code, `given` is the standard input, and `search_path` is the folder with the user code (the job file's).
     """
     path = os.pathsep.join(filter(None, [search_path, os.environ.get("PYTHONPATH")]))
     try:
@@ -55,7 +55,7 @@ def check_in_child(
 
 
 def report_checked() -> None:
-    """Tell `check_in_child`, which has started this process, that nothing was found. User code that ends the process early does not get here."""
+    """Tell `check_in_child` in the parent process that no problem was found. This is not called if user code ends the process early."""
     sys.stdout.write(f"\n{CHECKED}\n")
     sys.stdout.flush()
 

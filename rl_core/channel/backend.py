@@ -59,7 +59,7 @@ class Backend(Protocol):
         """
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Declare that a caller is blocked until the channel has `what` ("items" or "room") for it, while the `with` block runs."""
+        """Return a context manager in which this process reports that it waits for `what` ("items" or "room") of the channel."""
 
     def load(self, delivery: Delivery) -> Any:
         """Return the item that `delivery` brings."""

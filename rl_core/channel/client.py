@@ -42,7 +42,7 @@ class ChannelClient:
         self.sender = PutSender(self.rpc)
         self.receipts = _Receipts(self.rpc)
         self.waiting: Callable[[str, str], AbstractContextManager[None]] = lambda what, on: nullcontext()
-        """Called with what a blocked caller waits for and on what, as `Worker.waiting`, which a worker process puts in its place."""
+        """Returns a context manager in which this process reports that it waits. A worker process sets this attribute to `Worker.waiting`."""
         self._registrations: dict[str, list[int]] = {}
         """Numbers of this process's producers by channel."""
         self._numbers = itertools.count()
@@ -126,7 +126,7 @@ class RemoteBackend:
         return future
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Declare that a caller is blocked until the channel has `what` for it."""
+        """Return a context manager in which this process reports that it waits for `what` of the channel."""
         return self._client.waiting(what, f"channel {self._name}")
 
     def load(self, delivery: Delivery) -> Any:

@@ -118,7 +118,7 @@ class LocalBackend:
         return future
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Declare nothing: a channel inside a process has no other member to wait for."""
+        """Return a context manager that reports nothing, because no other process uses the channel."""
         return nullcontext()
 
     def load(self, delivery: Delivery) -> Any:

@@ -164,7 +164,7 @@ class EnvWorker(Worker):
         for stage in stages:
             first[stage].env_ids = np.arange(self.per_stage, dtype=np.int64) + self._first_env(stage)
             self._send(exchange, stage, first[stage])
-        for _ in range(self.options.horizon // self.options.chunk):
+        for _ in range(self.options.decisions):
             for stage in stages:
                 chosen = await self._receive(exchange, stage)
                 output = self.env_interact_step(chosen, stage)

@@ -343,8 +343,8 @@ class LocalCluster:
             if self._plan_for is not None:
                 await self._autoscale(status)
                 pods = {pod.plan.name: not pod.retired for pod in self._pods}
-                told = [pod.plan.name for pod in self._pods if pod.draining]
-                await self._scale(follow(status, pods, self._groups, draining=told))
+                draining = [pod.plan.name for pod in self._pods if pod.draining]
+                await self._scale(follow(status, pods, self._groups, draining=draining))
 
     async def _autoscale(self, status: Mapping[str, Any]) -> None:
         """Apply `rollout.autoscale` where the job has it."""

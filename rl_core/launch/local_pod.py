@@ -49,7 +49,7 @@ class LocalPod:
         self.expected = False
         """Whether its end was asked for."""
         self.draining = False
-        """Whether it was told to drain, because the group is scaled down."""
+        """Whether the pod drains because its group was scaled down."""
         self.ended = asyncio.Event()
         self._on_event, self._on_end = on_event, on_end
         plan_file.write_text(plan.to_json())

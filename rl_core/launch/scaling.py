@@ -23,12 +23,12 @@ def follow(
     pods: Mapping[str, bool],
     groups: Mapping[str, GroupKind] = BUILT_IN,
     *,
-    draining: Collection[str] = (),
+    draining: Collection[str],
 ) -> PodChanges:
     """Return the pods to start, to drain and to end, so that the elastic worker groups have the sizes of the runner's status.
 
-    `pods` maps each known pod to True if it runs or is starting, and to False if it has drained and ended. `draining` names the pods that
-    were told to drain. A member of another pod that has drained was ended by somebody else, and its successor may not have registered yet.
+    `pods` maps each known pod to True if it runs or is starting, and to False if it has drained and ended. `draining` has the names of the
+    pods that drain because of an earlier call. No other pod is ended: it may be a successor that has not registered yet.
     """
     elastic = {group.name for group in groups.values() if group.elastic}
     members = [member for member in status.get("members", []) if member["role"] in elastic]

@@ -33,7 +33,7 @@ class Lane:
 
     stage: int
     env: int
-    """Place of the env worker in the collection."""
+    """Index of the env worker in the collection."""
     size: int
     """Number of simulators."""
     recorder: TrajectoryRecorder

@@ -57,15 +57,13 @@ class MultiStepRolloutWorker(WeightMethods):
         self.cfg = cfg if isinstance(cfg, RLJobSpec) else RLJobSpec.model_validate(dict(cfg))
         self.options: EmbodiedOptions = embodied_options(self.cfg)
         self._group = simulators_per_group(self.cfg.algorithm)
-        self._decisions = self.options.horizon // self.options.chunk
-        """Decisions of a rollout epoch."""
         critic = self.cfg.algorithm.critic_in_use
         self._gamma = critic.gamma if critic is not None else 1.0
         self._with_values = critic is not None
         self.model: nn.Module | None = None
         self.global_step = 0
         self._envs = self._served(self._alone("train"))
-        """The env workers of the last collection."""
+        """The env workers of the collection in progress, or of the last one if none is in progress."""
         self._large: Layout = {}
         """Types and shapes of the large observations, known after the first collection; empty before."""
         self._working: asyncio.Future[int] | None = None
@@ -149,26 +147,26 @@ class MultiStepRolloutWorker(WeightMethods):
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def get_src_ranks(self, stage: int = 0) -> list[tuple[int, int]]:
-        """Return (place of the env worker, number of simulators) of each env worker that this rollout serves in a stage."""
+        """Return (index of an env worker, number of its simulators) for each env worker that this rollout serves in a stage."""
         return self._envs.sources
 
     def get_dst_ranks(self, stage: int = 0) -> list[tuple[int, int]]:
-        """Return where the actions of a stage go: as `get_src_ranks`."""
+        """Return the env workers that receive the actions of a stage, as `get_src_ranks` does."""
         return self._envs.sources
 
     async def recv_env_output(
         self, input_channel: Exchange, mode: Mode = "train", stage: int = 0, *, begins: bool = False
     ) -> EnvOutput:
-        """Receive the outputs of all env workers that this rollout serves, merged in their order, as tensors.
+        """Receive the outputs of all env workers that this rollout serves in a stage. Returns them as tensors, merged in their order.
 
-        `begins`: they begin a rollout epoch. See `ServedEnvs.receive`.
+        `begins` says whether they are the first outputs of a rollout epoch. See `ServedEnvs.receive`.
         """
         return await self._envs.receive(input_channel, stage, begins=begins)
 
     def send_chunk_actions(
         self, output_channel: Exchange, chunk_actions: Tensor | np.ndarray, mode: Mode = "train", stage: int = 0
     ) -> None:
-        """Send each env worker the actions of its simulators. Raises DataError when their numbers are not those of the actions."""
+        """Send each env worker the actions of its simulators. Raises DataError if there is not one row of actions for each simulator."""
         self._envs.send(output_channel, stage, chunk_actions)
 
     # --- one collection ----------------------------------------------------------------------------------------------
@@ -217,25 +215,23 @@ class MultiStepRolloutWorker(WeightMethods):
         options, version = self.options, self.sync_model_from_actor() if self._weights is not None else self.global_step
         lockstep = options.batching == "lockstep"
         run_epoch = self._run_epoch if lockstep else self._run_decoupled_epoch
-        envs = self._begin(round)
-        decisions = options.rollout_epochs * (self._decisions + 1) - 1
+        self._begin(round)
+        decisions = options.rollout_epochs * (options.decisions + 1) - 1
         with (
-            envs.lent_rows(self._large if lockstep else {}, decisions=decisions),
-            closing(self._connect(envs, observations, actions)) as exchange,
+            self._envs.lent_rows(self._large if lockstep else {}, decisions=decisions),
+            closing(self._connect(observations, actions)) as exchange,
         ):
-            epochs = [await run_epoch(envs, exchange, version) for _ in range(options.rollout_epochs)]
-            await self._deliver(trajectories, envs, epochs)
-        return options.rollout_epochs * self._decisions * options.stages
+            epochs = [await run_epoch(exchange, version) for _ in range(options.rollout_epochs)]
+            await self._deliver(trajectories, epochs)
+        return options.rollout_epochs * options.decisions * options.stages
 
-    async def _run_epoch(
-        self, envs: ServedEnvs, exchange: DirectChannel, version: int
-    ) -> list[list[TrajectoryRecorder]]:
+    async def _run_epoch(self, exchange: DirectChannel, version: int) -> list[list[TrajectoryRecorder]]:
         """Make the decisions of a rollout epoch; return their recorders, one for each stage."""
-        recorders = [self._recorder(envs, stage) for stage in range(self.options.stages)]
-        for decision in range(self._decisions + 1):
+        recorders = [self._recorder(stage) for stage in range(self.options.stages)]
+        for decision in range(self.options.decisions + 1):
             for stage, recorder in enumerate(recorders):
                 output = await self.recv_env_output(exchange, stage=stage, begins=decision == 0)
-                if decision == self._decisions:
+                if decision == self.options.decisions:
                     self._end(recorder, output)
                     continue
                 step, values = self._decide(output, version)
@@ -248,20 +244,16 @@ class MultiStepRolloutWorker(WeightMethods):
             self.record_progress("decisions")
         return [[recorder] for recorder in recorders]
 
-    async def _run_decoupled_epoch(
-        self, envs: ServedEnvs, exchange: DirectChannel, version: int
-    ) -> list[list[TrajectoryRecorder]]:
+    async def _run_decoupled_epoch(self, exchange: DirectChannel, version: int) -> list[list[TrajectoryRecorder]]:
         """Do the same, but decide for each env worker as its observations come. A stage has several recorders."""
         stages = range(self.options.stages)
         lanes = [
-            Lane(stage, env, size, self._recorder(envs, stage))
-            for stage in stages
-            for env, size in self.get_src_ranks(stage)
+            Lane(stage, env, size, self._recorder(stage)) for stage in stages for env, size in self.get_src_ranks(stage)
         ]
         await DecoupledDecisions(
-            envs=envs,
+            envs=self._envs,
             lanes=lanes,
-            decisions=self._decisions,
+            decisions=self.options.decisions,
             min_batch_size=self.options.min_batch_size,
             decide=lambda output: self._decide(output, version),
             observe=self._observe,
@@ -270,8 +262,8 @@ class MultiStepRolloutWorker(WeightMethods):
         ).run(exchange)
         return [[lane.recorder for lane in lanes if lane.stage == stage] for stage in stages]
 
-    def _recorder(self, envs: ServedEnvs, stage: int) -> TrajectoryRecorder:
-        return TrajectoryRecorder(sender=envs.place, stage=stage, auto_reset=self.options.auto_reset)
+    def _recorder(self, stage: int) -> TrajectoryRecorder:
+        return TrajectoryRecorder(sender=self._envs.index, stage=stage, auto_reset=self.options.auto_reset)
 
     def _decide(self, output: EnvOutput, version: int) -> tuple[ChunkStepResult, Callable[[], Tensor | None] | None]:
         """Return the decision on an output, and what returns its values where it has none yet. Raises ConfigError if none has any."""
@@ -309,12 +301,12 @@ class MultiStepRolloutWorker(WeightMethods):
             self._large = large_observations(output.obs)
         recorder.end(self._values(tensors_of(output.obs)) if self._with_values else None)
 
-    async def _deliver(self, channel: Channel, envs: ServedEnvs, epochs: list[list[list[TrajectoryRecorder]]]) -> None:
+    async def _deliver(self, channel: Channel, epochs: list[list[list[TrajectoryRecorder]]]) -> None:
         """Send the trajectory of each stage. `epochs` has the recorders of each epoch by stage, in the order of the simulators."""
-        round, stages = envs.round, self.options.stages
+        round, stages = self._envs.round, self.options.stages
         senders = len(round.rollouts) * stages
         for stage, of_epochs in enumerate(zip(*epochs, strict=True)):
-            sender = envs.place * stages + stage
+            sender = self._envs.index * stages + stage
             trajectory = join_epochs([merge_trajectories([one.finish() for one in parts]) for parts in of_epochs])
             pieces = cut_trajectory(trajectory, trajectory_parts(senders, round.actors), group=self._group)
             for part, piece in enumerate(pieces):
@@ -322,15 +314,16 @@ class MultiStepRolloutWorker(WeightMethods):
                 await channel.put_async(piece, key=round.trajectory_key(rank))
 
     async def _evaluate(self, observations: Channel, actions: Channel, round: CollectionRound) -> int:
-        envs = self._begin(round)
-        mine = [env for env in range(len(round.envs)) if env % len(round.rollouts) == envs.place]
-        with closing(self._connect(envs, observations, actions)) as exchange:
-            served = await asyncio.gather(*(self._serve(exchange, envs, env) for env in mine))
+        self._begin(round)
+        mine = [env for env in range(len(round.envs)) if env % len(round.rollouts) == self._envs.index]
+        with closing(self._connect(observations, actions)) as exchange:
+            served = await asyncio.gather(*(self._serve(exchange, env) for env in mine))
         return sum(served)
 
-    async def _serve(self, exchange: DirectChannel, envs: ServedEnvs, env: int) -> int:
+    async def _serve(self, exchange: DirectChannel, env: int) -> int:
         """Choose the actions for one env worker until it sends no observations."""
-        key, count = envs.key(0, env), 0
+        envs, count = self._envs, 0  # after an error this may run longer than its collection
+        key = envs.key(0, env)
         while True:
             with envs.awaiting(env):
                 output: EnvOutput = await exchange.get_async(key=key)
@@ -341,20 +334,19 @@ class MultiStepRolloutWorker(WeightMethods):
             self.record_progress("decisions")
             count += 1
 
-    def _begin(self, round: CollectionRound) -> ServedEnvs:
-        """Return the env workers of a new collection. Its random numbers have a seed of its own, so that a repeated one chooses the same actions."""
+    def _begin(self, round: CollectionRound) -> None:
+        """Set the env workers of a new collection and seed the random numbers, so that a repeated collection chooses the same actions."""
         self._envs = self._served(round)
-        words = [self.cfg.algorithm.seed, round.step, self._envs.place, int(round.mode == "eval")]
+        words = [self.cfg.algorithm.seed, round.step, self._envs.index, int(round.mode == "eval")]
         torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
-        return self._envs
 
     def _served(self, round: CollectionRound) -> ServedEnvs:
-        place = round.rollouts.index(self.rank)
-        return ServedEnvs(round, place=place, options=self.options, group=self._group, waiting=self.waiting)
+        index = round.rollouts.index(self.rank)
+        return ServedEnvs(round, index=index, options=self.options, group=self._group, waiting=self.waiting)
 
-    def _connect(self, envs: ServedEnvs, observations: Channel, actions: Channel) -> DirectChannel:
+    def _connect(self, observations: Channel, actions: Channel) -> DirectChannel:
         seconds = longest_collection(self.cfg.runtime.deadlines)
-        return self._connections.open(envs, observations=observations, actions=actions, seconds=seconds)
+        return self._connections.open(self._envs, observations=observations, actions=actions, seconds=seconds)
 
     # --- weights and the end -----------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ class TrajectoryRecorder:
     """The trajectory of one stage while it is generated. A step only appends to lists; `finish` computes."""
 
     def __init__(self, *, sender: int, stage: int, auto_reset: bool) -> None:
-        """`sender` is the place of the rollout in the collection. Without `auto_reset` a simulator rests after its episode."""
+        """`sender` is the index of the rollout in the collection. Without `auto_reset` a simulator rests after its episode."""
         self._sender, self._stage, self._auto_reset = sender, stage, auto_reset
         self._steps: list[ChunkStepResult] = []
         self._rewards: list[Tensor] = []
@@ -54,7 +54,7 @@ class TrajectoryRecorder:
         self._flags[-1] = flags
 
     def end(self, values: Tensor | None) -> None:
-        """Set the values [B, 1] of the observations after the last chunk; None without a value head."""
+        """Set the values [B, 1] of the observations after the last chunk. `values` is None if the policy computes none."""
         self._last_values = values
 
     def finish(self) -> Trajectory:

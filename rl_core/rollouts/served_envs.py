@@ -1,6 +1,9 @@
-"""`ServedEnvs`: the env workers that a rollout serves in one collection, and the messages that it exchanges with them.
+"""`ServedEnvs`: the env workers that a rollout worker serves in one collection, and the messages that it exchanges with them.
 
-`EnvConnections` has the direct connections to env workers of the same host, which are kept between collections.
+A collection generates the trajectories of one training step, or runs one evaluation. The index of an env worker is its position in
+`CollectionRound.envs`, and that of a rollout worker is its position in `CollectionRound.rollouts`.
+
+`EnvConnections` holds the direct connections to env workers on the same host. They are kept between collections.
 
 Legend: B simulators, C actions of a chunk.
 """
@@ -26,41 +29,42 @@ from rl_core.transports.shared_rows import Layout
 
 Exchange = Channel | DirectChannel
 Waiting = Callable[[str, str], AbstractContextManager[None]]
-"""`waiting(what, who)` declares, while it is entered, that the worker waits for something of another worker."""
+"""`waiting(what, who)` returns a context manager in which the worker reports that it waits for `what` from the worker `who`."""
 
 
 class ServedEnvs:
-    """Receives the outputs of the env workers of one collection and sends them actions. Knows which of them are lost."""
+    """Receives the outputs of the env workers in one collection, sends them actions, and records which of them are lost."""
 
     def __init__(
-        self, round: CollectionRound, *, place: int, options: EmbodiedOptions, group: int, waiting: Waiting
+        self, round: CollectionRound, *, index: int, options: EmbodiedOptions, group: int, waiting: Waiting
     ) -> None:
-        """Serve in `round` the env workers of the rollout at `place`. `group` is the number of simulators of a group."""
-        self.round, self.place, self.stages = round, place, options.stages
+        """Serve the env workers that `round` assigns to the rollout worker `index`. `group` is the number of simulators of a group."""
+        self.round, self.index, self.stages = round, index, options.stages
         self._chunk, self._waiting = options.chunk, waiting
         per_stage = options.num_envs // options.stages
         parts = routes(per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts), group=group)
-        self.sources = [(route.env, route.size) for route in parts if route.rollout == place]
-        """(place of an env worker, number of its simulators in a stage), in the order of the simulators. The same in each stage."""
+        self.sources = [(route.env, route.size) for route in parts if route.rollout == index]
+        """(index of an env worker, number of its simulators in a stage), in the order of the simulators. All stages have the same."""
         self.lost: set[int] = set()
-        """Places of env workers that were lost in the collection."""
+        """Indices of the env workers that were lost in the collection."""
         self._latest: dict[tuple[int, int], EnvOutput] = {}
-        """(stage, place of the env worker) -> its last output."""
+        """The last output of each env worker in each stage, by (stage, index of the env worker)."""
         self.rows: list[ObservationRows] = []
-        """Memory for large observations, by stage. Empty where they come in messages."""
+        """Shared memory for the large observations of each stage. Empty if they are sent in messages."""
 
     def key(self, stage: int, env: int) -> str:
-        """Return the key of the messages of a stage of the env worker at place `env`."""
-        return self.round.key(stage, env, self.place)
+        """Return the key of the messages of a stage that are exchanged with the env worker with index `env`."""
+        return self.round.key(stage, env, self.index)
 
     def awaiting(self, env: int) -> AbstractContextManager[None]:
-        """Declare that the rollout waits for observations of the env worker at place `env`."""
+        """Return a context manager in which the worker reports that it waits for observations from the env worker `env`."""
         return self._waiting("observations", f"env:{self.round.envs[env]}")
 
     async def receive(self, channel: Exchange, stage: int, *, begins: bool = False) -> EnvOutput:
-        """Return the outputs of all env workers, merged in their order, as tensors.
+        """Receive the outputs of all env workers in a stage. Returns them as tensors, merged in the order of the env workers.
 
-        `begins`: they begin a rollout epoch. A lost env worker's simulators stay lost. Raises InfrastructureError if it never sent any.
+        `begins` says whether they are the first outputs of a rollout epoch. The output of a lost env worker is a placeholder. Raises
+        InfrastructureError if an env worker is lost before its first output.
         """
         shards = []
         for env, _ in self.sources:
@@ -77,7 +81,7 @@ class ServedEnvs:
         return rows.fill(merge_env_outputs(shards, sizes))
 
     def output_of(self, stage: int, env: int, message: Any, *, begins: bool) -> EnvOutput:
-        """Return the output that an env worker sent. Any other message means that it is lost; what stands for its output is returned."""
+        """Return the output in `message`. If there is none, the env worker `env` is lost, and a placeholder is returned."""
         if env not in self.lost and isinstance(message, EnvOutput) and message.obs is not None:
             output = message
         else:
@@ -87,7 +91,7 @@ class ServedEnvs:
         return output
 
     def send(self, channel: Exchange, stage: int, actions: Tensor | np.ndarray) -> None:
-        """Send each env worker the actions [B, C, ...] of its simulators. Raises DataError when their numbers are not those of the actions."""
+        """Send each env worker the actions of its simulators. Raises DataError unless `actions` [B, C, ...] has a row for each simulator."""
         array = actions.detach().cpu().numpy() if isinstance(actions, Tensor) else actions
         if sum(size for _, size in self.sources) != len(array):
             raise DataError(
@@ -99,7 +103,7 @@ class ServedEnvs:
             begin += size
 
     def send_to(self, env: int, channel: Exchange, stage: int, actions: np.ndarray) -> None:
-        """Send the env worker at place `env` the actions of its simulators, unless it is lost."""
+        """Send the env worker `env` the actions of its simulators, unless it is lost."""
         if env not in self.lost:
             try:
                 channel.put(np.ascontiguousarray(actions), key=self.key(stage, env), async_op=True)
@@ -108,11 +112,11 @@ class ServedEnvs:
 
     @contextmanager
     def lent_rows(self, layout: Layout, *, decisions: int) -> Iterator[None]:
-        """Lend memory for the large observations of `decisions` decisions to env workers of this host, while the block runs.
+        """Provide shared memory for the large observations of `decisions` decisions in a `with` block. Env workers on this host write to it.
 
-        `layout` has their types and shapes. It is empty where there are none, or where they shall come in messages.
+        `layout` has the types and shapes of the observations. If it is empty, all observations are sent in messages.
         """
-        near = any(self.round.address(env, self.place) is not None for env in range(len(self.round.envs)))
+        near = any(self.round.address(env, self.index) is not None for env in range(len(self.round.envs)))
         simulators = sum(size for _, size in self.sources)
         self.rows = lend_rows(layout if near else {}, decisions=decisions, simulators=[simulators] * self.stages)
         reuse = False
@@ -125,41 +129,41 @@ class ServedEnvs:
                 one.release(reuse=reuse)
 
     def columns_of(self, env: int) -> dict[str, np.ndarray]:
-        """Return where the simulators of an env worker put their large observations, by stage; see `CollectionRound.columns_key`."""
-        places = [place for place, _ in self.sources]
-        if env not in places:
+        """Return a dict from `CollectionRound.columns_key` to the memory in which simulators of the env worker `env` write large observations."""
+        served = [index for index, _ in self.sources]
+        if env not in served:
             return {}
-        begin = sum(size for _, size in self.sources[: places.index(env)])
+        begin = sum(size for _, size in self.sources[: served.index(env)])
         return {CollectionRound.columns_key(stage): rows.column(begin).pack() for stage, rows in enumerate(self.rows)}
 
 
 class EnvConnections:
-    """The direct connections of a rollout to env workers of its host."""
+    """The direct connections of a rollout worker to env workers on its host."""
 
     def __init__(self, *, seconds: float) -> None:
-        """`seconds` is the time in which an env worker must read what it is sent."""
+        """`seconds` is the time within which an env worker must read a message."""
         self._mailbox = Mailbox(seconds=seconds)
         self._by_address: dict[str, Connection] = {}
 
     def open(self, envs: ServedEnvs, *, observations: Channel, actions: Channel, seconds: float) -> DirectChannel:
-        """Return this end of the exchange of a collection; connects to its env workers of this host, and tells them of the lent memory.
+        """Connect to the env workers on this host, send them the addresses of the shared memory, and return the channel of the collection.
 
-        Messages of other env workers go through the channels. `seconds` bounds the wait for one.
+        It exchanges the messages of other env workers through `observations` and `actions`. It waits at most `seconds` for one of them.
         """
-        round, place = envs.round, envs.place
+        round, index = envs.round, envs.index
         self._mailbox.wait(0.0)  # notices which connections have ended
         self._mailbox.keep(round.prefix)
         self._by_address = {address: one for address, one in self._by_address.items() if not one.closed}
         exchange = DirectChannel(self._mailbox, get_from=observations, put_to=actions, seconds=seconds)
         for env in range(len(round.envs)):
-            address = round.address(env, place)
+            address = round.address(env, index)
             if address is None:
                 continue
             connection = self._by_address.get(address)
             if connection is None:
                 connection = self._by_address[address] = Connection.connect(address)
                 self._mailbox.add(connection)
-            self._mailbox.send(connection, round.opening_key(place), envs.columns_of(env))
+            self._mailbox.send(connection, round.opening_key(index), envs.columns_of(env))
             for stage in range(envs.stages):
                 exchange.connect(envs.key(stage, env), connection)
         return exchange

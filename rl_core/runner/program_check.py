@@ -1,7 +1,7 @@
-"""Checks for `rljob validate` whether the program and the worker classes of a job can be used. Runs user code in a child process.
+"""Checks of the program and the worker classes of a job, for `rljob validate`. They import user code, so they run in a child process.
 
-`python -m rl_core.runner.program_check program|worker MODULE:CLASS` reports that nothing was found, or ends with the problem as the last line
-of its errors.
+`python -m rl_core.runner.program_check program|worker MODULE:CLASS` is that process. If it finds a problem, the last line of its errors says
+which.
 """
 
 import inspect

@@ -110,7 +110,9 @@ class GroupSender:
                 raise InfrastructureError(f"group {plan.key} is over before its first broadcast")
             self._group = group
         buffer = self._device_buffer
-        buckets = copy.buckets(self._device) if buffer is None or not buffer.is_filled else buffer.buckets(copy.layout)
+        buckets = (
+            copy.buckets(self._device) if buffer is None or not buffer.is_allocated else buffer.buckets(copy.layout)
+        )
         for _, tensor in buckets:
             group.broadcast(tensor, timeout=self._timeout)
 

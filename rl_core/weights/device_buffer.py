@@ -1,9 +1,8 @@
-"""A copy of a version in memory of a device of the trainer, for receivers on the same device (CUDA IPC) or in a process group (NCCL).
+"""A copy of a version of the weights on a device of the trainer, for receivers on the same device (CUDA IPC) or in a process group (NCCL).
 
-The publisher fills the buffer while it writes the host copy. It gives a handle to each process that maps the buffer, or broadcasts from it,
-so the bytes do not go through the host; and it frees the buffer after the last ACK. Other ranks of the trainer fill buffers of their own for
-the receivers on their devices (`actors.device_copies`). On a CPU the same steps use shared memory by name; no job can ask for that, but
-tests run it.
+The publisher fills the buffer while it writes the host copy. Each receiver on the device gets a handle and maps the buffer, and a process
+group gets its content by a broadcast. The publisher frees the buffer after the last ACK. Other ranks of the trainer fill buffers for the
+receivers on their devices (`actors.device_copies`). On a CPU the buffer is shared memory, which only tests use.
 """
 
 import logging
@@ -33,8 +32,8 @@ class DeviceBuffer:
         """uint8 [layout.nbytes]."""
 
     @property
-    def is_filled(self) -> bool:
-        """Return whether the buffer is allocated. It holds a version once all buckets of `copying` were read."""
+    def is_allocated(self) -> bool:
+        """Return whether the buffer is allocated. It holds a version after all buckets of `copying` were read."""
         return self._buffer is not None
 
     def copying(self, source: VersionSource) -> VersionSource:
@@ -63,13 +62,13 @@ class DeviceBuffer:
         return self._buffer[bucket.start : bucket.start + bucket.nbytes]
 
     def handle(self) -> Handle:
-        """Return a handle for one receiver. Copies that were queued before are complete when the receiver maps the buffer."""
+        """Return a handle for one receiver. Copies that were queued before this call are complete when the receiver maps the buffer."""
         if self._buffer is None:
-            raise AssertionError("bug: device memory must be filled before it is handed out")
+            raise AssertionError("bug: the buffer must be allocated before a handle is made")
         return handle_of(self._buffer.untyped_storage())
 
     def free(self, unused: Iterable[Handle] = ()) -> None:
-        """Free the buffer, once no receiver maps it any more. `unused`: handles that no process has mapped and none will map."""
+        """Free the buffer after all receivers have unmapped it. `unused` has the handles that no process has mapped or will map."""
         buffer, self._buffer = self._buffer, None
         if buffer is None:
             return
@@ -122,7 +121,7 @@ def handle_of(storage: torch.UntypedStorage) -> Handle:
 
 
 def release(storage: torch.UntypedStorage, handle: Handle) -> None:
-    """Give up a handle of `storage` that no process has mapped and none will map."""
+    """Release a handle of `storage` that no process has mapped or will map, so that the memory can be freed."""
     if storage.is_cuda:
         _, _, _, _, counter, position, *_ = handle
         torch.UntypedStorage._release_ipc_counter_cuda(counter, position)

@@ -192,7 +192,7 @@ class DeviceIpc:
 
     def _take(self, places: Sequence[Place]) -> "list[Handle]":
         """Return a handle for each of `places`; none at all where a place has no copy."""
-        own = self._place if self._device_buffer.is_filled else None
+        own = self._place if self._device_buffer.is_allocated else None
         if any(len(self.handles.get(place, ())) < n for place, n in Counter(places).items() if place != own):
             return []
         return [self._device_buffer.handle() if place == own else self.handles[place].pop() for place in places]

@@ -261,7 +261,7 @@ class Rank:
 
         def noted(copies, bucket, tensors):
             made.append(copies)
-            filled.append(copies._buffer.is_filled)
+            filled.append(copies._buffer.is_allocated)
             if len(made) == 3 and dies == (self.rank, "broadcast"):
                 os._exit(9)
             plain(copies, bucket, tensors)
@@ -272,9 +272,9 @@ class Rank:
             report = self.actor.sync_model_to_rollout(version, addresses, len(addresses))
         finally:
             DeviceCopies.broadcast = plain
-            freed = not any(copies._buffer.is_filled for copies in made)
+            freed = not any(copies._buffer.is_allocated for copies in made)
             if self.rank == 0:
-                freed &= not self.actor.publisher._device_buffer.is_filled
+                freed &= not self.actor.publisher._device_buffer.is_allocated
             seen = {"pid": os.getpid(), "broadcasts": len(made), "filled": any(filled), "freed": freed}
             self.seen.setdefault("published", []).append(seen)
         state = self.actor.manager.get_model_state_dict(True, True)

@@ -210,7 +210,7 @@ def test_a_group_of_devices_gets_the_version_from_the_publishers_device(receiver
         monkeypatch.setattr(source._copies, "write", write_and_spoil)
         report = source.publish(1, model(1), about(receivers), 2)
         assert report.transport == "gloo" and all(serves(one, 1, tensors(1)) for one in receivers)
-        assert not buffer.is_filled
+        assert not buffer.is_allocated
 
 
 def test_a_model_of_another_shape_is_refused_before_any_data_moves(receivers):

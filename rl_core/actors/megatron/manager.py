@@ -106,9 +106,9 @@ class MegatronModelManager(ModelManager):
     def _make_groups(self) -> None:
         state = library.parallel_state
         if state.model_parallel_is_initialized():  # by an earlier actor of this process
-            for group in state._global_process_group_list[
-                1:
-            ]:  # megatron forgets them only, and each has threads that poll
+            earlier = state._global_process_group_list[1:]
+            # megatron only drops its references to these groups, each of which has threads that poll.
+            for group in earlier:
                 dist.destroy_process_group(group)
             state.destroy_model_parallel()
         with self.ranks.making_groups():

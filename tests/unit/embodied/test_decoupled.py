@@ -63,7 +63,7 @@ class Decisions:
         self.batches, self.decided = [], asyncio.Event()
         round = CollectionRound(number=1, step=1, envs=tuple(range(lanes)), rollouts=(0,))
         options = EmbodiedOptions(id="x", num_envs=SIZE)
-        self.envs = ServedEnvs(round, place=0, options=options, group=1, waiting=lambda *_: contextlib.nullcontext())
+        self.envs = ServedEnvs(round, index=0, options=options, group=1, waiting=lambda *_: contextlib.nullcontext())
         self.collection = DecoupledDecisions(
             envs=self.envs,
             lanes=[

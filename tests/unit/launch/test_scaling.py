@@ -20,30 +20,30 @@ def test_missing_members_without_a_pod_are_started_and_those_with_one_are_left_t
     reported = status(
         [member("rollout:0")], rollouts=4, missing=["j-rollout-1", "j-rollout-2", "j-rollout-3", "j-actor-0"]
     )
-    assert follow(reported, {"j-rollout-0": True, "j-rollout-1": True, "j-rollout-3": False}) == PodChanges(
-        start=("j-rollout-2", "j-rollout-3")
-    )
+    assert follow(
+        reported, {"j-rollout-0": True, "j-rollout-1": True, "j-rollout-3": False}, draining=()
+    ) == PodChanges(start=("j-rollout-2", "j-rollout-3"))
 
 
 def test_surplus_pods_drain_highest_index_first_and_draining_ones_are_not_counted():
     members = [member("rollout:0"), member("rollout:1"), member("rollout:2"), member("rollout:3", "draining")]
     pods = {f"j-rollout-{index}": True for index in range(4)}
-    assert follow(status(members, rollouts=1), pods).drain == ("j-rollout-2", "j-rollout-1")
-    assert follow(status(members, rollouts=3), pods).drain == ()
+    assert follow(status(members, rollouts=1), pods, draining=()).drain == ("j-rollout-2", "j-rollout-1")
+    assert follow(status(members, rollouts=3), pods, draining=()).drain == ()
 
 
 def test_a_drained_pod_is_ended_once():
     reported = status([member("rollout:0"), member("rollout:1", "drained")], rollouts=1)
-    told = ["j-rollout-1"]
-    assert follow(reported, {"j-rollout-0": True, "j-rollout-1": True}, draining=told) == PodChanges(
+    draining = ["j-rollout-1"]
+    assert follow(reported, {"j-rollout-0": True, "j-rollout-1": True}, draining=draining) == PodChanges(
         end=("j-rollout-1",)
     )
-    assert follow(reported, {"j-rollout-0": True, "j-rollout-1": False}, draining=told) == PodChanges()
+    assert follow(reported, {"j-rollout-0": True, "j-rollout-1": False}, draining=draining) == PodChanges()
 
 
 def test_the_successor_of_a_member_that_somebody_else_ended_is_left_alone_before_it_registers():
     reported = status([member("rollout:0", "drained")], rollouts=1, missing=["j-rollout-0"])
-    assert follow(reported, {"j-rollout-0": True}) == PodChanges()
+    assert follow(reported, {"j-rollout-0": True}, draining=()) == PodChanges()
 
 
 def test_a_pod_of_several_members_starts_drains_and_ends_once_when_all_of_them_have_drained():
@@ -52,14 +52,16 @@ def test_a_pod_of_several_members_starts_drains_and_ends_once_when_all_of_them_h
 
     pods = {"j-rollout-0": True, "j-rollout-1": True}
     reported = status(of_pod(0, "serving", "serving"), rollouts=4, missing=["j-rollout-1", "j-rollout-1"])
-    assert follow(reported, {"j-rollout-0": True}) == PodChanges(start=("j-rollout-1",))
+    assert follow(reported, {"j-rollout-0": True}, draining=()) == PodChanges(start=("j-rollout-1",))
     serving = of_pod(0, "serving", "serving")
-    assert follow(status([*serving, *of_pod(1, "serving", "serving")], rollouts=2), pods).drain == ("j-rollout-1",)
-    assert follow(status([*serving, *of_pod(1, "drained", "draining")], rollouts=2), pods) == PodChanges()
+    assert follow(status([*serving, *of_pod(1, "serving", "serving")], rollouts=2), pods, draining=()).drain == (
+        "j-rollout-1",
+    )
+    assert follow(status([*serving, *of_pod(1, "drained", "draining")], rollouts=2), pods, draining=()) == PodChanges()
     assert follow(
         status([*serving, *of_pod(1, "drained", "drained")], rollouts=2), pods, draining=["j-rollout-1"]
     ).end == ("j-rollout-1",)
 
 
 def test_a_status_without_members_moves_nothing():
-    assert follow({}, {"j-rollout-0": True}) == PodChanges()
+    assert follow({}, {"j-rollout-0": True}, draining=()) == PodChanges()

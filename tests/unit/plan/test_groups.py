@@ -187,7 +187,7 @@ class TestAFourthGroup:
             ],
             "roles": [{"name": JUDGE, "desired": 1}],
         }
-        assert follow(status, {"j-judge-0": True, "j-judge-1": True}, groups).drain == ("j-judge-1",)
+        assert follow(status, {"j-judge-0": True, "j-judge-1": True}, groups, draining=()).drain == ("j-judge-1",)
 
 
 def _untold(pod):
