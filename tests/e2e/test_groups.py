@@ -9,16 +9,9 @@ import pytest
 from tests.e2e.harness import assert_trained_once
 from tests.small_models import save_classifier, save_policy
 
-CODE = """
-import asyncio, os, pathlib, signal, time
+HELD = """
+import os, pathlib, signal
 from collections import Counter
-
-from rl_core.envs.member_calls import call_member
-from rl_core.groups.critic import Critic
-from rl_core.groups.inference import Inference
-from rl_core.groups.judge import Judge
-from rl_core.groups.reward_model import RewardModel
-from rl_core.groups.teacher import Teacher
 
 FOLDER = pathlib.Path(__file__).parent
 CALLS = Counter()
@@ -38,41 +31,36 @@ class EndsInFormation:
             formed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         super().__init__(config)
+"""
+
+WORKER = """
+import time
+from held import EndsInFormation, held
+from rl_core.groups.{module} import {base}
 
 
-class HeldRewardModel(EndsInFormation, RewardModel):
-    def score(self, rows):
-        for _ in held("reward-model"):
+class Held(EndsInFormation, {base}):
+    def {method}(self, *arguments, **named):
+        for _ in held("{group}"):
             time.sleep(0.05)
-        return super().score(rows)
+        return super().{method}(*arguments, **named)
+"""
+
+INFERENCE_WORKER = """
+import asyncio
+from held import EndsInFormation, held
+from rl_core.groups.inference import Inference
 
 
-class HeldJudge(EndsInFormation, Judge):
-    def score(self, rows):
-        for _ in held("judge"):
-            time.sleep(0.05)
-        return super().score(rows)
-
-
-class HeldTeacher(EndsInFormation, Teacher):
-    def top_log_probs(self, rows, temperature, top_k):
-        for _ in held("teacher"):
-            time.sleep(0.05)
-        return super().top_log_probs(rows, temperature, top_k)
-
-
-class HeldInference(EndsInFormation, Inference):
-    async def log_probs(self, *asked):
+class Held(EndsInFormation, Inference):
+    async def log_probs(self, *arguments):
         for _ in held("inference"):
             await asyncio.sleep(0.05)
-        return await super().log_probs(*asked)
+        return await super().log_probs(*arguments)
+"""
 
-
-class HeldCritic(EndsInFormation, Critic):
-    def values(self, rows, version):
-        for _ in held("critic"):
-            time.sleep(0.05)
-        return super().values(rows, version)
+REWARD = """
+from rl_core.envs.member_calls import call_member
 
 
 def letters(answer):
@@ -84,8 +72,26 @@ def judged(prompts, completions, messages, **columns):
     return [score + verdict for score, verdict in zip(call_member("reward-model", "score", messages), verdicts)]
 """
 
+CODE = {
+    "held.py": HELD,
+    "held_reward_model.py": WORKER.format(
+        group="reward-model", module="reward_model", base="RewardModel", method="score"
+    ),
+    "held_judge.py": WORKER.format(group="judge", module="judge", base="Judge", method="score"),
+    "held_teacher.py": WORKER.format(group="teacher", module="teacher", base="Teacher", method="top_log_probs"),
+    "held_critic.py": WORKER.format(group="critic", module="critic", base="Critic", method="values"),
+    "held_inference.py": INFERENCE_WORKER,
+    "scores.py": REWARD,
+}
+"""Modules of the job. Each worker has one of its own, so that no process imports the libraries of another."""
 
-INFERENCE = {"name": "inference", "worker": "own:HeldInference", "weights": "pulls"}
+
+def write_code(run) -> None:
+    for name, text in CODE.items():
+        (run.job.parent / name).write_text(text)
+
+
+INFERENCE = {"name": "inference", "worker": "held_inference:Held", "weights": "pulls"}
 SHORT = {"validation": {"beforeTraining": False}}
 
 
@@ -97,22 +103,22 @@ def judging(folder: Path) -> dict:
     """Return the fields of a job whose reward function asks a judge and a reward model."""
     model = {
         "name": "reward-model",
-        "worker": "own:HeldRewardModel",
+        "worker": "held_reward_model:Held",
         "callers": ["env"],
         "config": {"modelPath": str(save_classifier(folder / "classifier"))},
     }
     options = {
         "modelPath": str(save_policy(folder / "judge")),
         "template": "{{ completion }}=",
-        "parser": "own:letters",
+        "parser": "scores:letters",
     }
     judge = {
         "name": "judge",
-        "worker": "own:HeldJudge",
+        "worker": "held_judge:Held",
         "callers": ["env"],
         "config": {**options, "maxNewTokens": 12, "maximum": 12},
     }
-    return {"groups": [model, judge], "env": {"reward": "own:judged"}}
+    return {"groups": [model, judge], "env": {"reward": "scores:judged"}}
 
 
 def test_a_reward_function_that_asks_two_groups_scores_although_a_member_of_each_is_killed_in_a_call(start, tmp_path):
@@ -122,7 +128,7 @@ def test_a_reward_function_that_asks_two_groups_scores_although_a_member_of_each
 
 def run_with_kills(run, *groups: str) -> list[dict]:
     """Run the job of three steps, kill the member of each of `groups` when it holds a call, and return the metrics of the steps."""
-    (run.job.parent / "own.py").write_text(CODE)
+    write_code(run)
     run.start()
     for group in groups:
         pid = int(run.until(lambda group=group: read(run.job.parent / f"held-{group}"), f"a call that {group} holds"))
@@ -138,11 +144,11 @@ def run_with_kills(run, *groups: str) -> list[dict]:
 
 
 def test_a_member_of_each_kind_of_group_that_is_killed_while_it_is_constructed_is_named_and_replaced(start, tmp_path):
-    spec = distilling(save_policy(tmp_path / "teacher", seed=3), "own:HeldTeacher", steps=1, topK=4, rewardWeight=1.0)
+    spec = distilling(save_policy(tmp_path / "teacher", seed=3), "held_teacher:Held", steps=1, topK=4, rewardWeight=1.0)
     spec["algorithm"] |= {"recomputeLogProbs": True, "inference": "inference"}
     spec = judging(tmp_path) | spec | {"groups": [*spec["groups"], *judging(tmp_path)["groups"], INFERENCE]}
     run = start(**spec)
-    (run.job.parent / "own.py").write_text(CODE)
+    write_code(run)
     names = ["teacher", "reward-model", "judge", "inference"]
     for name in ["forming", *(f"go-{name}" for name in names)]:
         (run.job.parent / name).touch()
@@ -167,7 +173,7 @@ def distilling(folder: Path, worker: str, *, steps: int = 6, **distillation) -> 
 
 def test_a_step_waits_for_the_successor_of_a_teacher_that_is_killed_in_a_call(start, tmp_path):
     folder = save_policy(tmp_path / "teacher", seed=3)
-    lines = run_with_kills(start(**distilling(folder, "own:HeldTeacher", steps=3, topK=4)), "teacher")
+    lines = run_with_kills(start(**distilling(folder, "held_teacher:Held", steps=3, topK=4)), "teacher")
     assert all(line["train/distill/teacher_share"] == 1.0 and line["train/distill/top_k_kl"] > 0 for line in lines)
 
 
@@ -189,7 +195,7 @@ def test_a_run_whose_teacher_says_what_the_student_says_ends_after_three_steps(s
 
 
 CRITIC = {
-    "groups": [{"name": "critic", "worker": "own:HeldCritic", "lifecycle": "gang", "callers": ["actor"]}],
+    "groups": [{"name": "critic", "worker": "held_critic:Held", "lifecycle": "gang", "callers": ["actor"]}],
     "algorithm": {"name": "gae", "critic": {"group": "critic"}, "steps": 3},
     "checkpoint": {"everySteps": 1},
     **SHORT,
@@ -202,7 +208,7 @@ def test_a_critic_killed_goes_on_from_the_checkpoint_of_the_actors(start, when, 
     undisturbed = start(folder="undisturbed", **CRITIC)
     run = start(**CRITIC)
     for one in (undisturbed, run):
-        (one.job.parent / "own.py").write_text(CODE)
+        write_code(one)
     (undisturbed.job.parent / "go-critic").touch()
     assert undisturbed.run() == 0, undisturbed.text + undisturbed.logs()
     if when == "in formation":

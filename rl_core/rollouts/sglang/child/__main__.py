@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import mmap
+import multiprocessing
 import os
 import socket
 import sys
@@ -31,8 +32,10 @@ def main() -> int:
     die_with_parent(parent)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="engine: %(levelname)s %(message)s")
     sock = socket.socket(fileno=stream)
-    for descriptor in (stream, memory):  # SGLang's processes must not keep the stream open
+    # SGLang's processes must not keep the stream open, whether they are started as programs or forked.
+    for descriptor in (stream, memory):
         os.set_inheritable(descriptor, False)
+    os.register_at_fork(after_in_child=lambda: (sock.close(), os.close(memory)))
     source: EngineSettings = pipe.receive_blocking(sock)
     try:
         engine = _build(source)
@@ -74,9 +77,12 @@ def _build(source: EngineSettings) -> Any:
         @classmethod
         def _launch_scheduler_processes(cls, args: Any, ports: Any, *more: Any, **named: Any) -> Any:
             ports.instance_id = source.owner
+            if args.device == "cpu":
+                # Forked processes have what this one imported, 20 s of processor time each. CUDA cannot be used in a forked process.
+                multiprocessing.set_start_method("fork", force=True)
             return super()._launch_scheduler_processes(args, ports, *more, **named)
 
-    stages.tell("the scheduler starts and imports SGLang")
+    stages.tell("the scheduler starts")
     return Engine(**source.options, port=port, nccl_port=nccl_port)
 
 
