@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE  # else every process compiles torch and transf
 
 CLUSTER := PYTHONPATH=. $(BIN)/python
 
-.PHONY: help env demo test test-unit test-pair test-integration test-e2e test-control-plane test-nodes images cluster cluster-down \
+.PHONY: help env demo test test-local test-cluster test-unit test-integration test-e2e test-control-plane test-nodes images cluster cluster-down \
 	cluster-deps cluster-programs lint types bench docs lock clean
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -31,15 +31,18 @@ $(STAMP): requirements/all.txt pyproject.toml
 demo: env ## make a small model, train it with GRPO on this machine, print accuracy before and after
 	@PATH="$(abspath $(BIN)):$$PATH" bash examples/arithmetic/demo.sh
 
-test: env cluster-deps cluster-programs test-unit test-pair test-e2e test-nodes ## all tests
+test: env cluster-deps ## all tests
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-local test-cluster
+test-local: env # one after the other, beside those of test-cluster, which often wait for an API server or a kubelet
+	@$(MAKE) --no-print-directory --jobs 1 test-unit test-integration test-e2e
+test-cluster: env
+	@$(MAKE) --no-print-directory --jobs 1 cluster-programs test-control-plane test-nodes
 test-unit: env ## pure tests, seconds
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit
 test-integration: env ## real processes, sockets, tiny models; two files at once, as much of a file is waiting
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(RERUNS) tests/integration
-test-pair: env cluster-programs # at once: the first computes, the second mostly waits for its API server
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-integration test-control-plane
-test-e2e: env ## real runs of the command, faults included; three at once, as much of a run is waiting
-	$(BIN)/python -m pytest -n 3 --dist loadgroup $(RERUNS) tests/e2e
+test-e2e: env ## real runs of the command, faults included; two at once
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(RERUNS) tests/e2e
 test-control-plane: env cluster-programs ## the operator on real API servers, two at once, as it mostly waits; needs no root
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(RERUNS) tests/cluster/control_plane
 test-nodes: env cluster-programs ## images, pods and jobs on real nodes; needs root

@@ -202,28 +202,29 @@ CRITIC = {
 }
 
 
-@pytest.mark.parametrize(("when", "epochs"), [("in a call", [0, 1, 1]), ("in formation", [1, 1, 1])])
-def test_a_critic_killed_goes_on_from_the_checkpoint_of_the_actors(start, when, epochs):
+def test_a_critic_killed_goes_on_from_the_checkpoint_of_the_actors(start):
     """What it had learned is that of the same step as the policy's: the value loss goes on as in a run that nobody disturbs."""
     undisturbed = start(folder="undisturbed", **CRITIC)
-    run = start(**CRITIC)
-    for one in (undisturbed, run):
-        write_code(one)
+    write_code(undisturbed)
     (undisturbed.job.parent / "go-critic").touch()
     assert undisturbed.run() == 0, undisturbed.text + undisturbed.logs()
-    if when == "in formation":
-        (run.job.parent / "forming").touch()
-        (run.job.parent / "go-critic").touch()
-    run.start()
-    if when == "in a call":
-        pid = int(run.until(lambda: read(run.job.parent / "held-critic"), "a call that is held"))
-        (run.job.parent / "go-critic").touch()
-        os.kill(pid, signal.SIGKILL)
-    assert run.wait() == 0, run.text + run.logs()
-    assert_trained_once(run, steps=3, groups=4)
-    lines, expected = run.lines("metrics.jsonl"), undisturbed.lines("metrics.jsonl")
-    assert [line["epoch"] for line in lines] == epochs
-    assert "critic" in run.text and run.processes() == []
-    for line, other in zip(lines, expected, strict=True):
-        assert line["train/value_loss"] == pytest.approx(other["train/value_loss"], rel=1e-3)
-        assert line["train/critic_grad_norm"] > 0 and line["time/critic"] > 0
+    expected = undisturbed.lines("metrics.jsonl")
+    for when, epochs in (("in a call", [0, 1, 1]), ("in formation", [1, 1, 1])):
+        run = start(folder=when, **CRITIC)
+        write_code(run)
+        if when == "in formation":
+            (run.job.parent / "forming").touch()
+            (run.job.parent / "go-critic").touch()
+        run.start()
+        if when == "in a call":
+            pid = int(run.until(lambda run=run: read(run.job.parent / "held-critic"), "a call that is held"))
+            (run.job.parent / "go-critic").touch()
+            os.kill(pid, signal.SIGKILL)
+        assert run.wait() == 0, when + run.text + run.logs()
+        assert_trained_once(run, steps=3, groups=4)
+        lines = run.lines("metrics.jsonl")
+        assert [line["epoch"] for line in lines] == epochs, when
+        assert "critic" in run.text and run.processes() == []
+        for line, other in zip(lines, expected, strict=True):
+            assert line["train/value_loss"] == pytest.approx(other["train/value_loss"], rel=1e-3), when
+            assert line["train/critic_grad_norm"] > 0 and line["time/critic"] > 0
