@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from rl_core.actors import hf, rendezvous
 from rl_core.actors.critic import is_critic_name
 from rl_core.actors.device_copies import DeviceCopies
+from rl_core.actors.fsdp import compiling
 from rl_core.actors.source import GatheredSource, GatheringPlan
 from rl_core.api.backends import TRAINERS
 from rl_core.api.errors import RLJobError
@@ -35,6 +36,9 @@ from tests.actor_samples import make_record
 from tests.integration.memory_meter import measure
 from tests.integration.weight_world import hash_of
 from tests.trajectory_samples import make_trajectory
+
+compiling.BACKEND = "aot_eager"
+"""torch.compile traces and splits the layers as for its default backend, whose C++ code takes a minute to compile."""
 
 
 class Rank:
