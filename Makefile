@@ -34,9 +34,9 @@ demo: env ## make a small model, train it with GRPO on this machine, print accur
 test: env cluster-deps ## all tests
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-local test-cluster
 test-local: env # one after the other, beside those of test-cluster, which often wait for an API server or a kubelet
-	@$(MAKE) --no-print-directory --jobs 1 test-unit test-integration test-e2e
+	@for tests in unit integration e2e; do $(MAKE) --no-print-directory test-$$tests || failed=1; done; exit $${failed:-0}
 test-cluster: env
-	@$(MAKE) --no-print-directory --jobs 1 cluster-programs test-control-plane test-nodes
+	@for tests in control-plane nodes; do $(MAKE) --no-print-directory test-$$tests || failed=1; done; exit $${failed:-0}
 test-unit: env ## pure tests, seconds
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit
 test-integration: env ## real processes, sockets, tiny models; two files at once, as much of a file is waiting

@@ -35,7 +35,8 @@ def main() -> int:
     # SGLang's processes must not keep the stream open, whether they are started as programs or forked.
     for descriptor in (stream, memory):
         os.set_inheritable(descriptor, False)
-    os.register_at_fork(after_in_child=lambda: (sock.close(), os.close(memory)))
+    os.register_at_fork(after_in_child=sock.close)
+    os.register_at_fork(after_in_child=lambda: os.close(memory))
     source: EngineSettings = pipe.receive_blocking(sock)
     try:
         engine = _build(source)
