@@ -29,6 +29,8 @@ RELEASE_SECONDS = 0.2
 """Seconds between two checks during a broadcast whether the group was released or its store is gone."""
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Variable that NCCL's watchdog reads when a group is made: 0 = it leaves errors to the caller."""
+STORE_SECONDS = 60.0
+"""Longest time in which a store must reach itself at the address of its host."""
 
 
 class GroupStore:
@@ -37,7 +39,8 @@ class GroupStore:
     def __init__(self, host: str) -> None:
         """Listen on a free port. `host`: the address the other members reach this process at."""
         self.host = host
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        timeout = timedelta(seconds=STORE_SECONDS)
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         self.port: int = self._store.port
 
     def release(self, plan: GroupPlan) -> None:

@@ -1,16 +1,13 @@
 """Runs scenarios on several actor ranks (processes over gloo) or in this process, and collects what each rank saw."""
 
 import json
-import multiprocessing
 import time
 from multiprocessing import connection
 from pathlib import Path
 
 from rl_core.actors.ranks import ParallelSizes
 from rl_core.launch.ports import free_ports
-
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.integration.rank_imports"])
+from tests.integration.forks import FORKS
 
 
 def scenario(name: str, spec: dict, verbs: list, *, world_size: int, groups: int = 4) -> dict:

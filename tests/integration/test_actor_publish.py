@@ -1,25 +1,19 @@
 """Weight sync from the trainer's side: what a receiver gets and proves is what was trained, tied names once, sharded or not."""
 
 import asyncio
-import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
 from rl_core.actors.fsdp.actor import FSDPActor
-from rl_core.messages.weights import ReceiverAddress
-from rl_core.transports.rpc import RpcClient
 from rl_core.weights.publisher import WeightPublisher
 from rl_core.weights.receiver import WeightReceiver
 from tests.actor_samples import make_model, make_record, make_spec
+from tests.integration.weight_world import Receiver, started
 
 
 class Engine:
@@ -87,43 +81,20 @@ def test_the_version_is_the_global_step_unless_given(actor):
     assert actor.sync_model_to_rollout().version == 6
 
 
-class ReceiverProcess:
-    """A rollout in miniature as a process of its own."""
-
-    def __init__(self, name, actor):
-        shapes = {
-            key: list(t.shape)
-            for key, t in actor.manager.get_model_state_dict(True, True).items()
-            if key != "lm_head.weight"
-        }
-        options = json.dumps({"shapes": shapes, "dtype": actor.cfg.model.dtype})
-        child = Path(__file__).parent / "weight_receiver_child.py"
-        self.process = subprocess.Popen(
-            [sys.executable, str(child), options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        self.about = ReceiverAddress(name=name, **json.loads(self.process.stdout.readline()))
-        self.client = RpcClient(self.about.address)
-
-    def end(self):
-        self.client.close()
-        self.process.kill()
-        self.process.communicate()
-
-
 @pytest.fixture
 def receivers(actor):
-    made = [ReceiverProcess(f"rollout:{rank}", actor) for rank in range(2)]
-    yield made
-    for receiver in made:
-        receiver.end()
+    state = actor.manager.get_model_state_dict(True, True)
+    shapes = {name: list(tensor.shape) for name, tensor in state.items() if name != "lm_head.weight"}
+    made = (Receiver(f"rollout:{rank}", shapes=shapes, dtype=actor.cfg.model.dtype) for rank in range(2))
+    with started(*made) as both:
+        yield both
 
 
 @pytest.mark.parametrize("end", [None, signal.SIGKILL], ids=["frozen", "killed"])
 def test_a_receiver_lost_in_the_middle_of_a_sync_is_left_behind_and_the_others_serve(actor, receivers, end):
     """A frozen process keeps its sockets: without the hub's word it would be late until its deadline."""
     frozen, healthy = receivers
-    frozen.client.call_sync("set_trap", "freeze", timeout=120)
+    frozen.call("set_trap", "freeze")
     reports = []
 
     def sync():
@@ -142,5 +113,6 @@ def test_a_receiver_lost_in_the_middle_of_a_sync_is_left_behind_and_the_others_s
     failed = report.failed or asyncio.run(actor.late_receivers()).failed
     assert report.acked == ("rollout:1",) and list(failed) == ["rollout:0"]
     assert "the hub declared it dead" in failed["rollout:0"] or end is not None
-    assert healthy.client.call_sync("probe", timeout=120)["current"] == [1, report.digest]
+    assert healthy.call("probe")["current"] == [1, report.digest]
     assert actor.sync_model_to_rollout(2, [healthy.about], 1).acked == ("rollout:1",)
+    frozen.process.kill()

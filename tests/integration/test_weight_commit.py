@@ -22,7 +22,8 @@ def test_a_receiver_that_dies_of_commit_is_named_the_others_serve_and_its_succes
         source.publish(1, model(1), [*about(receivers), doomed.about], 3)
         doomed.call("set_trap", "die_of_commit")
         report = source.publish(2, model(2), [*about(receivers), doomed.about], 2)
-        assert doomed.process.wait(60) == -signal.SIGKILL
+        doomed.process.join(60)
+        assert doomed.process.exitcode == -signal.SIGKILL
         assert report.acked == ("rollout:0", "rollout:1") and list(report.failed) == ["rollout:9"]
         assert "committed, not acknowledged: WorkerLost" in report.failed["rollout:9"]
         assert all(serves(receiver, 2, tensors(2)) for receiver in receivers)

@@ -49,6 +49,7 @@ def test_the_children_of_a_receiver_that_dies_go_back_to_the_publisher(four):
             if not killed:
                 killed.append(peer.name)
                 os.kill(next(one for one in four if one.name == peer.name).process.pid, signal.SIGKILL)
+                source.lost(peer.name, "the hub declared it dead")
             return given
 
         source._relays.stream = dies_when_first_asked

@@ -1,16 +1,9 @@
-"""A rollout in miniature, run as a process: an RPC server, a WeightReceiver, an engine that is a dict of tensors.
-
-    python weight_receiver_child.py '{"shapes": {"a": [3]}, "in_place": true}'
-
-Prints its address, then serves until its standard input ends. `probe` answers what it holds, `pull` joins late.
-"""
+"""A rollout in miniature, run as a process: an RPC server, a WeightReceiver, an engine that is a dict of tensors."""
 
 import asyncio
 import hashlib
-import json
 import os
 import signal
-import sys
 import threading
 
 import torch
@@ -22,8 +15,6 @@ from rl_core.transports.rpc import RpcServer
 from rl_core.weights import device_buffer
 from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.receiver import WeightReceiver
-
-OPTIONS = json.loads(sys.argv[1])
 
 
 def hash_of(tensor):
@@ -37,9 +28,9 @@ class Engine:
     `trap` makes it die, freeze or fail in a load, die of a COMMIT, or stop before it is answered; "busy": its rows end when that is cleared.
     """
 
-    def __init__(self):
-        dtype = getattr(torch, OPTIONS.get("dtype", "float32"))
-        self.weights = {name: torch.zeros(shape, dtype=dtype) for name, shape in OPTIONS["shapes"].items()}
+    def __init__(self, options):
+        dtype = getattr(torch, options.get("dtype", "float32"))
+        self.weights = {name: torch.zeros(shape, dtype=dtype) for name, shape in options["shapes"].items()}
         self.serving = False
         self.loads = 0
         self.trap = ""
@@ -81,20 +72,25 @@ class InPlaceEngine(Engine):
         return self.weights
 
 
-def own_identity():
-    if "keys" not in OPTIONS:
+def own_identity(options):
+    if "keys" not in options:
         return None, None
     identity = Identity(
-        job="j", namespace="n", uid="u", epoch=OPTIONS.get("epoch", 0), role="rollout", pod="p", pod_index=0,
+        job="j", namespace="n", uid="u", epoch=options.get("epoch", 0), role="rollout", pod="p", pod_index=0,
         group="rollout", rank=0, world_size=1,
     )  # fmt: skip
-    return identity, KeyRing(OPTIONS["keys"], "rollout")
+    return identity, KeyRing(options["keys"], "rollout")
 
 
-async def main():
+def run(options, launcher):
+    """Serve until `launcher`, a connection on which the address is sent, is closed. `probe` answers what it holds, `pull` joins late."""
     torch.set_num_threads(1)
-    engine = InPlaceEngine() if OPTIONS.get("in_place") else Engine()
-    identity, keys = own_identity()
+    asyncio.run(_serve(options, launcher))
+
+
+async def _serve(options, launcher):
+    engine = InPlaceEngine(options) if options.get("in_place") else Engine(options)
+    identity, keys = own_identity(options)
     states, mapped_from, mapped = [], [], device_buffer.mapped
 
     def noted(handle, device):
@@ -105,11 +101,11 @@ async def main():
     receiver = WeightReceiver(
         None,
         identity,
-        OPTIONS.get("epoch", 0),
+        options.get("epoch", 0),
         engine,
         keys=keys,
-        device_uuids=OPTIONS.get("devices", ()),
-        deadlines=Deadlines(silence_seconds=OPTIONS.get("silence", 15.0)),
+        device_uuids=options.get("devices", ()),
+        deadlines=Deadlines(silence_seconds=options.get("silence", 15.0)),
         on_state=lambda state, version, digest: states.append(state.value),
     )
 
@@ -144,11 +140,6 @@ async def main():
     own = {"probe": probe, "pull": pull, "set_trap": set_trap, "set_epoch": set_epoch, "forget": forget, "flip": flip}
     handlers = {**own, **receiver.handlers()}
     server = RpcServer("tcp://127.0.0.1:0", handlers, keys, identity).start()
-    about = {"address": server.address, "host_token": tokens.host_token()}
-    print(json.dumps(about), flush=True)
-    await asyncio.to_thread(sys.stdin.read)
+    launcher.send({"address": server.address, "host_token": tokens.host_token()})
+    await asyncio.to_thread(launcher.poll, None)
     await receiver.close()
-
-
-if __name__ == "__main__":
-    asyncio.run(main())

@@ -4,10 +4,6 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import json
-import os
-import subprocess
-import sys
 
 import torch
 
@@ -16,7 +12,8 @@ from rl_core.messages.weights import ReceiverAddress
 from rl_core.transports.rpc import RpcClient
 from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.publisher import WeightPublisher
-from tests import ROOT
+from tests.integration import weight_receiver_child
+from tests.integration.forks import FORKS
 from tests.weight_samples import StateSource
 
 SHAPES = {"a": [500, 700], "b": [3], "c": [11], "d": [300, 999]}
@@ -31,20 +28,16 @@ class Receiver:
     """A receiver process and the way to talk to it."""
 
     def __init__(self, name, **options):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [
-            sys.executable,
-            "-m",
-            "tests.integration.weight_receiver_child",
-            json.dumps({"shapes": SHAPES, **options}),
-        ]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+        self._connection, theirs = FORKS.Pipe()
+        self.process = FORKS.Process(
+            target=weight_receiver_child.run, args=({"shapes": SHAPES, **options}, theirs), daemon=True
         )
+        self.process.start()
+        theirs.close()
         self.name = name
 
     def wait(self):
-        self.about = ReceiverAddress(name=self.name, **json.loads(self.process.stdout.readline()))
+        self.about = ReceiverAddress(name=self.name, **self._connection.recv())
         return self
 
     @functools.cached_property
@@ -55,13 +48,10 @@ class Receiver:
         return self.client.call_sync(method, *args, timeout=120, **kwargs)
 
     def stop(self):
-        self.process.stdin.close()
-        self.process.stdout.close()
-        try:
-            self.process.wait(5)
-        except subprocess.TimeoutExpired:  # a zombie of an aborted gloo group holds the exit
-            self.process.kill()
-            self.process.wait()
+        self._connection.close()
+        self.process.join(5)
+        self.process.kill()  # a zombie of an aborted gloo group may hold the exit
+        self.process.join()
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Which of our modules import which: the graph behind `circles.py` and the test that every module is used by some process."""
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -21,6 +22,12 @@ def modules(root: Path = ROOT) -> dict[str, Path]:
     return found
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text())
+
+
 def graph(files: Mapping[str, Path], *, types: bool) -> dict[str, frozenset[str]]:
     """Return which modules each of `files` imports, among them only, wherever the import stands.
 
@@ -29,7 +36,7 @@ def graph(files: Mapping[str, Path], *, types: bool) -> dict[str, frozenset[str]
     """
     found = {}
     for name, path in files.items():
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         nodes = ast.walk(tree) if types else _executed(tree)
         found[name] = frozenset(_imports(nodes, name, path.name == "__init__.py", files)) - {name}
     return found

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rl_core.api.errors import InfrastructureError
+from rl_core.collective import group
 from rl_core.collective.group import TensorGroup
 from rl_core.collective.pair import NotFormed, PairGroups
 
@@ -76,7 +77,8 @@ def test_an_abort_by_the_sender_ends_the_formation_at_the_end_that_waits(ends, t
         waiting.result(60)
 
 
-def test_a_library_without_nccl_and_a_host_that_is_not_this_one_are_reasons_for_no_group():
+def test_a_library_without_nccl_and_a_host_that_is_not_this_one_are_reasons_for_no_group(monkeypatch):
+    monkeypatch.setattr(group, "STORE_SECONDS", 1.0)
     data = torch.zeros(5, dtype=torch.uint8)
     sender = PairGroups(name="a:0", host="127.0.0.1", epoch=3, backend="nccl")
     with pytest.raises(NotFormed, match="backend nccl needs an accelerator"):

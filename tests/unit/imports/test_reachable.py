@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.lint.import_graph import graph, modules
+from tests.lint.import_graph import graph, modules, parsed
 
 STARTED = {
     "rl_core.cli.main": "the commands rljob and kubectl rljob",
@@ -53,7 +53,7 @@ def test_what_is_listed_as_used_by_users_is_used_by_nothing_else():
 
 def _by_name(module: str, files: dict[str, Path]) -> Iterator[str]:
     """Yield the modules that a file names in texts (`python -m`, classes by name) or through a package that imports its parts late."""
-    tree = ast.parse(files[module].read_text())
+    tree = parsed(files[module])
     package = module if files[module].name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and (match := BY_NAME.fullmatch(node.value)):
@@ -66,7 +66,7 @@ def _by_name(module: str, files: dict[str, Path]) -> Iterator[str]:
 
 def _late_homes(package: Path) -> dict[str, str]:
     """Return name -> module of a package whose `__getattr__` imports at first use, as told by its table."""
-    tree = ast.parse(package.read_text())
+    tree = parsed(package)
     if not any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body):
         return {}
     homes: dict[str, str] = {}
