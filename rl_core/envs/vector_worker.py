@@ -112,18 +112,18 @@ class EnvWorker(Worker):
 
         Where all rollouts of a stage lend memory for its large observations, they go there.
         """
-        place = round.envs.index(self.rank)
+        index = round.envs.index(self.rank)
         lent: dict[tuple[str, int], np.ndarray] = {}
         for rollout in range(len(round.rollouts)):
-            if round.address(place, rollout) is not None:
+            if round.address(index, rollout) is not None:
                 with self.waiting("connection", f"rollout:{round.rollouts[rollout]}"):
                     opening, connection = await exchange.accept(round.opening_key(rollout))
                 lent |= {(key, rollout): packed for key, packed in opening.items()}
                 for stage in range(self.options.stages):
-                    exchange.connect(round.key(stage, place, rollout), connection)
+                    exchange.connect(round.key(stage, index, rollout), connection)
         every = routes(self.per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts), group=self._group)
         for stage, env in enumerate(self.envs):
-            mine = [one for one in every if one.env == place]
+            mine = [one for one in every if one.env == index]
             places = [lent.get((round.columns_key(stage), one.rollout)) for one in mine]
             columns = [
                 columns_of(packed, one.size) for packed, one in zip(places, mine, strict=True) if packed is not None
@@ -132,9 +132,9 @@ class EnvWorker(Worker):
                 env.share([column for part in columns for column in part])
         self._parts = [
             [
-                _Part(round.key(stage, place, one.rollout), one.size, f"rollout:{round.rollouts[one.rollout]}")
+                _Part(round.key(stage, index, one.rollout), one.size, f"rollout:{round.rollouts[one.rollout]}")
                 for one in every
-                if one.env == place
+                if one.env == index
             ]
             for stage in range(self.options.stages)
         ]
@@ -176,14 +176,14 @@ class EnvWorker(Worker):
         return EpisodeStats(episodes=episodes, lost=lost, interventions=interventions)
 
     async def _evaluate(self, exchange: DirectChannel, round: CollectionRound) -> EpisodeStats:
-        place, workers = round.envs.index(self.rank), len(round.envs)
-        key = round.key(0, place, place % len(round.rollouts))
+        index, workers = round.envs.index(self.rank), len(round.envs)
+        key = round.key(0, index, index % len(round.rollouts))
         episodes: list[dict[str, Any]] = []
         videos: list[bytes] = []
-        if count := eval_share(round.episodes, place, workers):
+        if count := eval_share(round.episodes, index, workers):
             env = self._evaluation_of(count)
-            seeds = eval_seeds(self.spec.algorithm.seed, place, workers, count)
-            output = env.reset(seeds, record=self.options.videos if self._records(place) else 0)
+            seeds = eval_seeds(self.spec.algorithm.seed, index, workers, count)
+            output = env.reset(seeds, record=self.options.videos if self._records(index) else 0)
             for _ in range(-(-self.options.eval_horizon // self.options.chunk)):
                 exchange.put(output, key)
                 output = env.chunk_step(np.asarray(await exchange.get_async(key)))
@@ -196,9 +196,9 @@ class EnvWorker(Worker):
         exchange.put(EnvOutput(obs=None), key)  # no observations follow
         return EpisodeStats(episodes=episodes, videos=videos)
 
-    def _records(self, place: int) -> bool:
-        """Return whether the env worker at a place of an evaluation keeps the videos: the first one does."""
-        return place == 0 and self.options.videos > 0
+    def _records(self, index: int) -> bool:
+        """Return whether the env worker at an index of `round.envs` keeps the videos: the first one does."""
+        return index == 0 and self.options.videos > 0
 
     def _evaluation_of(self, count: int) -> GymnasiumVectorEnv:
         """Return the simulators of an evaluation of `count` episodes."""

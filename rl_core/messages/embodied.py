@@ -21,9 +21,9 @@ class CollectionRound:
     step: int
     """Training step that the trajectories are for."""
     envs: tuple[int, ...]
-    """Ranks of the env workers, in the order of the simulators."""
+    """Ranks of the env workers, in the order of the simulators. Keys name an env worker by its index here."""
     rollouts: tuple[int, ...]
-    """Ranks of the rollouts."""
+    """Ranks of the rollouts. Keys name a rollout by its index here."""
     actors: int = 1
     """Number of data ranks."""
     mode: Literal["train", "eval"] = "train"
@@ -32,14 +32,14 @@ class CollectionRound:
     version: int | None = None
     """Version of the weights that choose the actions: a rollout waits until it serves this one or a later one. None: the one that it serves."""
     direct: tuple[tuple[int, int, str], ...] = ()
-    """(place of an env worker, place of a rollout, address at which the former listens) of those that exchange their messages directly."""
+    """(index of an env worker, index of a rollout, address at which the former listens) of those that exchange their messages directly."""
 
     def key(self, stage: int, env: int, rollout: int) -> str:
-        """Return the key under which the env worker at place `env` and the rollout at place `rollout` exchange messages of a stage."""
+        """Return the key under which the env worker at index `env` and the rollout at index `rollout` exchange messages of a stage."""
         return f"{self.number} {env}_{rollout}_{self.mode}_{stage}"
 
     def address(self, env: int, rollout: int) -> str | None:
-        """Return where the env worker at place `env` listens for the rollout at place `rollout`; None if they use the channels."""
+        """Return where the env worker at index `env` listens for the rollout at index `rollout`; None if they use the channels."""
         return next((where for one, other, where in self.direct if (one, other) == (env, rollout)), None)
 
     @property
@@ -48,7 +48,7 @@ class CollectionRound:
         return f"{self.number} "
 
     def opening_key(self, rollout: int) -> str:
-        """Return the key of the first message of the rollout at place `rollout` on a direct connection."""
+        """Return the key of the first message of the rollout at index `rollout` on a direct connection."""
         return f"{self.number} opens {rollout}"
 
     @staticmethod

@@ -316,7 +316,7 @@ class Collection:
         """Report newly lost env workers to the rollouts, which then wait for no further observations of these."""
         round, spec = pending.round, self._run.applied.spec
         options, group = embodied_options(spec), simulators_per_group(spec.algorithm)
-        lost = {place for place, call in enumerate(pending.envs) if call.lost} - pending.reported
+        lost = {index for index, call in enumerate(pending.envs) if call.lost} - pending.reported
         pending.reported |= lost
         per_stage = options.num_envs // options.stages
         for route in routes(per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts), group=group):
@@ -324,5 +324,5 @@ class Collection:
                 for stage in range(options.stages):
                     key = round.key(stage, route.env, route.rollout)
                     self._observations.put(EnvOutput(obs=None), key=key, async_op=True)
-        for place in sorted(lost):
-            logger.warning("env:%s was lost; the collection goes on with the other env workers", round.envs[place])
+        for index in sorted(lost):
+            logger.warning("env:%s was lost; the collection goes on with the other env workers", round.envs[index])
