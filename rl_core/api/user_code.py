@@ -31,9 +31,10 @@ CHECKED = "rljob: the check has ended"
 def check_in_child(
     module: str, *arguments: str, name: str, search_path: str, given: str = "", seconds: float = IMPORT_SECONDS
 ) -> str:
-    """Run `python -m module ARGUMENTS`, which checks user code. Return "" if it called `report_checked`, otherwise the problem.
+    """Check user code with `python -m module` and `arguments`. Return "" if that process called `report_checked`, otherwise the problem.
 
-    `name` is the name of the user code, `given` is the standard input, and `search_path` is the folder with the user code (the job file's).
+    It is a problem if the process takes longer than `seconds`. `name` is what the problem calls the user code, `given` is the standard input,
+    and `search_path` is the folder of the job file, which holds the user code.
     """
     path = os.pathsep.join(filter(None, [search_path, os.environ.get("PYTHONPATH")]))
     try:

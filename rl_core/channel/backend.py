@@ -59,7 +59,7 @@ class Backend(Protocol):
         """
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Return a context manager in which this process reports that it waits for `what` ("items" or "room") of the channel."""
+        """Return a context manager. While its block runs, this process reports that it waits for `what` at this channel: "items" or "room"."""
 
     def load(self, delivery: Delivery) -> Any:
         """Return the item that `delivery` brings."""

@@ -126,7 +126,7 @@ class RemoteBackend:
         return future
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Return a context manager in which this process reports that it waits for `what` of the channel."""
+        """Return a context manager. While its block runs, this process reports that it waits for `what` at this channel: "items" or "room"."""
         return self._client.waiting(what, f"channel {self._name}")
 
     def load(self, delivery: Delivery) -> Any:

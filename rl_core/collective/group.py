@@ -30,7 +30,7 @@ RELEASE_SECONDS = 0.2
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Variable that NCCL's watchdog reads when a group is made: 0 = it leaves errors to the caller."""
 STORE_SECONDS = 60.0
-"""Longest time in which a store must reach itself at the address of its host."""
+"""Seconds within which a process must reach its own store at the address that it gives to other members."""
 
 
 class GroupStore:

@@ -25,10 +25,11 @@ def follow(
     *,
     draining: Collection[str],
 ) -> PodChanges:
-    """Return the pods to start, to drain and to end, so that the elastic worker groups have the sizes of the runner's status.
+    """Return the pods to start, to drain and to end, so that each elastic worker group gets the size that the runner's status asks for.
 
     `pods` maps each known pod to True if it runs or is starting, and to False if it has drained and ended. `draining` has the names of the
-    pods that drain because of an earlier call. No other pod is ended: it may be a successor that has not registered yet.
+    pods that drain because of an earlier call. Only these are ended: where the status says of another pod that it has drained, it means an
+    earlier pod of the same name, and the one that runs has not registered yet.
     """
     elastic = {group.name for group in groups.values() if group.elastic}
     members = [member for member in status.get("members", []) if member["role"] in elastic]

@@ -14,7 +14,7 @@ from rl_core.messages.registry import record
 
 @record
 class CollectionRound:
-    """One collection: every worker that takes part acts on the same numbers."""
+    """Describes one collection. The runner sends the same description to every worker that takes part."""
 
     number: int
     """Counts the collections of the run, repeated ones included; it is part of every key, so that no message of another one is taken."""
@@ -44,7 +44,7 @@ class CollectionRound:
 
     @property
     def prefix(self) -> str:
-        """What all keys begin with."""
+        """Return the beginning of every key that env workers and rollouts use in this collection."""
         return f"{self.number} "
 
     def opening_key(self, rollout: int) -> str:
@@ -53,7 +53,7 @@ class CollectionRound:
 
     @staticmethod
     def columns_key(stage: int) -> str:
-        """Return the name, in the first message, of the shared memory for the observations of the env worker's simulators of a stage."""
+        """Return the name under which the first message says where in shared memory the env worker writes its observations of a stage."""
         return f"columns {stage}"
 
     def trajectory_key(self, data_rank: int) -> str:

@@ -1,11 +1,11 @@
-"""`ServedEnvs`: the env workers that a rollout worker serves in one collection, and the messages that it exchanges with them.
+"""`ServedEnvs` exchanges the messages of one collection with the env workers whose actions a rollout worker chooses.
 
 A collection generates the trajectories of one training step, or runs one evaluation. The index of an env worker is its position in
 `CollectionRound.envs`, and that of a rollout worker is its position in `CollectionRound.rollouts`.
 
 `EnvConnections` holds the direct connections to env workers on the same host. They are kept between collections.
 
-Legend: B simulators, C actions of a chunk.
+Legend: B number of simulators of a stage, C number of actions in one message (a chunk).
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ from rl_core.transports.shared_rows import Layout
 
 Exchange = Channel | DirectChannel
 Waiting = Callable[[str, str], AbstractContextManager[None]]
-"""`waiting(what, who)` returns a context manager in which the worker reports that it waits for `what` from the worker `who`."""
+"""`waiting(what, who)` returns a context manager. While its block runs, the worker reports that it waits for `what` from the worker `who`."""
 
 
 class ServedEnvs:
@@ -61,9 +61,9 @@ class ServedEnvs:
         return self._waiting("observations", f"env:{self.round.envs[env]}")
 
     async def receive(self, channel: Exchange, stage: int, *, begins: bool = False) -> EnvOutput:
-        """Receive the outputs of all env workers in a stage. Returns them as tensors, merged in the order of the env workers.
+        """Receive the outputs of one stage from all env workers in `sources`. Return them as tensors, merged in that order.
 
-        `begins` says whether they are the first outputs of a rollout epoch. The output of a lost env worker is a placeholder. Raises
+        `begins` says whether these are the first outputs of a rollout epoch. The output of a lost env worker is a placeholder. Raises
         InfrastructureError if an env worker is lost before its first output.
         """
         shards = []
@@ -81,7 +81,7 @@ class ServedEnvs:
         return rows.fill(merge_env_outputs(shards, sizes))
 
     def output_of(self, stage: int, env: int, message: Any, *, begins: bool) -> EnvOutput:
-        """Return the output in `message`. If there is none, the env worker `env` is lost, and a placeholder is returned."""
+        """Return the output in `message`. If it has none, record the env worker `env` as lost. Return a placeholder for one that is lost."""
         if env not in self.lost and isinstance(message, EnvOutput) and message.obs is not None:
             output = message
         else:
@@ -112,9 +112,10 @@ class ServedEnvs:
 
     @contextmanager
     def lent_rows(self, layout: Layout, *, decisions: int) -> Iterator[None]:
-        """Provide shared memory for the large observations of `decisions` decisions in a `with` block. Env workers on this host write to it.
+        """Provide shared memory while the `with` block runs, in which env workers on this host write their large observations.
 
-        `layout` has the types and shapes of the observations. If it is empty, all observations are sent in messages.
+        It has room for `decisions` decisions. `layout` has the types and shapes of the large observations. All observations are sent in
+        messages if `layout` is empty, if no env worker is on this host, or if there is no memory.
         """
         near = any(self.round.address(env, self.index) is not None for env in range(len(self.round.envs)))
         simulators = sum(size for _, size in self.sources)
@@ -129,7 +130,7 @@ class ServedEnvs:
                 one.release(reuse=reuse)
 
     def columns_of(self, env: int) -> dict[str, np.ndarray]:
-        """Return a dict from `CollectionRound.columns_key` to the memory in which simulators of the env worker `env` write large observations."""
+        """Return where in shared memory the env worker `env` writes its large observations, by the `CollectionRound.columns_key` of the stage."""
         served = [index for index, _ in self.sources]
         if env not in served:
             return {}
@@ -148,7 +149,8 @@ class EnvConnections:
     def open(self, envs: ServedEnvs, *, observations: Channel, actions: Channel, seconds: float) -> DirectChannel:
         """Connect to the env workers on this host, send them the addresses of the shared memory, and return the channel of the collection.
 
-        It exchanges the messages of other env workers through `observations` and `actions`. It waits at most `seconds` for one of them.
+        The messages of other env workers go through `observations` and `actions`; a receive from `observations` waits at most `seconds`.
+        Raises InfrastructureError if an env worker cannot be reached.
         """
         round, index = envs.round, envs.index
         self._mailbox.wait(0.0)  # notices which connections have ended

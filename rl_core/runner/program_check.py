@@ -1,7 +1,7 @@
-"""Checks of the program and the worker classes of a job, for `rljob validate`. They import user code, so they run in a child process.
+"""Checks of the program and the worker classes of a job, for `rljob validate`.
 
-`python -m rl_core.runner.program_check program|worker MODULE:CLASS` is that process. If it finds a problem, the last line of its errors says
-which.
+The checks import user code, so each of them runs in a child process: `python -m rl_core.runner.program_check program|worker MODULE:CLASS`.
+If it finds a problem, it writes the problem as the last line of its standard error.
 """
 
 import inspect
@@ -16,9 +16,9 @@ from rl_core.workers.group import check_class
 
 
 def check_program(spec: RLJobSpec, *, search_path: str) -> Iterator[str]:
-    """Yield the problem of the program and of each worker class of `spec.groups`, as `path: rule, got value; way out`.
+    """Check the program of the user and each worker class in `spec.groups`, and yield each problem that is found.
 
-    `search_path`: the folder with user code (the job file's).
+    A problem has the form `path: rule, got value; way out`. `search_path` is the folder of the job file, which holds the code of the user.
     """
     named = [(f"groups.{group.name}.worker", "worker", group.worker) for group in spec.groups]
     if spec.program is not None and spec.program not in PROGRAMS:

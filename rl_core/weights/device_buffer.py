@@ -1,8 +1,9 @@
-"""A copy of a version of the weights on a device of the trainer, for receivers on the same device (CUDA IPC) or in a process group (NCCL).
+"""`DeviceBuffer` keeps one version of the weights on a device of the trainer.
 
-The publisher fills the buffer while it writes the host copy. Each receiver on the device gets a handle and maps the buffer, and a process
-group gets its content by a broadcast. The publisher frees the buffer after the last ACK. Other ranks of the trainer fill buffers for the
-receivers on their devices (`actors.device_copies`). On a CPU the buffer is shared memory, which only tests use.
+Receivers on the same device map it (CUDA IPC), and a process group gets it by a broadcast (NCCL). The publisher fills the buffer while it
+writes the host copy. It frees the buffer after every receiver has acknowledged the version or failed. Other ranks of the trainer fill buffers for the
+receivers on their devices (`actors.device_copies`). On a CPU the buffer is in shared memory; only
+tests do this.
 """
 
 import logging
@@ -62,13 +63,13 @@ class DeviceBuffer:
         return self._buffer[bucket.start : bucket.start + bucket.nbytes]
 
     def handle(self) -> Handle:
-        """Return a handle for one receiver. Copies that were queued before this call are complete when the receiver maps the buffer."""
+        """Return a handle for one receiver. The receiver reads what was copied into the buffer before this call, by this thread."""
         if self._buffer is None:
             raise AssertionError("bug: the buffer must be allocated before a handle is made")
         return handle_of(self._buffer.untyped_storage())
 
     def free(self, unused: Iterable[Handle] = ()) -> None:
-        """Free the buffer after all receivers have unmapped it. `unused` has the handles that no process has mapped or will map."""
+        """Give up the buffer; its memory is freed once no receiver has it mapped. `unused` has the handles that will never be opened."""
         buffer, self._buffer = self._buffer, None
         if buffer is None:
             return

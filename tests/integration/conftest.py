@@ -1,5 +1,8 @@
 """Started once for several files: an RPC service with its server and a client, receivers of weights, a rollout with the SGLang engine."""
 
+import gc
+import sys
+
 import pytest
 
 from rl_core.rollouts.sglang import SGLangWorker
@@ -7,6 +10,27 @@ from rl_core.transports.rpc import RpcClient, RpcServer
 from tests.integration import weight_world
 from tests.integration.rollout_world import World
 from tests.integration.rpc_samples import Service
+
+
+@pytest.fixture(autouse=True)
+def _dead_actors_are_collected():
+    """Let go of the process groups of a test's actors. Each has three threads, which poll until no object refers to the group."""
+    yield
+    if "torch.distributed" in sys.modules:
+        gc.collect()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _process_groups_end_with_the_file():
+    """End all process groups of this process, those that libraries made included."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_initialized():
+        return
+    megatron = sys.modules.get("megatron.core.parallel_state")
+    if megatron is not None:
+        megatron.destroy_model_parallel()
+    distributed.destroy_process_group()
 
 
 @pytest.fixture

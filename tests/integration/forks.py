@@ -1,4 +1,4 @@
-"""Processes that are forked from one in which the libraries of ranks and receivers are imported."""
+"""`FORKS` starts processes by forking a server that has imported the libraries of ranks and receivers already."""
 
 import multiprocessing
 

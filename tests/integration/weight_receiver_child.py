@@ -83,7 +83,7 @@ def own_identity(options):
 
 
 def run(options, launcher):
-    """Serve until `launcher`, a connection on which the address is sent, is closed. `probe` answers what it holds, `pull` joins late."""
+    """Send the address over the connection `launcher`, then serve until its other end is closed. `probe` returns what the engine holds."""
     torch.set_num_threads(1)
     asyncio.run(_serve(options, launcher))
 

@@ -85,8 +85,9 @@ def test_selective_checkpointing_computes_attention_and_every_second_product_onc
     full = {"actor__gradientCheckpointing": True}
     plain, whole, selective = run(), run(**full), run(**full, actor__gradientCheckpointingMode="selective")
     assert whole.attention == 2 * plain.attention and selective.attention == plain.attention
-    # Of the seven products of each of the two layers, the three that are not kept are computed a second time.
-    assert (whole.products - plain.products, selective.products - plain.products) == (14, 6)
+    # Of the seven products of each of the two layers, the three that are not kept are computed a second time. Without keeping any, the last
+    # one is computed a second time only by kernels whose backward pass asks for it, which depends on the processor.
+    assert selective.products - plain.products == 6 and whole.products - plain.products in (12, 14)
 
 
 def test_the_order_of_arrival_changes_no_bit(make_actor, records):

@@ -1,8 +1,9 @@
 """The engine's child process, started by `process.EngineProcess` as `python -m rl_core.rollouts.sglang.child SOCKET MEMORY PARENT`.
 
-It exchanges the records of `messages.engine` over the socket; MEMORY is a memory file into which the worker writes tensors. It is the
-leader of a session, because SGLang kills the whole process tree when one of its processes dies, and the worker must survive that. The
-kernel ends it when its worker ends, and its own children when it ends.
+SOCKET and MEMORY are file descriptors, PARENT is the pid of the worker. The records of `messages.engine` are exchanged over the socket;
+MEMORY is a memory file into which the worker writes tensors. SGLang runs in a child process because it kills its whole process tree when one
+of its processes dies, and the worker must survive that. The kernel kills the child when the worker ends, and SGLang's processes when the
+child ends.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def main() -> int:
     die_with_parent(parent)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="engine: %(levelname)s %(message)s")
     sock = socket.socket(fileno=stream)
-    # SGLang's processes must not keep the stream open, whether they are started as programs or forked.
+    # SGLang's processes must not inherit the socket and the memory file.
     for descriptor in (stream, memory):
-        os.set_inheritable(descriptor, False)
+        os.set_inheritable(descriptor, False)  # for processes that execute a program
     os.register_at_fork(after_in_child=sock.close)
     os.register_at_fork(after_in_child=lambda: os.close(memory))
     source: EngineSettings = pipe.receive_blocking(sock)
@@ -79,7 +80,7 @@ def _build(source: EngineSettings) -> Any:
         def _launch_scheduler_processes(cls, args: Any, ports: Any, *more: Any, **named: Any) -> Any:
             ports.instance_id = source.owner
             if args.device == "cpu":
-                # Forked processes have what this one imported, 20 s of processor time each. CUDA cannot be used in a forked process.
+                # A forked process does not import the libraries again, which takes 20 s. On a GPU it could not use CUDA.
                 multiprocessing.set_start_method("fork", force=True)
             return super()._launch_scheduler_processes(args, ports, *more, **named)
 
