@@ -5,6 +5,7 @@ group.
 """
 
 import asyncio
+import gc
 import importlib
 import itertools
 import json
@@ -341,6 +342,7 @@ def run_rank(rank: int, world_size: int, port: str, out: Path, scenarios: list[d
         for scenario in scenarios:
             seen[scenario["name"]] = run_scenario(scenario, rank, world_size)
             out.write_text(json.dumps(seen))
+            gc.collect()  # the process groups of the actor, whose threads poll
     except BaseException:
         traceback.print_exc()
         os._exit(1)
