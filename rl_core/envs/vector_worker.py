@@ -197,7 +197,7 @@ class EnvWorker(Worker):
         return EpisodeStats(episodes=episodes, videos=videos)
 
     def _records(self, index: int) -> bool:
-        """Return whether the env worker at an index of `round.envs` keeps the videos: the first one does."""
+        """Return whether this env worker records videos of an evaluation. Only the first of `round.envs`, which has index 0, does."""
         return index == 0 and self.options.videos > 0
 
     def _evaluation_of(self, count: int) -> GymnasiumVectorEnv:

@@ -14,10 +14,15 @@ from rl_core.messages.registry import record
 
 @record
 class CollectionRound:
-    """Describes one collection. The runner sends the same description to every worker that takes part."""
+    """Describes a collection of trajectories or an evaluation: its workers, and the keys of the messages that they exchange.
+
+    The runner sends it to every env worker and rollout that takes part.
+    """
 
     number: int
-    """Counts the collections of the run, repeated ones included; it is part of every key, so that no message of another one is taken."""
+    """Number of the collection in the run. A repeated collection has a new number. Every key contains it, so that messages of an earlier
+    collection are not taken for messages of this one.
+    """
     step: int
     """Training step that the trajectories are for."""
     envs: tuple[int, ...]
@@ -30,30 +35,30 @@ class CollectionRound:
     episodes: int = 0
     """Episodes to evaluate, over all env workers."""
     version: int | None = None
-    """Version of the weights that choose the actions: a rollout waits until it serves this one or a later one. None: the one that it serves."""
+    """A rollout waits until it serves this version of the weights or a later one. None: it does not wait."""
     direct: tuple[tuple[int, int, str], ...] = ()
-    """(index of an env worker, index of a rollout, address at which the former listens) of those that exchange their messages directly."""
+    """(index of an env worker, index of a rollout, address of the env worker) for each pair with a direct connection. Others use channels."""
 
     def key(self, stage: int, env: int, rollout: int) -> str:
-        """Return the key under which the env worker at index `env` and the rollout at index `rollout` exchange messages of a stage."""
+        """Return the key of the messages of one pipeline stage between an env worker and a rollout. `env` and `rollout` are their indices."""
         return f"{self.number} {env}_{rollout}_{self.mode}_{stage}"
 
     def address(self, env: int, rollout: int) -> str | None:
-        """Return where the env worker at index `env` listens for the rollout at index `rollout`; None if they use the channels."""
+        """Return the address at which the env worker `env` listens for the rollout `rollout`, or None if they exchange messages by channels."""
         return next((where for one, other, where in self.direct if (one, other) == (env, rollout)), None)
 
     @property
     def prefix(self) -> str:
-        """Return the beginning of every key that env workers and rollouts use in this collection."""
+        """Return the first characters of all keys of messages between env workers and rollouts of this collection."""
         return f"{self.number} "
 
     def opening_key(self, rollout: int) -> str:
-        """Return the key of the first message of the rollout at index `rollout` on a direct connection."""
+        """Return the key of the first message that the rollout `rollout` sends on a direct connection."""
         return f"{self.number} opens {rollout}"
 
     @staticmethod
     def columns_key(stage: int) -> str:
-        """Return the name under which the first message says where in shared memory the env worker writes its observations of a stage."""
+        """Return the name of the entry of that message which tells the env worker where to write large observations of a stage."""
         return f"columns {stage}"
 
     def trajectory_key(self, data_rank: int) -> str:

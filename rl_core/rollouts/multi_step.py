@@ -63,7 +63,7 @@ class MultiStepRolloutWorker(WeightMethods):
         self.model: nn.Module | None = None
         self.global_step = 0
         self._envs = self._served(self._alone("train"))
-        """The env workers of the collection in progress, or of the last one if none is in progress."""
+        """The env workers that this rollout serves in the current collection, or in the last one."""
         self._large: Layout = {}
         """Types and shapes of the large observations, known after the first collection; empty before."""
         self._working: asyncio.Future[int] | None = None
@@ -335,7 +335,10 @@ class MultiStepRolloutWorker(WeightMethods):
             count += 1
 
     def _begin(self, round: CollectionRound) -> None:
-        """Set the env workers of a new collection and seed the random numbers, so that a repeated collection chooses the same actions."""
+        """Prepare a collection: set the env workers that this rollout serves, and seed the random numbers.
+
+        The seed depends on the training step and not on the number of the collection. A collection that is repeated chooses the same actions.
+        """
         self._envs = self._served(round)
         words = [self.cfg.algorithm.seed, round.step, self._envs.index, int(round.mode == "eval")]
         torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))

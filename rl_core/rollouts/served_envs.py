@@ -33,12 +33,19 @@ Waiting = Callable[[str, str], AbstractContextManager[None]]
 
 
 class ServedEnvs:
-    """Receives the outputs of the env workers in one collection, sends them actions, and records which of them are lost."""
+    """The env workers that one rollout worker serves in one collection.
+
+    Receives what their simulators return, sends them actions, and records which env workers no longer answer.
+    """
 
     def __init__(
         self, round: CollectionRound, *, index: int, options: EmbodiedOptions, group: int, waiting: Waiting
     ) -> None:
-        """Serve the env workers that `round` assigns to the rollout worker `index`. `group` is the number of simulators of a group."""
+        """Determine the env workers of the rollout worker with index `index` in `round`.
+
+        `group` is the number of consecutive simulators that one rollout worker must serve together (GRPO compares them), or 1. See
+        `plan.routing.routes`. `waiting` reports what the worker waits for.
+        """
         self.round, self.index, self.stages = round, index, options.stages
         self._chunk, self._waiting = options.chunk, waiting
         per_stage = options.num_envs // options.stages
@@ -46,7 +53,7 @@ class ServedEnvs:
         self.sources = [(route.env, route.size) for route in parts if route.rollout == index]
         """(index of an env worker, number of its simulators in a stage), in the order of the simulators. All stages have the same."""
         self.lost: set[int] = set()
-        """Indices of the env workers that were lost in the collection."""
+        """Indices of the env workers that no longer answer in this collection."""
         self._latest: dict[tuple[int, int], EnvOutput] = {}
         """The last output of each env worker in each stage, by (stage, index of the env worker)."""
         self.rows: list[ObservationRows] = []
@@ -57,7 +64,7 @@ class ServedEnvs:
         return self.round.key(stage, env, self.index)
 
     def awaiting(self, env: int) -> AbstractContextManager[None]:
-        """Return a context manager in which the worker reports that it waits for observations from the env worker `env`."""
+        """Return a context manager. While its block runs, the worker reports that it waits for observations from the env worker `env`."""
         return self._waiting("observations", f"env:{self.round.envs[env]}")
 
     async def receive(self, channel: Exchange, stage: int, *, begins: bool = False) -> EnvOutput:
@@ -130,7 +137,10 @@ class ServedEnvs:
                 one.release(reuse=reuse)
 
     def columns_of(self, env: int) -> dict[str, np.ndarray]:
-        """Return where in shared memory the env worker `env` writes its large observations, by the `CollectionRound.columns_key` of the stage."""
+        """Return the addresses in shared memory at which the env worker `env` writes its large observations, one for each stage.
+
+        The names are those of `CollectionRound.columns_key`. Returns nothing if its observations are sent in messages.
+        """
         served = [index for index, _ in self.sources]
         if env not in served:
             return {}

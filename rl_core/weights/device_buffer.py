@@ -1,9 +1,8 @@
 """`DeviceBuffer` keeps one version of the weights on a device of the trainer.
 
 Receivers on the same device map it (CUDA IPC), and a process group gets it by a broadcast (NCCL). The publisher fills the buffer while it
-writes the host copy. It frees the buffer after every receiver has acknowledged the version or failed. Other ranks of the trainer fill buffers for the
-receivers on their devices (`actors.device_copies`). On a CPU the buffer is in shared memory; only
-tests do this.
+writes the host copy, and frees it after every receiver has acknowledged the version or failed. Other ranks of the trainer fill buffers for
+the receivers on their own devices (`actors.device_copies`). On a CPU the buffer is in shared memory; only tests do this.
 """
 
 import logging
@@ -63,13 +62,13 @@ class DeviceBuffer:
         return self._buffer[bucket.start : bucket.start + bucket.nbytes]
 
     def handle(self) -> Handle:
-        """Return a handle for one receiver. The receiver reads what was copied into the buffer before this call, by this thread."""
+        """Return a handle with which one receiver maps the buffer. The receiver sees all that this thread copied into it before this call."""
         if self._buffer is None:
             raise AssertionError("bug: the buffer must be allocated before a handle is made")
         return handle_of(self._buffer.untyped_storage())
 
     def free(self, unused: Iterable[Handle] = ()) -> None:
-        """Give up the buffer; its memory is freed once no receiver has it mapped. `unused` has the handles that will never be opened."""
+        """Drop the buffer. Its memory is freed when no receiver maps it any more. `unused`: handles with which no receiver maps or will map it."""
         buffer, self._buffer = self._buffer, None
         if buffer is None:
             return
@@ -122,7 +121,7 @@ def handle_of(storage: torch.UntypedStorage) -> Handle:
 
 
 def release(storage: torch.UntypedStorage, handle: Handle) -> None:
-    """Release a handle of `storage` that no process has mapped or will map, so that the memory can be freed."""
+    """Discard a handle of `storage` that no process has used or will use. Without this call the memory of `storage` is never freed."""
     if storage.is_cuda:
         _, _, _, _, counter, position, *_ = handle
         torch.UntypedStorage._release_ipc_counter_cuda(counter, position)

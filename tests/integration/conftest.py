@@ -12,25 +12,30 @@ from tests.integration.rollout_world import World
 from tests.integration.rpc_samples import Service
 
 
+def joined_groups() -> bool:
+    """Return whether this process is in a process group. Does not import torch."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized()
+
+
 @pytest.fixture(autouse=True)
 def _dead_actors_are_collected():
     """Let go of the process groups of a test's actors. Each has three threads, which poll until no object refers to the group."""
     yield
-    if "torch.distributed" in sys.modules:
+    if joined_groups():
         gc.collect()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _process_groups_end_with_the_file():
-    """End all process groups of this process, those that libraries made included."""
+    """End all process groups of this process, including those that libraries made."""
     yield
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_initialized():
+    if not joined_groups():
         return
     megatron = sys.modules.get("megatron.core.parallel_state")
     if megatron is not None:
         megatron.destroy_model_parallel()
-    distributed.destroy_process_group()
+    sys.modules["torch.distributed"].destroy_process_group()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import os
 import signal
 import threading
@@ -140,6 +141,6 @@ async def _serve(options, launcher):
     own = {"probe": probe, "pull": pull, "set_trap": set_trap, "set_epoch": set_epoch, "forget": forget, "flip": flip}
     handlers = {**own, **receiver.handlers()}
     server = RpcServer("tcp://127.0.0.1:0", handlers, keys, identity).start()
-    launcher.send({"address": server.address, "host_token": tokens.host_token()})
+    launcher.send_bytes(json.dumps({"address": server.address, "host_token": tokens.host_token()}).encode())
     await asyncio.to_thread(launcher.poll, None)
     await receiver.close()

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import json
 
 import torch
 
@@ -37,7 +38,7 @@ class Receiver:
         self.name = name
 
     def wait(self):
-        self.about = ReceiverAddress(name=self.name, **self._connection.recv())
+        self.about = ReceiverAddress(name=self.name, **json.loads(self._connection.recv_bytes()))
         return self
 
     @functools.cached_property
