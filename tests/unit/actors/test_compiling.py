@@ -4,22 +4,15 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from rl_core.actors.fsdp import compiling
 from rl_core.actors.guards import unsupported_settings
 from rl_core.api.errors import ConfigError
 from tests.unit.actors.actor_steps import gradients, sums
 
 
-@pytest.fixture
-def through_autograd(monkeypatch):
-    """Layers go through torch.compile's tracing of forward and backward pass, and no code is generated for them."""
-    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it
+def test_compiled_layers_train_as_others(make_actor, records):
     torch._dynamo.reset()
     counters.clear()
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it
-def test_compiled_layers_train_as_others(make_actor, records, through_autograd):
     options = {"actor__gradientCheckpointing": True, "actor__microBatchTokens": 40}
     plain, compiled = (
         gradients(make_actor(**options), records),
