@@ -18,7 +18,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -232,8 +232,10 @@ class Supervisor:
         if self._code is not None:
             return
         ended_by_request = self._signals > 0
+        report = None
         if kind_of(process) == "worker" and not ended_by_request and self._env_of(process).get("RLJOB_HUB"):
-            self._spawn_task(asyncio.to_thread(self._report_to_hub, process, self._restarts.get(process.name, 0), code))
+            restarts = self._restarts.get(process.name, 0)
+            report = self._spawn_task(asyncio.to_thread(self._report_to_hub, process, restarts, code))
         if code == ExitCode.DONE:
             if kind_of(process) == "runner":
                 self._decide(ExitCode.DONE, reason)
@@ -244,15 +246,21 @@ class Supervisor:
             and code not in (ExitCode.CONFIG, ExitCode.DATA)
             and self._budgets[child.name].take()
         ):
-            self._spawn_task(self._restart(process))
+            self._spawn_task(self._restart(process, report))
         else:
             self._decide(ExitCode.of(code), reason, child)
             if not ended_by_request:
                 self._spawn_task(self._end_others(0.0 if kind_of(process) == "runner" else GANG_GRACE))
 
-    async def _restart(self, process: "ProcessPlan") -> None:
-        await asyncio.sleep(self._budgets[process.name].pause)
-        # During the pause the pod may have failed, or been asked to end: nothing is started then.
+    async def _restart(self, process: "ProcessPlan", report: "asyncio.Task[None] | None") -> None:
+        """Start `process` again, once its restart budget allows it and the `report` of its end is made.
+
+        A successor that registered with the hub before the report would hide the exit code: callers would only see that the process was
+        replaced.
+        """
+        pause = asyncio.sleep(self._budgets[process.name].pause)
+        await (pause if report is None else asyncio.gather(pause, report))
+        # Meanwhile the pod may have failed, or been asked to end: nothing is started then.
         if self._code is None and not self._signals:
             self._restarts[process.name] = self._restarts.get(process.name, 0) + 1
             self._start(process)
@@ -354,11 +362,12 @@ class Supervisor:
         for pid in self._orphans():
             processes.reap(pid)
 
-    def _spawn_task(self, work: Any) -> None:
+    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._loop is not None
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
+        return task
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

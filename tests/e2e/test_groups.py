@@ -157,7 +157,9 @@ def test_a_member_of_each_kind_of_group_that_is_killed_while_it_is_constructed_i
     (line,) = run.lines("metrics.jsonl")
     assert line["epoch"] == 0 and 0.0 < line["train/distill/teacher_share"] < 1.0
     for name in names:
-        assert (run.job.parent / f"formed-{name}").exists() and f"{name}:0" in run.text, run.text
+        assert (run.job.parent / f"formed-{name}").exists()
+        assert f"{name}-0 ended by signal SIGKILL (code 137): started again" in run.text, run.text
+        assert f"{name}:0 is lost: its process ended with code 137" in read(run.output / "logs/actor-0.log")
     assert run.processes() == []
 
 

@@ -1,5 +1,7 @@
 """Messages between workers by group name and rank: order, kinds of payload, broadcasts, and what happens when the other end is gone."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,9 @@ from rl_core.api.errors import DeadlineExceeded, Deadlock, InfrastructureError, 
 from rl_core.plan.placement import NodePlacementStrategy
 from rl_core.workers.result import WorkerErrors
 from tests.integration.script_workers import Talker
+
+tries = itertools.count()
+"""Numbers in the names of groups: a test that is run again cannot use the names of its first run, as the cluster still knows them."""
 
 
 @pytest.fixture(scope="module")
@@ -151,18 +156,21 @@ def test_a_sender_that_is_killed_in_a_send_delivers_whole_messages_only_and_is_n
 
 def test_a_message_and_a_broadcast_to_a_group_that_has_ended_are_refused_with_the_name_of_its_rank(cluster, groups):
     left, _ = groups
-    doomed = Talker.create_group({}).launch(cluster, placement_strategy=NodePlacementStrategy([0]), name="doomed")
+    name = f"doomed{next(tries)}"
+    doomed = Talker.create_group({}).launch(cluster, placement_strategy=NodePlacementStrategy([0]), name=name)
     for life in range(4):
-        with pytest.raises(WorkerLost, match="doomed:0 is lost: .*137"):
+        with pytest.raises(WorkerLost, match=f"{name}:0 is lost: .*137"):
             doomed.die().wait(timeout=60)
         if life < 3:
-            cluster.wait_ready(["doomed"], timeout=60)
-    with pytest.raises(InfrastructureError, match="the processes of group doomed have ended: doomed-0 ended by signal"):
-        cluster.wait_ready(["doomed"], timeout=60)
-    with pytest.raises(WorkerLost, match="doomed:0 is gone; left:0 cannot send to it"):
-        left.execute_on(0).send_all([1], "doomed", 0).wait(timeout=60)
-    for error in errors_of(left.spread(1, ["left", "doomed"], ("left", 0))):
-        assert isinstance(error, WorkerLost) and "doomed:0 is gone; left:0 cannot send to it" in str(error)
+            cluster.wait_ready([name], timeout=60)
+    with pytest.raises(
+        InfrastructureError, match=f"the processes of group {name} have ended: {name}-0 ended by signal"
+    ):
+        cluster.wait_ready([name], timeout=60)
+    with pytest.raises(WorkerLost, match=f"{name}:0 is gone; left:0 cannot send to it"):
+        left.execute_on(0).send_all([1], name, 0).wait(timeout=60)
+    for error in errors_of(left.spread(1, ["left", name], ("left", 0))):
+        assert isinstance(error, WorkerLost) and f"{name}:0 is gone; left:0 cannot send to it" in str(error)
 
 
 def test_a_send_to_a_misspelt_group_names_those_that_there_are_and_one_that_still_starts_is_waited_for(cluster, groups):

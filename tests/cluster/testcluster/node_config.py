@@ -102,7 +102,7 @@ def _kubelet(state: State, node: str) -> dict:
         "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
         "maxPods": 200,
         "serializeImagePulls": False,
-        # The control plane gives a node up 10 s after its last sign of life.
+        # The control plane gives a node up 20 s after its last sign of life.
         "nodeStatusUpdateFrequency": "5s",
         "nodeLeaseDurationSeconds": 8,
         "syncFrequency": "10s",
