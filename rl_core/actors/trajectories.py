@@ -64,7 +64,8 @@ def prepare_rows(
     if critic is not None:
         inputs = AdvantageInputs(mask=decided_BN, rewards=rewards, dones=dones, values=values)
         result = compute_advantages("embodied_gae", inputs, gamma=critic.gamma, lam=critic.lam, level="chunk", **shared)
-        advantages, returns = result.advantages, result.returns
+        # A rank without simulators has no returns; the others wait for it in the reduction.
+        returns = torch.zeros_like(result.advantages) if result.returns is None else result.returns
     else:
         groups = trajectory.env_ids // algorithm.group_size
         inputs = AdvantageInputs(
@@ -74,7 +75,7 @@ def prepare_rows(
             rewards=episode_scores(rewards, dones),
         )
         result = compute_advantages(algorithm.name, inputs, **shared)
-        advantages, returns = result.advantages, None
+        returns = None
     old = by_level(_rows(trajectory.prev_logprobs), options.log_prob_level)
     mask = _level_mask(mask_BNC, trajectory.prev_logprobs.shape[-1], options.log_prob_level)
     metrics |= result.metrics
@@ -85,7 +86,7 @@ def prepare_rows(
     prepared = PreparedBatch(
         collated=(batch := _batch(trajectory, mask, old)),
         batch=batch,
-        advantages=wide(advantages),
+        advantages=wide(result.advantages),
         metrics=metrics,
         inputs={name: _rows(tensor) for name, tensor in trajectory.forward_inputs.items()},
     )

@@ -1,6 +1,5 @@
 """`spec.env.options` of a job whose policy acts in simulators (`program: embodied`), and the checks over several fields of such a job."""
 
-import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError
@@ -193,20 +192,13 @@ def check_sizes(spec: "RLJobSpec", options: EmbodiedOptions) -> None:
 
 
 def check_batch(spec: "RLJobSpec", options: EmbodiedOptions) -> None:
-    """Raise ConfigError if the simulators or decisions of a training step do not divide evenly among rollouts, data ranks and mini-batches."""
+    """Raise ConfigError if a rollout would have no simulators, or if the decisions of a step do not divide evenly among mini-batches."""
     rollouts, ranks = spec.rollout.replicas, spec.actor.data_parallel
     groups = groups_of_stage(spec, options, spec.env.replicas)
     of_what = "groups of simulators" if spec.algorithm.name == "grpo" else "simulators"
     if groups < rollouts:
         raise ConfigError(
             f"rollout.replicas must not exceed the {groups} {of_what} of a stage, got {rollouts}; lower it or raise env.options.numEnvs"
-        )
-    senders = rollouts * options.stages
-    parts = math.lcm(senders, ranks) // senders
-    if groups // rollouts < parts:
-        raise ConfigError(
-            f"actor's data-parallel size {ranks} cuts the {of_what} of each rollout and stage into {parts} parts, got {groups // rollouts} of "
-            "them; raise env.options.numEnvs"
         )
     rows = options.num_envs * spec.env.replicas * options.rollout_epochs * options.decisions
     minibatches = ranks * spec.algorithm.optimizer_steps_per_batch

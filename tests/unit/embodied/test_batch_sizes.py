@@ -52,8 +52,7 @@ def test_a_running_job_takes_no_number_of_workers_with_which_its_batch_cannot_be
 
 @pytest.mark.parametrize(("group", "stages"), itertools.product((1, 2, 3), (1, 2)))
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_each_data_rank_has_whole_groups_of_every_rollout_or_the_job_is_refused(group, stages, ranks):
-    refused = taken = 0
+def test_each_simulator_is_trained_by_one_data_rank_together_with_its_group(group, stages, ranks):
     for envs, rollouts in itertools.product((1, 2, 3), (1, 2, 3, 4, 5)):
         grpo = {"name": "grpo", "groupSize": group}
         options = OPTIONS | {"numEnvs": 6 * stages, "horizon": 24, "stages": stages, "autoReset": group == 1}
@@ -63,23 +62,18 @@ def test_each_data_rank_has_whole_groups_of_every_rollout_or_the_job_is_refused(
             actor={"processesPerPod": ranks},
             **{"env.options": options, "env.replicas": envs},
         )
-        parts = trajectory_parts(rollouts * stages, ranks)
-        try:
-            check(spec)
-        except ConfigError:
-            refused += 1
-            if envs * 6 // group >= rollouts:
-                smallest = min(len(rows) for _, rows in cuts(envs, rollouts, stages, parts, group))
-                assert smallest == 0
+        if envs * 6 // group < rollouts:
+            with pytest.raises(ConfigError, match=r"rollout\.replicas must not exceed"):
+                check(spec)
             continue
-        taken += 1
+        check(spec)
+        parts = trajectory_parts(rollouts * stages, ranks)
         held = [[] for _ in range(ranks)]
         for (sender, part), rows in cuts(envs, rollouts, stages, parts, group):
-            assert len(rows) and len(rows) % group == 0 and rows[0] % group == 0
-            assert rows == list(range(rows[0], rows[0] + len(rows)))
+            assert len(rows) % group == 0 and all(first % group == 0 for first in rows[:1])
+            assert all(later == row + 1 for row, later in itertools.pairwise(rows))
             held[data_rank_of(sender, part, senders=rollouts * stages, actors=ranks)] += rows
-        assert sorted(itertools.chain(*held)) == sorted(list(range(6 * envs)) * stages) and all(held)
-    assert taken and (refused or group == 1)
+        assert sorted(itertools.chain(*held)) == sorted(list(range(6 * envs)) * stages)
 
 
 def cuts(envs, rollouts, stages, parts, group):

@@ -12,6 +12,7 @@ from rl_core.api.embodied import EmbodiedOptions
 from rl_core.api.records import ChunkStepResult, EnvOutput
 from rl_core.envs.embodied import EVALUATION, eval_seeds, eval_share, train_seed
 from rl_core.envs.vector_worker import EnvWorker
+from rl_core.rollouts.embodied import cut_trajectory
 from rl_core.rollouts.recorder import TrajectoryRecorder
 from tests.unit.embodied.test_collection import PER_WORKER, job, workers
 
@@ -127,3 +128,18 @@ def test_the_bounds_of_the_filter_are_inclusive():
     for bounds, kept in (((mean, mean), True), ((mean + 1e-4, 1e9), False)):
         given = EmbodiedOptions.model_validate(options | {"rewardFilter": bounds})
         assert bool(prepare_rows(trajectory, algorithm, given).batch.loss_mask[: GROUP * STEPS].any()) == kept
+
+
+@pytest.mark.parametrize("bounds", [None, (-0.5, 0.5)])
+@pytest.mark.parametrize("algorithm", [{"name": "grpo", "groupSize": GROUP}, {"name": "gae", "critic": {}}])
+def test_a_data_rank_without_simulators_has_rows_of_the_same_form_as_the_others(algorithm, bounds):
+    """The ranks exchange the columns and inputs of their rows, so none may lack one."""
+    full, *_ = recorded(np.random.default_rng(2))
+    empty = cut_trajectory(full, 2 * len(full.env_ids) // GROUP, group=GROUP)[-1]
+    options = EmbodiedOptions(id="x", chunk=WIDTH, auto_reset=False, log_prob_level="action", reward_filter=bounds)
+    spec = AlgorithmSpec.model_validate(algorithm)
+    two = [prepare_rows(one, spec, options, reduce=torch.clone) for one in (full, empty)]
+    assert [len(one.batch) for one in two] == [len(full.env_ids) * STEPS, 0]
+    with_rows, without = ({name: column.dtype for name, column in one.columns().present().items()} for one in two)
+    assert with_rows == without
+    assert two[0].inputs.keys() == two[1].inputs.keys()
