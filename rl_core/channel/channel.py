@@ -273,8 +273,10 @@ class Channel:
         """Refuse later puts to `key`, or to all keys with None.
 
         Stored items are still delivered. Afterwards gets raise `error`, or ChannelClosed if it is None. May be called again; the first
-        error is kept.
+        error is kept. Raises TypeError for an `error` that is no exception.
         """
+        if error is not None and not isinstance(error, BaseException):
+            raise TypeError(f"error must be an exception, got {error!r}; pass RuntimeError({error!r})")
         self._control("close", key, error)
 
     def close_key(self, key: Key) -> "Future[None]":

@@ -7,6 +7,7 @@ a key without any state is deleted, so only `close` and `client_lost` iterate ov
 """
 
 import itertools
+import math
 import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -231,15 +232,19 @@ class ChannelCore:
         for operation in self._waiting.pop_overdue(now):
             if not operation.waits:  # the error of one before it has made room for this one
                 continue
-            queue = self._queue(operation.key)
+            queue, of_what = self._queue(operation.key), f"channel {self.name!r} key {operation.key!r}"
             if isinstance(operation, Put):
                 operation.open = False
                 queue.puts.remove(operation)
-                what = "put on"
-            else:
+                what, reason = f"put on {of_what}", f" for room, {self.options.limits}"
+            elif operation.target is None:
                 self._withdraw(operation, queue)
-                what = "get from" if operation.target is None else "get_batch from"
-            waited = f"{what} channel {self.name!r} key {operation.key!r} waited {now - operation.since:.1f} s"
+                what, reason = f"get from {of_what}", ""
+            else:
+                weight = math.fsum(operation.weight)
+                what, reason = f"get_batch from {of_what}", f" for items of weight {operation.target:g}, got {weight:g}"
+                self._withdraw(operation, queue)
+            waited = f"{what} waited {now - operation.since:.1f} s{reason}"
             operation.on_error(DeadlineExceeded(f"{waited}: {self._depth_text(queue)}"))
             self._pump(now, operation.key, queue)
 

@@ -26,6 +26,7 @@ KINDS: Mapping[str, GroupKind] = {
 """Rights of the key that all worker processes of a script share."""
 END_SECONDS = 5.0
 """Seconds that worker processes have to end when the cluster is closed."""
+LOG_LEVEL = "WARNING"
 
 
 def channel_pod(environ: Mapping[str, str]) -> PodPlan:
@@ -52,17 +53,21 @@ def shared_environment(*, uid: str, hub: str, channel: str) -> dict[str, str]:
         "RLJOB_EPOCH": "0",
         "RLJOB_HUB": hub,
         "RLJOB_CHANNEL": channel,
+        "RLJOB_LOG_LEVEL": os.environ.get("RLJOB_LOG_LEVEL", LOG_LEVEL),
         KINDS_VARIABLE: kinds_as_variable(KINDS),
     }
 
 
-def process_environment() -> dict[str, str]:
-    """Return the environment of this process, with its `sys.path`, so that worker processes import what the script imports."""
+def supervisor_environment(*, keep_logs: bool) -> dict[str, str]:
+    """Return the environment of this process, with its `sys.path`, so that worker processes import what the script imports.
+
+    Unless `keep_logs`, supervisors log errors only: the script itself says on standard error which processes ended.
+    """
     paths = [str(Path(path).absolute()) for path in sys.path]
     return {
         **COPY_SETTINGS,
         "OMP_NUM_THREADS": "1",
-        "RLJOB_LOG_LEVEL": "WARNING",
+        "RLJOB_LOG_LEVEL": LOG_LEVEL if keep_logs else "ERROR",
         **os.environ,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
         "RLJOB_GRACE_SECONDS": str(END_SECONDS),
@@ -110,7 +115,9 @@ class ScriptPods:
         """
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="rljob-pods", daemon=True).start()
-        self._pods = LocalPods(space, environ=process_environment(), on_end=on_end, keep_logs=keep_logs)
+        self._pods = LocalPods(
+            space, environ=supervisor_environment(keep_logs=keep_logs), on_end=on_end, keep_logs=keep_logs
+        )
 
     def start(self, plan: PodPlan) -> None:
         """Start a pod. Raises OSError when its process cannot be started."""

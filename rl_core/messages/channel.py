@@ -34,6 +34,12 @@ class ChannelOptions:
         if self.maxsize < 0 or (self.max_bytes is not None and self.max_bytes <= 0):
             raise ValueError(f"maxsize must be >= 0 and max_bytes > 0 or None, got {self.maxsize} and {self.max_bytes}")
 
+    @property
+    def limits(self) -> str:
+        """Return the options that are set, for error messages."""
+        set_ones = {"maxsize": self.maxsize or None, "max_bytes": self.max_bytes}
+        return ", ".join(f"{name} {value}" for name, value in set_ones.items() if value is not None)
+
     def check_equal(self, name: str, existing: "ChannelOptions") -> None:
         """Raise ConfigError when channel `name` exists with other options than these."""
         if self != existing:

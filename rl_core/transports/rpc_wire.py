@@ -90,5 +90,6 @@ def refuse_on_event_loop(what: str) -> None:
     except RuntimeError:
         return
     raise RuntimeError(
-        f"{what} blocks and was called on an event-loop thread ({threading.current_thread().name}); use its async face"
+        f"{what} blocks and was called on an event-loop thread ({threading.current_thread().name}); await its asynchronous form (`..._async`, "
+        "`async_wait`, or the handle that `async_op=True` returns)"
     )

@@ -189,15 +189,18 @@ class Mail:
     def _await_seen(self, groups: Sequence[str], *, seconds: float = VIEW_SECONDS) -> None:
         """Wait until this process has seen a member of each of `groups`, because a group may have been launched only just before."""
         deadline = time.monotonic() + seconds
-        while missing := [group for group in groups if not self._context.world_size_of(group)]:
-            if time.monotonic() >= deadline:
-                seen = sorted({member.group for member in self._context.members()})
-                raise ValueError(
-                    f"group {missing[0]} must have members that {self._name} sees, got none; it sees members of {', '.join(seen)}; "
-                    "launch the group first, and name the groups that call it in its callers in a job"
-                )
-            with self._context.waiting("its first member", missing[0]):
-                self._context.wait_view_changed(LOOK_SECONDS)
+        for group in groups:
+            if self._context.world_size_of(group):
+                continue
+            with self._context.waiting("the first member", group):
+                while not self._context.world_size_of(group):
+                    if time.monotonic() >= deadline:
+                        seen = sorted({member.group for member in self._context.members()})
+                        raise ValueError(
+                            f"group {group} must have members that {self._name} sees, got none; it sees members of {', '.join(seen)}; "
+                            "launch the group first, and name the groups that call it in its callers in a job"
+                        )
+                    self._context.wait_view_changed(LOOK_SECONDS)
 
     def _receivers(self, groups: Sequence[str]) -> list[str]:
         names = [f"{group}:{rank}" for group in groups for rank in range(self._context.world_size_of(group))]

@@ -24,7 +24,7 @@ def check_tensor(target: Any, found: Any, sender: str) -> None:
         got = f"{tuple(shape)} of {dtype}" if shape is not None else f"an object of type {type(found).__name__}"
         raise ValueError(
             f"the message of {sender} must be a tensor of shape {tuple(target.shape)} and type {target.dtype}, got {got}; "
-            "use recv for messages of another kind"
+            "it is lost: send it again, to a tensor of its shape and type or with send and recv"
         )
 
 

@@ -47,6 +47,19 @@ class TestFifo:
         for word in ("'c'", "'k'", "depth 0", "rollout:3", "5.1 s"):
             assert word in str(take.result)
 
+    def test_the_deadline_of_a_put_tells_the_limits_and_that_of_a_batch_how_much_was_there(self):
+        bench = Bench(maxsize=1)
+        bench.put("x", weight=2.0)
+        put, batch = bench.put("y", weight=2.0, timeout=1), bench.take(target=8.0, timeout=2)
+        bench.pass_time(2.1)
+        assert "get_batch from channel 'c' key 'k' waited 2.1 s for items of weight 8, got 4: depth 2" in str(
+            batch.result
+        )
+        assert put.done
+        put = bench.put("z", timeout=1)
+        bench.pass_time(1.1)
+        assert "put on channel 'c' key 'k' waited 1.1 s for room, maxsize 1: depth 2" in str(put.result)
+
     def test_unknown_keys_are_empty_and_not_full(self):
         bench = Bench(maxsize=1)
         assert bench.core.depth("never") == 0 and not bench.core.is_full("never")

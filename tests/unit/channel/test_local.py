@@ -152,6 +152,12 @@ class TestEnds:
         with pytest.raises(ConfigError, match="no more"):
             channel.get()
 
+    def test_an_error_of_close_that_is_none_is_refused_and_the_channel_stays_open(self, channel):
+        with pytest.raises(TypeError, match="error must be an exception, got 'no more'; pass RuntimeError"):
+            channel.close(error="no more")
+        channel.put(0)
+        assert channel.get() == 0
+
     def test_done_producing_closes(self, channel):
         for _ in range(2):
             channel.register_producer()

@@ -174,7 +174,7 @@ def test_waiting_in_an_event_loop_thread_is_refused():
     async def main():
         result.wait()
 
-    with pytest.raises(RuntimeError, match="async face"):
+    with pytest.raises(RuntimeError, match="asynchronous form"):
         asyncio.run(main())
 
 
