@@ -131,7 +131,7 @@ def _wait_probed(nodes: Access, namespace: str, name: str, expected: int) -> Pro
         logs = nodes.kubectl("logs", name, "-n", namespace, "--all-containers", "--prefix", check=False).stdout
         lines = [json.loads(line.partition("PROBE ")[2]) for line in logs.splitlines() if "PROBE " in line]
         pod = nodes.get("pod", name, namespace=namespace)
-        if len(lines) == expected:
+        if len(lines) == expected and "podIP" in pod["status"]:
             break
         assert time.monotonic() < deadline, (name, pod["status"], logs)
         time.sleep(0.5)
