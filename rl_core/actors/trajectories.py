@@ -26,7 +26,7 @@ Reduce = Callable[[Tensor], Tensor] | None
 def trained_mask(trajectory: Trajectory, options: EmbodiedOptions) -> Tensor:
     """Return [B, N, C] bool: the actions of the policy that were made, in episodes that were not lost and had not ended.
 
-    An action that a person took is none of the policy's, nor is a chunk that has one where the policy ratio is that of the chunk.
+    Actions that a person took are left out. If the policy ratio is computed for whole chunks, a chunk with such an action is left out.
     """
     width = trajectory.rewards.shape[2]
     made = torch.arange(width) < trajectory.sub_steps.transpose(0, 1)[..., None]
@@ -119,7 +119,7 @@ def _filtered(
 
 
 def _level_mask(mask_BNC: Tensor, tokens: int, level: str) -> Tensor:
-    """Return the mask of actions as [R, S]."""
+    """Return the mask of actions as [R, S]. `tokens` is D, and `level` is env.options.logProbLevel."""
     rows = mask_BNC.flatten(0, 1)
     if level == "chunk":
         return rows.any(dim=1, keepdim=True)
@@ -132,7 +132,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _batch(trajectory: Trajectory, mask: Tensor, log_probs: Tensor) -> TrainingBatch:
-    """Return the rows in the form that the training step takes. A row stands in the group of its simulator."""
+    """Return the rows in the form that the training step takes. Each simulator is a group of its own in it."""
     steps, simulators = trajectory.rewards.shape[:2]
     rows, width = mask.shape
     texts = [f"simulator {number}" for number in trajectory.env_ids.tolist()]

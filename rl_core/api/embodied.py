@@ -46,13 +46,14 @@ class EmbodiedOptions(Spec):
     """Simulators, the size of a step, and how episodes become training rows."""
 
     id: str = Field(min_length=1)
-    """Gymnasium id such as CartPole-v1, Meta-World/reach-v3, or `module:Class` of one's own environment with the interface of gymnasium.Env."""
+    """Gymnasium id such as CartPole-v1 or Meta-World/reach-v3, or `module:Class` of one's own with the interface of gymnasium.Env."""
     num_envs: int = Field(8, ge=1, le=4096)
     """Simulators of one env pod."""
     horizon: int = Field(128, ge=1, lt=2**31)
     """Steps of each simulator in one rollout epoch."""
     rollout_epochs: int = Field(1, ge=1, le=1024)
-    """How often a training step makes `horizon` steps of each simulator. Each time groups, and without auto-reset all episodes, begin anew."""
+    """How often a training step makes `horizon` steps of each simulator. Each time groups get new seeds; without auto-reset all episodes
+    begin again."""
     weight_sync_interval: int = Field(1, ge=1, le=1024)
     """Rollouts get new weights after every so many training steps, and before each evaluation."""
     chunk: int = Field(1, ge=1, le=1024)
@@ -62,22 +63,23 @@ class EmbodiedOptions(Spec):
     auto_reset: bool = True
     """true: a finished simulator begins its next episode at once. false: it rests until the next rollout epoch."""
     ignore_terminations: bool = False
-    """true: an episode goes on after its task has ended, until it is truncated. Without auto-reset all episodes must be truncated together."""
+    """true: an episode goes on after its task has ended, until it is truncated. Without auto-reset all must be truncated together."""
     vectorization: Literal["process", "sync"] = "process"
     """process: each simulator runs in a child process, which may hang or end. sync: all run in the process of the env worker."""
     batching: Literal["lockstep", "decoupled"] = "lockstep"
-    """lockstep: a rollout decides for all its env workers at once. decoupled: for those that have sent observations, without waiting for others."""
+    """lockstep: a rollout decides for all its env workers at once. decoupled: for those whose observations have come."""
     min_batch_size: int = Field(1, ge=1, le=1024)
-    """With `batching: decoupled`: env workers that a decision waits for, at most 20 ms. Whatever has come is decided for in one batch."""
+    """With `batching: decoupled`: observations that a decision waits for, one per env worker and stage. It waits at most 20 ms after the
+    first, and then decides for those that have come."""
     bootstrap: Literal["standard", "always", "none"] = "standard"
-    """Which ends of an episode add gamma times the value of the final observation to the last reward. standard: truncated ones; always: all
-    ends; none: no end."""
+    """With auto-reset and a critic: which ends of an episode add gamma times the value of the final observation to the last reward.
+    standard: truncated ones; always: all ends; none: no end."""
     reward_scale: float = Field(1.0, gt=0)
     """Factor of the rewards that are trained on; the metrics of episodes have the rewards of the simulators."""
     log_prob_level: Literal["chunk", "action", "token"] = "chunk"
     """What the policy ratio is computed for: the whole chunk, each action, or each token or dimension of an action."""
     reward_filter: tuple[float, float] | None = None
-    """Groups whose mean episode return, in scaled rewards, is outside [low, high] are not trained on; null = all are."""
+    """Groups whose mean episode return, in scaled rewards, is outside [low, high] are not trained on; null: all groups are trained on."""
     eval_episodes: int = Field(16, ge=1, lt=2**20)
     """Episodes of an evaluation, over all env pods."""
     eval_horizon: int = Field(1000, ge=1, lt=2**31)
@@ -210,7 +212,10 @@ def check_batch(spec: "RLJobSpec", options: EmbodiedOptions) -> None:
 
 
 def groups_of_stage(spec: "RLJobSpec", options: EmbodiedOptions, env_workers: int) -> int:
-    """Return the number of groups of simulators that `env_workers` env workers have in a pipeline stage. With a critic, a group is one simulator."""
+    """Return the number of groups of simulators that `env_workers` env workers have in a pipeline stage.
+
+    With a critic, each simulator is a group.
+    """
     return options.num_envs // options.stages * env_workers // simulators_per_group(spec.algorithm)
 
 

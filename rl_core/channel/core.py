@@ -3,7 +3,7 @@
 `server` and `local` drive it: they call the methods from one thread or under one lock, pass the current time, and get results by callbacks.
 Payloads are opaque. A receipt, or token, identifies an item that was delivered and not yet confirmed. Invariants: the items of a key are in
 the order of acceptance; while takes wait for a key, its queue is empty; a take is one transaction, whose items return in order if it fails;
-a key without any state is deleted, so only `close` and `client_lost` iterate over the keys.
+a key without any state is deleted, so only `close`, `client_lost` and `stats` iterate over the keys.
 """
 
 import itertools
@@ -107,10 +107,10 @@ class ChannelCore:
     # --- taking ---
 
     def take(self, now: float, take: Take, *, nowait: bool = False) -> None:
-        """Take items.
+        """Take the oldest items of `take.key`: up to `take.most`, or a batch of the weight `take.target`.
 
         Calls `take.on_items` when the take is complete, in the order of requests, and `take.on_error` on a deadline or close. With
-        `nowait`, ChannelEmpty is the error if there is nothing now.
+        `nowait`, ChannelEmpty is the error if the take is not complete now.
         """
         queue = self._queue(take.key)
         queue.takes.append(take)
@@ -228,7 +228,7 @@ class ChannelCore:
     # --- time ---
 
     def tick(self, now: float) -> None:
-        """Fail the puts and takes whose deadline has passed with DeadlineExceeded."""
+        """End the puts and takes whose deadline has passed. Their `on_error` gets a DeadlineExceeded."""
         for operation in self._waiting.pop_overdue(now):
             if not operation.waits:  # the error of one before it has made room for this one
                 continue

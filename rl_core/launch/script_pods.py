@@ -61,7 +61,7 @@ def shared_environment(*, uid: str, hub: str, channel: str) -> dict[str, str]:
 def supervisor_environment(*, keep_logs: bool) -> dict[str, str]:
     """Return the environment of this process, with its `sys.path`, so that worker processes import what the script imports.
 
-    Unless `keep_logs`, supervisors log errors only: the script itself says on standard error which processes ended.
+    Without `keep_logs`, supervisors log errors only, unless RLJOB_LOG_LEVEL is set: the script itself says which processes ended.
     """
     paths = [str(Path(path).absolute()) for path in sys.path]
     return {
@@ -128,7 +128,7 @@ class ScriptPods:
         self._run(start())
 
     def close(self) -> None:
-        """End all pods: in order within END_SECONDS, and then by force. No process is left afterwards."""
+        """End the pods of workers, then that of the channel server. Each part has END_SECONDS. Then kill what still runs."""
         self._run(self._end())
         self._pods.sweep(seconds=LAST_SWEEP_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)

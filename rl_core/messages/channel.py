@@ -4,10 +4,13 @@ user -> server   create(name, ChannelOptions) -> ChannelOptions       connect(na
 user -> server   put(channel, key, weight, parts, timeout, nowait)
 user -> server   reserve(channel, key, sizes of the parts, timeout, nowait) -> Room, then hand_over(ticket, weight, parts) or abort(ticket)
 user -> server   take(channel, key, timeout, nowait, target, most, allow_oversize, receipts) -> [[token, parts]]
-user -> server   confirm(receipts), requeue(channel, tokens)         receipts: tokens of received items by channel
+user -> server   confirm(receipts), requeue(channel, tokens)
 user -> server   move(channel, [(source key, target key | None)])
 user -> server   depth(channel, key), full(channel, key), stats(channel) -> ChannelStats, server_stats() -> ServerStats
 user -> server   register(channel, registration), done(channel, registration), close(channel, key, PackedError | None)
+
+`target` is the weight of a batch; without it a take gets up to `most` items. `receipts` are the tokens of received items by channel; a take
+also confirms those of earlier takes.
 """
 
 from typing import Any
@@ -26,9 +29,9 @@ class ChannelOptions:
     """Options of a channel, fixed when it is created."""
 
     maxsize: int = 0
-    """Most stored items per key; 0 = unbounded. Items with consumers do not count."""
+    """Most stored items per key; 0 = unbounded. Delivered items that are not confirmed yet do not count."""
     max_bytes: int | None = None
-    """Most payload bytes in the channel, those with consumers included; None = unbounded."""
+    """Most payload bytes in the channel, with those of delivered items that are not confirmed yet; None = unbounded."""
 
     def __post_init__(self) -> None:
         if self.maxsize < 0 or (self.max_bytes is not None and self.max_bytes <= 0):
@@ -61,16 +64,16 @@ class SegmentPart:
 
     segment: str
     generation: int
-    """Rises each time the segment is lent: a late release does not hit its next holder."""
+    """Rises each time the segment is lent. A release with an older number is ignored, so that a late one does no harm."""
     nbytes: int
 
 
 @record
 class Room:
-    """Memory for an item, granted to a producer before it sends the item."""
+    """Permission to send an item, with shared memory for its large parts where there is some."""
 
     ticket: int
-    """What the item is handed over with."""
+    """Number to pass to `hand_over` or `abort`."""
     segments: tuple[SegmentPart | None, ...]
     """By part: where to write it; None = send it with the message."""
 

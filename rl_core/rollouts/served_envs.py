@@ -1,4 +1,4 @@
-"""`ServedEnvs` exchanges the messages of one collection with the env workers whose actions a rollout worker chooses.
+"""`ServedEnvs` exchanges messages between one rollout worker and its env workers during one collection.
 
 A collection generates the trajectories of one training step, or runs one evaluation. The index of an env worker is its position in
 `CollectionRound.envs`, and that of a rollout worker is its position in `CollectionRound.rollouts`.
@@ -29,7 +29,7 @@ from rl_core.transports.shared_rows import Layout
 
 Exchange = Channel | DirectChannel
 Waiting = Callable[[str, str], AbstractContextManager[None]]
-"""`waiting(what, who)` returns a context manager. While its block runs, the worker reports that it waits for `what` from the worker `who`."""
+"""`waiting(what, who)` returns a context manager. While its block runs, the worker reports that it waits for `what` from `who`."""
 
 
 class ServedEnvs:
@@ -64,7 +64,7 @@ class ServedEnvs:
         return self.round.key(stage, env, self.index)
 
     def awaiting(self, env: int) -> AbstractContextManager[None]:
-        """Return a context manager. While its block runs, the worker reports that it waits for observations from the env worker `env`."""
+        """Return a context manager. While its block runs, the worker reports that it waits for observations from `env`."""
         return self._waiting("observations", f"env:{self.round.envs[env]}")
 
     async def receive(self, channel: Exchange, stage: int, *, begins: bool = False) -> EnvOutput:
@@ -88,7 +88,10 @@ class ServedEnvs:
         return rows.fill(merge_env_outputs(shards, sizes))
 
     def output_of(self, stage: int, env: int, message: Any, *, begins: bool) -> EnvOutput:
-        """Return the output in `message`. If it has none, record the env worker `env` as lost. Return a placeholder for one that is lost."""
+        """Return the output in `message`. If it has none, record the env worker `env` as lost.
+
+        For a lost env worker, return a placeholder. Raises InfrastructureError if it had no output before.
+        """
         if env not in self.lost and isinstance(message, EnvOutput) and message.obs is not None:
             output = message
         else:
@@ -98,7 +101,10 @@ class ServedEnvs:
         return output
 
     def send(self, channel: Exchange, stage: int, actions: Tensor | np.ndarray) -> None:
-        """Send each env worker the actions of its simulators. Raises DataError unless `actions` [B, C, ...] has a row for each simulator."""
+        """Send each env worker the actions of its simulators.
+
+        Raises DataError unless `actions` [B, C, ...] has a row for each simulator.
+        """
         array = actions.detach().cpu().numpy() if isinstance(actions, Tensor) else actions
         if sum(size for _, size in self.sources) != len(array):
             raise DataError(
@@ -137,9 +143,9 @@ class ServedEnvs:
                 one.release(reuse=reuse)
 
     def columns_of(self, env: int) -> dict[str, np.ndarray]:
-        """Return the addresses in shared memory at which the env worker `env` writes its large observations, one for each stage.
+        """Return where in shared memory the env worker `env` writes its large observations: a packed `ColumnAddress` for each stage.
 
-        The names are those of `CollectionRound.columns_key`. Returns nothing if its observations are sent in messages.
+        The keys are those of `CollectionRound.columns_key`. The dict is empty if its observations are sent in messages.
         """
         served = [index for index, _ in self.sources]
         if env not in served:

@@ -109,8 +109,8 @@ class Collection:
     def _round(self, step: int, *, episodes: int = 0, version: int | None = None) -> CollectionRound:
         """Return the description of a new collection with the members that are present.
 
-        `version` of the weights chooses the actions; None means the one published last. Raises InfrastructureError if no env worker or no rollout is
-        present.
+        The rollouts wait until they serve `version` of the weights; None means the one published last. Rollouts without a group of simulators are
+        left out. Raises InfrastructureError if no env worker or no rollout is present.
         """
         self._number += 1
         spec = self._run.applied.spec
@@ -165,8 +165,8 @@ class Collection:
     def begin(self, step: int, *, version: int) -> Pending | None:
         """Request the collection of a later step and return it, without waiting for it; `settle` or `take` do.
 
-        The rollouts start it once they serve version `version` of the weights, the one published last or the next. Returns None if no env worker or
-        no rollout is present.
+        The rollouts start it once they serve `version` of the weights, the one published last or the next. Returns None if no env worker or no
+        rollout is present, or if an env worker does not answer.
         """
         deadlines = self._run.applied.spec.runtime.deadlines
         ahead = version > self._versions.committed  # then the rollouts wait for training and weight sync first
@@ -180,14 +180,15 @@ class Collection:
     def is_intact(self, pending: Pending) -> bool:
         """Return whether a collection that was requested before the last version was published is still of use.
 
-        It is not if an env worker was lost meanwhile, or if a rollout was lost or does not serve this version.
+        It is not if an env worker was lost meanwhile, or if a rollout was lost or does not serve the version published last.
         """
         ready = self._ranks(ROLLOUT, self._versions.committed)
         return not any(call.lost for call in pending.envs) and set(pending.round.rollouts) <= set(ready)
 
     def settle(self, pending: Pending) -> Pending | None:
-        """Wait until the env workers and rollouts have finished a collection, and return it; None if it was abandoned because of a loss.
+        """Wait until the env workers and rollouts have finished a collection, and return it.
 
+        Returns None if it was abandoned: a rollout or the last env worker was lost, or its deadline passed.
         Rollouts load new weights only between two collections. Call this before the weights are published.
         """
         try:
@@ -204,7 +205,8 @@ class Collection:
     def take(self, pending: Pending) -> list[EpisodeStats] | None:
         """Have the actors receive the trajectories of a collection that began early, and wait for its end.
 
-        Returns the episodes by env worker; None if they were lost.
+        Returns the episodes by env worker, or None if the collection was abandoned: a rollout or the last env worker was lost, or its deadline
+        passed.
         """
         pending.deadline = time.monotonic() + self._run.applied.spec.runtime.deadlines.rollout
         try:
@@ -297,9 +299,10 @@ class Collection:
         return WorkerGroupFuncResult("collection", rollout_method, dict(enumerate(calls))), envs
 
     def _require(self, pending: Pending) -> None:
-        """Give up the calls to env workers that are gone, because these calls might never end.
+        """Check that the members that a collection needs are present.
 
-        Raises InfrastructureError if a rollout or all env workers are gone, or any member of an evaluation.
+        Gives up the calls to lost env workers, because these calls might never end. Raises InfrastructureError if a rollout or all env workers
+        are gone, or any member of an evaluation.
         """
         round, here = pending.round, {m.name for group in (ENV, ROLLOUT) for m in self._run.cluster.members(group)}
         needed = [f"{ROLLOUT}:{rank}" for rank in round.rollouts]

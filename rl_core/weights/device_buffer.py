@@ -26,7 +26,10 @@ class DeviceBuffer:
     """Memory on the trainer's device with a copy of one version, from which receivers read."""
 
     def __init__(self, *, optional: bool) -> None:
-        """`optional`: whether a version is sent from its host copy when the device has no memory for the buffer. If not, that is an error."""
+        """`optional`: whether a version is sent from host memory when the device has no memory for the buffer.
+
+        If false, `allocate` then raises torch.OutOfMemoryError.
+        """
         self._optional = optional
         self._buffer: Tensor | None = None
         """uint8 [layout.nbytes]."""
@@ -37,11 +40,15 @@ class DeviceBuffer:
         return self._buffer is not None
 
     def copying(self, source: VersionSource) -> VersionSource:
-        """Return a source that yields the buckets of `source` and copies them into this buffer."""
+        """Return a source that yields the buckets of `source` and copies them into this buffer.
+
+        The buffer is allocated when the first bucket is read. If it is optional and there is no memory for it, nothing is copied. An error
+        while buckets are read frees it.
+        """
         return _CopyingSource(source, self)
 
     def allocate(self, nbytes: int, device: str) -> Tensor | None:
-        """Allocate and return the buffer, uint8 [nbytes] on `device`. Returns None if it is optional and there is no memory for it."""
+        """Allocate and return the buffer, uint8 [nbytes] on `device`; None if it is optional and there is no memory for it."""
         self._buffer = None
         try:
             self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -62,13 +69,19 @@ class DeviceBuffer:
         return self._buffer[bucket.start : bucket.start + bucket.nbytes]
 
     def handle(self) -> Handle:
-        """Return a handle with which one receiver maps the buffer. The receiver sees all that this thread copied into it before this call."""
+        """Return a handle with which one receiver maps the buffer.
+
+        The receiver sees all that this thread copied into the buffer before this call.
+        """
         if self._buffer is None:
             raise AssertionError("bug: the buffer must be allocated before a handle is made")
         return handle_of(self._buffer.untyped_storage())
 
     def free(self, unused: Iterable[Handle] = ()) -> None:
-        """Drop the buffer. Its memory is freed when no receiver maps it any more. `unused`: handles with which no receiver maps or will map it."""
+        """Drop the buffer. Its memory is freed when no receiver maps it any more.
+
+        `unused` are handles with which no receiver maps it or will map it.
+        """
         buffer, self._buffer = self._buffer, None
         if buffer is None:
             return

@@ -253,10 +253,10 @@ class Supervisor:
                 self._spawn_task(self._end_others(0.0 if kind_of(process) == "runner" else GANG_GRACE))
 
     async def _restart(self, process: "ProcessPlan", report: "asyncio.Task[None] | None") -> None:
-        """Start `process` again, once its restart budget allows it and the `report` of its end is made.
+        """Start `process` again after the pause of its restart budget and after `report`. Do nothing if the pod is ending then.
 
-        A successor that registered with the hub before the report would hide the exit code: callers would only see that the process was
-        replaced.
+        `report` tells the hub of the end of the process; None if there is no hub. A successor that registered with the hub before it would hide
+        the exit code: callers would only see that the process was replaced.
         """
         pause = asyncio.sleep(self._budgets[process.name].pause)
         await (pause if report is None else asyncio.gather(pause, report))
@@ -353,7 +353,7 @@ class Supervisor:
         return processes.children() - ours - self._foreign
 
     def _kill_orphans(self) -> None:
-        """Kill the processes that ended children left outside their process groups. The kernel made them children of this process."""
+        """Kill and reap the descendants of ended children. The kernel has made them children of this process."""
         for pid in self._orphans():
             processes.kill(pid, signal.SIGKILL)
             processes.reap(pid)
