@@ -6,7 +6,8 @@
 
 Messages, by kind (client -> server unless noted): `hello` and `attach` open a connection, `welcome`, `who` and `refused`
 answer (server); `call`, `cancel`, `bye`; `reply`, `error`, `received` (server); `ping` (server) finds out who is gone; `release`
-gives shared memory back to the server. Every message carries the sender's epoch.
+gives shared memory back to the server. Every message carries the sender's epoch. Several small messages may share a frame
+(`message_batches`).
 """
 
 from rl_core.transports.rpc_client import RpcClient

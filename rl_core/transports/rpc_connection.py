@@ -4,19 +4,20 @@ A connection is WAITING (no handshake yet, or lost), GREETING (hello sent) or RE
 within the credit; others wait in a queue, and their timeout runs. After a reconnection the server reports which of the pending calls it has
 received, and the others are sent again. So a call runs at most once unless it is idempotent.
 
-The thread that makes a call sends it. The I/O thread watches the connection and the deadlines; it receives the replies and completes the
-calls, unless a thread that waits for a call does so meanwhile. One lock guards the socket and the state; calls are completed outside it,
-because that runs callbacks of others.
+The thread that makes a call sends it. While several calls are in flight the I/O thread sends further ones, as many at once as have come.
+The I/O thread watches the connection and the deadlines; it receives the replies and completes the calls, unless a thread that waits for a
+call does so meanwhile. One lock guards the socket and the state; calls are completed outside it, because that runs callbacks of others.
 """
 
 import contextlib
 import enum
+import functools
 import itertools
 import logging
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import zmq
@@ -30,6 +31,7 @@ from rl_core.transports.curve import KeyRing
 from rl_core.transports.frames import FrameHeader
 from rl_core.transports.interrupts import Interrupts
 from rl_core.transports.links import ClientLoans, ProcessSharedMemory
+from rl_core.transports.message_batches import batched, unbatched
 from rl_core.transports.rpc_call import CallFuture, ClientClosed
 from rl_core.transports.sockets import IoThread
 from rl_core.transports.waiting_reader import WaitingReader
@@ -38,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 RECONNECT_SECONDS = 2.0
 """How long a lost connection may stay lost before calls that may have been received fail with WorkerLost."""
+BUSY_CALLS = 2
+"""Calls in flight from which on the I/O thread sends further ones."""
 _EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_DISCONNECTED
@@ -78,6 +82,10 @@ class Connection:
         self._io = IoThread.shared()
         self._lock = threading.RLock()
         """Guards the socket and all fields below."""
+        self._inbox: deque[CallFuture] = deque()
+        """Calls that the I/O thread is to send. Appended to without the lock, so that their callers do not wait for a send."""
+        self._inbox_announced = False
+        """Whether the I/O thread is to look at the inbox."""
         self._abandoned: deque[CallFuture] = deque()
         """Cancelled calls, which take effect before the next call is sent. Appended to without the lock, as finalizers may cancel."""
         self._failed: list[tuple[CallFuture, Exception]] = []
@@ -115,28 +123,19 @@ class Connection:
     def idle(self) -> bool:
         """Return whether no call is queued or waits for its answer."""
         with self._lock:
-            return not self._queue and not self._sent
+            return not self._queue and not self._sent and not self._inbox
 
     # --- faces for rpc_client; any thread ---
 
     def submit(self, call: CallFuture) -> None:
         """Send `call`, or queue it until the connection and its credit allow."""
-        with Interrupts.deferred(), self._lock:
-            self.counters["calls"] += 1
-            if self._abandoned:
-                self._drop_abandoned()
-            closed = self._state is _State.CLOSED
-            if not closed:
-                if (
-                    call.waits and self._state is _State.READY
-                ):  # goes at once: it may do what calls short of credit wait for
-                    self._queue.appendleft(call)
-                else:
-                    self._queue.append(call)
-                self._expect(call.deadline)
-                self._flush()
-        if closed:
-            call.fail(self._closed(call))
+        with Interrupts.deferred():
+            self._inbox.append(call)
+            if self._credit_calls < BUSY_CALLS or call.waits:
+                self._send_inbox()
+            elif not self._inbox_announced:
+                self._inbox_announced = True
+                self._io.call_soon(self._send_inbox)
 
     def read_until(self, done: Callable[[], bool], seconds: float | None) -> bool:
         """Receive replies on this thread until `done()` is true or `seconds` have passed (None: no limit); see `WaitingReader`.
@@ -219,8 +218,31 @@ class Connection:
 
     # --- sending ---
 
+    def _send_inbox(self) -> None:
+        """Queue the calls in the inbox, and send what the credit allows."""
+        with self._exclusive():
+            self._inbox_announced = False  # before the look at the inbox: whoever appends later announces it again
+            if self._abandoned:
+                self._drop_abandoned()
+            while self._inbox:
+                self._enqueue(self._inbox.popleft())
+            self._flush()
+
+    def _enqueue(self, call: CallFuture) -> None:
+        self.counters["calls"] += 1
+        if self._state is _State.CLOSED:
+            self._failed.append((call, self._closed(call)))
+            return
+        if call.waits and self._state is _State.READY:  # goes at once: it may do what calls short of credit wait for
+            self._queue.appendleft(call)
+        else:
+            self._queue.append(call)
+        self._expect(call.deadline)
+
     def _drop_abandoned(self) -> None:
         with self._lock:
+            while self._inbox:  # a call is abandoned after it was queued
+                self._enqueue(self._inbox.popleft())
             while self._abandoned:
                 self._abandon(self._abandoned.popleft())
 
@@ -243,7 +265,7 @@ class Connection:
         if self._state in (_State.GREETING, _State.READY):
             self._send_parts(frames.encode_message(kind, value, epoch=self.epoch, request_id=request_id, sender=None))
 
-    def _send_parts(self, parts: list[Any]) -> None:
+    def _send_parts(self, parts: Sequence[Any]) -> None:
         sockets.send(self._socket, parts)
         # sending may consume the notification of a message that has arrived
         if not self._reading and sockets.has_message(self._socket):
@@ -251,13 +273,17 @@ class Connection:
             self._io.call_soon(self._read_all)
 
     def _flush(self) -> None:
+        """Send the queued calls that the connection and its credit allow."""
+        ready: list[list[Any]] = []
         while self._state is _State.READY and self._queue and self._has_credit(self._queue[0]):
             call = self._queue.popleft()
             self._sent[call.id] = call
             self._credit_calls += not call.waits
             self._credit_bytes += call.nbytes
             call.sent = True
-            self._send_parts(call.parts)
+            ready.append(call.parts)
+        for parts in batched(ready):
+            self._send_parts(parts)
 
     def _has_credit(self, call: CallFuture) -> bool:
         if call.waits or self._credit_bytes == 0:  # nothing that takes credit is in flight
@@ -286,19 +312,48 @@ class Connection:
                 self._io.call_soon(self._read_all)
                 raise
 
-    def _read(self, parts: list[Any]) -> None:
-        try:
-            self._dispatch(frames.read_header(parts[0].buffer), parts[1:])
-        except Exception as error:  # whatever the server sends: the messages after it must be read
-            self.counters["malformed"] += 1
-            known = isinstance(error, FrameError)
-            logger.warning("dropped a malformed message from %s: %r", self.peer, error, exc_info=not known)
+    def _read(self, parts: Sequence[Any]) -> None:
+        """Handle a received message, or the messages of a batch. Calls are completed after further ones were sent with their credit."""
+        answered: deque[tuple[CallFuture, FrameHeader, Sequence[Any]]] = deque()
+        for message in self._messages(parts):
+            try:
+                header = frames.read_header(message[0])
+                if header.kind not in ("reply", "error"):
+                    self._dispatch(header, message[1:])
+                elif (call := self._answered(header)) is not None:
+                    answered.append((call, header, message[1:]))
+            except Exception as error:  # noqa: BLE001 - whatever the server sends: the messages after it must be read
+                self._drop(error)
+        if self._queue:
+            with self._lock:
+                self._flush()
+        self._complete(answered)
 
-    def _dispatch(self, header: FrameHeader, parts: list[Any]) -> None:
+    def _messages(self, parts: Sequence[Any]) -> list[Sequence[Any]]:
+        try:
+            return unbatched(parts)
+        except FrameError as error:
+            self._drop(error)
+            return []
+
+    def _drop(self, error: Exception) -> None:
+        """Count and log a malformed message."""
+        self.counters["malformed"] += 1
+        known = isinstance(error, FrameError)
+        logger.warning("dropped a malformed message from %s: %r", self.peer, error, exc_info=None if known else error)
+
+    def _complete(self, answered: "deque[tuple[CallFuture, FrameHeader, Sequence[Any]]]") -> None:
+        while answered:
+            call, header, parts = answered.popleft()
+            try:
+                call.settle(functools.partial(self._value, header, parts, call.method))
+            except BaseException:  # SystemExit of a callback: the other calls are answered all the same
+                self._io.call_soon(self._complete, answered)
+                raise
+
+    def _dispatch(self, header: FrameHeader, parts: Sequence[Any]) -> None:
         kind = header.kind
-        if kind in ("reply", "error"):
-            self._answered(header, parts)
-        elif kind == "received":
+        if kind == "received":
             number = frames.read_body(header, parts)
             with self._lock:
                 if (call := self._sent.get(number)) is not None:
@@ -311,20 +366,19 @@ class Connection:
         elif kind == "refused":
             self._refuse(str(frames.read_body(header, parts)))
 
-    def _answered(self, header: FrameHeader, parts: list[Any]) -> None:
+    def _answered(self, header: FrameHeader) -> CallFuture | None:
+        """Return the call that a message answers, which takes no credit any more; None if nobody waits for it."""
         with self._lock:
             call = self._sent.get(header.request_id)
             if call is None:
                 self.counters["late"] += 1
-                self._send(
-                    "cancel", None, header.request_id
-                )  # the server undoes the effect of an answer that nobody received
-                return
-            self._forget(call)
-            self._flush()
-        call.settle(lambda: self._value(header, parts, call.method))
+                # the server undoes the effect of an answer that nobody received
+                self._send("cancel", None, header.request_id)
+            else:
+                self._forget(call)
+            return call
 
-    def _value(self, header: FrameHeader, parts: list[Any], method: str) -> Any:
+    def _value(self, header: FrameHeader, parts: Sequence[Any], method: str) -> Any:
         if header.epoch is not None and self.epoch is not None and header.epoch < self.epoch:
             self.counters["fenced"] += 1
             raise EpochFenced(

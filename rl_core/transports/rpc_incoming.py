@@ -1,7 +1,7 @@
 """The clients of an RPC server and their requests. `rpc_server` creates both; handlers reply to the requests."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rl_core.api.errors import FrameError
@@ -24,8 +24,10 @@ class Peer:
         """Whether its hello was answered with a welcome."""
         self.loans = ServerLoans()
         self.calls: dict[int, IncomingCall] = {}
-        self.finished: OrderedDict[int, bool] = OrderedDict()
-        """Ids of ended calls -> whether the answer could be sent."""
+        self.finished: OrderedDict[int, None] = OrderedDict()
+        """Ids of ended calls, the oldest first."""
+        self.outbox: list[list[Any]] = []
+        """Answers that the I/O thread is to send."""
         self.unreachable_since: float | None = None
 
     @property
@@ -41,7 +43,7 @@ class IncomingCall:
         self,
         peer: Peer,
         header: FrameHeader,
-        parts: list[Any],
+        parts: Sequence[Any],
         *,
         answer: "Callable[[IncomingCall, str, Any], bool]",
     ) -> None:

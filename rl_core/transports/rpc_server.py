@@ -1,15 +1,16 @@
 """The server of RPC: a ROUTER socket that the I/O thread reads, and handlers on other threads. See `rpc` for the protocol.
 
 The state of a client (request ids, segments that it holds, its role) is dropped when ZeroMQ cannot route to it for LOST_SECONDS. A handler
-sends its reply on its own thread. One lock guards the socket and the tables of requests; no handler and no callback runs under it. A thread
-that waits for work may read the socket in place of the I/O thread (`read_until`).
+sends its reply on its own thread. While several other calls of the same client are under way, the I/O thread sends it, together with those
+that have come meanwhile. One lock guards the socket and the tables of requests; no handler and no callback runs under it. A thread that waits
+for work may read the socket in place of the I/O thread (`read_until`).
 """
 
 import logging
 import os
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import zmq
@@ -23,6 +24,7 @@ from rl_core.transports.curve import KeyRing
 from rl_core.transports.frames import FrameHeader
 from rl_core.transports.handlers import HandlerRunner
 from rl_core.transports.links import ProcessSharedMemory
+from rl_core.transports.message_batches import batched, is_small, unbatched
 from rl_core.transports.rpc_incoming import IncomingCall, Peer
 from rl_core.transports.sockets import IoThread
 from rl_core.transports.waiting_reader import WaitingReader
@@ -34,8 +36,10 @@ _MAX_LOST_CLIENTS = 4_096
 """Lost clients whose request ids a server remembers. A cut of the network may lose all clients of a job at once."""
 _KEPT_IDS = 256
 """Answered requests that a server remembers of a lost client: the newest ones, whose answers may have been lost with the connection."""
-_BATCH = 64
+_MOST_IN_TURN = 64
 """Most messages taken before other sockets have their turn."""
+_BUSY_CALLS = 2
+"""Calls of a client under way from which on the I/O thread sends the small replies to it."""
 
 
 def inline(handler: Handler) -> Handler:
@@ -107,7 +111,7 @@ class RpcServer:
         """Held while a message is handled, and while the timers look at the peers: the thread that reads may be another one than theirs."""
         self._reader: WaitingReader | None = None
         self._peers: dict[bytes, Peer] = {}
-        self._forgotten: OrderedDict[bytes, OrderedDict[int, bool]] = OrderedDict()
+        self._forgotten: OrderedDict[bytes, OrderedDict[int, None]] = OrderedDict()
         """Request ids of lost clients by routing id: a request that a client sends again when it comes back is not run twice."""
         self._instance = os.urandom(8)
         self._probe: sockets.Timer | None = None
@@ -187,7 +191,7 @@ class RpcServer:
         self.wake_reader()
 
     def _receive_all(self) -> None:
-        for number in range(_BATCH):
+        for number in range(_MOST_IN_TURN):
             with self._dispatching:
                 with self._lock:
                     second = number == 1  # often there is none
@@ -200,19 +204,30 @@ class RpcServer:
 
     def _receive(self, parts: list[Any]) -> None:
         try:
-            self._dispatch(parts[0].bytes, frames.read_header(parts[1].buffer), parts)
-        except Exception as error:  # whatever a peer sends: the messages after it must be read
-            self.counters["malformed"] += 1
-            known = isinstance(error, (FrameError, IndexError))
-            logger.warning("dropped a malformed message at %s: %r", self.address, error, exc_info=not known)
+            messages = unbatched(parts[1:])
+        except (FrameError, IndexError) as error:
+            self._drop(error)
+            return
+        for message in messages:
+            try:
+                self._dispatch(parts[0].bytes, parts[1], frames.read_header(message[0]), message[1:])
+            except Exception as error:  # noqa: BLE001 - whatever a peer sends: the messages after it must be read
+                self._drop(error)
 
-    def _dispatch(self, routing_id: bytes, header: FrameHeader, parts: list[Any]) -> None:
+    def _drop(self, error: Exception) -> None:
+        """Count and log a malformed message."""
+        self.counters["malformed"] += 1
+        known = isinstance(error, (FrameError, IndexError))
+        logger.warning("dropped a malformed message at %s: %r", self.address, error, exc_info=None if known else error)
+
+    def _dispatch(self, routing_id: bytes, frame: Any, header: FrameHeader, parts: Sequence[Any]) -> None:
+        """Handle a message that came in `frame`; `parts` are those behind its header."""
         peer = self._peers.get(routing_id)
-        role = parts[1].get("User-Id") if self._keys is not None else None
+        role = frame.get("User-Id") if self._keys is not None else None
         if header.kind == "hello":
             greeting = peer or Peer(routing_id)
-            greeting.host = _host_of(parts[1])
-            self._hello(greeting, role, frames.read_body(header, parts[2:]))
+            greeting.host = _host_of(frame)
+            self._hello(greeting, role, frames.read_body(header, parts))
             return
         if (
             peer is None
@@ -221,15 +236,15 @@ class RpcServer:
         ):
             self._send(peer or Peer(routing_id), "who", None)
         elif header.kind == "call":
-            self._call(peer, header, parts[2:])
+            self._call(peer, header, parts)
         elif header.kind == "cancel":
             self._cancel(peer, header.request_id)
         elif header.kind == "release" and self._share_memory:
-            peer.loans.take_back(frames.read_body(header, parts[2:]))
+            peer.loans.take_back(frames.read_body(header, parts))
         elif header.kind == "bye":
             self._forget(peer)
         elif header.kind == "attach":
-            peer.loans.lends = self._share_memory and frames.read_body(header, parts[2:]) is True
+            peer.loans.lends = self._share_memory and frames.read_body(header, parts) is True
 
     def _hello(self, peer: Peer, role: str | None, hello: Any) -> None:
         if not isinstance(hello, Hello) or not isinstance(hello.caller, Caller | None):
@@ -275,7 +290,7 @@ class RpcServer:
             return f"this is job {own.job} ({own.uid}), not {caller.job} ({caller.uid})"
         return ""
 
-    def _call(self, peer: Peer, header: FrameHeader, parts: list[Any]) -> None:
+    def _call(self, peer: Peer, header: FrameHeader, parts: Sequence[Any]) -> None:
         number = header.request_id
         if type(number) is not int:
             raise FrameError("request id must be an integer")
@@ -369,7 +384,7 @@ class RpcServer:
             call.on_cancel()
 
     def _answer(self, call: IncomingCall, kind: str, value: Any) -> bool:
-        """Encode and send an answer on the thread of the handler; return whether `value` could be encoded."""
+        """Encode an answer on the thread of the handler, and send it; return whether `value` could be encoded."""
         travels = True
         try:
             parts = self._encode(kind, value, call.id)
@@ -379,10 +394,22 @@ class RpcServer:
         with self._lock:
             if peer.calls.get(call.id) is call:  # else it was answered before, or its caller is gone
                 del peer.calls[call.id]
-                peer.finished[call.id] = self._send_parts(peer, parts)
+                peer.finished[call.id] = None
+                if len(peer.calls) < _BUSY_CALLS or not is_small(parts):
+                    self._send_parts(peer, parts)
+                else:
+                    peer.outbox.append(parts)
+                    if len(peer.outbox) == 1:
+                        self._io.call_soon(self._send_outbox, peer)
                 if len(peer.finished) > rpc_wire.REMEMBERED_IDS:
                     peer.finished.popitem(last=False)
         return travels
+
+    def _send_outbox(self, peer: Peer) -> None:
+        with self._lock:
+            answers, peer.outbox = peer.outbox, []
+        for parts in batched(answers):
+            self._send_parts(peer, parts)
 
     def _encode(self, kind: str, value: Any, request_id: int | None = None) -> list[Any]:
         return frames.encode_message(kind, value, epoch=self.epoch, request_id=request_id, sender=None)
@@ -390,7 +417,7 @@ class RpcServer:
     def _send(self, peer: Peer, kind: str, value: Any) -> bool:
         return self._send_parts(peer, self._encode(kind, value))
 
-    def _send_parts(self, peer: Peer, parts: list[Any]) -> bool:
+    def _send_parts(self, peer: Peer, parts: Sequence[Any]) -> bool:
         with self._lock:
             if self._socket is None:
                 return False
@@ -434,7 +461,7 @@ class RpcServer:
     def _forget(self, peer: Peer) -> None:
         with self._lock:
             self._peers.pop(peer.routing_id, None)
-            begun = {call.id: False for call in peer.calls.values() if call.begun}
+            begun = {call.id: None for call in peer.calls.values() if call.begun}
             answered = dict(list(peer.finished.items())[-_KEPT_IDS:])
             self._forgotten[peer.routing_id] = OrderedDict({**answered, **begun})
             if len(self._forgotten) > _MAX_LOST_CLIENTS:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import zmq
@@ -227,7 +227,7 @@ def has_message(socket: zmq.Socket[Any]) -> bool:
     return bool(events & _POLLIN)
 
 
-def send(socket: zmq.Socket[Any], parts: list[Any]) -> None:
+def send(socket: zmq.Socket[Any], parts: Sequence[Any]) -> None:
     """Send a message without waiting and without copying its large parts. Raises zmq.ZMQError."""
     for part in parts[:-1]:
         socket.send(part, _NOBLOCK_MORE, copy=False)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import deque
 
 import zmq
 
@@ -12,6 +13,7 @@ from rl_core.api.errors import (
 from rl_core.api.identity import Identity
 from rl_core.messages.rpc import Hello
 from rl_core.transports import frames
+from rl_core.transports.message_batches import unbatched
 from rl_core.transports.rpc import current_caller
 
 
@@ -97,18 +99,22 @@ class RawPeer:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.connect(address)
+        self.received = deque()
 
     def send(self, kind, obj, number=None, *, epoch=None, method=None, options=None):
-        self.socket.send_multipart(
-            frames.encode_message(
-                kind, obj, epoch=epoch, request_id=number, sender=None, method=method, options=options
-            )
+        self.socket.send_multipart(self.encode(kind, obj, number, epoch=epoch, method=method, options=options))
+
+    def encode(self, kind, obj, number=None, *, epoch=None, method=None, options=None):
+        return frames.encode_message(
+            kind, obj, epoch=epoch, request_id=number, sender=None, method=method, options=options
         )
 
     def receive(self, *kinds):
         while True:
-            assert self.socket.poll(60_000), "no answer"
-            message = frames.decode_message(self.socket.recv_multipart())
+            if not self.received:
+                assert self.socket.poll(60_000), "no answer"
+                self.received.extend(unbatched(self.socket.recv_multipart(copy=False)))
+            message = frames.decode_message(self.received.popleft())
             if message.kind in kinds:
                 return message
 

@@ -19,6 +19,7 @@ from rl_core.api.errors import (
 from rl_core.launch.ports import free_ports
 from rl_core.messages.rpc import Caller, Hello
 from rl_core.transports import rpc_wire
+from rl_core.transports.message_batches import batched
 from rl_core.transports.rpc import RpcClient, RpcServer, inline
 from tests.integration.rpc_samples import RawPeer, identity
 
@@ -240,6 +241,21 @@ class TestCredit:
         results = await asyncio.gather(*(client.call("add_async", number) for number in range(3 * rpc_wire.MAX_CALLS)))
         assert results == list(range(3 * rpc_wire.MAX_CALLS))
 
+    async def test_calls_of_a_batch_that_are_cancelled_or_overdue_cost_the_others_nothing(self, client, service):
+        first = [client.call_future("block", timeout=60) for _ in range(3)]
+        service.started.wait(20)
+        added = [client.call_future("add", number, 1, timeout=60) for number in range(40)]
+        hanging = [client.call_future("hang", timeout=0.05) for _ in range(5)]
+        assert all(call.cancel() for call in added[::4] if not call.done())
+        for call in hanging:
+            with pytest.raises(DeadlineExceeded):
+                await asyncio.wrap_future(call)
+        service.release.set()
+        for number, call in enumerate(added):
+            assert call.cancelled() or await asyncio.wrap_future(call) == number + 1
+        assert sorted([await asyncio.wrap_future(call) for call in first]) == [3, 3, 3]
+        assert client.idle
+
     def test_a_call_without_credit_tells_so_at_its_deadline(self, service):
         server = RpcServer("tcp://127.0.0.1:0", service, max_concurrency=200).start()
         client = RpcClient(server.address)
@@ -332,6 +348,17 @@ class TestHostileMessages:
         assert raw.receive("reply").obj == 3  # so all of the above was read
         assert client.call_sync("add", 1, 2) == 3
         assert server.counters["malformed"] >= 6
+
+    def test_garbage_in_a_batch_costs_none_of_the_messages_beside_it(self, raw, server):
+        raw.hello()
+        calls = [[raw.encode("call", [[number, 1], {}], number, method="add")[0]] for number in range(4)]
+        nested = [b"\x02" + calls[0][0]]
+        (batch,) = batched([calls[0], [b"garbage"], calls[1], nested, [b""], calls[2]])
+        raw.socket.send_multipart([*batch])
+        raw.socket.send_multipart([*batch, b"one frame too many"])
+        raw.socket.send_multipart(calls[3])
+        assert sorted(raw.receive("reply").obj for _ in range(4)) == [1, 2, 3, 4]
+        assert server.counters["malformed"] >= 3 and server.counters["duplicates"] == 3
 
     def test_who_did_not_say_hello_is_asked_to(self, raw, service):
         raw.send("call", [[], {}], 1, method="block")
