@@ -10,8 +10,6 @@ from typing import Any
 
 import msgpack
 
-from rl_core.api.errors import FrameError
-
 BATCH = 2
 """First byte of a frame that has several messages, as a msgpack list of bytes."""
 SMALL_BYTES = 4096
@@ -37,14 +35,16 @@ def batched(messages: Iterable[Sequence[Any]]) -> Iterator[Sequence[Any]]:
 
 
 def unbatched(frames: Sequence[Any]) -> list[Sequence[Any]]:
-    """Return the messages, each a list of parts, in the received `frames` of one. Raises FrameError for a malformed batch."""
+    """Return the messages, each a list of parts, in the received `frames` of one.
+
+    A malformed batch is returned as it is: `frames.read_header` refuses it.
+    """
     raw = memoryview(frames[0].buffer)
     if raw.nbytes == 0 or raw[0] != BATCH:
         return [frames]
     try:
         heads = msgpack.unpackb(raw[1:], max_array_len=MOST_MESSAGES, max_bin_len=SMALL_BYTES)
-    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
-        raise FrameError(f"a batch of messages is malformed: {error}") from error
-    if type(heads) is not list or any(type(head) is not bytes for head in heads):
-        raise FrameError("a batch must be a list of messages as bytes")
-    return [[head] for head in heads]
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError):
+        return [frames]
+    is_batch = type(heads) is list and all(type(head) is bytes for head in heads)
+    return [[head] for head in heads] if is_batch else [frames]

@@ -32,6 +32,7 @@ from rl_core.transports.frames import FrameHeader
 from rl_core.transports.interrupts import Interrupts
 from rl_core.transports.links import ClientLoans, ProcessSharedMemory
 from rl_core.transports.message_batches import batched, unbatched
+from rl_core.transports.pending_calls import PendingCalls
 from rl_core.transports.rpc_call import CallFuture, ClientClosed
 from rl_core.transports.sockets import IoThread
 from rl_core.transports.waiting_reader import WaitingReader
@@ -103,11 +104,7 @@ class Connection:
         self._loss = ""
         """Why the server was declared lost; "" while it is not."""
         self._lost_at: float | None = None
-        self._sent: dict[int, CallFuture] = {}
-        self._queue: deque[CallFuture] = deque()
-        """Calls that wait for the connection or for credit."""
-        self._credit_calls = self._credit_bytes = 0
-        """Credit that the calls in flight take."""
+        self._calls = PendingCalls()
         self._expiry: sockets.Timer | None = None
         self._expiry_at = float("inf")
         self._keys_tried = 0
@@ -123,7 +120,7 @@ class Connection:
     def idle(self) -> bool:
         """Return whether no call is queued or waits for its answer."""
         with self._lock:
-            return not self._queue and not self._sent and not self._inbox
+            return not self._inbox and not any(self._calls)
 
     # --- faces for rpc_client; any thread ---
 
@@ -131,7 +128,7 @@ class Connection:
         """Send `call`, or queue it until the connection and its credit allow."""
         with Interrupts.deferred():
             self._inbox.append(call)
-            if self._credit_calls < BUSY_CALLS or call.waits:
+            if self._calls.credit_calls < BUSY_CALLS or call.waits:
                 self._send_inbox()
             elif not self._inbox_announced:
                 self._inbox_announced = True
@@ -143,7 +140,7 @@ class Connection:
         Returns False at once when another thread reads, and when several calls are in flight: the I/O thread, which is not part of their
         exchange, then receives more of their replies at a time.
         """
-        return self._credit_calls <= 1 and self._reader.read_until(done, seconds)
+        return self._calls.credit_calls <= 1 and self._reader.read_until(done, seconds)
 
     def wake_reader(self) -> None:
         """Let the thread in `read_until` look at its condition again."""
@@ -201,7 +198,7 @@ class Connection:
             self._send("bye", None)
             self._loss = reason
             self._state = _State.CLOSED
-            self._fail_all(self._closed)
+            self._failed += [(call, self._closed(call)) for call in self._calls.clear()]
             if self._expiry is not None:
                 self._expiry.cancel()
             self._io.unregister(self._monitor)
@@ -233,10 +230,9 @@ class Connection:
         if self._state is _State.CLOSED:
             self._failed.append((call, self._closed(call)))
             return
-        if call.waits and self._state is _State.READY:  # goes at once: it may do what calls short of credit wait for
-            self._queue.appendleft(call)
-        else:
-            self._queue.append(call)
+        # A long poll goes at once: it may do what calls short of credit wait for.
+        first = call.waits and self._state is _State.READY
+        (self._calls.queue.appendleft if first else self._calls.queue.append)(call)
         self._expect(call.deadline)
 
     def _drop_abandoned(self) -> None:
@@ -249,16 +245,11 @@ class Connection:
     def _abandon(self, call: CallFuture) -> None:
         if call.sent:  # also when it was answered: nobody received the answer, and the server may undo its effect
             call.sent = False
-            self._forget(call)
+            self._calls.end(call)
             self._send("cancel", None, call.id)
             self._flush()
-        elif call in self._queue:
-            self._queue.remove(call)
-
-    def _forget(self, call: CallFuture) -> None:
-        if self._sent.pop(call.id, None) is not None:
-            self._credit_calls -= not call.waits
-            self._credit_bytes -= call.nbytes
+        elif call in self._calls.queue:
+            self._calls.queue.remove(call)
 
     def _send(self, kind: str, value: Any, request_id: int | None = None) -> None:
         """Send a message that has no answer; dropped while there is no connection."""
@@ -274,21 +265,9 @@ class Connection:
 
     def _flush(self) -> None:
         """Send the queued calls that the connection and its credit allow."""
-        ready: list[list[Any]] = []
-        while self._state is _State.READY and self._queue and self._has_credit(self._queue[0]):
-            call = self._queue.popleft()
-            self._sent[call.id] = call
-            self._credit_calls += not call.waits
-            self._credit_bytes += call.nbytes
-            call.sent = True
-            ready.append(call.parts)
-        for parts in batched(ready):
-            self._send_parts(parts)
-
-    def _has_credit(self, call: CallFuture) -> bool:
-        if call.waits or self._credit_bytes == 0:  # nothing that takes credit is in flight
-            return True
-        return self._credit_calls < rpc_wire.MAX_CALLS and self._credit_bytes + call.nbytes <= rpc_wire.MAX_BYTES
+        if self._state is _State.READY and self._calls.queue:
+            for parts in batched([call.parts for call in self._calls.begin()]):
+                self._send_parts(parts)
 
     # --- reading ---
 
@@ -315,7 +294,7 @@ class Connection:
     def _read(self, parts: Sequence[Any]) -> None:
         """Handle a received message, or the messages of a batch. Calls are completed after further ones were sent with their credit."""
         answered: deque[tuple[CallFuture, FrameHeader, Sequence[Any]]] = deque()
-        for message in self._messages(parts):
+        for message in unbatched(parts):
             try:
                 header = frames.read_header(message[0])
                 if header.kind not in ("reply", "error"):
@@ -324,17 +303,10 @@ class Connection:
                     answered.append((call, header, message[1:]))
             except Exception as error:  # noqa: BLE001 - whatever the server sends: the messages after it must be read
                 self._drop(error)
-        if self._queue:
+        if self._calls.queue:
             with self._lock:
                 self._flush()
         self._complete(answered)
-
-    def _messages(self, parts: Sequence[Any]) -> list[Sequence[Any]]:
-        try:
-            return unbatched(parts)
-        except FrameError as error:
-            self._drop(error)
-            return []
 
     def _drop(self, error: Exception) -> None:
         """Count and log a malformed message."""
@@ -356,7 +328,7 @@ class Connection:
         if kind == "received":
             number = frames.read_body(header, parts)
             with self._lock:
-                if (call := self._sent.get(number)) is not None:
+                if (call := self._calls.in_flight.get(number)) is not None:
                     call.received = True
         elif kind == "welcome":
             self._welcome(frames.read_body(header, parts))
@@ -369,13 +341,13 @@ class Connection:
     def _answered(self, header: FrameHeader) -> CallFuture | None:
         """Return the call that a message answers, which takes no credit any more; None if nobody waits for it."""
         with self._lock:
-            call = self._sent.get(header.request_id)
+            call = self._calls.in_flight.get(header.request_id)
             if call is None:
                 self.counters["late"] += 1
                 # the server undoes the effect of an answer that nobody received
                 self._send("cancel", None, header.request_id)
             else:
-                self._forget(call)
+                self._calls.end(call)
             return call
 
     def _value(self, header: FrameHeader, parts: Sequence[Any], method: str) -> Any:
@@ -440,7 +412,7 @@ class Connection:
         hello = Hello(
             caller=Caller.of(self._identity),
             memory=shared.token.proof if shared is not None else None,
-            pending=tuple(self._sent),
+            pending=tuple(self._calls.in_flight),
         )
         self._send("hello", hello)
 
@@ -459,47 +431,38 @@ class Connection:
     def _resume(self, running: set[int], finished: set[int], replaced: bool) -> None:
         """Send again what the server never had; what may have run is lost unless it is idempotent."""
         again = []
-        for call in list(self._sent.values()):
+        for call in list(self._calls.in_flight.values()):
             if call.id in running:
                 continue
-            self._forget(call)
             if call.idempotent or not (replaced or call.id in finished):
                 again.append(call)
-            elif replaced:
-                self._failed.append((call, self._lost(call, "the server was replaced by another")))
-            else:
+                continue
+            self._calls.end(call)
+            if not replaced:
                 self._send("cancel", None, call.id)
-                self._failed.append((call, self._lost(call, "the answer was lost with the connection")))
-        for call in again:
-            call.sent = call.received = False
+            why = "the server was replaced by another" if replaced else "the answer was lost with the connection"
+            self._failed.append((call, self._lost(call, why)))
         self.counters["resent"] += len(again)
-        self._queue.extendleft(reversed(again))
+        self._calls.return_to_queue(again)
 
     def _disconnected(self) -> None:
         if self._state is _State.WAITING:  # lost before, or never there: what may have been received was lost then
             return
         self._state = _State.WAITING
         self._lost_at = self._io.clock()
-        if any(not call.idempotent for call in self._sent.values()):
+        if any(not call.idempotent for call in self._calls.in_flight.values()):
             self._io.call_at(self._lost_at + RECONNECT_SECONDS, self._give_up)
 
     def _give_up(self) -> None:
         with self._exclusive():
             if self._lost_at is None or self._io.clock() - self._lost_at < RECONNECT_SECONDS:
                 return
-            for call in [call for call in self._sent.values() if not call.idempotent]:
-                self._forget(call)
+            for call in [call for call in self._calls.in_flight.values() if not call.idempotent]:
+                self._calls.end(call)
                 self._failed.append((call, self._lost(call, f"the connection was lost {RECONNECT_SECONDS:g} s ago")))
 
     def _lost(self, call: CallFuture, why: str) -> WorkerLost:
         return WorkerLost(f"{call.method} at {self.peer}: {why}; whether it ran is unknown")
-
-    def _fail_all(self, error: Callable[[CallFuture], Exception]) -> None:
-        calls = [*self._sent.values(), *self._queue]
-        self._sent.clear()
-        self._queue.clear()
-        self._credit_calls = self._credit_bytes = 0
-        self._failed += [(call, error(call)) for call in calls]
 
     # --- deadlines ---
 
@@ -514,11 +477,11 @@ class Connection:
         with self._exclusive():
             self._expiry, self._expiry_at = None, float("inf")
             now = self._io.clock()
-            for call in [call for call in [*self._sent.values(), *self._queue] if call.deadline <= now]:
+            for call in [call for call in self._calls if call.deadline <= now]:
                 late = f"{call.method} at {self.peer} was not answered within {call.timeout:g} s; {self._whereabouts(call)}"
                 self._abandon(call)
                 self._failed.append((call, DeadlineExceeded(late)))
-            for call in [*self._sent.values(), *self._queue]:
+            for call in self._calls:
                 self._expect(call.deadline)
 
     def _whereabouts(self, call: CallFuture) -> str:
@@ -531,5 +494,5 @@ class Connection:
         if self._lost_at is not None:
             return f"the connection was lost {self._io.clock() - self._lost_at:.1f} s ago"
         if self._state is _State.READY:
-            return f"it was not sent: {len(self._sent)} other calls are in flight"
+            return f"it was not sent: {len(self._calls.in_flight)} other calls are in flight"
         return "it was not sent: the server never answered a connection"

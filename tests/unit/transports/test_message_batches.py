@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.api.errors import FrameError
-from rl_core.transports.frames import FRAME_BYTES
+from rl_core.transports.frames import FRAME_BYTES, read_header
 from rl_core.transports.message_batches import BATCH, MOST_MESSAGES, SMALL_BYTES, batched, unbatched
 
 HEAD = b"\x01"
@@ -50,8 +50,9 @@ def test_a_message_alone_travels_as_without_batches():
     ids=["nothing", "no value", "number", "text", "nil", "too many", "too large", "rest", "deep"],
 )
 def test_what_is_no_batch_is_refused(body):
-    with pytest.raises(FrameError, match="batch"):
-        received([bytes((BATCH,)) + body])
+    (message,) = received([bytes((BATCH,)) + body])
+    with pytest.raises(FrameError, match="wire version must be 1, got 2"):
+        read_header(message[0])
 
 
 @pytest.mark.parametrize("frame", [b"", b"\x01\x80", b"garbage"])
