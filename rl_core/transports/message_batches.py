@@ -1,7 +1,8 @@
 """Several small messages in one frame.
 
-With many calls in flight, the calls of ZeroMQ and the changes of threads that a message of its own costs take longer than what it carries.
-A frame with one message begins with the version byte of `frames`, one with several begins with BATCH.
+ZeroMQ and the changes of threads take more processor time for a small message than its content does. While several calls are in flight,
+client and server therefore send small messages together. A frame with one message begins with the version byte of `frames`, a frame with
+several begins with BATCH.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import msgpack
 
 BATCH = 2
-"""First byte of a frame that has several messages, as a msgpack list of bytes."""
+"""First byte of a frame with several messages. The rest of the frame is a msgpack list of them, each as bytes."""
 SMALL_BYTES = 4096
 """Largest message that shares a frame."""
 MOST_MESSAGES = 64
@@ -24,7 +25,10 @@ def is_small(message: Sequence[Any]) -> bool:
 
 
 def batched(messages: Iterable[Sequence[Any]]) -> Iterator[Sequence[Any]]:
-    """Yield `messages`, each a list of parts, in their order; consecutive small ones as one message, which `unbatched` divides."""
+    """Yield what to send for `messages`, each a list of parts, in their order.
+
+    Consecutive small messages become one, which `unbatched` divides.
+    """
     for small, group in groupby(messages, is_small):
         found = list(group)
         for start in range(0, len(found), MOST_MESSAGES) if small else ():

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 RECONNECT_SECONDS = 2.0
 """How long a lost connection may stay lost before calls that may have been received fail with WorkerLost."""
 BUSY_CALLS = 2
-"""Calls in flight from which on the I/O thread sends further ones."""
+"""If this many calls are in flight, the I/O thread sends further ones."""
 _EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_DISCONNECTED

@@ -39,7 +39,7 @@ _KEPT_IDS = 256
 _MOST_IN_TURN = 64
 """Most messages taken before other sockets have their turn."""
 _BUSY_CALLS = 2
-"""Calls of a client under way from which on the I/O thread sends the small replies to it."""
+"""If this many other calls of a client are under way, the I/O thread sends small replies to it."""
 
 
 def inline(handler: Handler) -> Handler:
