@@ -194,7 +194,10 @@ def check_sizes(spec: "RLJobSpec", options: EmbodiedOptions) -> None:
 
 
 def check_batch(spec: "RLJobSpec", options: EmbodiedOptions) -> None:
-    """Raise ConfigError if a rollout would have no simulators, or if the decisions of a step do not divide evenly among mini-batches."""
+    """Raise ConfigError unless each rollout has simulators and the training rows of a step can be divided equally.
+
+    A row is one decision of a simulator, that is one chunk of actions. Rows are divided among data-parallel ranks and mini-batches.
+    """
     rollouts, ranks = spec.rollout.replicas, spec.actor.data_parallel
     groups = groups_of_stage(spec, options, spec.env.replicas)
     of_what = "groups of simulators" if spec.algorithm.name == "grpo" else "simulators"

@@ -68,7 +68,11 @@ class ChannelCore:
         if put.waits and nowait:
             put.open = False
             queue.puts.remove(put)
-            put.on_error(ChannelFull(f"channel {self.name!r} key {put.key!r} is full: {self._depth_text(queue)}"))
+            put.on_error(
+                ChannelFull(
+                    f"channel {self.name!r} key {put.key!r} is full, {self.options.limits}: {self._depth_text(queue)}"
+                )
+            )
             self._forget_idle(put.key, queue)
         elif put.waits:
             self._waiting.add(put)

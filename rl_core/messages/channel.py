@@ -41,7 +41,7 @@ class ChannelOptions:
     def limits(self) -> str:
         """Return the options that are set, for error messages."""
         set_ones = {"maxsize": self.maxsize or None, "max_bytes": self.max_bytes}
-        return ", ".join(f"{name} {value}" for name, value in set_ones.items() if value is not None)
+        return ", ".join(f"{name} {value}" for name, value in set_ones.items() if value is not None) or "no limits"
 
     def check_equal(self, name: str, existing: "ChannelOptions") -> None:
         """Raise ConfigError when channel `name` exists with other options than these."""
@@ -64,7 +64,7 @@ class SegmentPart:
 
     segment: str
     generation: int
-    """Rises each time the segment is lent. A release with an older number is ignored, so that a late one does no harm."""
+    """Number of times that the segment was lent. A release with a smaller number is ignored: the segment has another holder by then."""
     nbytes: int
 
 

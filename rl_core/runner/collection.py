@@ -186,9 +186,9 @@ class Collection:
         return not any(call.lost for call in pending.envs) and set(pending.round.rollouts) <= set(ready)
 
     def settle(self, pending: Pending) -> Pending | None:
-        """Wait until the env workers and rollouts have finished a collection, and return it.
+        """Wait until the env workers and rollouts have finished the collection `pending`, and return `pending`.
 
-        Returns None if it was abandoned: a rollout or the last env worker was lost, or its deadline passed.
+        Returns None if the collection was abandoned: a rollout or the last env worker was lost, or its deadline passed.
         Rollouts load new weights only between two collections. Call this before the weights are published.
         """
         try:

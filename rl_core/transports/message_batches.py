@@ -14,9 +14,9 @@ import msgpack
 BATCH = 2
 """First byte of a frame with several messages. The rest of the frame is a msgpack list of them, each as bytes."""
 SMALL_BYTES = 4096
-"""Largest message that shares a frame."""
+"""Size in bytes of the largest message that shares a frame."""
 MOST_MESSAGES = 64
-"""Most messages of a frame."""
+"""Largest number of messages in one frame."""
 
 
 def is_small(message: Sequence[Any]) -> bool:
@@ -39,11 +39,11 @@ def batched(messages: Iterable[Sequence[Any]]) -> Iterator[Sequence[Any]]:
 
 
 def unbatched(frames: Sequence[Any]) -> list[Sequence[Any]]:
-    """Return the messages, each a list of parts, in the received `frames` of one.
+    """Return the messages that were received as `frames`, each as a list of parts: several if `frames` is a batch, otherwise `frames` itself.
 
     A malformed batch is returned as it is: `frames.read_header` refuses it.
     """
-    raw = memoryview(frames[0].buffer)
+    raw = memoryview(frames[0].buffer if frames else b"")
     if raw.nbytes == 0 or raw[0] != BATCH:
         return [frames]
     try:

@@ -1,4 +1,7 @@
-"""The calls of a connection that have not ended: those that wait in a queue, and those in flight, which take credit."""
+"""The calls of a connection that have not ended. Some wait in a queue; the others are in flight: they were sent, and not answered yet.
+
+Credit bounds the calls and bytes in flight, to MAX_CALLS and MAX_BYTES of `rpc_wire`. Long polls do not count.
+"""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -8,15 +11,15 @@ from rl_core.transports.rpc_call import CallFuture
 
 
 class PendingCalls:
-    """Queue and credit of one connection. Its methods are called under the lock of the connection."""
+    """The queue, the calls in flight and the credit of one connection. The lock of the connection must be held to use it."""
 
     def __init__(self) -> None:
         self.in_flight: dict[int, CallFuture] = {}
-        """By number of the call. A call leaves it when it has ended or is to be sent again."""
+        """Number of a call -> the call. A call is removed when it has ended or is to be sent again."""
         self.queue: deque[CallFuture] = deque()
         """Calls that wait for the connection or for credit."""
         self.credit_calls = 0
-        """Calls in flight that take credit: all but long polls."""
+        """Number of calls in flight, without long polls."""
         self._credit_bytes = 0
 
     def __iter__(self) -> Iterator[CallFuture]:
@@ -24,7 +27,7 @@ class PendingCalls:
         return iter([*self.in_flight.values(), *self.queue])
 
     def begin(self) -> list[CallFuture]:
-        """Move the first calls of the queue into flight, as many as the credit allows, and return them."""
+        """Move as many calls as the credit allows from the head of the queue to those in flight, and return them. The caller sends them."""
         begun = []
         while self.queue and self._has_credit(self.queue[0]):
             call = self.queue.popleft()
@@ -36,7 +39,7 @@ class PendingCalls:
         return begun
 
     def end(self, call: CallFuture) -> None:
-        """Remove a call from those in flight; it takes no credit any more. Does nothing if it is not in flight."""
+        """Remove a call from those in flight, and free its credit. Does nothing if it is not in flight."""
         if self.in_flight.pop(call.id, None) is not None:
             self.credit_calls -= not call.waits
             self._credit_bytes -= call.nbytes
@@ -49,7 +52,7 @@ class PendingCalls:
             self.queue.appendleft(call)
 
     def clear(self) -> list[CallFuture]:
-        """Remove and return all calls."""
+        """Remove all calls, queued and in flight, and return them. All credit is free afterwards."""
         calls = list(self)
         self.in_flight.clear()
         self.queue.clear()

@@ -208,10 +208,8 @@ class Connection:
             self._socket.close()
 
     def _closed(self, call: CallFuture) -> InfrastructureError:
-        what = f"{call.method} at {self.peer}"
-        if self._loss:
-            return WorkerLost(f"{what}: {self._loss}")
-        return ClientClosed(f"{what}: the client was closed")
+        error = WorkerLost if self._loss else ClientClosed
+        return error(f"{call.method} at {self.peer}: {self._loss or 'the client was closed'}")
 
     # --- sending ---
 
@@ -292,7 +290,10 @@ class Connection:
                 raise
 
     def _read(self, parts: Sequence[Any]) -> None:
-        """Handle a received message, or the messages of a batch. Calls are completed after further ones were sent with their credit."""
+        """Handle one received message, or all messages of a batch.
+
+        Replies free credit, so queued calls are sent first. Then the answered calls are completed, which runs the callbacks of their callers.
+        """
         answered: deque[tuple[CallFuture, FrameHeader, Sequence[Any]]] = deque()
         for message in unbatched(parts):
             try:
@@ -311,8 +312,8 @@ class Connection:
     def _drop(self, error: Exception) -> None:
         """Count and log a malformed message."""
         self.counters["malformed"] += 1
-        known = isinstance(error, FrameError)
-        logger.warning("dropped a malformed message from %s: %r", self.peer, error, exc_info=None if known else error)
+        trace = None if isinstance(error, FrameError) else error
+        logger.warning("dropped a malformed message from %s: %r", self.peer, error, exc_info=trace)
 
     def _complete(self, answered: "deque[tuple[CallFuture, FrameHeader, Sequence[Any]]]") -> None:
         while answered:

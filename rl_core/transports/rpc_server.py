@@ -203,7 +203,7 @@ class RpcServer:
         self._io.call_soon(self._receive_all)  # the other sockets have their turn first
 
     def _receive(self, parts: list[Any]) -> None:
-        for message in unbatched(parts[1:]) if len(parts) > 1 else ([],):
+        for message in unbatched(parts[1:]):
             try:
                 self._dispatch(parts[0].bytes, parts[1], frames.read_header(message[0]), message[1:])
             except Exception as error:  # noqa: BLE001 - whatever a peer sends: the messages after it must be read

@@ -40,7 +40,7 @@ class DeviceBuffer:
         return self._buffer is not None
 
     def copying(self, source: VersionSource) -> VersionSource:
-        """Return a source that yields the buckets of `source` and copies them into this buffer.
+        """Return a source with the same buckets as `source`. Reading a bucket from it also copies the bucket into this buffer.
 
         The buffer is allocated when the first bucket is read. If it is optional and there is no memory for it, nothing is copied. An error
         while buckets are read frees it.

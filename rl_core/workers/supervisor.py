@@ -255,7 +255,7 @@ class Supervisor:
     async def _restart(self, process: "ProcessPlan", report: "asyncio.Task[None] | None") -> None:
         """Start `process` again after the pause of its restart budget and after `report`. Do nothing if the pod is ending then.
 
-        `report` tells the hub of the end of the process; None if there is no hub. A successor that registered with the hub before it would hide
+        `report` tells the hub of the end of the process; None if nothing is reported. A successor that registered with the hub before it would hide
         the exit code: callers would only see that the process was replaced.
         """
         pause = asyncio.sleep(self._budgets[process.name].pause)

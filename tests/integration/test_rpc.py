@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import zmq
 
 from rl_core.api.errors import (
     ConfigError,
@@ -18,9 +19,10 @@ from rl_core.api.errors import (
 )
 from rl_core.launch.ports import free_ports
 from rl_core.messages.rpc import Caller, Hello
-from rl_core.transports import rpc_wire
-from rl_core.transports.message_batches import batched
+from rl_core.transports import rpc_wire, sockets
+from rl_core.transports.message_batches import batched, unbatched
 from rl_core.transports.rpc import RpcClient, RpcServer, inline
+from rl_core.transports.sockets import IoThread
 from tests.integration.rpc_samples import RawPeer, identity
 
 
@@ -240,6 +242,28 @@ class TestCredit:
     async def test_more_calls_than_credit_wait_and_all_finish(self, client):
         results = await asyncio.gather(*(client.call("add_async", number) for number in range(3 * rpc_wire.MAX_CALLS)))
         assert results == list(range(3 * rpc_wire.MAX_CALLS))
+
+    def test_small_messages_share_frames_while_several_calls_are_in_flight(self, client, server, service, monkeypatch):
+        sizes, send = {"call": [], "reply": []}, sockets.send
+
+        def count(socket, parts):
+            routed = socket.type == zmq.ROUTER
+            head = zmq.Frame(bytes(parts[-1])) if len(parts) == 1 + routed else None
+            sizes["reply" if routed else "call"].append(1 if head is None else len(unbatched([head])))
+            send(socket, parts)
+
+        server.add_handlers({"note": inline(lambda call, number: call.reply(number))})
+        blocked = [client.call_future("block", timeout=60) for _ in range(3)]
+        service.started.wait(20)
+        held, io = threading.Event(), IoThread.shared()
+        monkeypatch.setattr(sockets, "send", count)
+        io.call_soon(held.wait, 20)
+        calls = [client.call_future("note", number, timeout=60) for number in range(20)]
+        held.set()
+        assert [call.result(20) for call in calls] == list(range(20))
+        assert sizes == {"call": [20], "reply": [20]}
+        service.release.set()
+        assert [call.result(20) for call in blocked] == [3] * 3
 
     async def test_calls_of_a_batch_that_are_cancelled_or_overdue_cost_the_others_nothing(self, client, service):
         first = [client.call_future("block", timeout=60) for _ in range(3)]

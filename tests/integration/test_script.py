@@ -139,9 +139,11 @@ def test_no_process_outlives_the_script(end, code):
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, f"left behind: {pids}"
         time.sleep(0.05)
-    _, told = script.communicate()
+    _, errors = script.communicate()
     if end == signal.SIGINT:
-        assert "KeyboardInterrupt" in told and "supervisor" not in told, "the ends of its workers are as they should be"
+        assert "KeyboardInterrupt" in errors and "supervisor" not in errors, (
+            "no warning for workers that end as expected"
+        )
 
 
 def test_a_class_that_no_other_process_can_import_is_refused():
