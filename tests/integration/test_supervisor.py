@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.plan.launch import ContainerPlan, PodPlan, ProcessPlan
+from rl_core.transports.rpc import RpcServer
 from rl_core.workers import processes
 from rl_core.workers.supervisor import Supervisor
 
@@ -139,6 +141,28 @@ def test_a_restartable_child_gets_a_higher_incarnation_each_time_three_times(sta
     pod = start(script("rollout-0", code, restart=True, RLJOB_INCARNATION="5.0"))
     assert pod.wait() == 137
     assert re.findall(r"incarnation (\S+)", pod.log.read_text()) == ["5.0", "5.1", "5.2", "5.3"]
+
+
+def test_a_successor_starts_after_the_hub_was_told_how_its_predecessor_ended(start):
+    told, answer = [], threading.Event()
+
+    def child_ended(child, code):
+        told.append((child.name, child.incarnation, code))
+        answer.wait(2)
+
+    hub = RpcServer("tcp://127.0.0.1:0", {"child_ended": child_ended}, service="hub").start()
+    job = {"RLJOB_NAME": "j", "RLJOB_UID": "u", "RLJOB_ROLE": "rollout", "RLJOB_HUB": hub.address}
+    pod = start(process("rollout-0", *SLEEP, restart=True, **job))
+    os.kill(pod.event("started")["pid"], signal.SIGKILL)
+    wait_until(lambda: told)
+    pod.socket.settimeout(0.5)
+    with pytest.raises(TimeoutError):
+        pod.event("started", 2)
+    assert told == [("rollout:0", (0, 0), 137)]
+    answer.set()
+    pod.socket.settimeout(60)
+    assert pod.event("started", 2)["pid"] != pod.event("started")["pid"]
+    hub.close()
 
 
 @pytest.mark.parametrize("code", [0, 2, 4])
