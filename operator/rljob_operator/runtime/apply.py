@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from rljob_operator import kinds
 from rljob_operator.errors import AlreadyExists, ApiError, Conflict, Forbidden, Invalid, NotFound
 from rljob_operator.kinds import Kind
+from rljob_operator.manifests import network
 from rljob_operator.model import ControlCall, Deletion, JobEvent, Object, Plan, Scale
 from rljob_operator.naming import ANNOTATION_MANIFEST_HASH, LABEL_JOB, LABEL_JOB_UID
 from rljob_operator.naming import secret as secret_name
@@ -34,6 +35,10 @@ logger = logging.getLogger(__name__)
 
 EARLIER_JOB_PAUSE = 1.0
 """Seconds between two checks whether the object of an earlier job with this name is deleted."""
+RULES_CHANGED = (
+    "the API server stored other rules than those that were applied, and no pod is created under them; exempt the network policies of "
+    "rljob from the admission webhook or policy that changes them"
+)
 
 
 class Calls(Protocol):
@@ -267,16 +272,21 @@ class Applier:
             except (Forbidden, Invalid, NotFound) as error:
                 return self._record_refusal(work, label, error, manifest=manifest)
         self._cache.put(kind, answer)
+        if kind == kinds.NETWORK_POLICY and network.digest_of(answer) != network.digest_of(obj):
+            return self._record_refusal(work, label, Invalid(RULES_CHANGED), manifest=manifest)
         work.memory.clear(label)
         if work.memory.record_apply(label, manifest, now=self._clock()):
             logger.warning("%s does not stay as it was applied: is another operator serving this namespace?", label)
         return None
 
     def _isolated(self, work: Application) -> bool:
-        """Return whether the job's network policies are there: without them its pods would be open to all, so none is created."""
+        """Return whether the job's network policies exist and have the rules of the plan. Otherwise no pod may be created.
+
+        The rules themselves are compared. Another client that edits them does not change the annotation with the manifest hash.
+        """
         return all(
             (held := self._cache.entry(kinds.NETWORK_POLICY, work.key, obj["metadata"]["name"])) is not None
-            and manifest_hash(held.value) == manifest_hash(obj)
+            and network.digest_of(held.value) == network.digest_of(obj)
             for obj in work.plan.ensure
             if obj["kind"] == kinds.NETWORK_POLICY.kind
         )
