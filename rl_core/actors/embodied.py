@@ -26,7 +26,7 @@ from rl_core.api.records import Trajectory
 from rl_core.batching.collate import TrainingBatch
 from rl_core.batching.trajectories import fold_epochs, merge_trajectories
 from rl_core.channel import Channel
-from rl_core.messages.embodied import CollectionRound
+from rl_core.messages.embodied import CollectionRequest
 from rl_core.plan.groups import ACTOR, ROLLOUT
 
 
@@ -56,18 +56,18 @@ class EmbodiedFSDPActor(Actor):
         return self.manager.model_provider_func()  # type: ignore[attr-defined]
 
     async def recv_rollout_trajectories(
-        self, input_channel: Channel, round: CollectionRound | None = None, seconds: float | None = None
+        self, input_channel: Channel, request: CollectionRequest | None = None, seconds: float | None = None
     ) -> None:
         """Receive this rank's parts of the trajectories of a collection, and keep them for training. Not collective.
 
-        `round` None: one env worker and one rollout. `seconds` None means deadlines.rollout. Raises DeadlineExceeded with the senders that
+        `request` None: one env worker and one rollout. `seconds` None means deadlines.rollout. Raises DeadlineExceeded with the senders that
         are missing, and DataError for trajectories that do not fit each other.
         """
-        round = round or CollectionRound(
+        request = request or CollectionRequest(
             number=0, step=self.global_step + 1, envs=(0,), rollouts=(0,), actors=self.ranks.size
         )
-        senders = len(round.rollouts) * self.options.stages
-        wanted = math.lcm(senders, round.actors) // round.actors
+        senders = len(request.rollouts) * self.options.stages
+        wanted = math.lcm(senders, request.actors) // request.actors
         limit = self.cfg.runtime.deadlines.rollout if seconds is None else seconds
         deadline = time.monotonic() + limit
         received: list[Trajectory] = []
@@ -75,14 +75,14 @@ class EmbodiedFSDPActor(Actor):
             while len(received) < wanted:
                 left = max(deadline - time.monotonic(), 0.001)
                 try:
-                    key = round.trajectory_key(self.ranks.data_rank)
+                    key = request.trajectory_key(self.ranks.data_rank)
                     received.append(await input_channel.get_async(key=key, timeout=left))
                 except DeadlineExceeded as error:
                     missing = sorted(
                         set(range(senders)) - {one.sender * self.options.stages + one.stage for one in received}
                     )
                     raise DeadlineExceeded(
-                        f"{wanted} trajectories of collection {round.number} must come within {limit:.0f} s, got {len(received)}; "
+                        f"{wanted} trajectories of collection {request.number} must come within {limit:.0f} s, got {len(received)}; "
                         f"senders {missing} are missing"
                     ) from error
                 self.record_progress("trajectories")

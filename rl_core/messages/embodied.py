@@ -1,6 +1,6 @@
 """Messages of the embodied programs: which workers take part in a collection of trajectories, and what came of their episodes.
 
-runner -> env, rollout    CollectionRound, argument of `interact` and `generate`
+runner -> env, rollout    CollectionRequest, argument of `interact` and `generate`
 env    -> rollout         EnvOutput, answered by an array of actions
 env    -> child           SimulatorSettings, SimulatorReset, SimulatorChunk; answers: SimulatorAnswer, or EnvFailure
 env    -> runner          EpisodeStats
@@ -11,9 +11,12 @@ from typing import Any, Literal
 
 from rl_core.messages.registry import record
 
+Mode = Literal["train", "eval"]
+"""What a policy acts for: trajectories to train on, or an evaluation."""
+
 
 @record
-class CollectionRound:
+class CollectionRequest:
     """Describes a collection of trajectories or an evaluation: its workers, and the keys of the messages that they exchange.
 
     The runner sends it to every env worker and rollout that takes part.
@@ -31,7 +34,7 @@ class CollectionRound:
     """Ranks of the rollouts. Keys name a rollout by its index here."""
     actors: int = 1
     """Number of data ranks."""
-    mode: Literal["train", "eval"] = "train"
+    mode: Mode = "train"
     episodes: int = 0
     """Episodes to evaluate, over all env workers."""
     version: int | None = None
