@@ -10,11 +10,11 @@ import torch
 from rl_core.actors.embodied import EmbodiedFSDPActor
 from rl_core.api.errors import ConfigError, DataError, DeadlineExceeded
 from rl_core.channel import Channel
-from rl_core.messages.embodied import CollectionRound
+from rl_core.messages.embodied import CollectionRequest
 from rl_core.workers.context import WorkerContext, stand_alone_identity
 from tests.trajectory_samples import SIMULATORS, STEPS, make_embodied_spec, make_policy, make_trajectory
 
-ROUND = CollectionRound(number=7, step=1, envs=(0,), rollouts=(0, 1))
+ROUND = CollectionRequest(number=7, step=1, envs=(0,), rollouts=(0, 1))
 
 
 def make(spec):

@@ -104,8 +104,8 @@ def test_a_collection_that_begins_early_is_given_up_without_its_env_worker_or_it
     served = {"rollout:0": 3, "rollout:1": 3}
     rounds._versions.version_of = lambda key: served[key[0]]
     pending = rounds.begin(9, version=4)
-    round = pending.round
-    assert pending.version == 4 and (round.step, round.version, round.rollouts) == (9, 4, (0, 1))
+    request = pending.request
+    assert pending.version == 4 and (request.step, request.version, request.rollouts) == (9, 4, (0, 1))
     # The calls may last as long as a training, a weight sync and a collection together.
     assert cluster.asked[1:] == [
         ("env:0", "interact", 180),
