@@ -3,8 +3,9 @@
 Legend: T decisions of a trajectory, E rollout epochs, N = T / E, B simulators, C actions of a chunk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,18 @@ def merge_trajectories(trajectories: Sequence[Trajectory]) -> Trajectory:
             )
 
     return replace(_joined(ordered, dim=1), env_ids=torch.cat([one.env_ids for one in ordered]), part=0)
+
+
+def trajectory_of(given: Trajectory | Mapping[str, Any]) -> Trajectory:
+    """Return a trajectory that is given as such or as a mapping of its fields. Raises DataError for other fields."""
+    if isinstance(given, Trajectory):
+        return given
+    try:
+        return Trajectory(**given)
+    except TypeError as error:
+        raise DataError(
+            f"a trajectory must have the fields of Trajectory, got {sorted(given)}: {error}; correct its sender"
+        ) from error
 
 
 def join_epochs(epochs: Sequence[Trajectory]) -> Trajectory:

@@ -75,9 +75,9 @@ class EnvWorker(Worker):
     ) -> EpisodeStats:
         """Take part in one collection: send observations to `output_channel`, and step the simulators with actions from `input_channel`.
 
-        `request` describes the collection; None means one of only this worker and one rollout. A collection in progress is abandoned.
+        `request` describes the collection; None means one by all workers of the job. A collection in progress is abandoned.
         """
-        request = request or CollectionRequest(number=0, step=self._step + 1, envs=(self.rank,), rollouts=(0,))
+        request = request or CollectionRequest.of_job(self.spec, step=self._step + 1)
         if self._interacting is not None:
             self._interacting.cancel()
         self._interacting = self._thread.submit(self._run(input_channel, output_channel, request))
@@ -88,10 +88,7 @@ class EnvWorker(Worker):
     ) -> EpisodeStats:
         """Take part in an evaluation; see `interact`. `request` None means all episodes of one."""
         if request is None:
-            episodes = self.options.eval_episodes
-            request = CollectionRequest(
-                number=0, step=1, envs=(self.rank,), rollouts=(0,), mode="eval", episodes=episodes
-            )
+            request = CollectionRequest.of_job(self.spec, step=1, mode="eval", episodes=self.options.eval_episodes)
         return await self.interact(input_channel, output_channel, request)
 
     async def _run(self, actions: Channel, observations: Channel, request: CollectionRequest) -> EpisodeStats:

@@ -7,9 +7,12 @@ env    -> runner          EpisodeStats
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from rl_core.messages.registry import record
+
+if TYPE_CHECKING:
+    from rl_core.api.job import RLJobSpec
 
 Mode = Literal["train", "eval"]
 """What a policy acts for: trajectories to train on, or an evaluation."""
@@ -41,6 +44,19 @@ class CollectionRequest:
     """A rollout waits until it serves this version of the weights or a later one. None: it does not wait."""
     direct: tuple[tuple[int, int, str], ...] = ()
     """(index of an env worker, index of a rollout, address of the env worker) for each pair with a direct connection. Others use channels."""
+
+    @classmethod
+    def of_job(cls, spec: "RLJobSpec", *, step: int, mode: Mode = "train", episodes: int = 0) -> Self:
+        """Return a collection by all workers of a job. It is the default of workers that are called without a runner's request."""
+        return cls(
+            number=0,
+            step=step,
+            envs=tuple(range(spec.env.replicas)),
+            rollouts=tuple(range(spec.rollout.replicas)),
+            actors=spec.actor.world_size,
+            mode=mode,
+            episodes=episodes,
+        )
 
     def key(self, stage: int, env: int, rollout: int) -> str:
         """Return the key of the messages of one pipeline stage between an env worker and a rollout. `env` and `rollout` are their indices."""

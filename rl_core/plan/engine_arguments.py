@@ -1,7 +1,7 @@
 """Checks what a job asks of SGLang, above all `rollout.engineArgs`, the arguments that it passes on, without importing SGLang.
 
-`sglang_arguments.json` has the names and types of the arguments of the SGLang version that the images contain. It is generated from SGLang's
-source (`tests/lint/sglang_arguments.py`).
+`sglang_arguments.json` has the names, types and choices of the arguments of the SGLang version that the images contain. It is generated from
+SGLang's source (`tests/lint/sglang_arguments.py`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,9 @@ RESERVED: Mapping[str, str] = {
     "tokenizer_path": "the tokenizer is that of spec.model.path; remove it",
     "skip_tokenizer_init": "the engine finds stop strings with its tokenizer; remove it",
     "json_model_override_args": "trainer and engine must run the same model; change config.json of spec.model.path",
+    "trust_remote_code": (
+        "neither the trainer nor the engine runs code from the folder of a model; remove it and use a model that docs/trainers.md lists"
+    ),
     "is_embedding": "rollouts generate; remove it",
     "dtype": "use spec.model.dtype",
     "enable_fp32_lm_head": "use spec.model.float32Head, which trainer and engine share",
@@ -68,6 +72,8 @@ OF_VLLM = {
 POD_ARGUMENTS = ("tp_size", "dp_size")
 """Arguments that divide the accelerators of a pod: into `dp_size` engines of `tp_size` accelerators. Each engine is a rollout of its own, so
 that SGLang's controller of data-parallel replicas, whose weights cannot be updated from tensors, is not used."""
+RANK_DIVISORS = (("attn_dp_size", "attn_cp_size"), ("ep_size", "moe_dp_size"))
+"""Arguments by which SGLang divides the ranks of an engine: for attention and for the layers of experts. What is left divides each layer."""
 KEPT_CACHE = ("disable_overlap_schedule",)
 """Arguments that `weights.onUpdate: keep_kv` sets to true."""
 TYPES: Mapping[str, tuple[type, ...]] = {
@@ -82,9 +88,9 @@ TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def check_engine_arguments(spec: RLJobSpec) -> None:
-    """Raise ConfigError with every argument of `rollout.engineArgs` that rljob sets, that SGLang lacks or whose type is another.
+    """Raise ConfigError with every argument of `rollout.engineArgs` that rljob sets, that SGLang lacks or whose value it would refuse.
 
-    Also for sizes of engines that do not divide the accelerators of a pod. The engine hf takes no arguments.
+    Also for sizes that do not divide the accelerators of a pod or the ranks of an engine. The engine hf takes no arguments.
     """
     if spec.rollout.engine_args and spec.rollout.engine != "sglang":
         raise ConfigError(
@@ -100,7 +106,7 @@ def check_engine_arguments(spec: RLJobSpec) -> None:
         for name, value in spec.rollout.engine_args.items()
         if (problem := _problem(name, value, kept=spec.weights.on_update == "keep_kv"))
     ]
-    if problems or (problems := list(_sizes(spec))):
+    if problems or (problems := list(_sizes(spec)) or list(_divisions(spec))):
         raise ConfigError("\n".join(problems))
 
 
@@ -126,6 +132,21 @@ def _sizes(spec: RLJobSpec) -> Iterator[str]:
         yield f"{field}tp_size must be rollout.parallel.tensor {rollout.parallel.tensor}, got {rollout.tensor_parallel}; remove rollout.parallel"
 
 
+def _divisions(spec: RLJobSpec) -> Iterator[str]:
+    """Yield what is wrong with the sizes that divide the ranks of an engine. Their types and the sizes of the engines are right."""
+    ranks, arguments = spec.rollout.tensor_parallel, spec.rollout.engine_args
+    for names in RANK_DIVISORS:
+        sizes = {name: arguments[name] for name in names if name in arguments}
+        product, values = " x ".join(sizes), " x ".join(map(str, sizes.values()))
+        if any(size < 1 for size in sizes.values()):
+            yield f"rollout.engineArgs.{product} must be at least 1, got {values}; correct it"
+        elif ranks % math.prod(sizes.values()):
+            yield (
+                f"rollout.engineArgs.{product} must divide the ranks of an engine (tp_size), {ranks}, got {values}; "
+                "change it, or the number of ranks by rollout.gpus"
+            )
+
+
 def _problem(name: str, value: Any, *, kept: bool) -> str | None:
     version, known = _arguments()
     if name in RESERVED:
@@ -135,8 +156,13 @@ def _problem(name: str, value: Any, *, kept: bool) -> str | None:
         hint = RESERVED.get(near[0], f"write {near[0]}") if near else "remove it"
         return f"must be an argument of SGLang {version}, which has none of that name; {hint}"
     if not any(_fits(value, kind) for kind in known[name]):
-        kinds = " or ".join(kind if isinstance(kind, str) else repr(kind["is"]) for kind in known[name])
-        return f"must be {kinds}, got {value!r}; correct it"
+        choices = [kind["is"] for kind in known[name] if not isinstance(kind, str)]
+        kinds = [kind for kind in known[name] if isinstance(kind, str)]
+        kinds += [f"one of {', '.join(map(repr, choices))}"] if choices else []
+        near = difflib.get_close_matches(value, map(str, choices), n=1) if isinstance(value, str) else []
+        return f"must be {' or '.join(kinds)}, got {value!r}; {f'write {near[0]}' if near else 'correct it'}"
+    if name == "mem_fraction_static" and value is not None and not 0 < value < 1:
+        return f"must be above 0 and below 1, as a share of the memory of an accelerator, got {value!r}; correct it"
     if kept and name in KEPT_CACHE and value is False:
         return "must not be false with weights.onUpdate keep_kv, got False; remove it"
     return None

@@ -8,7 +8,7 @@ A collection generates the trajectories of one training step, or runs one evalua
 Legend: B number of simulators of a stage, C number of actions in one message (a chunk).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -22,7 +22,7 @@ from rl_core.channel import Channel
 from rl_core.channel.direct import DirectChannel, PeerLost
 from rl_core.messages.embodied import CollectionRequest
 from rl_core.plan.routing import routes
-from rl_core.rollouts.embodied import lost_output, merge_env_outputs
+from rl_core.rollouts.embodied import lost_output, merge_env_outputs, output_of
 from rl_core.rollouts.observation_rows import ObservationRows, lend_rows
 from rl_core.transports.direct import Connection, Mailbox
 from rl_core.transports.shared_rows import Layout
@@ -92,9 +92,8 @@ class ServedEnvs:
 
         For a lost env worker, return a placeholder. Raises InfrastructureError if it had no output before.
         """
-        if env not in self.lost and isinstance(message, EnvOutput) and message.obs is not None:
-            output = message
-        else:
+        output = output_of(message) if isinstance(message, EnvOutput | Mapping) else None
+        if env in self.lost or output is None or output.obs is None:
             self.lost.add(env)
             output = lost_output(self._latest.get((stage, env)), self._chunk, begins=begins)
         self._latest[stage, env] = output

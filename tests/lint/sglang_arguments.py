@@ -17,6 +17,8 @@ from rl_core.plan.engine_arguments import FILE
 KINDS = {"bool": "boolean", "int": "integer", "float": "number", "str": "string", "None": "null"}
 CONTAINERS = {"List": "array", "set": "array", "list": "array", "Dict": "object", "dict": "object"}
 RECORDS = {"CudaGraphConfig": "object", "LoRARef": "object"}
+ELSEWHERE = {"sampling_backend": "BUILT_IN_SAMPLING_BACKENDS"}
+"""Arguments whose choices do not stand beside their types, and the shared list that has them."""
 
 
 def kinds(node: ast.expr) -> Iterator[object]:
@@ -44,17 +46,51 @@ def kinds(node: ast.expr) -> Iterator[object]:
         yield (KINDS | CONTAINERS | RECORDS)[name]
 
 
+def lists(package: Path) -> dict[str, list[object]]:
+    """Return the lists of choices that several arguments share, by their names in the source."""
+    found: dict[str, list[object]] = {}
+    for line in ast.parse((package / "srt" / "arg_groups" / "choices.py").read_text()).body:
+        if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
+            value = line.value
+            if isinstance(value, ast.Call) and value.args:  # frozenset({...})
+                (value,) = value.args
+            if isinstance(value, ast.List | ast.Set):
+                found[line.targets[0].id] = sorted(ast.literal_eval(value))
+    return found
+
+
+def choices(node: ast.expr, shared: dict[str, list[object]]) -> list[object]:
+    """Return the values of an expression for choices: a literal, a shared list or the sum of two."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return [*choices(node.left, shared), *choices(node.right, shared)]
+    return shared[node.id] if isinstance(node, ast.Name) else list(ast.literal_eval(node))
+
+
+def kinds_of_argument(name: str, annotation: ast.expr, shared: dict[str, list[object]]) -> list[object]:
+    """Return what an argument may be. Its choices take the place of the type that they have; a Literal and a list have none here."""
+    meta: list[ast.expr] = []
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "A":
+        annotation, *meta = annotation.slice.elts
+    plain = list(kinds(annotation))
+    given = [
+        word.value for call in meta if isinstance(call, ast.Call) for word in call.keywords if word.arg == "choices"
+    ]
+    if name in ELSEWHERE:
+        given.append(ast.Name(ELSEWHERE[name]))
+    if given and set(map(str, plain)) <= {"string", "integer", "null"}:
+        plain = [kind for kind in plain if kind == "null"] + [{"is": value} for value in choices(given[0], shared)]
+    return sorted({str(one): one for one in plain}.values(), key=str)
+
+
 def arguments(package: Path) -> dict[str, list[object]]:
     """Return name -> kinds of every public argument of ServerArgs, in the order of the source."""
     found: dict[str, list[object]] = {}
+    shared = lists(package)
     for file in sorted((package / "srt" / "arg_groups" / "fields").glob("*.py")):
         for cls in ast.parse(file.read_text()).body:
             for field in cls.body if isinstance(cls, ast.ClassDef) else []:
                 if isinstance(field, ast.AnnAssign) and not field.target.id.startswith("_"):
-                    kind = field.annotation
-                    if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "A":
-                        kind = kind.slice.elts[0]
-                    found[field.target.id] = sorted({str(one): one for one in kinds(kind)}.values(), key=str)
+                    found[field.target.id] = kinds_of_argument(field.target.id, field.annotation, shared)
     return found
 
 

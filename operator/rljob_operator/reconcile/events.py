@@ -29,6 +29,7 @@ EVENTS: Mapping[str, str] = {
     "Draining": "surplus pods finish their work before they are deleted",
     "Autoscaled": "rollout.autoscale changed the number of rollouts; the message has the numbers",
     "AutoscaleRefused": "the API server rejected a change by rollout.autoscale; the message quotes it",
+    "StatusRefused": "the API server refused the status of the job, so that an older one is shown; the message quotes it",
     "PodReplaced": "a rollout or env pod ended and is being replaced; the message has its last log lines",
     "RoleRestarted": "all pods of a role are being replaced; the message gives the cause",
 }

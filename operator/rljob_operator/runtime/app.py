@@ -14,13 +14,13 @@ import asyncio
 import dataclasses
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
 from kubernetes.aio import client
 
-from rljob_operator import kinds, naming
+from rljob_operator import kinds
 from rljob_operator.errors import ApiError, NotFound
 from rljob_operator.manifests import gang, secret
 from rljob_operator.reconcile import pod_views, reconcile
@@ -29,14 +29,14 @@ from rljob_operator.runtime.apply import Applier
 from rljob_operator.runtime.cache import Cache, JobKey, head, policy
 from rljob_operator.runtime.cluster import ApiCluster, Cluster
 from rljob_operator.runtime.control_calls import ControlCalls
-from rljob_operator.runtime.controller import Controller, phase_of
+from rljob_operator.runtime.controller import Controller
 from rljob_operator.runtime.events import EventRecorder
 from rljob_operator.runtime.fairness import FairSlots
 from rljob_operator.runtime.health import Health
 from rljob_operator.runtime.leader import Leadership
 from rljob_operator.runtime.master_key import KeyRing
 from rljob_operator.runtime.metrics import Metrics
-from rljob_operator.runtime.progress import Poller, RunnerClient, RunnerTarget, is_runner
+from rljob_operator.runtime.progress import Poller, RunnerClient
 from rljob_operator.runtime.queue import WorkQueue
 from rljob_operator.runtime.relist import Relister
 from rljob_operator.runtime.settings import Settings
@@ -205,7 +205,7 @@ class Operator:
             controller = self.controller(cluster, relister, ring=ring, recorder=recorder, calls=calls)
             poller = Poller(
                 client=runner,
-                targets=self._runners,
+                targets=controller.runners,
                 known=controller.progress,
                 report=controller.set_progress,
                 enqueue=self.queue.add,
@@ -243,23 +243,6 @@ class Operator:
             config=dataclasses.replace(settings.config, gang_api=gang_api, key_id=ring.newest),
             progress_seconds=settings.progress_seconds,
         )
-
-    def _runners(self) -> Iterator[RunnerTarget]:
-        """Yield the runners to poll: those of jobs that have not ended."""
-        for key in self.cache.jobs():
-            job = self.cache.job(key)
-            if job is None or phase_of(job) in ("Succeeded", "Failed", "Suspended"):
-                continue
-            first = self.cache.entry(kinds.POD, key, naming.runner_pod(key.name))
-            if first is not None and is_runner(first.value, job_uid=job["metadata"]["uid"]):
-                yield RunnerTarget(
-                    key=key,
-                    job_uid=first.value.job_uid,
-                    pod_uid=first.uid,
-                    ip=first.value.ip,
-                    epoch=first.value.epoch,
-                    awaited=phase_of(job) != "Running" or bool(job["status"].get("draining")),
-                )
 
     async def _resync(self) -> None:
         """Reconcile every job once per resync interval, spread evenly over the interval."""

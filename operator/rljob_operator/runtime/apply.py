@@ -1,10 +1,11 @@
 """Applies a Plan to the cluster. No other part of a reconcile writes to the API server.
 
 The order is: status (the intent), events, deletions, supporting objects, the Secret, pods, control calls, the number of rollouts. When the
-status write meets a newer object, the application ends, because the rest of the plan was decided on outdated state. Events follow the
-status write directly, because no later reconcile produces them again. Control calls are only handed over (control_calls.py). Every answer
-is put into the cache at once, so the next reconcile sees the effects of this one. This module decides nothing: it records name conflicts
-and refused creates in the memory of the job, and `reconcile` reports them.
+status write meets a newer object, the application ends, because the rest of the plan was decided on outdated state. A status that the API
+server refuses stops nothing: the memory of the job keeps it, the next reconcile decides from it, and it is sent again with a back-off. Events
+follow the status write directly, because no later reconcile produces them again. Control calls are only handed over (control_calls.py). Every
+answer is put into the cache at once, so the next reconcile sees the effects of this one. This module decides nothing: it records name
+conflicts and refused creates in the memory of the job, and `reconcile` reports them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rljob_operator import kinds
-from rljob_operator.errors import AlreadyExists, ApiError, Conflict, Forbidden, Invalid, NotFound
+from rljob_operator.errors import (
+    AlreadyExists,
+    ApiError,
+    Conflict,
+    Forbidden,
+    Invalid,
+    NotFound,
+    TooManyRequests,
+    Unavailable,
+)
 from rljob_operator.kinds import Kind
+from rljob_operator.manifests import network
 from rljob_operator.model import ControlCall, Deletion, JobEvent, Object, Plan, Scale
 from rljob_operator.naming import ANNOTATION_MANIFEST_HASH, LABEL_JOB, LABEL_JOB_UID
 from rljob_operator.naming import secret as secret_name
@@ -34,6 +45,10 @@ logger = logging.getLogger(__name__)
 
 EARLIER_JOB_PAUSE = 1.0
 """Seconds between two checks whether the object of an earlier job with this name is deleted."""
+RULES_CHANGED = (
+    "the API server stored other rules than those that were applied, and no pod is created under them; exempt the network policies of "
+    "rljob from the admission webhook or policy that changes them"
+)
 
 
 class Calls(Protocol):
@@ -104,10 +119,8 @@ class Applier:
     async def apply(self, work: Application) -> Applied:
         """Apply the plan. Raises ApiError for transient failures, which the queue retries."""
         pauses: list[float] = []
-        if work.plan.status is not None:
-            written = await self._write_status(work, pauses)
-            if not written:
-                return Applied(again_after=0.0, stale=True)
+        if not await self._write_status(work, pauses):
+            return Applied(again_after=0.0, stale=True)
         for event in work.plan.events:
             self._recorder.record(work.job, event)
         pauses += await self._each(work.plan.delete, lambda deletion: self._delete(work, deletion))
@@ -165,14 +178,22 @@ class Applier:
 
     async def _write_status(self, work: Application, pauses: list[float]) -> bool:
         """Write the status, unless it holds only progress that is not due yet. Return False when the job is newer or deleted."""
-        now = self._clock()
+        now, memory = self._clock(), work.memory
+        wanted = memory.refused_status if work.plan.status is None else work.plan.status
+        if wanted is None:
+            return True
         if work.plan.progress_only:
-            wait = work.memory.progress_written + work.progress_interval - now
+            wait = memory.progress_written + work.progress_interval - now
             if wait > 0:
                 pauses.append(wait)
                 return True
-        difference = status_patch.difference(work.job.get("status") or {}, work.plan.status or {})
+        difference = status_patch.difference(work.job.get("status") or {}, wanted)
         if not difference:
+            memory.record_written_status()
+            return True
+        if (pause := memory.status_backoff.remaining(now)) > 0:
+            memory.refused_status = wanted
+            pauses.append(pause)
             return True
         meta = work.job["metadata"]
         body = {"metadata": {"resourceVersion": meta["resourceVersion"], "uid": meta["uid"]}, "status": difference}
@@ -182,17 +203,26 @@ class Applier:
             )
         except Conflict:
             await self._reread_job(work.key)
-            return self._is_written(work, meta)
+            return self._is_written(work, meta, wanted)
         except NotFound:
             self._cache.drop(kinds.RLJOB, work.job)
             return False
+        except (TooManyRequests, Unavailable):
+            raise
+        except ApiError as error:
+            pauses.append(memory.record_refused_status(wanted, now=now))
+            logger.warning("the status was refused: %s", error.message)
+            message = f"the API server refused the status, and the job continues without it: {error.message}"
+            self._recorder.record(work.job, JobEvent(type="Warning", reason="StatusRefused", message=message))
+            return True
         self._cache.put(kinds.RLJOB, answer)
+        memory.record_written_status()
         if work.plan.progress_only:
-            work.memory.progress_written = now
+            memory.progress_written = now
         return True
 
-    def _is_written(self, work: Application, meta: Mapping[str, Any]) -> bool:
-        """Return whether the job has exactly the status that was to be written, because an attempt succeeded whose answer was lost.
+    def _is_written(self, work: Application, meta: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+        """Return whether the job has exactly the `wanted` status, because an attempt succeeded whose answer was lost.
 
         The plan goes on then: no later reconcile would produce its events again.
         """
@@ -201,7 +231,7 @@ class Applier:
             found is not None
             and found["metadata"]["uid"] == meta["uid"]
             and found["metadata"].get("generation") == meta.get("generation")
-            and not status_patch.difference(found.get("status") or {}, work.plan.status or {})
+            and not status_patch.difference(found.get("status") or {}, wanted)
         )
 
     async def _reread_job(self, key: JobKey) -> None:
@@ -267,16 +297,21 @@ class Applier:
             except (Forbidden, Invalid, NotFound) as error:
                 return self._record_refusal(work, label, error, manifest=manifest)
         self._cache.put(kind, answer)
+        if kind == kinds.NETWORK_POLICY and network.digest_of(answer) != network.digest_of(obj):
+            return self._record_refusal(work, label, Invalid(RULES_CHANGED), manifest=manifest)
         work.memory.clear(label)
         if work.memory.record_apply(label, manifest, now=self._clock()):
             logger.warning("%s does not stay as it was applied: is another operator serving this namespace?", label)
         return None
 
     def _isolated(self, work: Application) -> bool:
-        """Return whether the job's network policies are there: without them its pods would be open to all, so none is created."""
+        """Return whether the job's network policies exist and have the rules of the plan. Otherwise no pod may be created.
+
+        The rules themselves are compared. Another client that edits them does not change the annotation with the manifest hash.
+        """
         return all(
             (held := self._cache.entry(kinds.NETWORK_POLICY, work.key, obj["metadata"]["name"])) is not None
-            and manifest_hash(held.value) == manifest_hash(obj)
+            and network.digest_of(held.value) == network.digest_of(obj)
             for obj in work.plan.ensure
             if obj["kind"] == kinds.NETWORK_POLICY.kind
         )

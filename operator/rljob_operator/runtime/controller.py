@@ -11,13 +11,13 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from rl_core.api.defaults import Defaults
 from rl_core.api.job import RLJob
 from rl_core.plan.groups import group_blocks
-from rljob_operator import kinds
+from rljob_operator import kinds, naming
 from rljob_operator.errors import NotFound
 from rljob_operator.model import ControlCall, Object, Observed, OperatorConfig, Plan, Progress
 from rljob_operator.naming import LABEL_JOB
@@ -29,6 +29,7 @@ from rljob_operator.runtime.cluster import Cluster
 from rljob_operator.runtime.deleted_jobs import DeletedJobs
 from rljob_operator.runtime.kept_defaults import KeptDefaults
 from rljob_operator.runtime.memory import JobMemory
+from rljob_operator.runtime.progress import RunnerTarget, is_runner
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,27 @@ class Controller:
         memory = self._memories.get(key)
         return memory.progress if memory is not None else None
 
+    def runners(self) -> Iterator[RunnerTarget]:
+        """Yield the runners to poll: those of jobs that have not ended."""
+        for key in self._cache.jobs():
+            job = self._cache.job(key)
+            if job is None:
+                continue
+            if (memory := self._memories.get(key)) is not None:
+                job = memory.with_newest_status(job)
+            first = self._cache.entry(kinds.POD, key, naming.runner_pod(key.name))
+            if phase_of(job) in (*END_PHASES, "Suspended") or first is None:
+                continue
+            if is_runner(first.value, job_uid=job["metadata"]["uid"]):
+                yield RunnerTarget(
+                    key=key,
+                    job_uid=first.value.job_uid,
+                    pod_uid=first.uid,
+                    ip=first.value.ip,
+                    epoch=first.value.epoch,
+                    awaited=phase_of(job) != "Running" or bool(job["status"].get("draining")),
+                )
+
     def set_answer(self, key: JobKey, uid: str, call: ControlCall, message: str) -> bool:
         """Store the answer of the runner to a control call. Return whether the job must be reconciled with it."""
         memory = self._memories.get(key)
@@ -122,7 +144,9 @@ class Controller:
         self._drop_settled_refusals(key, memory)
         kept = await self._kept_defaults.of(key, job)
         plan = self._plan(key, job, memory, kept)
-        if needs_fresh_reads(job, plan, due=lambda uid: memory.deletion_is_due(uid, now=self._clock())):
+        if needs_fresh_reads(
+            memory.with_newest_status(job), plan, due=lambda uid: memory.deletion_is_due(uid, now=self._clock())
+        ):
             await self._refresh(key)
             refreshed = self._cache.job(key)
             if refreshed is None:
@@ -149,7 +173,9 @@ class Controller:
             progress=memory.progress,
             refused_change=memory.refused_change,
         )
-        return self._reconcile(job, observed, self._clock(), config=self._config, known=memory.parsed)
+        return self._reconcile(
+            memory.with_newest_status(job), observed, self._clock(), config=self._config, known=memory.parsed
+        )
 
     def _memory_of(self, key: JobKey, job: Object) -> JobMemory:
         uid = job["metadata"]["uid"]

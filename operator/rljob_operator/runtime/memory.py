@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rljob_operator.kinds import Kind
-from rljob_operator.model import ControlCall, Progress
+from rljob_operator.model import ControlCall, Object, Progress
 from rljob_operator.reconcile.parsing import ParsedJob
 from rljob_operator.runtime.backoff import Backoff
 
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 60.0
 """Seconds between attempts of a request that was refused or had no effect."""
+LONGEST_STATUS_PAUSE = 300.0
+"""The same for a refused status. Each attempt is an event, and must leave the other events of the job their share of its budget."""
 FREE_APPLIES = 3
 """Applies of one manifest that are followed by no pause, so that an object that somebody edits or deletes is there again at once."""
 SETTLED_SECONDS = 600.0
@@ -23,6 +25,11 @@ SETTLED_SECONDS = 600.0
 def request_backoff() -> Backoff:
     """Return the back-off of a request that was refused or had no effect."""
     return Backoff(first=FIRST_PAUSE, longest=LONGEST_PAUSE)
+
+
+def status_backoff() -> Backoff:
+    """Return the back-off of a status that was refused."""
+    return Backoff(first=FIRST_PAUSE, longest=LONGEST_STATUS_PAUSE)
 
 
 @dataclass(slots=True)
@@ -68,6 +75,10 @@ class JobMemory:
     """Refused writes of spec.rollout.replicas."""
     name_conflicts: dict[str, Kind] = field(default_factory=dict)
     """`Kind/name` of names that are taken by objects of somebody else, and the kind by which such an object is read."""
+    refused_status: Object | None = None
+    """The newest status, while the API server refuses to store it; None when it is stored."""
+    status_backoff: Backoff = field(default_factory=status_backoff)
+    """Refused writes of the status."""
     progress_written: float = 0.0
     """Time of the last progress-only status write, seconds since 1970."""
     secret_due: float | None = None
@@ -76,6 +87,23 @@ class JobMemory:
     """The volume claims last read, by name."""
     claims_due: float = 0.0
     """Time of the next read of the volume claims."""
+
+    def with_newest_status(self, job: Object) -> Object:
+        """Return the job with the status of the last decision, which the API server may have refused.
+
+        The next decision is made from it, so that counters and times go on, and a suspension or a deadline takes effect. It is lost with
+        this process; another one decides from the status that was stored last.
+        """
+        return job if self.refused_status is None else {**job, "status": self.refused_status}
+
+    def record_refused_status(self, status: Object, *, now: float) -> float:
+        """Record that the API server refused a status; return the pause before the next attempt."""
+        self.refused_status = status
+        return self.status_backoff.step(now)
+
+    def record_written_status(self) -> None:
+        """Record that the newest status is stored."""
+        self.refused_status, self.status_backoff = None, status_backoff()
 
     def record_refusal(self, label: str, message: str, *, now: float, manifest: str = "") -> bool:
         """Record that an object was refused and schedule the next attempt. Return whether it is the first refusal of this object."""

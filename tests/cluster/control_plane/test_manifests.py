@@ -7,6 +7,7 @@ import yaml
 
 from rl_core.plan.colocated import colocate
 from rljob_operator import manifests
+from rljob_operator.manifests import network
 from tests.unit.operator.manifest_samples import CONFIG, MASTER, full_job, make_job, make_plan
 
 DRA = {"gpuAllocation": "dra", "deviceClass": "gpu.example.com"}
@@ -84,9 +85,11 @@ def kept(stored, sent, path=""):
 
 
 def check(access, namespace, objects):
-    """Assert that the API server takes `objects` as they are."""
+    """Assert that the API server takes `objects` as they are, and network policies without any addition: no pod is created under others."""
     for stored, sent in zip(dry_run(access, namespace, objects), objects, strict=True):
         assert list(kept(stored, sent, f"{sent['kind']}/{sent['metadata']['name']}")) == []
+        if sent["kind"] == network.KIND:
+            assert network.digest_of(stored) == network.digest_of(sent)
 
 
 def everything(job, plan=None):

@@ -153,6 +153,8 @@ def test_every_main_setting_of_prime_rl_is_answered(path):
         ("hub_model_id", "no counterpart here: A run uploads no model"),
         ("push_to_hub", "no counterpart here: A run uploads no model"),
         ("modelPath", "write model.path"),
+        ("rollout.sampling.bad_words", "write rollout.sampling.logitBias (`logitBias: {'ID': -100}` bans the token ID"),
+        ("rollout.sampling.badWords", "write rollout.sampling.logitBias ("),
         ("actor.shuffle", "no counterpart here: The rows of a step are shuffled"),
         ("data.trainer", "did you mean train?"),
         ("trainer.nothing", "remove it; docs/coming-from.md lists the settings of other libraries"),

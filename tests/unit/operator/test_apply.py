@@ -7,8 +7,9 @@ import pytest
 from rljob_operator import kinds
 from rljob_operator.errors import Conflict, Forbidden, Invalid, NotFound, Unavailable, error_of
 from rljob_operator.model import ControlCall, Deletion, JobEvent, Plan
+from rljob_operator.runtime.app import PROJECTIONS
 from rljob_operator.runtime.apply import EARLIER_JOB_PAUSE, Application, Applier
-from rljob_operator.runtime.cache import Cache, JobKey, head
+from rljob_operator.runtime.cache import Cache, JobKey, trim
 from rljob_operator.runtime.fairness import FairSlots
 from rljob_operator.runtime.master_key import UnknownKey
 from rljob_operator.runtime.memory import JobMemory
@@ -55,7 +56,7 @@ class Bench:
 
     def __init__(self, cluster):
         self.cluster = cluster
-        self.cache = Cache(projections=dict.fromkeys(kinds.SUPPORT, head))
+        self.cache = Cache(projections={**PROJECTIONS, kinds.POD: trim})
         self.calls, self.recorder, self.now = Calls(), Recorder(), [1000.0]
         self.memory = JobMemory("job-uid")
         self.secret = secret
@@ -248,19 +249,56 @@ async def test_a_refused_apply_is_paced_and_another_manifest_is_sent_at_once(ben
     assert bench.verbs.count("apply") == 3
 
 
+def policy(*ingress):
+    meta = {"name": "x-pods", "labels": labels("job-uid"), "annotations": {"rljob.dev/manifest-hash": "1"}}
+    spec = {"podSelector": {}, "policyTypes": ["Ingress"], "ingress": list(ingress)}
+    return {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": meta, "spec": spec}
+
+
 async def test_no_pod_is_created_before_its_network_policies(bench):
-    policy = {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": {"name": "x-pods", "labels": labels("job-uid"), "annotations": {"rljob.dev/manifest-hash": "1"}},
-    }
     bench.cluster.fail("apply", "x-pods", Forbidden("exceeded quota: networkpolicies=0"))
     for _ in range(2):  # refused, then not sent before its time
-        await bench.apply(ensure=(policy,), create=(pod("x-env-0"),))
+        await bench.apply(ensure=(policy(),), create=(pod("x-env-0"),))
         assert bench.cluster.of(kinds.POD) == [] and "exceeded quota" in str(bench.memory.refusals)
     bench.now[0] += 60
-    await bench.apply(ensure=(policy,), create=(pod("x-env-0"),))
+    await bench.apply(ensure=(policy(),), create=(pod("x-env-0"),))
     assert bench.cluster.of(kinds.NETWORK_POLICY) == ["x-pods"] and bench.cluster.of(kinds.POD) == ["x-env-0"]
+
+
+async def test_no_pod_is_created_under_a_policy_that_was_edited_while_its_apply_is_refused(bench):
+    """The edit leaves the annotation with the manifest hash as it was."""
+    bench.cache.put(kinds.NETWORK_POLICY, bench.cluster.put(kinds.NETWORK_POLICY, "ns", policy({})))
+    bench.cluster.fail("apply", "x-pods", Forbidden("denied by a policy of the cluster"))
+    for _ in range(2):  # refused, then not sent before its time
+        await bench.apply(ensure=(policy(),), create=(pod("x-env-0"),))
+        assert bench.cluster.of(kinds.POD) == [] and "denied by a policy" in str(bench.memory.refusals)
+    bench.now[0] += 60
+    await bench.apply(ensure=(policy(),), create=(pod("x-env-0"),))
+    assert bench.cluster.of(kinds.POD) == ["x-env-0"] and not bench.memory.refusals
+
+
+async def test_no_pod_is_created_while_an_edited_policy_waits_for_its_next_apply(bench):
+    """Another client opens the policy again and again, so that its applies are spread out."""
+    for _ in range(5):
+        bench.cache.put(kinds.NETWORK_POLICY, bench.cluster.put(kinds.NETWORK_POLICY, "ns", policy({})))
+        paused = (await bench.apply(ensure=(policy(),))).again_after
+    assert paused and bench.verbs.count("apply") < 5
+    await bench.apply(ensure=(policy(),), create=(pod("x-env-0"),))
+    assert bench.cluster.of(kinds.POD) == []
+    bench.now[0] += paused
+    await bench.apply(ensure=(policy(),), create=(pod("x-env-0"),))
+    assert bench.cluster.of(kinds.POD) == ["x-env-0"]
+
+
+async def test_no_pod_is_created_under_a_policy_whose_rules_a_webhook_changes(bench):
+    apply = bench.cluster.apply
+
+    async def changed(kind, namespace, name, body):
+        return await apply(kind, namespace, name, policy({}))
+
+    bench.cluster.apply = changed
+    await bench.apply(ensure=(policy(),), create=(pod("x-env-0"),))
+    assert bench.cluster.of(kinds.POD) == [] and "stored other rules" in str(bench.memory.refusals)
 
 
 async def test_a_deletion_that_changes_nothing_is_tried_ever_later(bench):

@@ -21,9 +21,10 @@ from rljob_operator.errors import ApiError, Conflict, Forbidden, Invalid, Unavai
 from rljob_operator.kinds import Kind
 from rljob_operator.model import ControlCall, JobEvent, Object, Progress
 from rljob_operator.naming import LABEL_JOB, LABEL_JOB_UID
-from rljob_operator.reconcile import pod_views, reconcile
+from rljob_operator.reconcile import reconcile
+from rljob_operator.runtime.app import PROJECTIONS
 from rljob_operator.runtime.apply import Applier
-from rljob_operator.runtime.cache import Cache, JobKey, head
+from rljob_operator.runtime.cache import Cache, JobKey
 from rljob_operator.runtime.control_calls import ControlCalls
 from rljob_operator.runtime.controller import Controller
 from rljob_operator.runtime.fairness import FairSlots
@@ -107,7 +108,7 @@ async def live(
 ) -> Recorder:
     """Serve one job for SECONDS; the runner's word is new at each poll."""
     loop, recorder = asyncio.get_running_loop(), Recorder()
-    cache = Cache(projections={**dict.fromkeys(kinds.SUPPORT, head), kinds.POD: pod_views.pod_view}, clock=loop.time)
+    cache = Cache(projections=PROJECTIONS, clock=loop.time)
 
     def clock() -> float:
         return START + loop.time()

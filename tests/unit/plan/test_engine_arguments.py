@@ -34,12 +34,21 @@ def test_sglangs_own_list_of_positional_arguments_has_only_names_that_are_known(
     assert len(ordered) > 300 and len(ordered - known) <= 2, sorted(ordered - known)
 
 
+def test_choices_stand_in_the_table_in_place_of_the_type_that_they_have():
+    known = sglang_arguments.arguments(SRT.parent)
+    chosen = {name for name, of in known.items() if any(isinstance(kind, dict) for kind in of)}
+    source = "".join(file.read_text() for file in (SRT / "arg_groups" / "fields").glob("*.py"))
+    assert len(chosen) >= source.count("choices=") - 1, "all but those of lora_target_modules, a list"
+    assert not [name for name in chosen if {"string", "integer", "number"} & {str(kind) for kind in known[name]}]
+
+
 @pytest.mark.parametrize(
     "given",
     [
         {"mem_fraction_static": 0.7, "attention_backend": "fa3", "kv_cache_dtype": "fp8_e5m2"},
-        {"enable_deterministic_inference": True, "chunked_prefill_size": 4096, "attn_dp_size": 2},
-        {"cuda_graph_bs_decode": [1, 2, 4], "mem_fraction_static": 1, "deepep_mode": "low_latency"},
+        {"enable_deterministic_inference": True, "chunked_prefill_size": 4096, "attn_dp_size": 1},
+        {"cuda_graph_bs_decode": [1, 2, 4], "mem_fraction_static": 0.999, "deepep_mode": "low_latency"},
+        {"dsa_triton_union": 4, "sampling_backend": "pytorch"},
         {"radix_eviction_policy_config": {"a": 1}, "cuda_graph_backend_decode": "full"},
     ],
 )
@@ -63,7 +72,24 @@ def test_arguments_precede_our_defaults_on_a_cpu(tmp_path):
         ("mem_fraction_static", "much", "must be null or number, got 'much'"),
         ("chunked_prefill_size", True, "must be integer or null, got True"),
         ("chunked_prefill_size", 0.5, "must be integer or null, got 0.5"),
-        ("deepep_mode", "slow", "'low_latency'"),
+        ("deepep_mode", "slow", "must be one of 'auto', 'low_latency', 'normal', got 'slow'; correct it"),
+        ("kv_cache_dtype", "fp8_foo", "'fp8_e5m2', 'mxfp8', 'nvfp4', got 'fp8_foo'"),
+        ("attention_backend", "flash_infer", "must be null or one of 'aiter', "),
+        ("attention_backend", "flash_infer", "got 'flash_infer'; write flashinfer"),
+        ("linear_attn_verify_backend", "nv_cutedls", "write nv_cutedsl"),
+        ("sampling_backend", "torch", "write pytorch"),
+        ("dsa_triton_union", 3, "must be one of 0, 2, 4, got 3; correct it"),
+        (
+            "mem_fraction_static",
+            1,
+            "must be above 0 and below 1, as a share of the memory of an accelerator, got 1; correct",
+        ),
+        ("mem_fraction_static", 0.0, "must be above 0 and below 1"),
+        (
+            "trust_remote_code",
+            True,
+            "neither the trainer nor the engine runs code from the folder of a model; remove it",
+        ),
         ("custom_sigquit_handler", "f", "a function cannot be given"),
         ("mem_fraction", 0.7, "SGLang 0.5.23, which has none of that name; write mem_fraction_static"),
         ("gpu_memory_utilization", 0.7, "which has none of that name; write mem_fraction_static"),
@@ -159,6 +185,21 @@ def test_sizes_of_engines_divide_the_accelerators_of_a_pod_and_sglang_gets_its_o
         (8, {"tp_size": 2, "dp_size": 2}, "tp_size x dp_size must be rollout.gpus 8, got 2 x 2"),
         (4, {"dp_size": 0}, "engineArgs.dp_size must be 1 to 64, got 0"),
         (
+            4,
+            {"attn_dp_size": 3},
+            r"engineArgs.attn_dp_size must divide the ranks of an engine \(tp_size\), 4, got 3; change it",
+        ),
+        (
+            4,
+            {"tp_size": 2, "attn_dp_size": 4},
+            r"attn_dp_size must divide the ranks of an engine \(tp_size\), 2, got 4",
+        ),
+        (4, {"dp_size": 4, "ep_size": 2}, r"ep_size must divide the ranks of an engine \(tp_size\), 1, got 2"),
+        (0, {"attn_dp_size": 2}, r"attn_dp_size must divide the ranks of an engine \(tp_size\), 1, got 2"),
+        (4, {"attn_dp_size": 2, "attn_cp_size": 4}, r"attn_dp_size x attn_cp_size must divide .*, 4, got 2 x 4"),
+        (4, {"ep_size": 4, "moe_dp_size": 2}, r"ep_size x moe_dp_size must divide .*, 4, got 4 x 2"),
+        (4, {"ep_size": 0}, "engineArgs.ep_size must be at least 1, got 0; correct it"),
+        (
             0,
             {"tp_size": 2},
             "engineArgs.tp_size must be 1 with rollout.gpus 0, as an engine on CPU is one process, got 2",
@@ -169,6 +210,13 @@ def test_sizes_that_leave_accelerators_over_are_refused(gpus, given, words):
     job = spec(given, rollout={"gpus": gpus, "engine": "sglang", "engineArgs": given})
     with pytest.raises(ConfigError, match=words):
         check_engine_arguments(job)
+
+
+def test_sizes_that_divide_the_ranks_of_an_engine_are_passed_on(tmp_path):
+    given = {"tp_size": 4, "attn_dp_size": 2, "attn_cp_size": 2, "ep_size": 4, "moe_dp_size": 1}
+    job = spec(given, rollout={"gpus": 8, "engine": "sglang", "engineArgs": given})
+    check_engine_arguments(job)
+    assert given.items() <= setup.options(job, tmp_path, "cuda:0", 64).items()
 
 
 def test_the_tensor_parallel_size_cannot_be_given_twice_and_differently():
