@@ -117,7 +117,7 @@ def _has_reference(job: RLJobSpec) -> bool:
 
 
 def _stored_width(job: RLJobSpec) -> int:
-    """Return the bytes of a weight that the model stores; FSDP casts float32 ones for each pass."""
+    """Return the bytes of a trained weight that the model stores; FSDP casts float32 ones for each pass."""
     return WIDTH[job.model.dtype] if job.actor.backend == "megatron" else MASTER_BYTES
 
 
@@ -128,14 +128,15 @@ def _models(job: RLJobSpec) -> int:
 
 
 def _fsdp_state(job: RLJobSpec, facts: ModelFacts) -> Parts:
-    """Return the shard of weights and moments with FSDP; FSDP keeps float32 weights whatever type it computes in.
+    """Return the shard of weights and moments with FSDP; what is trained is float32 whatever type it computes in.
 
-    With adapters only these have moments.
+    With adapters only these are trained. FSDP1 stores frozen weights in float32 too, because a unit has one type.
     """
     adapters = adapter_parameters(job, facts)
-    weights = _models(job) * -(-(facts.parameters + adapters) // _copy_size(job))
-    trained = _models(job) * -(-adapters // _copy_size(job)) if adapters else weights
-    return {"weights": weights * MASTER_BYTES, "optimizer": trained * MOMENT_BYTES}
+    trained, frozen = (adapters, facts.parameters) if adapters else (facts.parameters, 0)
+    trained, frozen = (_models(job) * -(-parameters // _copy_size(job)) for parameters in (trained, frozen))
+    frozen_width = WIDTH[job.model.dtype] if job.actor.backend == "fsdp2" else MASTER_BYTES
+    return {"weights": trained * MASTER_BYTES + frozen * frozen_width, "optimizer": trained * MOMENT_BYTES}
 
 
 def _copy_size(job: RLJobSpec) -> int:

@@ -156,8 +156,16 @@ class WeightReceiver:
             self._states.offer(manifest, layout, retain=offer.keep and not whole)
             answer = await self._accept(manifest)
             patch = offer.patch if not whole else None
-            if isinstance(answer, ReceiverReady) and patch is not None and self._states.accepts(patch.base):
-                answer = await self._load(manifest, layout, patch)
+            if isinstance(answer, ReceiverReady) and patch is not None:
+                if self._states.accepts(patch.base):
+                    answer = await self._load(manifest, layout, patch)
+                elif self._states.base:
+                    logger.warning(
+                        "the adapters of version %s are offered over base %s, got base %s in memory; the whole version is needed",
+                        manifest.version,
+                        patch.base,
+                        self._states.base,
+                    )
             if isinstance(answer, ReceiverReady) and offer.source is not None:
                 answer = await self._load(manifest, layout, offer.source)
             return answer

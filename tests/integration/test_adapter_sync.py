@@ -215,7 +215,7 @@ def of_another_base(copy):
         (doubled, "do not have the checksum of the manifest, first"),
         (twice, "must change a tensor once"),
         (missing, "must come as a whole"),
-        (of_another_base, ""),
+        (of_another_base, f"are offered over base {'0' * 32}, got base "),
     ],
     ids=["truncated", "doubled values", "a tensor twice", "a tensor missing", "of another base"],
 )
@@ -312,12 +312,15 @@ def test_an_engine_whose_adapters_are_lost_on_their_way_is_named_and_generates_n
     assert report.patched == (NAMES[1 - lost],) and max(world.difference() for world in both) < 1e-4
 
 
-def test_an_engine_with_another_base_than_the_others_gets_the_base_in_the_same_sync(both):
+def test_an_engine_with_another_base_than_the_others_gets_the_base_in_the_same_sync(both, caplog):
     sglang, hf = both
     hf.sync(56, base=random_state(7))
     sglang.version = hf.version
+    expected, got = (world.worker._built().receiver._states.base for world in both)
     report = publish_to(both, 57)
     assert (report.acked, report.patched) == (NAMES, NAMES[:1])
+    assert f"of version {sglang.version} are offered over base {expected}, got base {got} in memory" in caplog.text
+    assert expected != got and caplog.text.count("are offered over base") == 1
     assert max(world.difference() for world in both) < 1e-4
 
 

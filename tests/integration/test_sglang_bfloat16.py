@@ -1,4 +1,7 @@
-"""`model.float32Head` with the real SGLang engine in bfloat16: its log-probabilities are of logits that were never rounded to bfloat16."""
+"""The real SGLang engine in bfloat16: with `model.float32Head` logits are never rounded to bfloat16, and wrong weights are not served.
+
+The weights of bfloat16 that are wrong differ by a step of 1e-6, which moves a few elements of a thousand.
+"""
 
 import asyncio
 
@@ -13,6 +16,7 @@ from tests.actor_samples import make_spec
 from tests.integration.conftest import ARGUMENTS
 from tests.integration.fsdp_rank import Rank
 from tests.integration.rollout_world import CONFIG, World, random_state
+from tests.integration.wrong_weights import WAYS, assert_a_tensor_that_is_not_loaded_is_named, assert_not_served
 
 PROMPTS = [[3, 4, 5], [7, 8], list(range(2, 40)), [9, 10, 11, 12]]
 HEAD = {"dtype": "bfloat16", "float32Head": True}
@@ -84,3 +88,12 @@ def test_log_probabilities_of_a_whole_model_are_the_trainers_within_the_rounding
         [(found - torch.tensor(actor.score([*p, *ids], len(p)))).abs() for p, ids, found in generated(world)]
     )
     assert differences.mean() < 0.02 and differences.max() < 0.1
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_what_is_wrong_when_it_reaches_the_engine_is_not_served(world, way):
+    assert_not_served(world, way)
+
+
+def test_a_tensor_that_does_not_reach_the_engine_is_seen_by_its_own_checksums(world):
+    assert_a_tensor_that_is_not_loaded_is_named(world)
