@@ -285,6 +285,6 @@ class Trajectory:
     def __post_init__(self) -> None:
         shape = self.rewards.shape
         if self.sub_steps is None:
-            self.sub_steps = self.rewards.new_full(shape[:2], shape[2]).long()
+            self.sub_steps = self.rewards.new_full(shape[:2], shape[-1]).long()
         if self.valid is None:
             self.valid = self.rewards.new_ones(shape[:2]).bool()
