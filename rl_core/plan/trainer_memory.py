@@ -235,11 +235,12 @@ def _fsdp_gradients(job: RLJobSpec, facts: ModelFacts) -> int:
 def _activation_bytes(job: RLJobSpec, facts: ModelFacts, logits: int) -> int:
     """Return the activations that the backward passes of all micro-batches in flight need beside the bytes of `logits`."""
     lora, parallel = job.model.lora, job.actor.parallel
-    # The largest gradients of a layer exist when the logits are gone: those of the feed-forward part's two inputs and of the residuals,
-    # under megatron beside what adapters add to them.
-    each = 4 if lora is not None and job.actor.backend == "megatron" else 2
+    # The largest gradients of a layer exist when the logits are gone: those of the feed-forward part's two inputs and of the residuals.
     residuals = facts.hidden * max(1, facts.experts_per_token)
-    gradients = _tokens(job, facts) * WIDTH[job.model.dtype] * each * (facts.inner // parallel.tensor + residuals)
+    gradients = WIDTH[job.model.dtype] * 2 * (facts.inner // parallel.tensor + residuals)
+    if lora is not None and job.actor.backend == "megatron" and job.model.dtype != "float32":
+        gradients += MASTER_BYTES * 3 * facts.hidden  # its norms in half precision are computed in float32
+    gradients *= _tokens(job, facts)
     targets = None if lora is None else frozenset(lora.targets)
     trained, again = _kept_bytes(job, facts, targets)
     frozen, _ = _kept_bytes(job, facts, frozenset())

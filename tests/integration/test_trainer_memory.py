@@ -129,6 +129,7 @@ CASES |= {
         ("fsdp2", "bfloat16", "late layers", [2, 3], None),
         ("fsdp2", "bfloat16", "the last layer selective", [3], "selective"),
         ("megatron", "float32", "a middle layer", [1], None),
+        ("megatron", "float32", "the first layer recomputed", [0], "full"),
     )
 }
 LLAMA = {
