@@ -28,7 +28,7 @@ from rl_core.channel.client import ChannelClient
 from rl_core.channel.server import ChannelServer
 from rl_core.envs.gymnasium import GymnasiumVectorEnv
 from rl_core.envs.vector_worker import EnvWorker
-from rl_core.messages.embodied import CollectionRound
+from rl_core.messages.embodied import CollectionRequest
 from rl_core.policies.folder import build_policy
 from rl_core.rollouts.multi_step import MultiStepRolloutWorker
 from rl_core.transports.arrays import ArrayCodec
@@ -141,12 +141,12 @@ async def collect(env, rollout, near, sent, collections, image):
     """Return what the last collection copied, and the seconds of each; the first one learns the shapes of observations."""
     seconds, address = [], await env.direct_address()
     for number in range(1, collections + 2):
-        round = CollectionRound(number=number, step=number, envs=(0,), rollouts=(0,), direct=((0, 0, address),))
+        request = CollectionRequest(number=number, step=number, envs=(0,), rollouts=(0,), direct=((0, 0, address),))
         with Copies(image) as copies:
             began = time.perf_counter()
-            await asyncio.gather(env.interact(*near[::-1], round), rollout.generate(*near, sent, round))
+            await asyncio.gather(env.interact(*near[::-1], request), rollout.generate(*near, sent, request))
 
-            received = trajectories.merge_trajectories([await sent.get_async(key=round.trajectory_key(0))])
+            received = trajectories.merge_trajectories([await sent.get_async(key=request.trajectory_key(0))])
             seconds.append(time.perf_counter() - began)
         assert received.forward_inputs["pixels"].shape[:2] == (env.options.horizon, NUM_ENVS)
         del received

@@ -35,7 +35,7 @@ class CheckpointExport:
         self._model = hf.build_model(hf.read_config(self._path), dtype=torch.float32)
         self._aliases = hf.tied_names(self._model)
         if settings is not None:
-            lora.attach_adapters(self._model, settings, layers=self._model.config.num_hidden_layers)
+            lora.attach_adapters(self._model, settings)
         self._stored = hf.stored_tensors(self._model)
 
     def write_adapters(self, target: Path) -> None:
@@ -58,11 +58,7 @@ class CheckpointExport:
             names = [name for name, _, _ in hf.stored_readers(self._stored, self._model, self._path, self._aliases)]
             tensors = self._merged(self._spec.model.lora)
         plans = [
-            export.TensorPlan(
-                name=name,
-                shape=tuple(self._stored[name].shape),
-                dtype=getattr(torch, wire_dtype(self._stored[name], self._spec.model.dtype)),
-            )
+            export.TensorPlan(name=name, shape=tuple(self._stored[name].shape), dtype=self._dtype(name))
             for name in names
         ]
         export.export_folder(target, source=self._path, plans=plans, tensors=tensors)
@@ -70,9 +66,15 @@ class CheckpointExport:
     def _merged(self, settings: LoraSpec) -> Iterator[tuple[str, Tensor]]:
         """Yield the merged tensors of the model, one at a time."""
         for name, stored, _ in hf.stored_readers(self._stored, self._model, self._path, self._aliases):
-            weight = torch.empty_like(self._stored[name], device="cpu").copy_(stored[:])
+            # Rounded before adapters are added, as the trainer rounds what is frozen.
+            weight = torch.empty_like(self._stored[name], device="cpu", dtype=self._dtype(name)).copy_(stored[:])
             (part,) = lora.MergedSlices({name: [LocalSlice.of_whole(weight)]}, self._adapters, settings.scale)[name]
             yield name, part.tensor
+
+    def _dtype(self, name: str) -> torch.dtype:
+        """Return the type in which the tensor `name` is exported."""
+        dtype: torch.dtype = getattr(torch, wire_dtype(self._stored[name], self._spec.model.dtype))
+        return dtype
 
     @cached_property
     def _adapters(self) -> dict[str, Tensor]:

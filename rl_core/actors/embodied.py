@@ -5,9 +5,9 @@
 It trains by the step engine of language models, with `forward_train` of the policy as the forward pass.
 """
 
-import math
+import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -24,10 +24,13 @@ from rl_core.api.errors import DataError, DeadlineExceeded
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import Trajectory
 from rl_core.batching.collate import TrainingBatch
-from rl_core.batching.trajectories import fold_epochs, merge_trajectories
+from rl_core.batching.trajectories import fold_epochs, merge_trajectories, require_each_once, trajectory_of
 from rl_core.channel import Channel
-from rl_core.messages.embodied import CollectionRound
+from rl_core.channel.backend import DEFAULT_KEY
+from rl_core.messages.channel import Key
+from rl_core.messages.embodied import CollectionRequest
 from rl_core.plan.groups import ACTOR, ROLLOUT
+from rl_core.plan.routing import parts_of_rank
 
 
 class EmbodiedFSDPActor(Actor):
@@ -56,45 +59,47 @@ class EmbodiedFSDPActor(Actor):
         return self.manager.model_provider_func()  # type: ignore[attr-defined]
 
     async def recv_rollout_trajectories(
-        self, input_channel: Channel, round: CollectionRound | None = None, seconds: float | None = None
+        self, input_channel: Channel, request: CollectionRequest | None = None, seconds: float | None = None
     ) -> None:
         """Receive this rank's parts of the trajectories of a collection, and keep them for training. Not collective.
 
-        `round` None: one env worker and one rollout. `seconds` None means deadlines.rollout. Raises DeadlineExceeded with the senders that
-        are missing, and DataError for trajectories that do not fit each other.
+        `request` None: all workers of the job take part, and trajectories that were put without a key are received too. `seconds` None means
+        deadlines.rollout. Raises DeadlineExceeded with the senders whose trajectories for this rank are missing, and what `load_trajectories`
+        raises.
         """
-        round = round or CollectionRound(
-            number=0, step=self.global_step + 1, envs=(0,), rollouts=(0,), actors=self.ranks.size
-        )
-        senders = len(round.rollouts) * self.options.stages
-        wanted = math.lcm(senders, round.actors) // round.actors
+        keys: list[Key] = [] if request else [DEFAULT_KEY]
+        request = request or CollectionRequest.of_job(self.cfg, step=self.global_step + 1)
+        keys.append(request.trajectory_key(self.ranks.data_rank))
+        senders = len(request.rollouts) * self.options.stages
+        expected = parts_of_rank(self.ranks.data_rank, senders=senders, actors=request.actors)
         limit = self.cfg.runtime.deadlines.rollout if seconds is None else seconds
         deadline = time.monotonic() + limit
         received: list[Trajectory] = []
         with self.waiting("trajectories", ROLLOUT):
-            while len(received) < wanted:
+            while len(received) < len(expected):
                 left = max(deadline - time.monotonic(), 0.001)
                 try:
-                    key = round.trajectory_key(self.ranks.data_rank)
-                    received.append(await input_channel.get_async(key=key, timeout=left))
+                    found = await _get_from_any(input_channel, keys, left)
                 except DeadlineExceeded as error:
-                    missing = sorted(
-                        set(range(senders)) - {one.sender * self.options.stages + one.stage for one in received}
-                    )
+                    came = {(one.sender * self.options.stages + one.stage, one.part) for one in received}
+                    missing = sorted({sender for sender, _ in set(expected) - came})
                     raise DeadlineExceeded(
-                        f"{wanted} trajectories of collection {round.number} must come within {limit:.0f} s, got {len(received)}; "
+                        f"{len(expected)} trajectories of collection {request.number} must come within {limit:.0f} s, got {len(received)}; "
                         f"senders {missing} are missing"
                     ) from error
+                received += [trajectory_of(one) for one in found]
                 self.record_progress("trajectories")
         self.load_trajectories(received)
 
-    def load_trajectories(self, trajectories: list[Trajectory]) -> None:
+    def load_trajectories(self, trajectories: Sequence[Trajectory | Mapping[str, Any]]) -> None:
         """Set the trajectories that this rank trains in the next step. Not collective.
 
         A single data rank begins to compute their advantages at once, while the runner learns that the collection has ended. Raises DataError
-        for trajectories of another number of decisions than that of a step.
+        for trajectories that do not fit each other, came twice, or have another number of decisions than a step.
         """
-        merged, options = merge_trajectories(trajectories), self.options
+        received, options = [trajectory_of(one) for one in trajectories], self.options
+        require_each_once(received)
+        merged = merge_trajectories(received)
         if len(merged.rewards) != (decisions := options.rollout_epochs * options.decisions):
             raise DataError(
                 f"trajectories must have the {decisions} decisions of env.options.rolloutEpochs x horizon / chunk, got {len(merged.rewards)}; "
@@ -152,3 +157,14 @@ class EmbodiedFSDPActor(Actor):
             ):
                 update(inputs, reduce)
         return metrics
+
+
+async def _get_from_any(channel: Channel, keys: Sequence[Key], seconds: float) -> list[Any]:
+    """Return the oldest item of each of `keys` that has one. Waits for the first. Raises DeadlineExceeded if none comes within `seconds`."""
+    gets = [asyncio.ensure_future(channel.get_async(key=key, timeout=seconds)) for key in keys]
+    try:
+        done, _ = await asyncio.wait(gets, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for get in gets:
+            get.cancel()
+    return [get.result() for get in done]

@@ -456,8 +456,8 @@ class ModelManager(ResidentState, PublishedState):
         """Write a Hugging Face model folder at `path` with weights in `dtype` (None: model.dtype).
 
         Adapters are merged, and lie in its folder `adapter` as `peft` loads them.
-        Weights that were not trained are bit-equal to those of `model.path`. Raises InfrastructureError on every rank when rank 0 cannot
-        write.
+        Weights that were not trained are bit-equal to those of `model.path`, where there are adapters rounded to `model.dtype`. Raises
+        InfrastructureError on every rank when rank 0 cannot write.
         """
         if dtype is not None and dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one")

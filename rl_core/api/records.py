@@ -266,14 +266,14 @@ class Trajectory:
     """[T + 1, B, C] bool."""
     forward_inputs: dict[str, Tensor]
     """Name -> [T, B, ...]: what `forward_train` of the policy takes."""
-    sub_steps: Tensor
-    """[T, B] int64: actions of the chunk that were made."""
-    valid: Tensor
-    """[T, B] bool: false where the episode was lost with its simulator."""
     env_ids: Tensor
     """[B] int64: numbers of the simulators in the job."""
     versions: Tensor
     """[T] int64: policy version of each decision."""
+    sub_steps: Tensor = None
+    """[T, B] int64: actions of the chunk that were made. None becomes C everywhere."""
+    valid: Tensor = None
+    """[T, B] bool: false where the episode was lost with its simulator. None becomes true everywhere."""
     sender: int = 0
     """Place of the rollout in the collection."""
     stage: int = 0
@@ -281,3 +281,10 @@ class Trajectory:
     """Place among the parts into which the trajectory of a stage was cut for the data ranks."""
     intervene_flags: Tensor | None = None
     """[T, B, C] bool; None where no person took part."""
+
+    def __post_init__(self) -> None:
+        shape = self.rewards.shape
+        if self.sub_steps is None:
+            self.sub_steps = self.rewards.new_full(shape[:2], shape[-1]).long()
+        if self.valid is None:
+            self.valid = self.rewards.new_ones(shape[:2]).bool()

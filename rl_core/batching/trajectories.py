@@ -3,8 +3,9 @@
 Legend: T decisions of a trajectory, E rollout epochs, N = T / E, B simulators, C actions of a chunk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,20 +22,72 @@ TIME_FIRST = (*PER_DECISION, *PER_OBSERVATION)
 def merge_trajectories(trajectories: Sequence[Trajectory]) -> Trajectory:
     """Return the trajectories as one, sorted by (sender, stage, part) and joined at the simulators.
 
-    Raises DataError when one has another number of decisions or other inputs of the policy.
+    Raises DataError with field and sender for a tensor of another shape than the rest, and for other inputs of the policy.
     """
     ordered = sorted(trajectories, key=lambda one: (one.sender, one.stage, one.part))
     first = ordered[0]
+    for one in ordered:
+        _require_shapes(one, first)
     if len(ordered) == 1:
         return first
-    for one in ordered:
-        if one.rewards.shape[0] != first.rewards.shape[0] or one.forward_inputs.keys() != first.forward_inputs.keys():
+    return replace(_joined(ordered, dim=1), env_ids=torch.cat([one.env_ids for one in ordered]), part=0)
+
+
+def _require_shapes(trajectory: Trajectory, first: Trajectory) -> None:
+    """Raise DataError unless the tensors of a trajectory fit each other and those of `first`, which may have other simulators."""
+    if trajectory.forward_inputs.keys() != first.forward_inputs.keys():
+        raise DataError(
+            f"forward_inputs of the trajectory of sender {trajectory.sender} must be {sorted(first.forward_inputs)}, got "
+            f"{sorted(trajectory.forward_inputs)}; all rollouts must run the same policy"
+        )
+    decisions, observations, simulators = len(first.rewards), len(first.dones), len(trajectory.env_ids)
+    chunk = first.rewards.shape[2:3] if first.rewards.dim() == 3 else (1,)
+    expected = {
+        "rewards": (decisions, simulators, *chunk),
+        "intervene_flags": (decisions, simulators, *chunk),
+        "sub_steps": (decisions, simulators),
+        "valid": (decisions, simulators),
+        "actions": (decisions, simulators, *first.actions.shape[2:]),
+        "prev_logprobs": (decisions, simulators, *first.prev_logprobs.shape[2:]),
+        "prev_values": (observations, simulators, *first.prev_values.shape[2:]),
+        **dict.fromkeys(("dones", "terminations", "truncations"), (observations, simulators, *chunk)),
+        "versions": (decisions,),
+    }
+    tensors = {name: getattr(trajectory, name) for name in expected}
+    for name, tensor in trajectory.forward_inputs.items():
+        tensors[f"forward_inputs.{name}"] = tensor
+        expected[f"forward_inputs.{name}"] = (decisions, simulators, *first.forward_inputs[name].shape[2:])
+    for name, tensor in tensors.items():
+        if tensor is not None and tuple(tensor.shape) != expected[name]:
             raise DataError(
-                f"trajectories of a step must have {first.rewards.shape[0]} decisions and inputs {sorted(first.forward_inputs)}, got "
-                f"{one.rewards.shape[0]} and {sorted(one.forward_inputs)} from sender {one.sender}; all rollouts must run the same policy"
+                f"{name} of the trajectory of sender {trajectory.sender} must have the shape {expected[name]}, got {tuple(tensor.shape)}; "
+                "all rollouts must run the same job"
             )
 
-    return replace(_joined(ordered, dim=1), env_ids=torch.cat([one.env_ids for one in ordered]), part=0)
+
+def require_each_once(trajectories: Sequence[Trajectory]) -> None:
+    """Raise DataError if two of the trajectories of a step are of one sender, and of one stage and part of it."""
+    seen: set[tuple[int, int, int]] = set()
+    for one in trajectories:
+        place = (one.sender, one.stage, one.part)
+        if place in seen:
+            raise DataError(
+                f"sender, stage and part of each trajectory of a step must differ from those of the others, got {place} twice; sender "
+                f"{one.sender} must send each part once"
+            )
+        seen.add(place)
+
+
+def trajectory_of(given: Trajectory | Mapping[str, Any]) -> Trajectory:
+    """Return a trajectory that is given as such or as a mapping of its fields. Raises DataError for other fields."""
+    if isinstance(given, Trajectory):
+        return given
+    try:
+        return Trajectory(**given)
+    except TypeError as error:
+        raise DataError(
+            f"a trajectory must have the fields of Trajectory, got {sorted(given)}: {error}; correct its sender"
+        ) from error
 
 
 def join_epochs(epochs: Sequence[Trajectory]) -> Trajectory:
@@ -50,13 +103,14 @@ def fold_epochs(trajectory: Trajectory, epochs: int, *, group: int = 1) -> Traje
     Each simulator of an epoch gets a number of its own; `group` consecutive numbers stay together. Raises DataError for a trajectory that
     does not have E * (N + 1) observations.
     """
-    if epochs == 1:
-        return trajectory
     decisions, observations = len(trajectory.rewards), len(trajectory.dones)
     if decisions % epochs or observations != decisions + epochs:
         raise DataError(
-            f"a trajectory of {epochs} rollout epochs must have as many observations more than decisions, got {observations} and {decisions}"
+            f"dones of a trajectory of {epochs} rollout epochs must have {decisions + epochs} rows for {decisions} decisions, got {observations}; "
+            f"correct sender {trajectory.sender}"
         )
+    if epochs == 1:
+        return trajectory
 
     def folded(tensor: Tensor) -> Tensor:
         return tensor.unflatten(0, (epochs, -1)).transpose(0, 1).flatten(1, 2)

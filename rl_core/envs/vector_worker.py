@@ -1,6 +1,6 @@
 """The env worker of simulators: it sends observations to the rollouts and makes the actions that they choose.
 
-    runner -- interact(round) --> env worker -- EnvOutput --> rollout
+    runner -- interact(request) --> env worker -- EnvOutput --> rollout
                                              <-- actions --
 
 There is one vector environment per pipeline stage. While the rollouts choose the actions of one stage, the simulators of the other step.
@@ -22,7 +22,7 @@ from rl_core.channel.direct import DirectChannel
 from rl_core.envs.embodied import eval_seeds, eval_share, train_seed
 from rl_core.envs.gymnasium import GymnasiumVectorEnv
 from rl_core.envs.video import FRAMES, gif, require_imageio
-from rl_core.messages.embodied import CollectionRound, EpisodeStats, SimulatorSettings
+from rl_core.messages.embodied import CollectionRequest, EpisodeStats, SimulatorSettings
 from rl_core.plan.routing import routes
 from rl_core.transports.direct import Listener, Mailbox
 from rl_core.transports.shared_rows import ColumnAddress
@@ -71,34 +71,33 @@ class EnvWorker(Worker):
     # --- one collection ----------------------------------------------------------------------------------------------
 
     async def interact(
-        self, input_channel: Channel, output_channel: Channel, round: CollectionRound | None = None
+        self, input_channel: Channel, output_channel: Channel, request: CollectionRequest | None = None
     ) -> EpisodeStats:
         """Take part in one collection: send observations to `output_channel`, and step the simulators with actions from `input_channel`.
 
-        `round` describes the collection; None means one of only this worker and one rollout. A collection in progress is abandoned.
+        `request` describes the collection; None means one by all workers of the job. A collection in progress is abandoned.
         """
-        round = round or CollectionRound(number=0, step=self._step + 1, envs=(self.rank,), rollouts=(0,))
+        request = request or CollectionRequest.of_job(self.spec, step=self._step + 1)
         if self._interacting is not None:
             self._interacting.cancel()
-        self._interacting = self._thread.submit(self._run(input_channel, output_channel, round))
+        self._interacting = self._thread.submit(self._run(input_channel, output_channel, request))
         return await self._interacting
 
     async def evaluate(
-        self, input_channel: Channel, output_channel: Channel, round: CollectionRound | None = None
+        self, input_channel: Channel, output_channel: Channel, request: CollectionRequest | None = None
     ) -> EpisodeStats:
-        """Take part in an evaluation; see `interact`. `round` None means all episodes of one."""
-        if round is None:
-            episodes = self.options.eval_episodes
-            round = CollectionRound(number=0, step=1, envs=(self.rank,), rollouts=(0,), mode="eval", episodes=episodes)
-        return await self.interact(input_channel, output_channel, round)
+        """Take part in an evaluation; see `interact`. `request` None means all episodes of one."""
+        if request is None:
+            request = CollectionRequest.of_job(self.spec, step=1, mode="eval", episodes=self.options.eval_episodes)
+        return await self.interact(input_channel, output_channel, request)
 
-    async def _run(self, actions: Channel, observations: Channel, round: CollectionRound) -> EpisodeStats:
-        self._mailbox.keep(round.prefix)
+    async def _run(self, actions: Channel, observations: Channel, request: CollectionRequest) -> EpisodeStats:
+        self._mailbox.keep(request.prefix)
         seconds = longest_collection(self.spec.runtime.deadlines)
         exchange = DirectChannel(self._mailbox, get_from=actions, put_to=observations, seconds=seconds)
         try:
-            await self._open(exchange, round)
-            return await (self._evaluate if round.mode == "eval" else self._collect)(exchange, round)
+            await self._open(exchange, request)
+            return await (self._evaluate if request.mode == "eval" else self._collect)(exchange, request)
         except Exception:
             exchange.disconnect()  # tells the rollouts that no observations follow
             raise
@@ -107,24 +106,24 @@ class EnvWorker(Worker):
             for env in self.envs:
                 env.end_sharing()
 
-    async def _open(self, exchange: DirectChannel, round: CollectionRound) -> None:
-        """Take the direct connections of the rollouts that make one, and note which simulators each rollout serves.
+    async def _open(self, exchange: DirectChannel, request: CollectionRequest) -> None:
+        """Accept the direct connections of rollouts on this host, and determine which simulators each rollout serves.
 
-        Where all rollouts of a stage lend memory for its large observations, they go there.
+        If all rollouts of a stage lend shared memory, its large observations are written there.
         """
-        index = round.envs.index(self.rank)
+        index = request.envs.index(self.rank)
         lent: dict[tuple[str, int], np.ndarray] = {}
-        for rollout in range(len(round.rollouts)):
-            if round.address(index, rollout) is not None:
-                with self.waiting("connection", f"rollout:{round.rollouts[rollout]}"):
-                    opening, connection = await exchange.accept(round.opening_key(rollout))
+        for rollout in range(len(request.rollouts)):
+            if request.address(index, rollout) is not None:
+                with self.waiting("connection", f"rollout:{request.rollouts[rollout]}"):
+                    opening, connection = await exchange.accept(request.opening_key(rollout))
                 lent |= {(key, rollout): packed for key, packed in opening.items()}
                 for stage in range(self.options.stages):
-                    exchange.connect(round.key(stage, index, rollout), connection)
-        every = routes(self.per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts), group=self._group)
+                    exchange.connect(request.key(stage, index, rollout), connection)
+        every = routes(self.per_stage, env_workers=len(request.envs), rollouts=len(request.rollouts), group=self._group)
         for stage, env in enumerate(self.envs):
             mine = [one for one in every if one.env == index]
-            places = [lent.get((round.columns_key(stage), one.rollout)) for one in mine]
+            places = [lent.get((request.columns_key(stage), one.rollout)) for one in mine]
             columns = [
                 columns_of(packed, one.size) for packed, one in zip(places, mine, strict=True) if packed is not None
             ]
@@ -132,17 +131,17 @@ class EnvWorker(Worker):
                 env.share([column for part in columns for column in part])
         self._parts = [
             [
-                _Part(round.key(stage, index, one.rollout), one.size, f"rollout:{round.rollouts[one.rollout]}")
+                _Part(request.key(stage, index, one.rollout), one.size, f"rollout:{request.rollouts[one.rollout]}")
                 for one in every
                 if one.env == index
             ]
             for stage in range(self.options.stages)
         ]
 
-    async def _collect(self, exchange: DirectChannel, round: CollectionRound) -> EpisodeStats:
+    async def _collect(self, exchange: DirectChannel, request: CollectionRequest) -> EpisodeStats:
         before, parts = sum(env.num_steps for env in self.envs), []
         for epoch in range(self.options.rollout_epochs):
-            self.update_reset_state_ids(round.step, epoch)
+            self.update_reset_state_ids(request.step, epoch)
             for env in self.envs if epoch else ():
                 env.next_row()
             parts.append(await self._run_epoch(exchange))
@@ -175,12 +174,12 @@ class EnvWorker(Worker):
             self.record_progress("env_steps", self.options.num_envs)
         return EpisodeStats(episodes=episodes, lost=lost, interventions=interventions)
 
-    async def _evaluate(self, exchange: DirectChannel, round: CollectionRound) -> EpisodeStats:
-        index, workers = round.envs.index(self.rank), len(round.envs)
-        key = round.key(0, index, index % len(round.rollouts))
+    async def _evaluate(self, exchange: DirectChannel, request: CollectionRequest) -> EpisodeStats:
+        index, workers = request.envs.index(self.rank), len(request.envs)
+        key = request.key(0, index, index % len(request.rollouts))
         episodes: list[dict[str, Any]] = []
         videos: list[bytes] = []
-        if count := eval_share(round.episodes, index, workers):
+        if count := eval_share(request.episodes, index, workers):
             env = self._evaluation_of(count)
             seeds = eval_seeds(self.spec.algorithm.seed, index, workers, count)
             output = env.reset(seeds, record=self.options.videos if self._records(index) else 0)
@@ -197,11 +196,11 @@ class EnvWorker(Worker):
         return EpisodeStats(episodes=episodes, videos=videos)
 
     def _records(self, index: int) -> bool:
-        """Return whether this env worker records videos of an evaluation. Only the first of `round.envs`, which has index 0, does."""
+        """Return whether this env worker records videos of an evaluation. Only the first of `request.envs`, which has index 0, does."""
         return index == 0 and self.options.videos > 0
 
     def _evaluation_of(self, count: int) -> GymnasiumVectorEnv:
-        """Return the simulators of an evaluation of `count` episodes."""
+        """Return `count` simulators for an evaluation, one per episode."""
         if self._evaluation is None or self._evaluation.num_envs != count:
             if self._evaluation is not None:
                 self._evaluation.close()
@@ -212,7 +211,7 @@ class EnvWorker(Worker):
     # --- simulators --------------------------------------------------------------------------------------------------
 
     def bootstrap_step(self, stage: int) -> EnvOutput:
-        """Return the first output of a trajectory: after a reset, or under auto-reset where the episodes stand."""
+        """Return the first output of a trajectory: after a reset, or with auto-reset the current observations of episodes that continue."""
         env = self.envs[stage]
         if self.options.auto_reset and self._started[stage]:
             return env.current()

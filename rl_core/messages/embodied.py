@@ -1,19 +1,25 @@
 """Messages of the embodied programs: which workers take part in a collection of trajectories, and what came of their episodes.
 
-runner -> env, rollout    CollectionRound, argument of `interact` and `generate`
+runner -> env, rollout    CollectionRequest, argument of `interact` and `generate`
 env    -> rollout         EnvOutput, answered by an array of actions
 env    -> child           SimulatorSettings, SimulatorReset, SimulatorChunk; answers: SimulatorAnswer, or EnvFailure
 env    -> runner          EpisodeStats
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from rl_core.messages.registry import record
 
+if TYPE_CHECKING:
+    from rl_core.api.job import RLJobSpec
+
+Mode = Literal["train", "eval"]
+"""What a policy acts for: trajectories to train on, or an evaluation."""
+
 
 @record
-class CollectionRound:
+class CollectionRequest:
     """Describes a collection of trajectories or an evaluation: its workers, and the keys of the messages that they exchange.
 
     The runner sends it to every env worker and rollout that takes part.
@@ -31,13 +37,26 @@ class CollectionRound:
     """Ranks of the rollouts. Keys name a rollout by its index here."""
     actors: int = 1
     """Number of data ranks."""
-    mode: Literal["train", "eval"] = "train"
+    mode: Mode = "train"
     episodes: int = 0
     """Episodes to evaluate, over all env workers."""
     version: int | None = None
     """A rollout waits until it serves this version of the weights or a later one. None: it does not wait."""
     direct: tuple[tuple[int, int, str], ...] = ()
     """(index of an env worker, index of a rollout, address of the env worker) for each pair with a direct connection. Others use channels."""
+
+    @classmethod
+    def of_job(cls, spec: "RLJobSpec", *, step: int, mode: Mode = "train", episodes: int = 0) -> Self:
+        """Return a collection by all workers of a job. It is the default of workers that are called without a runner's request."""
+        return cls(
+            number=0,
+            step=step,
+            envs=tuple(range(spec.env.replicas)),
+            rollouts=tuple(range(spec.rollout.replicas)),
+            actors=spec.actor.world_size,
+            mode=mode,
+            episodes=episodes,
+        )
 
     def key(self, stage: int, env: int, rollout: int) -> str:
         """Return the key of the messages of one pipeline stage between an env worker and a rollout. `env` and `rollout` are their indices."""

@@ -46,6 +46,13 @@ def trajectory_parts(senders: int, actors: int) -> int:
     return math.lcm(senders, actors) // senders
 
 
+def parts_of_rank(rank: int, *, senders: int, actors: int) -> list[tuple[int, int]]:
+    """Return (sender, part) of each part of a trajectory that a data rank trains."""
+    parts = trajectory_parts(senders, actors)
+    every = [(sender, part) for sender in range(senders) for part in range(parts)]
+    return [one for one in every if data_rank_of(*one, senders=senders, actors=actors) == rank]
+
+
 def data_rank_of(sender: int, part: int, *, senders: int, actors: int) -> int:
     """Return the data rank that trains a part of the trajectory of `sender`."""
     parts = trajectory_parts(senders, actors)

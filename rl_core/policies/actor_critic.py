@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from rl_core.policies.base import Mode, Policy, discrete_scores, evaluation_scale, sample_discrete
+from rl_core.messages.embodied import Mode
+from rl_core.policies.base import Policy, discrete_scores, evaluation_scale, sample_discrete
 
 
 class ActorCritic(Policy):

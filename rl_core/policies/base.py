@@ -8,12 +8,13 @@ Legend: B simulators, C actions of a chunk, D tokens or dimensions of an action.
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-Mode = Literal["train", "eval"]
+from rl_core.messages.embodied import Mode
+
 Reduce = Callable[[Tensor], Tensor] | None
 """Sums a tensor over the trainer's data ranks; None where there is one."""
 

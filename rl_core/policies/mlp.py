@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rl_core.messages.embodied import Mode
 from rl_core.policies.actor_critic import ActorCritic
-from rl_core.policies.base import Mode, Reduce, layer
+from rl_core.policies.base import Reduce, layer
 
 NORMALIZED_LIMIT = 10.0
 """Largest number of a normalized observation."""

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_core.policies.base import Mode, Policy, discrete_scores, evaluation_scale, layer, sample_discrete
+from rl_core.messages.embodied import Mode
+from rl_core.policies.base import Policy, discrete_scores, evaluation_scale, layer, sample_discrete
 from rl_core.policies.cnn import image_floats
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from rl_core.api.errors import DataError
 from rl_core.api.records import ChunkStepResult, EnvOutput
 from rl_core.channel.direct import DirectChannel
-from rl_core.collective.routing import merge_batches
-from rl_core.rollouts.embodied import merge_env_outputs
+from rl_core.rollouts.embodied import merge_env_outputs, merge_rows
 from rl_core.rollouts.recorder import TrajectoryRecorder
 from rl_core.rollouts.served_envs import ServedEnvs
 
@@ -105,7 +104,7 @@ class DecoupledDecisions:
         """Decide for lanes in one batch, and record their outputs while their simulators make the actions."""
         self.progress("decisions")
         parts = [output.obs for _, output in asking]
-        step, values = self.decide(EnvOutput(obs=parts[0] if len(parts) == 1 else merge_batches(parts)))
+        step, values = self.decide(EnvOutput(obs=parts[0] if len(parts) == 1 else merge_rows(parts)))
         steps = split_step(step, [lane.size for lane, _ in asking])
         for (lane, _), part in zip(asking, steps, strict=True):
             self.envs.send_to(lane.env, exchange, lane.stage, part.actions.numpy())

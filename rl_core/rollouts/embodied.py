@@ -3,7 +3,7 @@
 Legend: B simulators, C actions of a chunk, T decisions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -19,27 +19,33 @@ FLAGS = ("rewards", "terminations", "truncations", "dones")
 ARRAYS = tuple(one.name for one in fields(EnvOutput) if one.name != "final_info")
 
 
-def merge_env_outputs(shards: Sequence[EnvOutput], sizes: Sequence[int]) -> EnvOutput:
-    """Return the outputs of several env workers as one of tensors, their rows in the order of the shards. Lists are joined.
+def merge_env_outputs(shards: Sequence[EnvOutput | Mapping[str, Any]], sizes: Sequence[int]) -> EnvOutput:
+    """Return the outputs of env workers as one of tensors, their rows in the order of the shards. Lists are joined.
 
-    A shard without `final_obs` contributes its `obs`, where another shard has some; one without `intervene_actions` zeros. Raises DataError
-    for a shard of another size than `sizes` says, and ValueError when only some shards have rewards or dones.
+    A shard may be a mapping of the fields of EnvOutput. Observations may be nested mappings, and None where all shards have none.
+    A shard without `final_obs` contributes its `obs`, where another shard has some; one without `intervene_actions` zeros, one without
+    `sub_steps` all steps. Raises DataError for a shard of another size than `sizes` says, and ValueError when only some shards have rewards or dones.
     """
-    for shard, size in zip(shards, sizes, strict=True):
-        rows = len(next(iter(shard.obs.values()), shard.dones))
+    outputs = [output_of(shard) for shard in shards]
+    for shard, size in zip(outputs, sizes, strict=True):
+        rows = _rows(shard.obs)
+        if rows is None:
+            rows = len(shard.dones)
         if rows != size:
             raise DataError(f"an env worker must send {size} observations, got {rows}; env and rollout must agree")
-    if len(shards) == 1:
-        return _of_tensors(shards[0])
-    merged: dict[str, Any] = {"obs": _merge([shard.obs for shard in shards])}
+    if len(outputs) == 1:
+        found = {name: tensors_of(getattr(outputs[0], name)) for name in ARRAYS}
+        return EnvOutput(**found, final_info=outputs[0].final_info or None)
+    merged: dict[str, Any] = {"obs": merge_rows([shard.obs for shard in outputs])}
     for name in FLAGS:
-        values = [getattr(shard, name) for shard in shards]
+        values = [getattr(shard, name) for shard in outputs]
         if any(value is None for value in values) and not all(value is None for value in values):
             raise ValueError(f"{name} must be given by all env workers or by none, got it from some")
-        merged[name] = None if values[0] is None else _merge(values)
-    merged["final_obs"] = _filled([shard.final_obs for shard in shards], [shard.obs for shard in shards])
-    for name, empty in (("intervene_actions", 0), ("intervene_flags", False), ("lost", False), ("sub_steps", 0)):
-        values = [getattr(shard, name) for shard in shards]
+        merged[name] = None if values[0] is None else merge_rows(values)
+    merged["final_obs"] = _filled([shard.final_obs for shard in outputs], [shard.obs for shard in outputs])
+    width = 0 if merged["rewards"] is None else merged["rewards"].shape[1]
+    for name, empty in (("intervene_actions", 0), ("intervene_flags", False), ("lost", False), ("sub_steps", width)):
+        values = [getattr(shard, name) for shard in outputs]
         like = next((tensor_of(value) for value in values if value is not None), None)
         if like is None:
             merged[name] = None
@@ -50,9 +56,9 @@ def merge_env_outputs(shards: Sequence[EnvOutput], sizes: Sequence[int]) -> EnvO
                 for value, shape in zip(values, shapes, strict=True)
             ]
             merged[name] = torch.cat(filled)
-    ids = [shard.env_ids for shard in shards]
-    merged["env_ids"] = _merge(ids) if all(part is not None for part in ids) else None
-    infos = [info for shard in shards for info in shard.final_info or ()]
+    ids = [shard.env_ids for shard in outputs]
+    merged["env_ids"] = merge_rows(ids) if all(part is not None for part in ids) else None
+    infos = [info for shard in outputs for info in shard.final_info or ()]
     return EnvOutput(**merged, final_info=infos or None)
 
 
@@ -108,19 +114,17 @@ def bootstrap_rewards(
     return result
 
 
-def _of_tensors(output: EnvOutput) -> EnvOutput:
-    """Return an output with tensors in place of arrays."""
-    found: dict[str, Any] = {}
-    for name in ARRAYS:
-        value = getattr(output, name)
-        if value is not None:
-            found[name] = tensors_of(value) if isinstance(value, dict) else tensor_of(value)
-    return EnvOutput(**found, final_info=output.final_info or None)
-
-
 def output_of(given: EnvOutput | Mapping[str, Any]) -> EnvOutput:
-    """Return an output that is given as such or as a mapping of its fields."""
-    return given if isinstance(given, EnvOutput) else EnvOutput(**given)
+    """Return an output that is given as such or as a mapping of its fields. Raises DataError for other fields."""
+    if isinstance(given, EnvOutput):
+        return given
+    try:
+        return EnvOutput(**given)
+    except TypeError as error:
+        names = [one.name for one in fields(EnvOutput)]
+        raise DataError(
+            f"an env output must have obs, and no fields but {names}, got {sorted(given)}; correct the env worker"
+        ) from error
 
 
 def tensor_of(value: Any) -> Tensor:
@@ -130,9 +134,16 @@ def tensor_of(value: Any) -> Tensor:
     return value if type(value) is Tensor and value.is_cpu and not value.requires_grad else value.detach().cpu()
 
 
-def tensors_of(named: dict[str, Any]) -> dict[str, Tensor]:
-    """Return named arrays as tensors."""
-    return {name: tensor_of(array) for name, array in named.items()}
+def tensors_of(value: Any) -> Any:
+    """Return an array, or the arrays in a mapping, as tensors on the CPU. Lists and None are returned as they are."""
+    return for_arrays(value, tensor_of)
+
+
+def for_arrays(value: Any, function: Callable[[Any], Tensor]) -> Any:
+    """Return `value` with `function` applied to it, or to each array in it if it is a mapping. Lists and None are returned as they are."""
+    if isinstance(value, Mapping):
+        return {name: for_arrays(part, function) for name, part in value.items()}
+    return value if value is None or isinstance(value, list) else function(value)
 
 
 def host_tensor(tensor: Tensor) -> Tensor:
@@ -187,9 +198,17 @@ def _columns(trajectory: Trajectory, chosen: Tensor, part: int) -> Trajectory:
     )
 
 
-def _merge(values: Sequence[Any]) -> Any:
-    if isinstance(values[0], dict):
-        return {name: _merge([value[name] for value in values]) for name in values[0]}
+def _rows(value: Any) -> int | None:
+    """Return the number of rows of the first array or list in `value`; None if it has none."""
+    if isinstance(value, Mapping):
+        return next((rows for part in value.values() if (rows := _rows(part)) is not None), None)
+    return None if value is None else len(value)
+
+
+def merge_rows(values: Sequence[Any]) -> Any:
+    """Return the rows of arrays as one tensor, those of lists as one list, and those of mappings by name; None if all are None."""
+    if isinstance(values[0], Mapping):
+        return {name: merge_rows([value[name] for value in values]) for name in values[0]}
     if isinstance(values[0], list):
         return [entry for value in values for entry in value]
     if all(value is None for value in values):
@@ -201,4 +220,4 @@ def _filled(values: Sequence[Any], instead: Sequence[Any]) -> Any:
     """Return the merged values, `instead` where a shard has none; None where no shard has any."""
     if all(value is None for value in values):
         return None
-    return _merge([other if value is None else value for value, other in zip(values, instead, strict=True)])
+    return merge_rows([other if value is None else value for value, other in zip(values, instead, strict=True)])

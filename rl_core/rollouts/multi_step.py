@@ -25,14 +25,15 @@ from rl_core.api.records import ChunkStepResult, EnvOutput
 from rl_core.batching.trajectories import join_epochs, merge_trajectories
 from rl_core.channel import Channel
 from rl_core.channel.direct import DirectChannel
-from rl_core.messages.embodied import CollectionRound
+from rl_core.messages.embodied import CollectionRequest, Mode
 from rl_core.plan.routing import data_rank_of, trajectory_parts
-from rl_core.policies.base import Mode, splits_values
+from rl_core.policies.base import splits_values
 from rl_core.policies.folder import build_policy, load_policy
 from rl_core.rollouts.decoupled import DecoupledDecisions, Lane
 from rl_core.rollouts.embodied import (
     bootstrap_rewards,
     cut_trajectory,
+    for_arrays,
     host_result,
     host_tensor,
     output_of,
@@ -62,8 +63,10 @@ class MultiStepRolloutWorker(WeightMethods):
         self._with_values = critic is not None
         self.model: nn.Module | None = None
         self.global_step = 0
-        self._envs = self._served(self._alone("train"))
+        self._envs: ServedEnvs
         """The env workers that this rollout serves in the current collection, or in the last one."""
+        self._envs_by_mode: dict[Mode, ServedEnvs] = {}
+        """The same for each mode."""
         self._large: Layout = {}
         """Types and shapes of the large observations, known after the first collection; empty before."""
         self._working: asyncio.Future[int] | None = None
@@ -112,8 +115,8 @@ class MultiStepRolloutWorker(WeightMethods):
             actions, result = self.model.predict(obs, mode)
         return host_result(given, obs, actions, result)
 
-    def _on_device(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        return given if self.device == "cpu" else {name: tensor.to(self.device) for name, tensor in given.items()}
+    def _on_device(self, given: Any) -> Any:
+        return given if self.device == "cpu" else for_arrays(given, lambda tensor: tensor.to(self.device))
 
     def get_dones_and_rewards(self, env_output: EnvOutput | Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Return dones [B, C], and scaled rewards [B, C] with the value of the final observation added where an episode was cut.
@@ -146,28 +149,32 @@ class MultiStepRolloutWorker(WeightMethods):
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
-    def get_src_ranks(self, stage: int = 0) -> list[tuple[int, int]]:
+    def get_src_ranks(self, stage: int = 0, mode: Mode = "train") -> list[tuple[int, int]]:
         """Return (index of an env worker, number of its simulators) for each env worker that this rollout serves in a stage."""
-        return self._envs.sources
+        return self._served_in(mode).sources
 
-    def get_dst_ranks(self, stage: int = 0) -> list[tuple[int, int]]:
+    def get_dst_ranks(self, stage: int = 0, mode: Mode = "train") -> list[tuple[int, int]]:
         """Return the env workers that receive the actions of a stage, as `get_src_ranks` does."""
-        return self._envs.sources
+        return self._served_in(mode).sources
 
     async def recv_env_output(
         self, input_channel: Exchange, mode: Mode = "train", stage: int = 0, *, begins: bool = False
     ) -> EnvOutput:
         """Receive the outputs of all env workers that this rollout serves in a stage. Returns them as tensors, merged in their order.
 
-        `begins` says whether they are the first outputs of a rollout epoch. See `ServedEnvs.receive`.
+        The keys are those of the last collection in `mode`, or of `CollectionRequest.of_job` before the first one. `begins` says whether they
+        are the first outputs of a rollout epoch. See `ServedEnvs.receive`.
         """
-        return await self._envs.receive(input_channel, stage, begins=begins)
+        return await self._served_in(mode).receive(input_channel, stage, begins=begins)
 
     def send_chunk_actions(
         self, output_channel: Exchange, chunk_actions: Tensor | np.ndarray, mode: Mode = "train", stage: int = 0
     ) -> None:
-        """Send each env worker the actions of its simulators. Raises DataError if there is not one row of actions for each simulator."""
-        self._envs.send(output_channel, stage, chunk_actions)
+        """Send each env worker the actions of its simulators. Raises DataError if there is not one row of actions for each simulator.
+
+        The keys are those of `recv_env_output`.
+        """
+        self._served_in(mode).send(output_channel, stage, chunk_actions)
 
     # --- one collection ----------------------------------------------------------------------------------------------
 
@@ -176,32 +183,31 @@ class MultiStepRolloutWorker(WeightMethods):
         input_channel: Channel,
         output_channel: Channel,
         actor_channel: Channel,
-        round: CollectionRound | None = None,
+        request: CollectionRequest | None = None,
     ) -> int:
         """Choose the actions of one collection and send its trajectories to `actor_channel`; return the number of decisions.
 
         Observations come from `input_channel`, actions go to `output_channel`. A collection in progress is abandoned.
         """
-        round = round or self._alone("train")
-        return await self._work(round, lambda: self._generate(input_channel, output_channel, actor_channel, round))
+        request = request or self._default_request("train")
+        return await self._work(request, lambda: self._generate(input_channel, output_channel, actor_channel, request))
 
     async def evaluate(
-        self, input_channel: Channel, output_channel: Channel, round: CollectionRound | None = None
+        self, input_channel: Channel, output_channel: Channel, request: CollectionRequest | None = None
     ) -> int:
         """Choose actions without sampling until the env workers have no more episodes; return the number of decisions."""
-        round = round or self._alone("eval")
-        return await self._work(round, lambda: self._evaluate(input_channel, output_channel, round))
+        request = request or self._default_request("eval")
+        return await self._work(request, lambda: self._evaluate(input_channel, output_channel, request))
 
-    def _alone(self, mode: Mode) -> CollectionRound:
-        """Return the description of a collection by one env worker and this rollout."""
-        return CollectionRound(number=0, step=self.global_step + 1, envs=(0,), rollouts=(self.rank,), mode=mode)
+    def _default_request(self, mode: Mode) -> CollectionRequest:
+        return CollectionRequest.of_job(self.cfg, step=self.global_step + 1, mode=mode)
 
-    async def _work(self, round: CollectionRound, work: Callable[[], Coroutine[Any, Any, int]]) -> int:
-        """Run `work()` instead of the collection in progress, with the weights of `round`. Raises InfrastructureError if it is given up."""
+    async def _work(self, request: CollectionRequest, work: Callable[[], Coroutine[Any, Any, int]]) -> int:
+        """Cancel the collection in progress, wait for the weights of `request`, and run `work()`. Raises InfrastructureError if that is cancelled."""
         self._stop()
         try:
-            if round.version is not None:
-                await self._await_version(round.version)
+            if request.version is not None:
+                await self._await_version(request.version)
             self._working = self._thread.submit(work())
             return await self._working
         except asyncio.CancelledError:
@@ -210,12 +216,12 @@ class MultiStepRolloutWorker(WeightMethods):
             raise InfrastructureError("the rollout has given up the collection; it is run again") from None
 
     async def _generate(
-        self, observations: Channel, actions: Channel, trajectories: Channel, round: CollectionRound
+        self, observations: Channel, actions: Channel, trajectories: Channel, request: CollectionRequest
     ) -> int:
         options, version = self.options, self.sync_model_from_actor() if self._weights is not None else self.global_step
         lockstep = options.batching == "lockstep"
         run_epoch = self._run_epoch if lockstep else self._run_decoupled_epoch
-        self._begin(round)
+        self._begin(request)
         decisions = options.rollout_epochs * (options.decisions + 1) - 1
         with (
             self._envs.lent_rows(self._large if lockstep else {}, decisions=decisions),
@@ -245,7 +251,7 @@ class MultiStepRolloutWorker(WeightMethods):
         return [[recorder] for recorder in recorders]
 
     async def _run_decoupled_epoch(self, exchange: DirectChannel, version: int) -> list[list[TrajectoryRecorder]]:
-        """Do the same, but decide for each env worker as its observations come. A stage has several recorders."""
+        """As `_run_epoch`, but decide for the env workers whose observations have arrived. A stage has one recorder for each env worker."""
         stages = range(self.options.stages)
         lanes = [
             Lane(stage, env, size, self._recorder(stage)) for stage in stages for env, size in self.get_src_ranks(stage)
@@ -266,7 +272,10 @@ class MultiStepRolloutWorker(WeightMethods):
         return TrajectoryRecorder(sender=self._envs.index, stage=stage, auto_reset=self.options.auto_reset)
 
     def _decide(self, output: EnvOutput, version: int) -> tuple[ChunkStepResult, Callable[[], Tensor | None] | None]:
-        """Return the decision on an output, and what returns its values where it has none yet. Raises ConfigError if none has any."""
+        """Return the decision for an output, and a function that computes its values later; None if they are known or not needed.
+
+        Raises ConfigError if the algorithm needs values and the policy gives none.
+        """
         if splits_values(self.model):
             given = tensors_of(output.obs)
             obs = self._on_device(given)
@@ -289,13 +298,13 @@ class MultiStepRolloutWorker(WeightMethods):
             return host_tensor(self.model.values(self._on_device(obs))).float()  # type: ignore[union-attr]
 
     def _observe(self, recorder: TrajectoryRecorder, output: EnvOutput) -> None:
-        """Record an output. The decision before it must have been recorded, and that on it not yet."""
+        """Record an output, after the previous decision was recorded and before the decision for this output is."""
         if output.intervene_flags is not None and output.rewards is not None:
             recorder.intervene(output.intervene_actions, output.intervene_flags)
         recorder.observe(output, self.get_dones_and_rewards(output)[1])
 
     def _end(self, recorder: TrajectoryRecorder, output: EnvOutput) -> None:
-        """Record the last output, of which the value alone counts."""
+        """Record the last output of a rollout epoch: what the last actions led to, and the value of the observations. No action follows it."""
         self._observe(recorder, output)
         if not self._envs.rows:
             self._large = large_observations(output.obs)
@@ -303,19 +312,19 @@ class MultiStepRolloutWorker(WeightMethods):
 
     async def _deliver(self, channel: Channel, epochs: list[list[list[TrajectoryRecorder]]]) -> None:
         """Send the trajectory of each stage. `epochs` has the recorders of each epoch by stage, in the order of the simulators."""
-        round, stages = self._envs.round, self.options.stages
-        senders = len(round.rollouts) * stages
+        request, stages = self._envs.request, self.options.stages
+        senders = len(request.rollouts) * stages
         for stage, of_epochs in enumerate(zip(*epochs, strict=True)):
             sender = self._envs.index * stages + stage
             trajectory = join_epochs([merge_trajectories([one.finish() for one in parts]) for parts in of_epochs])
-            pieces = cut_trajectory(trajectory, trajectory_parts(senders, round.actors), group=self._group)
+            pieces = cut_trajectory(trajectory, trajectory_parts(senders, request.actors), group=self._group)
             for part, piece in enumerate(pieces):
-                rank = data_rank_of(sender, part, senders=senders, actors=round.actors)
-                await channel.put_async(piece, key=round.trajectory_key(rank))
+                rank = data_rank_of(sender, part, senders=senders, actors=request.actors)
+                await channel.put_async(piece, key=request.trajectory_key(rank))
 
-    async def _evaluate(self, observations: Channel, actions: Channel, round: CollectionRound) -> int:
-        self._begin(round)
-        mine = [env for env in range(len(round.envs)) if env % len(round.rollouts) == self._envs.index]
+    async def _evaluate(self, observations: Channel, actions: Channel, request: CollectionRequest) -> int:
+        self._begin(request)
+        mine = [env for env in range(len(request.envs)) if env % len(request.rollouts) == self._envs.index]
         with closing(self._connect(observations, actions)) as exchange:
             served = await asyncio.gather(*(self._serve(exchange, env) for env in mine))
         return sum(served)
@@ -334,18 +343,24 @@ class MultiStepRolloutWorker(WeightMethods):
             self.record_progress("decisions")
             count += 1
 
-    def _begin(self, round: CollectionRound) -> None:
+    def _begin(self, request: CollectionRequest) -> None:
         """Prepare a collection: set the env workers that this rollout serves, and seed the random numbers.
 
         The seed depends on the training step and not on the number of the collection. A collection that is repeated chooses the same actions.
         """
-        self._envs = self._served(round)
-        words = [self.cfg.algorithm.seed, round.step, self._envs.index, int(round.mode == "eval")]
+        self._envs = self._envs_by_mode[request.mode] = self._served(request)
+        words = [self.cfg.algorithm.seed, request.step, self._envs.index, int(request.mode == "eval")]
         torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
 
-    def _served(self, round: CollectionRound) -> ServedEnvs:
-        index = round.rollouts.index(self.rank)
-        return ServedEnvs(round, index=index, options=self.options, group=self._group, waiting=self.waiting)
+    def _served_in(self, mode: Mode) -> ServedEnvs:
+        """Return the env workers of the last collection in `mode`, or of one by all workers of the job."""
+        if mode not in self._envs_by_mode:
+            self._envs_by_mode[mode] = self._served(self._default_request(mode))
+        return self._envs_by_mode[mode]
+
+    def _served(self, request: CollectionRequest) -> ServedEnvs:
+        index = request.rollouts.index(self.rank)
+        return ServedEnvs(request, index=index, options=self.options, group=self._group, waiting=self.waiting)
 
     def _connect(self, observations: Channel, actions: Channel) -> DirectChannel:
         seconds = longest_collection(self.cfg.runtime.deadlines)

@@ -22,7 +22,7 @@ LARGE_BYTES = 512
 
 def large_observations(obs: Mapping[str, Any]) -> Layout:
     """Return a dict from name to (type, shape without B) of the observations [B, ...] of at least LARGE_BYTES per simulator."""
-    arrays = {name: np.asarray(array) for name, array in obs.items()}
+    arrays = {name: np.asarray(array) for name, array in obs.items() if isinstance(array, Tensor | np.ndarray)}
     return {name: (array.dtype, array.shape[1:]) for name, array in arrays.items() if array[0].nbytes >= LARGE_BYTES}
 
 

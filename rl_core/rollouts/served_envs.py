@@ -1,14 +1,14 @@
 """`ServedEnvs` exchanges messages between one rollout worker and its env workers during one collection.
 
 A collection generates the trajectories of one training step, or runs one evaluation. The index of an env worker is its position in
-`CollectionRound.envs`, and that of a rollout worker is its position in `CollectionRound.rollouts`.
+`CollectionRequest.envs`, and that of a rollout worker is its position in `CollectionRequest.rollouts`.
 
 `EnvConnections` holds the direct connections to env workers on the same host. They are kept between collections.
 
 Legend: B number of simulators of a stage, C number of actions in one message (a chunk).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -20,9 +20,9 @@ from rl_core.api.errors import DataError
 from rl_core.api.records import EnvOutput
 from rl_core.channel import Channel
 from rl_core.channel.direct import DirectChannel, PeerLost
-from rl_core.messages.embodied import CollectionRound
+from rl_core.messages.embodied import CollectionRequest
 from rl_core.plan.routing import routes
-from rl_core.rollouts.embodied import lost_output, merge_env_outputs
+from rl_core.rollouts.embodied import lost_output, merge_env_outputs, output_of
 from rl_core.rollouts.observation_rows import ObservationRows, lend_rows
 from rl_core.transports.direct import Connection, Mailbox
 from rl_core.transports.shared_rows import Layout
@@ -39,17 +39,17 @@ class ServedEnvs:
     """
 
     def __init__(
-        self, round: CollectionRound, *, index: int, options: EmbodiedOptions, group: int, waiting: Waiting
+        self, request: CollectionRequest, *, index: int, options: EmbodiedOptions, group: int, waiting: Waiting
     ) -> None:
-        """Determine the env workers of the rollout worker with index `index` in `round`.
+        """Determine the env workers of the rollout worker with index `index` in `request`.
 
         `group` is the number of consecutive simulators that one rollout worker must serve together (GRPO compares them), or 1. See
         `plan.routing.routes`. `waiting` reports what the worker waits for.
         """
-        self.round, self.index, self.stages = round, index, options.stages
+        self.request, self.index, self.stages = request, index, options.stages
         self._chunk, self._waiting = options.chunk, waiting
         per_stage = options.num_envs // options.stages
-        parts = routes(per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts), group=group)
+        parts = routes(per_stage, env_workers=len(request.envs), rollouts=len(request.rollouts), group=group)
         self.sources = [(route.env, route.size) for route in parts if route.rollout == index]
         """(index of an env worker, number of its simulators in a stage), in the order of the simulators. All stages have the same."""
         self.lost: set[int] = set()
@@ -61,11 +61,11 @@ class ServedEnvs:
 
     def key(self, stage: int, env: int) -> str:
         """Return the key of the messages of a stage that are exchanged with the env worker with index `env`."""
-        return self.round.key(stage, env, self.index)
+        return self.request.key(stage, env, self.index)
 
     def awaiting(self, env: int) -> AbstractContextManager[None]:
         """Return a context manager. While its block runs, the worker reports that it waits for observations from `env`."""
-        return self._waiting("observations", f"env:{self.round.envs[env]}")
+        return self._waiting("observations", f"env:{self.request.envs[env]}")
 
     async def receive(self, channel: Exchange, stage: int, *, begins: bool = False) -> EnvOutput:
         """Receive the outputs of one stage from all env workers in `sources`. Return them as tensors, merged in that order.
@@ -92,9 +92,8 @@ class ServedEnvs:
 
         For a lost env worker, return a placeholder. Raises InfrastructureError if it had no output before.
         """
-        if env not in self.lost and isinstance(message, EnvOutput) and message.obs is not None:
-            output = message
-        else:
+        output = output_of(message) if isinstance(message, EnvOutput | Mapping) else None
+        if env in self.lost or output is None or output.obs is None:
             self.lost.add(env)
             output = lost_output(self._latest.get((stage, env)), self._chunk, begins=begins)
         self._latest[stage, env] = output
@@ -130,7 +129,7 @@ class ServedEnvs:
         It has room for `decisions` decisions. `layout` has the types and shapes of the large observations. All observations are sent in
         messages if `layout` is empty, if no env worker is on this host, or if there is no memory.
         """
-        near = any(self.round.address(env, self.index) is not None for env in range(len(self.round.envs)))
+        near = any(self.request.address(env, self.index) is not None for env in range(len(self.request.envs)))
         simulators = sum(size for _, size in self.sources)
         self.rows = lend_rows(layout if near else {}, decisions=decisions, simulators=[simulators] * self.stages)
         reuse = False
@@ -145,13 +144,13 @@ class ServedEnvs:
     def columns_of(self, env: int) -> dict[str, np.ndarray]:
         """Return where in shared memory the env worker `env` writes its large observations: a packed `ColumnAddress` for each stage.
 
-        The keys are those of `CollectionRound.columns_key`. The dict is empty if its observations are sent in messages.
+        The keys are those of `CollectionRequest.columns_key`. The dict is empty if its observations are sent in messages.
         """
         served = [index for index, _ in self.sources]
         if env not in served:
             return {}
         begin = sum(size for _, size in self.sources[: served.index(env)])
-        return {CollectionRound.columns_key(stage): rows.column(begin).pack() for stage, rows in enumerate(self.rows)}
+        return {CollectionRequest.columns_key(stage): rows.column(begin).pack() for stage, rows in enumerate(self.rows)}
 
 
 class EnvConnections:
@@ -168,20 +167,20 @@ class EnvConnections:
         The messages of other env workers go through `observations` and `actions`; a receive from `observations` waits at most `seconds`.
         Raises InfrastructureError if an env worker cannot be reached.
         """
-        round, index = envs.round, envs.index
+        request, index = envs.request, envs.index
         self._mailbox.wait(0.0)  # notices which connections have ended
-        self._mailbox.keep(round.prefix)
+        self._mailbox.keep(request.prefix)
         self._by_address = {address: one for address, one in self._by_address.items() if not one.closed}
         exchange = DirectChannel(self._mailbox, get_from=observations, put_to=actions, seconds=seconds)
-        for env in range(len(round.envs)):
-            address = round.address(env, index)
+        for env in range(len(request.envs)):
+            address = request.address(env, index)
             if address is None:
                 continue
             connection = self._by_address.get(address)
             if connection is None:
                 connection = self._by_address[address] = Connection.connect(address)
                 self._mailbox.add(connection)
-            self._mailbox.send(connection, round.opening_key(index), envs.columns_of(env))
+            self._mailbox.send(connection, request.opening_key(index), envs.columns_of(env))
             for stage in range(envs.stages):
                 exchange.connect(envs.key(stage, env), connection)
         return exchange

@@ -17,7 +17,7 @@ from rl_core.api.embodied import embodied_options, groups_of_stage, longest_coll
 from rl_core.api.errors import DeadlineExceeded, InfrastructureError
 from rl_core.api.records import EnvOutput
 from rl_core.channel import Channel
-from rl_core.messages.embodied import CollectionRound, EpisodeStats
+from rl_core.messages.embodied import CollectionRequest, EpisodeStats
 from rl_core.messages.members import MemberId
 from rl_core.plan.groups import ENV, ROLLOUT
 from rl_core.plan.routing import routes
@@ -40,19 +40,19 @@ Wait = Callable[[], None]
 class Pending:
     """A collection in progress."""
 
-    round: CollectionRound
+    request: CollectionRequest
     version: int
     """Version of the weights that choose the actions."""
     workers: WorkerGroupFuncResult
     """Calls to the env workers and rollouts."""
     envs: list[EnvCall]
-    """The calls to the env workers, in the order of `round.envs`; empty in an evaluation."""
+    """The calls to the env workers, in the order of `request.envs`; empty in an evaluation."""
     deadline: float
     """Time on the monotonic clock, in seconds, at which the collection must have ended."""
     receiving: WorkerGroupFuncResult | None = None
     """Calls by which the actors receive the trajectories; None before these calls, and in an evaluation."""
     reported: set[int] = field(default_factory=set)
-    """Indices in `round.envs` of the lost env workers whose loss was reported to the rollouts."""
+    """Indices in `request.envs` of the lost env workers whose loss was reported to the rollouts."""
 
     def cancel(self) -> None:
         """Cancel the calls that are not answered yet."""
@@ -87,13 +87,13 @@ class Collection:
 
         `at()` is called before each attempt. It waits for missing members, and may end the collection by raising.
         """
-        return self._repeat(lambda: self._round(step), at)
+        return self._repeat(lambda: self._request(step), at)
 
     def evaluate(self, step: int, episodes: int, *, at: Wait) -> list[EpisodeStats]:
         """Run `episodes` episodes with the weights of `step` and without sampling; return them by env worker."""
-        return self._repeat(lambda: self._round(step, episodes=episodes), at)
+        return self._repeat(lambda: self._request(step, episodes=episodes), at)
 
-    def _repeat(self, make: Callable[[], CollectionRound], at: Wait) -> list[EpisodeStats]:
+    def _repeat(self, make: Callable[[], CollectionRequest], at: Wait) -> list[EpisodeStats]:
         for attempt in range(MOST_REPEATS):
             at()
             try:
@@ -106,7 +106,7 @@ class Collection:
                 self._run.stops.wait_for_stop_request(LOOK_S)
         raise AssertionError("a bug: the last attempt neither returned nor raised")
 
-    def _round(self, step: int, *, episodes: int = 0, version: int | None = None) -> CollectionRound:
+    def _request(self, step: int, *, episodes: int = 0, version: int | None = None) -> CollectionRequest:
         """Return the description of a new collection with the members that are present.
 
         The rollouts wait until they serve `version` of the weights; None means the one published last. Rollouts without a group of simulators are
@@ -121,7 +121,7 @@ class Collection:
             )
         # While env workers are missing there may be more rollouts than groups of simulators.
         rollouts = rollouts[: groups_of_stage(spec, embodied_options(spec), len(envs))]
-        return CollectionRound(
+        return CollectionRequest(
             direct=self._direct(envs, rollouts),
             number=self._number,
             step=step,
@@ -134,7 +134,7 @@ class Collection:
         )
 
     def _direct(self, envs: tuple[int, ...], rollouts: tuple[int, ...]) -> tuple[tuple[int, int, str], ...]:
-        """Return `CollectionRound.direct`: the pairs of an env worker and a rollout that share a host."""
+        """Return `CollectionRequest.direct`: the pairs of an env worker and a rollout that share a host."""
         hosts = {member.name: member.host_token for member in self._members(ROLLOUT)}
         known, self._addresses, pairs = self._addresses, {}, []
         for member in self._members(ENV):
@@ -172,7 +172,7 @@ class Collection:
         ahead = version > self._versions.committed  # then the rollouts wait for training and weight sync first
         try:
             return self._start(
-                self._round(step, version=version), longest_collection(deadlines) if ahead else deadlines.rollout
+                self._request(step, version=version), longest_collection(deadlines) if ahead else deadlines.rollout
             )
         except (InfrastructureError, DeadlineExceeded):
             return None
@@ -183,7 +183,7 @@ class Collection:
         It is not if an env worker was lost meanwhile, or if a rollout was lost or does not serve the version published last.
         """
         ready = self._ranks(ROLLOUT, self._versions.committed)
-        return not any(call.lost for call in pending.envs) and set(pending.round.rollouts) <= set(ready)
+        return not any(call.lost for call in pending.envs) and set(pending.request.rollouts) <= set(ready)
 
     def settle(self, pending: Pending) -> Pending | None:
         """Wait until the env workers and rollouts have finished the collection `pending`, and return `pending`.
@@ -210,7 +210,7 @@ class Collection:
         """
         pending.deadline = time.monotonic() + self._run.applied.spec.runtime.deadlines.rollout
         try:
-            pending.receiving = self._receive(pending.round)
+            pending.receiving = self._receive(pending.request)
             self._await_workers(pending)
             return self._finish(pending)
         except (InfrastructureError, DeadlineExceeded) as error:
@@ -226,26 +226,26 @@ class Collection:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _run_once(self, round: CollectionRound) -> list[EpisodeStats]:
-        pending = self._start(round, self._run.applied.spec.runtime.deadlines.rollout)
+    def _run_once(self, request: CollectionRequest) -> list[EpisodeStats]:
+        pending = self._start(request, self._run.applied.spec.runtime.deadlines.rollout)
         try:
-            if round.mode == "train":
-                pending.receiving = self._receive(round)
+            if request.mode == "train":
+                pending.receiving = self._receive(request)
             self._await_workers(pending)
             return self._finish(pending)
         finally:
             pending.cancel()
 
-    def _start(self, round: CollectionRound, limit: float) -> Pending:
+    def _start(self, request: CollectionRequest, limit: float) -> Pending:
         """Call the members of a collection, which must end within `limit` seconds."""
-        workers, envs = self._call(round, limit)
-        version = self._versions.committed if round.version is None else round.version
-        return Pending(round, version, workers, envs, deadline=time.monotonic() + limit)
+        workers, envs = self._call(request, limit)
+        version = self._versions.committed if request.version is None else request.version
+        return Pending(request, version, workers, envs, deadline=time.monotonic() + limit)
 
-    def _receive(self, round: CollectionRound) -> WorkerGroupFuncResult:
+    def _receive(self, request: CollectionRequest) -> WorkerGroupFuncResult:
         limit = self._run.applied.spec.runtime.deadlines.rollout
         receiving: WorkerGroupFuncResult = self._actor.within(limit).recv_rollout_trajectories(
-            self._trajectories, round, limit
+            self._trajectories, request, limit
         )
         return receiving
 
@@ -280,21 +280,21 @@ class Collection:
                 raise InfrastructureError(str(errors)) from errors
             raise
 
-    def _call(self, round: CollectionRound, limit: float) -> tuple[WorkerGroupFuncResult, list[EnvCall]]:
+    def _call(self, request: CollectionRequest, limit: float) -> tuple[WorkerGroupFuncResult, list[EnvCall]]:
         submit = self._run.cluster.submit
         to_env, to_rollout = (self._actions, self._observations), (self._observations, self._actions)
-        env_method, rollout_method = ("evaluate", "evaluate") if round.mode == "eval" else ("interact", "generate")
-        extra = () if round.mode == "eval" else (self._trajectories,)
-        names = [f"{ENV}:{rank}" for rank in round.envs]
-        calls: list[Any] = [submit(name, env_method, (*to_env, round), {}, timeout=limit) for name in names]
+        env_method, rollout_method = ("evaluate", "evaluate") if request.mode == "eval" else ("interact", "generate")
+        extra = () if request.mode == "eval" else (self._trajectories,)
+        names = [f"{ENV}:{rank}" for rank in request.envs]
+        calls: list[Any] = [submit(name, env_method, (*to_env, request), {}, timeout=limit) for name in names]
         envs: list[EnvCall] = []
-        if round.mode == "train":
+        if request.mode == "train":
             episodes = embodied_options(self._run.applied.spec).num_envs
             envs = [EnvCall(name, call, episodes=episodes) for name, call in zip(names, calls, strict=True)]
             calls = [*envs]
         calls += [
-            submit(f"{ROLLOUT}:{rank}", rollout_method, (*to_rollout, *extra, round), {}, timeout=limit)
-            for rank in round.rollouts
+            submit(f"{ROLLOUT}:{rank}", rollout_method, (*to_rollout, *extra, request), {}, timeout=limit)
+            for rank in request.rollouts
         ]
         return WorkerGroupFuncResult("collection", rollout_method, dict(enumerate(calls))), envs
 
@@ -304,9 +304,9 @@ class Collection:
         Gives up the calls to lost env workers, because these calls might never end. Raises InfrastructureError if a rollout or all env workers
         are gone, or any member of an evaluation.
         """
-        round, here = pending.round, {m.name for group in (ENV, ROLLOUT) for m in self._run.cluster.members(group)}
-        needed = [f"{ROLLOUT}:{rank}" for rank in round.rollouts]
-        needed += [f"{ENV}:{rank}" for rank in round.envs if not pending.envs]
+        request, here = pending.request, {m.name for group in (ENV, ROLLOUT) for m in self._run.cluster.members(group)}
+        needed = [f"{ROLLOUT}:{rank}" for rank in request.rollouts]
+        needed += [f"{ENV}:{rank}" for rank in request.envs if not pending.envs]
         if gone := [name for name in needed if name not in here]:
             raise InfrastructureError(f"{', '.join(gone)} left in the middle of a collection")
         for call in pending.envs:
@@ -317,15 +317,15 @@ class Collection:
 
     def _tell_losses(self, pending: Pending) -> None:
         """Report newly lost env workers to the rollouts, which then wait for no further observations of these."""
-        round, spec = pending.round, self._run.applied.spec
+        request, spec = pending.request, self._run.applied.spec
         options, group = embodied_options(spec), simulators_per_group(spec.algorithm)
         lost = {index for index, call in enumerate(pending.envs) if call.lost} - pending.reported
         pending.reported |= lost
         per_stage = options.num_envs // options.stages
-        for route in routes(per_stage, env_workers=len(round.envs), rollouts=len(round.rollouts), group=group):
+        for route in routes(per_stage, env_workers=len(request.envs), rollouts=len(request.rollouts), group=group):
             if route.env in lost:
                 for stage in range(options.stages):
-                    key = round.key(stage, route.env, route.rollout)
+                    key = request.key(stage, route.env, route.rollout)
                     self._observations.put(EnvOutput(obs=None), key=key, async_op=True)
         for index in sorted(lost):
-            logger.warning("env:%s was lost; the collection goes on with the other env workers", round.envs[index])
+            logger.warning("env:%s was lost; the collection goes on with the other env workers", request.envs[index])

@@ -110,7 +110,7 @@ class _Stream:
         return message
 
     def end_message(self) -> list[Any]:
-        """Return the message after the last chunk; its tag tells how many there were."""
+        """Return the message after the last chunk. Its authentication code covers the number of chunks."""
         return [_END + _tag(self.key, _END, self.number), b""]
 
 
@@ -272,25 +272,25 @@ class BulkReceiver:
         keep_message_memory()
         socket = IoThread.shared().context.socket(zmq.DEALER)
         sockets.configure(socket)
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        if self._wake is not None:
-            poller.register(self._wake, zmq.POLLIN)
         try:
             if self._keys is not None:
                 self._keys.connect(socket, self._role)
             socket.connect(self._address)
-            socket.send_multipart([_HELLO, self._ticket])
-            while (chunk := self._next(socket, poller)) is not None:
+            self._send(socket, _HELLO, self._ticket)
+            while (chunk := self._next(socket)) is not None:
                 if self._number % _CREDIT_STEP == 0:
-                    socket.send(_MORE)
+                    self._send(socket, _MORE)
                 yield chunk
         finally:
             socket.close(0)
 
-    def _next(self, socket: zmq.Socket[Any], poller: zmq.Poller) -> memoryview | None:
+    def _send(self, socket: zmq.Socket[Any], *parts: bytes) -> None:
+        self._wait(socket, zmq.POLLOUT)  # a socket whose key was refused can never send
+        socket.send_multipart(parts)
+
+    def _next(self, socket: zmq.Socket[Any]) -> memoryview | None:
         if self._number % _CREDIT_STEP == 0 or not sockets.has_message(socket):
-            self._wait(poller)
+            self._wait(socket, zmq.POLLIN)
         frames = socket.recv_multipart(copy=False)
         if len(frames) != 2:
             raise FrameError(f"a bulk message must have 2 frames, got {len(frames)}")
@@ -308,7 +308,11 @@ class BulkReceiver:
         self._number += 1
         return memoryview(body)
 
-    def _wait(self, poller: zmq.Poller) -> None:
+    def _wait(self, socket: zmq.Socket[Any], event: int) -> None:
+        poller = zmq.Poller()
+        poller.register(socket, event)
+        if self._wake is not None:
+            poller.register(self._wake, zmq.POLLIN)
         ready = dict(poller.poll(int(self._timeout * 1000)) or poller.poll(LAST_LOOK_MS))
         if self._wake in ready:
             raise InfrastructureError(f"the bulk stream from {self._address} was given up after {self._number} chunks")

@@ -3,11 +3,13 @@
 import copy
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import kubernetes
+import urllib3
 import yaml
 
 from tests.cluster.testcluster.access import Access
@@ -18,6 +20,11 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "rljob.yaml"
 API = {"group": "rljob.dev", "version": "v1alpha1", "plural": "rljobs"}
 USER = 1000
 """User of the pods."""
+FOREVER = 100_000
+"""Steps of a job that goes on until its test ends it (`finish`), so that it waits for a test that is slow."""
+ENDED = ("Succeeded", "Failed")
+BUSY = frozenset({410, 429, 500, 503, 504})
+"""Codes with which an API server ends a watch that is to begin again. 504: its cache is behind ("Too large resource version")."""
 SPREAD = [
     {
         "maxSkew": 1,
@@ -60,13 +67,13 @@ def reward(prompts, completions, **columns):
 
 
 def unhurried(name: str, **changes: Any) -> dict:
-    """Return a job as `small` does, of 100,000 steps, whose reward takes its time."""
+    """Return a job as `small` does that goes on, and whose reward takes its time."""
     env = {
         "type": "reward",
         "reward": "unhurried:reward",
         "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}},
     }
-    return small(name, steps=100_000, code={"configMap": UNHURRIED["metadata"]["name"]}, env=env, **changes)
+    return small(name, steps=FOREVER, code={"configMap": UNHURRIED["metadata"]["name"]}, env=env, **changes)
 
 
 def small(name: str, *, steps: int, **changes: Any) -> dict:
@@ -126,6 +133,22 @@ class Job:
         text = yaml.safe_dump(dict(manifest))
         self.access.kubectl("apply", "-n", self.namespace, "-f", "-", stdin=text)
 
+    def start(self, manifest: Mapping[str, Any]) -> None:
+        """Apply the manifest, unless the job goes on already; one that has ended, by a test that is run again, makes room for it."""
+        words = (
+            "get",
+            "rljob",
+            self.name,
+            "-n",
+            self.namespace,
+            "--ignore-not-found",
+            "-o",
+            "jsonpath={.status.phase}",
+        )
+        if self.access.kubectl(*words).stdout in ENDED:
+            self.delete()
+        self.apply(manifest)
+
     def patch(self, **spec: Any) -> None:
         """As `kubectl patch --type=merge` does."""
         body = {"spec": spec}
@@ -138,6 +161,11 @@ class Job:
     def status(self) -> dict:
         """Return its status, empty before the first."""
         return self.read().get("status", {})
+
+    @property
+    def folder(self) -> str:
+        """Name of its output folder."""
+        return f"{self.name}-{self.read()['metadata']['uid'][:8]}"
 
     def condition(self, kind: str) -> dict:
         """Return one condition as it is now."""
@@ -161,8 +189,10 @@ class Job:
         return found["status"]
 
     def wait_phase(self, phase: str, *, seconds: float) -> dict:
-        """Return the first status in `phase`."""
-        return self.wait(f"phase {phase}", lambda status: status.get("phase") == phase, seconds=seconds)
+        """Return the first status in `phase`; fails at once if the job ends in another one."""
+        status = self.wait(f"phase {phase}", lambda status: status.get("phase") in (phase, *ENDED), seconds=seconds)
+        assert status["phase"] == phase, self._told()
+        return status
 
     def wait_steps(self, more: int, *, seconds: float) -> dict:
         """Return the status once `more` steps were made from now on, in whatever epoch."""
@@ -187,6 +217,10 @@ class Job:
         assert found is not None, f"pod {name}: {what}: not within {seconds} s, job: {self._told()}"
         return found
 
+    def ready_pods(self, *names: str, seconds: float) -> dict[str, dict]:
+        """Return the pods of these names once each is ready."""
+        return {name: self.wait_pod(name, "ready", is_ready, seconds=seconds) for name in names}
+
     def wait_replaced(self, name: str, uid: str, *, seconds: float) -> dict:
         """Return the ready pod that has taken the place of the one with `uid`."""
         return self.wait_pod(
@@ -194,8 +228,8 @@ class Job:
         )
 
     def kill(self, pod: str) -> str:
-        """Kill every process of a pod at once, as the kernel or a bug would; return the pod's uid."""
-        found = self.pods()[pod]
+        """Kill every process of a pod at once, once it runs, as the kernel or a bug would; return the pod's uid."""
+        found = self.wait_pod(pod, "running", runs, seconds=540.0)
         node = self.access.cluster.node(found["spec"]["nodeName"])
         container = found["status"]["containerStatuses"][0]["containerID"].removeprefix("containerd://")
         ctr = f"{self.access.cluster.state.settings.programs}/ctr"
@@ -230,13 +264,29 @@ class Job:
         while (left := deadline - time.monotonic()) > 0:
             watch = kubernetes.watch.Watch()
             arguments = {**words, "namespace": self.namespace, "field_selector": selector}
-            for event in watch.stream(listing, **arguments, timeout_seconds=max(1, round(left))):
-                found = event["raw_object"]
-                seen.append(found.get("status", {}))
-                if event["type"] != "DELETED" and holds(found):
-                    watch.stop()
-                    return found
+            try:
+                for event in watch.stream(listing, **arguments, timeout_seconds=max(1, round(left))):
+                    found = event["raw_object"]
+                    seen.append(found.get("status", {}))
+                    if event["type"] != "DELETED" and holds(found):
+                        watch.stop()
+                        return found
+            except (kubernetes.client.ApiException, urllib3.exceptions.HTTPError) as error:
+                if getattr(error, "status", None) not in (None, *BUSY):
+                    raise
+                time.sleep(1.0)  # asked again at once, a busy server would only get busier
         return None
+
+
+@contextmanager
+def started(access: Access, namespace: str, manifest: Mapping[str, Any]) -> Iterator[Job]:
+    """Apply a job for a `with` block. It is deleted at the end and after an error, so that a fixture can be made again."""
+    job = Job(access, namespace, manifest["metadata"]["name"])
+    try:
+        job.apply(manifest)
+        yield job
+    finally:
+        job.delete()
 
 
 def condition(status: Mapping[str, Any], kind: str) -> dict:
@@ -250,16 +300,25 @@ def is_ready(pod: Mapping[str, Any]) -> bool:
     return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
 
 
+def runs(pod: Mapping[str, Any]) -> bool:
+    """Whether the first container of the pod runs."""
+    containers = pod.get("status", {}).get("containerStatuses") or [{}]
+    return "running" in containers[0].get("state", {})
+
+
 def readable_by_pods(folder: Path) -> None:
     """Give a folder of this machine and what is in it to the user that pods run as."""
     for path in (folder, *folder.rglob("*")):
         os.chown(path, USER, USER)
 
 
-def ended(job: Job, shared: Path, *, steps: int, restarts: int) -> Output:
-    """Return what a job left on the volume, once it has succeeded after all its steps and so many restarts of its actors."""
-    status = job.wait("the end", lambda status: status.get("phase") in ("Succeeded", "Failed"), seconds=20 * 60.0)
-    seen = (status["phase"], status["step"], status["totalRestarts"])
-    assert seen == ("Succeeded", steps, restarts), job.condition("Failed")
-    (folder,) = (shared / "checkpoints").glob(f"{job.name}-*")
-    return Output(folder)
+def finish(job: Job, shared: Path, *, steps: int, restarts: int) -> Output:
+    """Have a job end with so many steps; return what it left on the volume, once it has succeeded after so many restarts of its actors.
+
+    A job that has made more steps by the time it hears of it ends after the one that it is in.
+    """
+    job.patch(algorithm={"steps": steps})
+    status = job.wait("the end", lambda status: status.get("phase") in ENDED, seconds=20 * 60.0)
+    assert (status["phase"], status["totalRestarts"]) == ("Succeeded", restarts), job.condition("Failed")
+    assert status["step"] >= steps
+    return Output(shared / "checkpoints" / job.folder)

@@ -41,6 +41,7 @@ LORA = FULL | {
     "actor__gradientCheckpointingMode": "selective",
     "model__lora": {"rank": 3, "alpha": 12.0, "targets": ["q_proj", "v_proj", "down_proj"]},
 }
+LORA_HALF = LORA | {"model__dtype": "bfloat16"}
 CHANGES = {
     "plain": PLAIN,
     "full": FULL,
@@ -108,6 +109,9 @@ def pair(folder, model, alone, policy):
         spec, (_, _, *rest) = look_at("experts", folder, model, actor__backend=kind)
         verbs = [["load", str(folder / f"{other} by-experts")], *rest]
         scenarios.append(scenario(f"{kind} experts from the other", spec, verbs, world_size=2))
+        spec = make_spec(model, actor__backend=kind, **LORA_HALF)
+        verbs = [["load", str(folder / f"{other} by-adapters")], ["state"]]
+        scenarios.append(scenario(f"{kind} adapters from the other", spec, verbs, world_size=2))
     compiled = make_spec(model, actor__compile=True, runtime__deadlines={"collective": 300})
     scenarios.append(scenario("compiled", compiled, TRAIN_AND_LOOK, world_size=2))
     spec = make_spec(model)
@@ -146,6 +150,12 @@ def of_kind(kind: str, folder: Path, model: Path) -> list[dict]:
         scenario(f"{kind} critic half", spec(model__dtype="bfloat16", **CRITIC), [["train", 1]], world_size=2),
         scenario(f"{kind} critic saved", critics, saving, world_size=2),
         scenario(f"{kind} critic resumed", critics, [["load", by_critics], ["train", 2], ["weights"]], world_size=2),
+    ]
+    adapters, by_adapters = spec(**LORA_HALF), str(folder / f"{kind} by-adapters")
+    verbs = [["offer", True], ["train", 1], ["save", by_adapters, 1], ["state"], ["offload"], ["train", 2], ["weights"]]
+    found += [
+        scenario(f"{kind} adapters half", adapters, verbs, world_size=2),
+        scenario(f"{kind} adapters half resumed", adapters, [["load", by_adapters], *verbs[-2:]], world_size=2),
     ]
     renewed = spec(**FULL, algorithm__referenceUpdateSteps=1)
     by_renewed, rest = str(folder / f"{kind} by-renewed"), [["train", 2], ["weights"]]
@@ -261,6 +271,26 @@ def test_half_precision_trains_nearly_the_same_loss(alone, model, pair, kind):
     one = run_here("half", make_spec(model, model__dtype="bfloat16", actor__backend=kind), verbs)
     for seen in (one, pair[0][f"{kind} half"]):
         assert [metrics["actor/loss"] for metrics in seen["metrics"]] == pytest.approx(expected, abs=2e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_over_frozen_weights_in_half_precision_are_resumed_by_both_kinds(pair, kind):
+    other = next(one for one in KINDS if one != kind)
+    for rank in pair:
+        through, resumed = rank[f"{kind} adapters half"], rank[f"{kind} adapters half resumed"]
+        assert close(through["metrics"][1], resumed["metrics"][0], relative=0, absolute=0) == {}
+        assert resumed["weights"] == through["weights"]
+    assert pair[0][f"{other} adapters from the other"]["bits"] == pair[0][f"{kind} adapters half"]["bits"]
+
+
+def test_both_kinds_offer_the_same_frozen_weights_in_half_precision_and_adapters_train_alike(model, pair):
+    one, two = (pair[0][f"{kind} adapters half"] for kind in KINDS)
+    alone = run_here("offered", make_spec(model, **LORA_HALF), [["offer", True]])
+    assert one["offered"] == two["offered"] == alone["offered"]
+    for ours, theirs in zip(one["metrics"], two["metrics"], strict=True):
+        assert close(ours, theirs, relative=1e-2, absolute=1e-3) == {}
+    before, after = two["resident"]
+    assert before < one["resident"][0] and after < before / 10
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -85,7 +85,7 @@ class FSDPModelManager(ModelManager):
             decoder = hf.build_model(config, dtype=self.dtype).model if critic.separate else None
             attach_critic(model, model.config.hidden_size, decoder)
         if (adapters := self.cfg.model.lora) is not None:
-            lora.attach_adapters(model, adapters, layers=model.config.num_hidden_layers)
+            lora.attach_adapters(model, adapters)
         return model
 
     def _set_up(self) -> None:
@@ -112,8 +112,8 @@ class FSDPModelManager(ModelManager):
             if not is_critic_name(name) and not is_adapter_name(name)
         ]
         on_meta = any(parameter.is_meta for parameter in model.parameters())
-        # Half precision computes in it and keeps float32 weights to update: small steps would be lost in bfloat16.
-        model = model.float() if self.dtype != torch.float32 else model
+        if self.dtype != torch.float32:
+            self._set_types(model)
         if self.compute_device.type == "cpu":
             from rl_core.cpu.tuning import tune
 
@@ -125,9 +125,28 @@ class FSDPModelManager(ModelManager):
         if on_meta:
             slices = slices_in_folder(self.strategy.named_slices(model), self._parts)
             hf.load_weights(model, self.cfg.model.path, aliases, slices=slices)
+        self._round_frozen(model)
         stored = hf.named_parameters(model).items()
         lora.initialize({name: [self.strategy.slice_of(tensor)] for name, tensor in stored}, self.cfg.algorithm.seed)
         return model
+
+    def _set_types(self, model: nn.Module) -> None:
+        """Set the types in which a half-precision model is stored, whose passes all compute in half precision.
+
+        What is trained is float32, because half precision would lose small steps. What is frozen is stored in `model.dtype` where the
+        strategy allows several types.
+        """
+        model.float()
+        for name, parameter in model.named_parameters():
+            if self.strategy.allows_several_types and not self._is_trained(name):
+                parameter.data = parameter.data.to(self.dtype)
+
+    def _round_frozen(self, model: nn.Module) -> None:
+        """Round frozen parameters to values of `model.dtype`, so that all backends publish and export the same weights."""
+        for name, parameter in hf.named_parameters(model).items():
+            stored = self.strategy.local(parameter).detach()
+            if not self._is_trained(name) and stored.dtype != self.dtype:
+                stored.copy_(stored.to(self.dtype))
 
     def _layers_with_adapters(self) -> nn.Module:
         return self.model
@@ -154,6 +173,8 @@ class FSDPModelManager(ModelManager):
             if self.cfg.actor.gradient_checkpointing_mode == "selective":
                 options["context_fn"] = selective_contexts()
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+            # transformers makes the embeddings want gradients, so that these would flow through layers below all that is trained.
+            model.disable_input_require_grads()
 
     def _begin_phase(self) -> None:
         """Build optimizer and schedule for the parameters that are trained from here on.
@@ -181,6 +202,7 @@ class FSDPModelManager(ModelManager):
             )
         for name, parameter in named.items():
             parameter.requires_grad_(self._is_trained(name) and (is_critic_name(name) or not enable_critic_warmup))
+        self.strategy.follow_requires_grad(model)
         return build_adamw(model, self._rates, self.strategy.dims)
 
     def build_lr_scheduler(

@@ -53,6 +53,9 @@ class Strategy(ABC):
         self._accumulate = accumulate_without_sync
         self._replicas = replicas
 
+    allows_several_types = False
+    """Whether the parameters of a unit may be stored in several types. The trained ones must have one type."""
+
     # Wrapping and gradients -----------------------------------------------------------------------------------------
 
     @property
@@ -93,6 +96,9 @@ class Strategy(ABC):
     @abstractmethod
     def before_micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
         """Return the context manager of one micro-batch. Gradients are reduced with the last micro-batch only, or with each."""
+
+    def follow_requires_grad(self, model: nn.Module) -> None:  # noqa: B027  only FSDP2 remembers what is trained
+        """Must be called after `requires_grad` of parameters has changed."""
 
     def local_squared_grad_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Return this rank's part of the squared gradient norm, a float64 scalar.
@@ -147,6 +153,8 @@ class Strategy(ABC):
 class FSDP2Strategy(Strategy):
     """FSDP2 (`fully_shard`): each parameter is sharded along dimension 0."""
 
+    allows_several_types = True
+
     def _wrap(
         self, model: nn.Module, device: torch.device, aliases: Mapping[str, str], methods: Sequence[str]
     ) -> nn.Module:
@@ -168,6 +176,16 @@ class FSDP2Strategy(Strategy):
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(is_last or not self._accumulate)
         return nullcontext()
+
+    def follow_requires_grad(self, model: nn.Module) -> None:
+        """Set the types in which gradients are reduced.
+
+        FSDP2 takes them from the trained parameters at the first pass only. A unit that has none by then would reduce in half precision.
+        """
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for group in (group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups):
+            if group._reset_sharded_params:  # there was a first pass
+                group._init_mp_dtypes()
 
     def drop_grads(self, model: nn.Module) -> None:
         """Do nothing: FSDP2 stores reduced gradients only at the parameters."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.jobs_on_nodes import SHARED, SPREAD, Job, ended, small
+from tests.cluster.jobs_on_nodes import FOREVER, SHARED, SPREAD, Job, finish, small
 from tests.e2e.harness import assert_trained_once
 
 MINUTES = 60.0
@@ -43,21 +43,20 @@ def both_are_ready(job: Job) -> None:
 def test_a_megatron_layer_cut_over_two_nodes_survives_the_kill_of_a_pod_and_trains_every_group_once(
     shared: Path, submit: Callable[[dict], Job]
 ) -> None:
-    steps = 60
     actor = {"backend": "megatron", "parallel": {"tensor": 2}, "replicas": 2, "topologySpreadConstraints": SPREAD}
-    job = submit(tiny("gang", steps=steps, **{f"actor__{name}": value for name, value in actor.items()}))
+    job = submit(tiny("gang", steps=FOREVER, **{f"actor__{name}": value for name, value in actor.items()}))
     then = job.wait(
         "a checkpoint", lambda status: (status.get("checkpoint", {}).get("lastStep") or 0) >= 5, seconds=15 * MINUTES
     )
     before = job.pods("actor")
     assert len({pod["spec"]["nodeName"] for pod in before.values()}) == 2
     job.kill("gang-actor-1")
-    job.wait("a new epoch", lambda status: status["epoch"] == then["epoch"] + 1, seconds=3 * MINUTES)
+    job.wait("a new epoch", lambda status: status["epoch"] > then["epoch"], seconds=3 * MINUTES)
     for name, pod in before.items():
         job.wait_replaced(name, pod["metadata"]["uid"], seconds=9 * MINUTES)
-    output = ended(job, shared, steps=steps, restarts=1)
-    assert_trained_once(output, steps=steps, groups=GROUPS)
+    output = finish(job, shared, steps=60, restarts=then["totalRestarts"] + 1)
     lines = [line for line in output.lines("metrics.jsonl") if line["step"]]
+    assert_trained_once(output, steps=lines[-1]["step"], groups=GROUPS)
     rewards = [line["reward/mean"] for line in lines]
     assert sum(rewards[-5:]) > 2 * sum(rewards[:5]), rewards
     assert lines[-1]["weights/content_check_passed_total"] > 0
@@ -67,11 +66,11 @@ def test_sglang_gets_adapters_beside_the_actor_in_its_pod_and_in_a_pod_of_its_ow
     shared: Path, submit: Callable[[dict], Job]
 ) -> None:
     """A hybrid job with LoRA: rollout 0 is a second container of the actor's pod and takes turns with it, rollout 1 has a pod."""
-    steps = 4
-    job = submit(tiny("engine", steps=steps, placement={"mode": "hybrid"}, model__lora=LORA, **ENGINES))
+    job = submit(tiny("engine", steps=FOREVER, placement={"mode": "hybrid"}, model__lora=LORA, **ENGINES))
     both_are_ready(job)
     pods = {name: [one["name"] for one in pod["spec"]["containers"]] for name, pod in job.pods().items()}
     assert pods == {"engine-actor-0": ["actor", "rollout"], "engine-env-0": ["env"], "engine-rollout-1": ["rollout"]}
-    output = ended(job, shared, steps=steps, restarts=0)
-    assert_trained_once(output, steps=steps, groups=GROUPS)
-    assert output.lines("metrics.jsonl")[-1]["weights/content_check_passed_total"] > 0
+    output = finish(job, shared, steps=4, restarts=0)
+    lines = output.lines("metrics.jsonl")
+    assert_trained_once(output, steps=lines[-1]["step"], groups=GROUPS)
+    assert lines[-1]["weights/content_check_passed_total"] > 0

@@ -2,24 +2,27 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests import ROOT
-from tests.cluster.jobs_on_nodes import REWARD, SHARED, Job, ended, readable_by_pods
+from tests.cluster.jobs_on_nodes import FOREVER, REWARD, SHARED, Job, finish, readable_by_pods
 from tests.cluster.testcluster.access import Access
 from tests.e2e.harness import Output, assert_trained_once
 
 MINUTES = 60.0
-FOREVER = 100_000
 STORAGE = {
     "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": SHARED}}],
     "volumeMounts": [{"name": "data", "mountPath": "/data"}],
     "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}},
 }
+
+
+Begun = Callable[..., tuple[Job, dict, dict[str, dict]]]
+"""Takes the name of an example and pods of its job; returns the job, its status with two steps in a checkpoint, and those pods, ready."""
 
 
 def example(name: str) -> dict:
@@ -42,8 +45,8 @@ def code(name: str, *files: Path, **more: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def jobs(operator: Access, training: str, shared: Path) -> Iterator[dict[str, Job]]:
-    """Three jobs that run side by side until their tests end them."""
+def manifests(operator: Access, training: str, shared: Path) -> dict[str, dict]:
+    """Three jobs by the names of their examples. They go on until their tests end them."""
     pipeline, rejection, rewarded = example("pipeline"), example("own_program"), example("reward_model")
     for job in (pipeline, rejection, rewarded):
         job["spec"]["algorithm"]["steps"] = FOREVER
@@ -71,79 +74,74 @@ def jobs(operator: Access, training: str, shared: Path) -> Iterator[dict[str, Jo
         code("own-program", examples / "own_program" / "program.py", reward=REWARD),
         namespace=training,
     )
-    made = {}
-    for name, manifest in {"pipeline": pipeline, "own_program": rejection, "reward_model": rewarded}.items():
-        made[name] = Job(operator, training, manifest["metadata"]["name"])
-        made[name].apply(manifest)
-    yield made
-    for job in made.values():
-        job.delete()
+    return {"pipeline": pipeline, "own_program": rejection, "reward_model": rewarded}
 
 
-def first_steps(job: Job) -> dict:
-    """Return the status once two steps are in a checkpoint."""
+@pytest.fixture(scope="module")
+def begun(operator: Access, training: str, manifests: dict[str, dict]) -> Iterator[Begun]:
+    """Start the jobs, which run side by side. What it returns waits for one of them."""
+    jobs = {name: Job(operator, training, manifest["metadata"]["name"]) for name, manifest in manifests.items()}
 
-    def begun(status: dict) -> bool:
-        return status.get("phase") == "Failed" or (status.get("checkpoint", {}).get("lastStep") or 0) >= 2
+    def begin(example: str, *pods: str) -> tuple[Job, dict, dict[str, dict]]:
+        job = jobs[example]
+        job.start(manifests[example])
 
-    status = job.wait("a checkpoint", begun, seconds=15 * MINUTES)
-    assert status["phase"] != "Failed", job.condition("Failed")
-    return status
+        def has_begun(status: dict) -> bool:
+            return status.get("phase") == "Failed" or (status.get("checkpoint", {}).get("lastStep") or 0) >= 2
+
+        status = job.wait("a checkpoint", has_begun, seconds=15 * MINUTES)
+        assert status["phase"] != "Failed", job.condition("Failed")
+        return job, status, job.ready_pods(*(f"{job.name}-{pod}" for pod in pods), seconds=9 * MINUTES)
+
+    try:
+        for name, job in jobs.items():
+            job.start(manifests[name])
+        yield begin
+    finally:
+        for job in jobs.values():
+            job.delete()
 
 
-def finish(job: Job, shared: Path, *, more: int, restarts: int) -> Output:
+def finish_after(more: int, job: Job, shared: Path, *, restarts: int) -> Output:
     """Let the job end after some steps more; return what it left on the volume, in which each step has its line."""
     steps = job.status()["step"] + more
-    job.patch(algorithm={"steps": steps})
-    output = ended(job, shared, steps=steps, restarts=restarts)
+    output = finish(job, shared, steps=steps, restarts=restarts)
     assert {line["step"] for line in output.lines("metrics.jsonl")} >= set(range(1, steps + 1))
     return output
 
 
 def test_a_killed_scorer_of_the_pipeline_restarts_all_gangs_from_the_checkpoint_and_no_row_is_missing(
-    jobs: dict[str, Job], shared: Path
+    begun: Begun, shared: Path
 ) -> None:
-    job = jobs["pipeline"]
-    then, before = first_steps(job), job.pods()
-    assert set(before) == {
-        "pipeline-actor-0",
-        *(f"pipeline-{name}-{i}" for name in ("reader", "scorer") for i in (0, 1)),
-    }
+    job, then, before = begun("pipeline", "actor-0", "reader-0", "reader-1", "scorer-0", "scorer-1")
+    assert set(job.pods()) == set(before)
     job.kill("pipeline-scorer-1")
-    job.wait("a new epoch", lambda status: status["epoch"] == then["epoch"] + 1, seconds=3 * MINUTES)
+    job.wait("a new epoch", lambda status: status["epoch"] > then["epoch"], seconds=3 * MINUTES)
     for name, pod in before.items():
         job.wait_replaced(name, pod["metadata"]["uid"], seconds=9 * MINUTES)
     job.wait_steps(2, seconds=9 * MINUTES)
-    for line in finish(job, shared, more=200, restarts=1).lines("metrics.jsonl"):
+    for line in finish_after(50, job, shared, restarts=then["totalRestarts"] + 1).lines("metrics.jsonl"):
         rows = range(100 * (line["step"] - 1), 100 * line["step"])
         assert line["reward/mean"] == sum(row * row for row in rows) / 100
 
 
-def test_a_killed_sampler_is_replaced_alone_and_its_task_goes_to_another_one(
-    jobs: dict[str, Job], shared: Path
-) -> None:
-    job = jobs["own_program"]
-    then, before = first_steps(job), job.pods()
-    job.kill("own-program-sampler-0")
-    job.wait_replaced("own-program-sampler-0", before["own-program-sampler-0"]["metadata"]["uid"], seconds=9 * MINUTES)
+def test_a_killed_sampler_is_replaced_alone_and_its_task_goes_to_another_one(begun: Begun, shared: Path) -> None:
+    job, then, before = begun("own_program", "actor-0", "sampler-0", "sampler-1", "learner-0")
+    job.wait_replaced("own-program-sampler-0", job.kill("own-program-sampler-0"), seconds=9 * MINUTES)
     assert job.status()["epoch"] == then["epoch"]
     after = job.pods()
     changed = {name for name in after if after[name]["metadata"]["uid"] != before[name]["metadata"]["uid"]}
     assert changed == {"own-program-sampler-0"}
-    lines = finish(job, shared, more=100, restarts=0).lines("metrics.jsonl")
+    lines = finish_after(100, job, shared, restarts=then["totalRestarts"]).lines("metrics.jsonl")
     assert lines[-1]["failures_total/sampler/lost"] == 1
     assert max(line["reward/mean"] for line in lines) > lines[0]["reward/mean"] + 0.2
 
 
-def test_a_step_waits_for_the_successor_of_a_killed_reward_model(jobs: dict[str, Job], shared: Path) -> None:
-    job = jobs["reward_model"]
-    then, before = first_steps(job), job.pods()
-    job.kill("reward-model-reward-model-0")
-    job.wait_replaced(
-        "reward-model-reward-model-0", before["reward-model-reward-model-0"]["metadata"]["uid"], seconds=9 * MINUTES
-    )
+def test_a_step_waits_for_the_successor_of_a_killed_reward_model(begun: Begun, shared: Path) -> None:
+    job, then, _ = begun("reward_model", "reward-model-0")
+    job.wait_replaced("reward-model-reward-model-0", job.kill("reward-model-reward-model-0"), seconds=9 * MINUTES)
     assert job.status()["epoch"] == then["epoch"]
-    output = finish(job, shared, more=20, restarts=0)
+    output = finish_after(20, job, shared, restarts=then["totalRestarts"])
     lines = output.lines("metrics.jsonl")
     assert lines[-1]["failures_total/reward-model/lost"] == 1
     assert_trained_once(output, steps=lines[-1]["step"], groups=8)

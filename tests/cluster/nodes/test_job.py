@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.jobs_on_nodes import SPREAD, Job, condition, example, unhurried
+from tests.cluster.jobs_on_nodes import ENDED, FOREVER, SPREAD, Job, condition, example, started, unhurried
 from tests.cluster.testcluster.access import Access
 from tests.e2e.harness import Output, assert_trained_once
 
@@ -21,33 +21,35 @@ MINUTES = 60.0
 
 
 @pytest.fixture(scope="module")
-def finished(operator: Access, training: str) -> Job:
-    """The example, applied as it is but for fewer steps and a rollout on each node, and run to its end."""
+def finished(operator: Access, training: str) -> Iterator[Job]:
+    """The example, applied as it is but for a rollout on each node and its steps, and run to its end.
+
+    It gets its number of steps when its pods were looked at. Until then it goes on, as this process may be slow.
+    """
     _, manifest = example()
-    manifest["spec"]["algorithm"]["steps"] = STEPS
+    manifest["spec"]["algorithm"]["steps"] = FOREVER
     manifest["spec"]["rollout"]["topologySpreadConstraints"] = SPREAD
-    job = Job(operator, training, "arithmetic")
-    job.apply(manifest)
-    job.wait_phase("Running", seconds=20 * MINUTES)
-    job.pods_then = job.pods()
-    job.wait("the end", lambda status: status.get("phase") in ("Succeeded", "Failed"), seconds=20 * MINUTES)
-    return job
+    with started(operator, training, manifest) as job:
+        job.wait_phase("Running", seconds=20 * MINUTES)
+        job.wait("both rollouts", lambda status: columns(status).get("rollouts") == "2/2", seconds=9 * MINUTES)
+        job.pods_then = job.pods()
+        job.patch(algorithm={"steps": STEPS})
+        job.wait("the end", lambda status: status.get("phase") in ENDED, seconds=20 * MINUTES)
+        yield job
 
 
 @pytest.fixture(scope="module")
 def running(operator: Access, training: str, finished: Job) -> Iterator[Job]:
     """A job that goes on for as long as the tests of this module change it."""
-    job = Job(operator, training, "life")
-    job.apply(unhurried("life"))
-    job.wait("the second step", lambda status: status.get("step", 0) >= 2, seconds=9 * MINUTES)
-    yield job
-    job.delete()
+    with started(operator, training, unhurried("life")) as job:
+        job.wait("the second step", lambda status: status.get("step", 0) >= 2, seconds=9 * MINUTES)
+        yield job
 
 
 class TestFinished:
     def test_a_job_ends_in_succeeded_with_a_reward_that_rose(self, finished: Job) -> None:
         status = finished.status()
-        assert (status["phase"], status["step"]) == ("Succeeded", STEPS), finished.condition("Failed")
+        assert status["phase"] == "Succeeded" and status["step"] >= STEPS, finished.condition("Failed")
         # The prepared model begins at 0.3; no status tells for sure what the first step had.
         assert status["reward"] > 0.7
 
@@ -58,13 +60,14 @@ class TestFinished:
 
     def test_kubectl_get_told_the_truth_all_along(self, finished: Job) -> None:
         phases = list(dict.fromkeys(seen["phase"] for seen in finished.seen if seen.get("phase")))
-        assert phases in (["Pending", "Starting", "Running", "Succeeded"], ["Starting", "Running", "Succeeded"])
+        assert phases == [phase for phase in ("Pending", "Starting", "Running", "Succeeded") if phase in phases]
+        assert phases[-2:] == ["Running", "Succeeded"]
         steps = [seen["step"] for seen in finished.seen if "step" in seen]
         assert steps == sorted(steps)
         row = finished.row("-o", "wide")
         assert (row["PHASE"], row["STEP"], row["RESTARTS"], row["ATTEMPT"]) == (
             "Succeeded",
-            f"{STEPS}/{STEPS}",
+            f"{steps[-1]}/{STEPS}",
             "0",
             "1",
         )
@@ -88,7 +91,7 @@ class TestFinished:
         assert nodes == {"node-1", "node-2"}
 
     def test_events_tell_the_story(self, finished: Job) -> None:
-        deadline = time.monotonic() + MINUTES  # events are written behind the status
+        deadline = time.monotonic() + 3 * MINUTES  # events are written behind the status
         words = ("describe", "rljob", "arithmetic", "-n", finished.namespace)
         while "Succeeded" not in (told := finished.access.kubectl(*words).stdout.partition("Events:")[2]):
             assert time.monotonic() < deadline, told
@@ -104,7 +107,7 @@ def test_the_example_learns_with_adapters(operator: Access, training: str, finis
     manifest["spec"]["algorithm"]["steps"] = STEPS
     job = Job(operator, training, "adapters")
     job.apply(manifest)
-    status = job.wait("the end", lambda status: status.get("phase") in ("Succeeded", "Failed"), seconds=20 * MINUTES)
+    status = job.wait("the end", lambda status: status.get("phase") in ENDED, seconds=20 * MINUTES)
     assert (status["phase"], status["step"]) == ("Succeeded", STEPS), job.condition("Failed")
     assert status["reward"] > 0.7
     job.delete()
@@ -120,7 +123,9 @@ class TestLife:
     def test_its_samples_are_read_through_the_runner(self, running: Job) -> None:
         """By the commands of a person with a kubeconfig; the truth are the files in the pod."""
         words = ("exec", "life-actor-0", "-n", running.namespace, "-c", "actor", "--", "sh", "-c")
-        lines = running.access.kubectl(*words, "cat /data/checkpoints/life-*/samples/*.jsonl").stdout.splitlines()
+        lines = running.access.kubectl(
+            *words, f"cat /data/checkpoints/{running.folder}/samples/*.jsonl"
+        ).stdout.splitlines()
         sample = next(kept for line in lines if (kept := json.loads(line))["split"] == "train")
         command, env = rljob(running, "samples", "life", "--step", str(sample["step"]), "--group", sample["group"])
         printed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=3 * MINUTES, check=False)
@@ -143,21 +148,23 @@ class TestLife:
             page.wait(timeout=MINUTES)
 
     def test_scaling_up_adds_a_rollout_that_serves_the_weights_of_now(self, running: Job) -> None:
+        before = running.status()
         running.access.kubectl("scale", "rljob/life", "-n", running.namespace, "--replicas=3")
         status = running.wait(
             "three rollouts",
             lambda status: status["rollout"]["readyReplicas"] == 3 and status.get("lag") == 0,
             seconds=6 * MINUTES,
         )
-        assert status["epoch"] == 1
+        assert status["epoch"] == before["epoch"]
 
     def test_scaling_down_drains_the_highest_first_and_training_goes_on(self, running: Job) -> None:
+        before = running.status()
         running.access.kubectl("scale", "rljob/life", "-n", running.namespace, "--replicas=2")
         running.wait("two rollouts", lambda status: columns(status)["rollouts"] == "2/2", seconds=6 * MINUTES)
         words = ("-n", running.namespace, "--for=delete", "--timeout=300s")
         running.access.kubectl("wait", "pod/life-rollout-2", *words)
         assert set(running.pods("rollout")) == {"life-rollout-0", "life-rollout-1"}
-        assert running.wait_steps(2, seconds=3 * MINUTES)["restarts"] == 0
+        assert running.wait_steps(2, seconds=3 * MINUTES)["totalRestarts"] == before["totalRestarts"]
 
     def test_a_changed_number_of_steps_is_applied_without_a_restart(self, running: Job) -> None:
         uid = running.pods("actor")["life-actor-0"]["metadata"]["uid"]
@@ -184,14 +191,14 @@ class TestLife:
         status = running.wait(
             "steps again", lambda status: status["phase"] == "Running" and status["step"] > saved, seconds=9 * MINUTES
         )
-        assert (status["epoch"], status["restarts"]) == (before["epoch"] + 1, 0)
+        assert (status["epoch"], status["restarts"]) == (before["epoch"] + 1, before["restarts"])
 
     def test_through_all_of_it_each_group_was_trained_once(self, running: Job, tmp_path: Path) -> None:
         """The rollout that joined and the one that drained included, and the steps after the resume."""
         last = running.status()["step"]
         for name in ("ledger.jsonl", "metrics.jsonl"):
             words = ("exec", "life-actor-0", "-n", running.namespace, "-c", "actor", "--", "sh", "-c")
-            text = running.access.kubectl(*words, f"cat /data/checkpoints/life-*/{name}").stdout
+            text = running.access.kubectl(*words, f"cat /data/checkpoints/{running.folder}/{name}").stdout
             told = [line for line in text.splitlines() if json.loads(line)["step"] <= last]
             (tmp_path / name).write_text("".join(f"{line}\n" for line in told))
         assert_trained_once(Output(tmp_path), steps=last, groups=8)

@@ -51,9 +51,10 @@ def content(folder):
         {},
         {"model__lora": ADAPTERS},
         {"model__lora": ADAPTERS | {"layers": [1]}, "model__dtype": "bfloat16"},
+        {"model__lora": ADAPTERS, "model__dtype": "bfloat16", "actor__backend": "fsdp1"},
         CRITIC | {"model__lora": ADAPTERS},
     ],
-    ids=["all weights", "adapters", "bfloat16", "critic"],
+    ids=["all weights", "adapters", "bfloat16", "bfloat16 fsdp1", "critic"],
 )
 def test_the_model_is_that_which_the_trainer_exports_byte_for_byte(make_run, tmp_path, changes):
     out, _ = make_run(**changes)

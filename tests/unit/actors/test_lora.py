@@ -11,11 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from rl_core.actors import hf, lora
 from rl_core.actors.critic import HEAD
+from rl_core.actors.fsdp.manager import FSDPModelManager
+from rl_core.actors.fsdp.strategy import FSDP2Strategy
 from rl_core.api.errors import ConfigError, DataError
 from rl_core.api.lora import LoraSpec
 from rl_core.weights.manifest import is_adapter_name
 from tests import actor_samples
-from tests.unit.actors.actor_steps import gradients, train
+from tests.unit.actors.actor_steps import gradients, sums, train
 
 ADAPTERS = {"rank": 4, "alpha": 12.0}
 SCALE = 3.0
@@ -40,7 +42,8 @@ def fill(model):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if lora.B in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+                stored = getattr(parameter, "_local_tensor", parameter)
+                stored.copy_(torch.randn(stored.shape, generator=generator) * 0.05)
 
 
 def adapted(parameters):
@@ -57,11 +60,23 @@ def saved_merged(actor, folder):
     return folder
 
 
+def given(actor, *, needs_base):
+    """Return what the publisher gets, by name."""
+    source = actor.manager.publish_source(1 << 20, needs_base=needs_base)
+    tensors = {
+        source.entries[index].name: tensor.clone()
+        for bucket in source.buckets("cpu")
+        for index, tensor in zip(bucket.place.entries, bucket.tensors, strict=True)
+    }
+    source.finish()
+    return tensors
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "olmo2", "gemma"])
 def test_logits_and_gradients_are_those_of_peft(family, tmp_path):
     folder = actor_samples.make_model(tmp_path / family, family=family, tied=False)
     ours = hf.build_model(hf.read_config(folder), dtype=torch.float32)
-    lora.attach_adapters(ours, LoraSpec(rank=4, alpha=12.0), layers=2)
+    lora.attach_adapters(ours, LoraSpec(rank=4, alpha=12.0))
     hf.materialize(ours, CPU, {})
     hf.load_weights(ours, folder, {})
     stored = hf.named_parameters(ours)
@@ -101,6 +116,46 @@ def test_only_adapters_are_trained_and_only_they_have_moments(make_actor, record
     changed = {name for name in after if not torch.equal(after[name], before[name])}
     assert changed == {name for name in after if is_adapter_name(name)}
     assert len(actor.manager.optimizer.state) == len(changed) == 28
+
+
+FROZEN = {
+    "norms of heads": {"family": "qwen3"},
+    "norms after layers": {"family": "olmo2"},
+    "float32 head": {"model__float32Head": True, "actor__gradientCheckpointing": True},
+    "critic": {"algorithm__name": "gae", "algorithm__critic": {"separate": True}, "actor__criticWarmupSteps": 1},
+}
+
+
+@pytest.mark.parametrize("changes", FROZEN.values(), ids=FROZEN)
+def test_frozen_weights_in_half_precision_train_the_bits_of_frozen_weights_in_float32(
+    make_lora, records, tmp_path, monkeypatch, changes
+):
+    changes = changes | {"model__dtype": "bfloat16"}
+    if family := changes.pop("family", None):
+        changes["model__path"] = str(actor_samples.make_model(tmp_path / family, family=family))
+    half = make_lora(**changes)
+    monkeypatch.setattr(FSDP2Strategy, "allows_several_types", False)
+    monkeypatch.setattr(FSDPModelManager, "_round_frozen", lambda *_: None)
+    whole = make_lora(**changes)
+    types = {name: one.dtype for name, one in hf.named_parameters(half.manager.model).items()}
+    trained = {name for name in types if is_adapter_name(name) or HEAD in name}
+    assert {types[name] for name in trained} == {torch.float32}
+    assert {types[name] for name in types.keys() - trained} == {torch.bfloat16}
+    for step in (1, 2, 3):
+        one, two = (sums(train(actor, records, step)) for actor in (half, whole))
+        assert one == two and one["actor/grad_norm"] > 0
+    ours, theirs = (hf.named_parameters(actor.manager.model) for actor in (half, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in trained)
+
+
+def test_a_float32_folder_is_published_and_exported_alike_by_both_kinds_in_half_precision(make_lora, tmp_path):
+    exported, offered = [], []
+    for backend in ("fsdp1", "fsdp2"):
+        actor = make_lora(model__dtype="bfloat16", actor__backend=backend)
+        exported.append(load_file(saved_merged(actor, tmp_path / backend) / "model.safetensors"))
+        offered.append(given(actor, needs_base=True))
+    for one, two in (exported, offered):
+        assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_the_gradient_of_a_step_is_that_of_the_merged_weights_through_the_product(
@@ -268,7 +323,7 @@ def test_dropout_of_adapters_is_applied_in_training_and_needs_the_trainers_switc
 def test_a_float32_layer_keeps_its_input_and_its_weights_alone_for_the_backward_pass(trains_a):
     layer = torch.nn.Sequential()
     layer.add_module("layers", torch.nn.ModuleList([torch.nn.ModuleDict({"q_proj": torch.nn.Linear(6, 8)})]))
-    lora.attach_adapters(layer, LoraSpec(rank=2, targets=["q_proj"]), layers=1)
+    lora.attach_adapters(layer, LoraSpec(rank=2, targets=["q_proj"]))
     adapted_layer = layer.layers[0]["q_proj"]
     for parameter in (adapted_layer.weight, adapted_layer.bias):
         parameter.requires_grad_(False)
@@ -287,18 +342,7 @@ def test_a_float32_layer_keeps_its_input_and_its_weights_alone_for_the_backward_
 
 def test_the_publisher_gets_base_and_adapters_first_and_adapters_only_afterwards(make_lora, model_folder):
     actor = make_lora()
-    given = []
-    for needs_base in (True, False):
-        source = actor.manager.publish_source(1 << 20, needs_base=needs_base)
-        given.append(
-            {
-                source.entries[index].name: tensor.clone()
-                for bucket in source.buckets("cpu")
-                for index, tensor in zip(bucket.place.entries, bucket.tensors, strict=True)
-            }
-        )
-        source.finish()
-    whole, adapters = given
+    whole, adapters = (given(actor, needs_base=needs_base) for needs_base in (True, False))
     base = load_file(model_folder / "model.safetensors")
     assert set(whole) == set(base) | set(adapters) and len(adapters) == 28
     assert all(torch.equal(whole[name], tensor) for name, tensor in {**base, **adapters}.items())

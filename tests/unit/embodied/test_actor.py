@@ -9,12 +9,13 @@ import torch
 
 from rl_core.actors.embodied import EmbodiedFSDPActor
 from rl_core.api.errors import ConfigError, DataError, DeadlineExceeded
+from rl_core.batching.trajectories import PER_DECISION, PER_OBSERVATION, TIME_FIRST, merge_trajectories
 from rl_core.channel import Channel
-from rl_core.messages.embodied import CollectionRound
+from rl_core.messages.embodied import CollectionRequest
 from rl_core.workers.context import WorkerContext, stand_alone_identity
 from tests.trajectory_samples import SIMULATORS, STEPS, make_embodied_spec, make_policy, make_trajectory
 
-ROUND = CollectionRound(number=7, step=1, envs=(0,), rollouts=(0, 1))
+ROUND = CollectionRequest(number=7, step=1, envs=(0,), rollouts=(0, 1))
 
 
 def make(spec):
@@ -34,12 +35,12 @@ def actor(spec):
     made.close()
 
 
-def received(actor, trajectories, seconds=5.0):
+def received(actor, trajectories, seconds=5.0, request=ROUND):
     async def main():
         channel = Channel.create("trajectories", local=True)
         for one in trajectories:
-            await channel.put_async(one, key=ROUND.trajectory_key(0))
-        await actor.recv_rollout_trajectories(channel, ROUND, seconds)
+            await channel.put_async(one, key=request.trajectory_key(0))
+        await actor.recv_rollout_trajectories(channel, request, seconds)
 
     asyncio.run(main())
 
@@ -75,11 +76,54 @@ def test_senders_that_are_late_are_named(actor):
         received(actor, parts()[:1], seconds=0.2)
 
 
-def test_trajectories_of_other_lengths_are_refused(actor):
+def test_senders_are_missing_only_if_they_have_a_part_for_this_rank(actor):
+    """Of the parts of three senders for two data ranks, rank 0 has both of sender 0 and one of sender 1."""
+    request = replace(ROUND, rollouts=(0, 1, 2), actors=2)
+    for sent, missing in (([], "0, 1"), ([(0, 1)], "0, 1"), ([(0, 0), (0, 1)], "1"), ([(0, 0), (1, 0)], "0")):
+        every = [replace(make_trajectory([0], 1), sender=sender, part=part) for sender, part in sent]
+        with pytest.raises(DeadlineExceeded, match=rf"3 trajectories .* got {len(sent)}; senders \[{missing}\]"):
+            received(actor, every, seconds=0.05, request=request)
+
+
+@pytest.mark.parametrize("field", [*TIME_FIRST, "versions", "env_ids", "forward_inputs.states"])
+def test_trajectories_of_other_shapes_are_refused_with_field_and_sender(field):
     first, second = parts()
-    shorter = replace(second, rewards=second.rewards[:-1])
-    with pytest.raises(DataError, match=f"must have {STEPS} decisions .* got {STEPS - 1} .* from sender 1"):
-        received(actor, [first, shorter])
+    name, _, inner = field.partition(".")
+    held = getattr(second, name)
+    tensor = held[inner] if inner else held
+    named = "rewards" if field == "env_ids" else field  # the other tensors do not have its number of simulators then
+    for dim in range(tensor.dim()):
+        longer = torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim=dim)
+        wrong = replace(second, **{name: held | {inner: longer} if inner else longer})
+        with pytest.raises(DataError, match=f"^{named} of the trajectory of sender 1 must have the shape .*, got "):
+            merge_trajectories([wrong, first])
+
+
+def test_other_inputs_of_the_policy_are_refused_with_their_sender():
+    first, second = parts()
+    with pytest.raises(DataError, match="forward_inputs of the trajectory of sender 1 must be .*, got .*'pixels'"):
+        merge_trajectories([first, replace(second, forward_inputs={"pixels": second.actions})])
+
+
+def test_trajectories_of_another_length_than_a_step_are_refused(actor):
+    whole = make_trajectory([0, 1, 2, 3], 1)
+    fewer = {name: getattr(whole, name)[:-1] for name in PER_OBSERVATION}
+    with pytest.raises(
+        DataError, match=f"dones .* must have {STEPS + 1} rows for {STEPS} .* got {STEPS}; correct sender 0"
+    ):
+        actor.load_trajectories([replace(whole, **fewer)])
+        actor.compute_advantages_and_returns()
+    fewer |= {name: getattr(whole, name)[:-1] for name in (*PER_DECISION, "versions")}
+    inputs = {name: tensor[:-1] for name, tensor in whole.forward_inputs.items()}
+    with pytest.raises(DataError, match=f"must have the {STEPS} decisions .* got {STEPS - 1}"):
+        actor.load_trajectories([replace(whole, **fewer, forward_inputs=inputs)])
+
+
+def test_trajectories_that_one_sender_sends_twice_are_refused(actor):
+    first, second = parts()
+    for again in (first, replace(second, sender=0)):
+        with pytest.raises(DataError, match=r"got \(0, 0, 0\) twice; sender 0 must send each part once"):
+            received(actor, [first, again])
 
 
 def test_a_step_without_trajectories_is_refused(actor):

@@ -18,7 +18,7 @@ from rl_core.channel import Channel
 from rl_core.channel.direct import from_arrays, to_arrays
 from rl_core.envs.embodied import train_seed
 from rl_core.envs.worker import EnvWorker
-from rl_core.messages.embodied import CollectionRound
+from rl_core.messages.embodied import CollectionRequest
 from rl_core.rollouts.hf import MultiStepRolloutWorker
 from rl_core.transports.direct import Connection
 from rl_core.weights.receiver_state import ReceiverState
@@ -100,7 +100,7 @@ class World:
         observations, actions, trajectories = self.channels
         addresses = [await env.direct_address() for env in self.envs]
         pairs = [(env, rollout) for env in range(len(self.envs)) for rollout in range(len(self.rollouts))]
-        round = CollectionRound(
+        request = CollectionRequest(
             number=step,
             step=step,
             envs=tuple(range(len(self.envs))),
@@ -109,14 +109,14 @@ class World:
             direct=tuple((*pair, addresses[pair[0]]) for pair in pairs[len(pairs) > 1 :] if direct),
         )
         if lose is not None:
-            self.envs[lose[0]] = Ending(self.envs[lose[0]], self, round, *lose)
+            self.envs[lose[0]] = Ending(self.envs[lose[0]], self, request, *lose)
         stats = await asyncio.gather(
-            *(env.interact(actions, observations, round) for env in self.envs),
-            *(rollout.generate(observations, actions, trajectories, round) for rollout in self.rollouts),
+            *(env.interact(actions, observations, request) for env in self.envs),
+            *(rollout.generate(observations, actions, trajectories, request) for rollout in self.rollouts),
         )
         each = math.lcm(self.senders, actors) // actors
         received = [
-            [await trajectories.get_async(key=round.trajectory_key(rank), timeout=5) for _ in range(each)]
+            [await trajectories.get_async(key=request.trajectory_key(rank), timeout=5) for _ in range(each)]
             for rank in range(actors)
         ]
         return received, stats[: len(self.envs)]
@@ -125,11 +125,11 @@ class World:
 class Ending:
     """An env worker that ends in the middle of a collection; the runner tells the rollouts."""
 
-    def __init__(self, env, world, round, place, decisions, hangs=False):
-        self.env, self.world, self.round, self.place, self.decisions = env, world, round, place, decisions
-        self.hangs, self.tells = hangs, not round.direct or hangs
+    def __init__(self, env, world, request, place, decisions, hangs=False):
+        self.env, self.world, self.request, self.place, self.decisions = env, world, request, place, decisions
+        self.hangs, self.tells = hangs, not request.direct or hangs
 
-    async def interact(self, actions, observations, round):
+    async def interact(self, actions, observations, request):
         made, step = 0, self.env.env_interact_step
         ended, release = asyncio.Event(), threading.Event()
         loop = asyncio.get_running_loop()
@@ -145,7 +145,7 @@ class Ending:
             return step(chosen, stage)
 
         self.env.env_interact_step = counted
-        work = asyncio.ensure_future(self.env.interact(actions, observations, round))
+        work = asyncio.ensure_future(self.env.interact(actions, observations, request))
         await ended.wait()
         if not self.hangs:
             await asyncio.wait({work})
@@ -153,7 +153,7 @@ class Ending:
         for rollout in range(len(self.world.rollouts)):
             for stage in range(self.env.options.stages):
                 if self.tells:
-                    await observations.put_async(EnvOutput(obs=None), key=round.key(stage, self.place, rollout))
+                    await observations.put_async(EnvOutput(obs=None), key=request.key(stage, self.place, rollout))
         self.release = release
 
 
@@ -241,11 +241,11 @@ def test_a_collection_that_was_given_up_is_repeated_exactly(batching):
         return [getattr(merged, name)[:, order] for name in ("actions", "rewards", "dones", "sub_steps")]
 
     async def given_up(world):
-        begun = [asyncio.ensure_future(env.interact(*world.channels[1::-1], first_round)) for env in world.envs]
-        await world.channels[0].get_async(key=first_round.key(0, 0, 0), timeout=5)
+        begun = [asyncio.ensure_future(env.interact(*world.channels[1::-1], first_request)) for env in world.envs]
+        await world.channels[0].get_async(key=first_request.key(0, 0, 0), timeout=5)
         return begun
 
-    first_round = CollectionRound(number=99, step=2, envs=(0, 1), rollouts=(0, 1))
+    first_request = CollectionRequest(number=99, step=2, envs=(0, 1), rollouts=(0, 1))
 
     async def main():
         calm, disturbed = (World(2, 2, 1, autoReset=False, batching=batching) for _ in range(2))
@@ -302,10 +302,10 @@ def test_an_env_worker_that_is_lost_before_its_first_observations_ends_the_colle
 
     async def main():
         observations, actions, trajectories = world.channels
-        round = CollectionRound(number=1, step=1, envs=(0,), rollouts=(0,))
-        await observations.put_async(EnvOutput(obs=None), key=round.key(0, 0, 0))
+        request = CollectionRequest(number=1, step=1, envs=(0,), rollouts=(0,))
+        await observations.put_async(EnvOutput(obs=None), key=request.key(0, 0, 0))
         with pytest.raises(InfrastructureError, match="lost before its first observations"):
-            await world.rollouts[0].generate(observations, actions, trajectories, round)
+            await world.rollouts[0].generate(observations, actions, trajectories, request)
 
     asyncio.run(main())
 
@@ -332,19 +332,19 @@ def test_a_collection_that_is_requested_early_begins_with_the_weights_it_asks_fo
 
     async def main():
         observations, actions, trajectories = world.channels
-        round = CollectionRound(number=1, step=1, envs=(0,), rollouts=(0,), version=6)
+        request = CollectionRequest(number=1, step=1, envs=(0,), rollouts=(0,), version=6)
         working = asyncio.gather(
-            rollout.generate(observations, actions, trajectories, round),
-            world.envs[0].interact(actions, observations, round),
+            rollout.generate(observations, actions, trajectories, request),
+            world.envs[0].interact(actions, observations, request),
         )
         for state, version in ((ReceiverState.READY, 4), (ReceiverState.SERVING, 5), (ReceiverState.APPLIED, 6)):
             await asyncio.sleep(0.01)
             serve(rollout, version, state)
         with pytest.raises(DeadlineExceeded):
-            await trajectories.get_async(key=round.trajectory_key(0), timeout=0.05)
+            await trajectories.get_async(key=request.trajectory_key(0), timeout=0.05)
         serve(rollout, 6)
         await working
-        made = await trajectories.get_async(key=round.trajectory_key(0), timeout=5)
+        made = await trajectories.get_async(key=request.trajectory_key(0), timeout=5)
         assert set(made.versions.tolist()) == {6}
 
     asyncio.run(main())
@@ -359,12 +359,12 @@ def test_a_collection_that_waits_for_weights_never_begins_once_it_is_given_up(en
 
     async def main():
         observations, actions, trajectories = world.channels
-        waits = CollectionRound(number=1, step=1, envs=(0,), rollouts=(0,), version=5)
+        waits = CollectionRequest(number=1, step=1, envs=(0,), rollouts=(0,), version=5)
         waiting = asyncio.ensure_future(rollout.generate(observations, actions, trajectories, waits))
         await asyncio.sleep(0.01)
         others = []
         if end == "another collection":
-            now = CollectionRound(number=2, step=1, envs=(0,), rollouts=(0,))
+            now = CollectionRequest(number=2, step=1, envs=(0,), rollouts=(0,))
             others = [
                 rollout.generate(observations, actions, trajectories, now),
                 world.envs[0].interact(actions, observations, now),
@@ -389,7 +389,7 @@ def test_a_rollout_that_is_gone_ends_the_collection_of_its_env_worker(mode):
     async def main():
         observations, actions, _ = world.channels
         address = await world.envs[0].direct_address()
-        round = CollectionRound(
+        request = CollectionRequest(
             number=1,
             step=1,
             envs=(0,),
@@ -398,11 +398,11 @@ def test_a_rollout_that_is_gone_ends_the_collection_of_its_env_worker(mode):
             episodes=2 * (mode == "eval"),
             direct=((0, 0, address),),
         )
-        working = asyncio.ensure_future(world.envs[0].interact(actions, observations, round))
+        working = asyncio.ensure_future(world.envs[0].interact(actions, observations, request))
         rollout = Connection.connect(address)
-        rollout.send(round.opening_key(0), {})
+        rollout.send(request.opening_key(0), {})
         [(key, arrays)] = await asyncio.to_thread(rollout.receive, wait=True)
-        assert key == round.key(0, 0, 0) and len(arrays["obs.states"])
+        assert key == request.key(0, 0, 0) and len(arrays["obs.states"])
         rollout.close()
         with pytest.raises(InfrastructureError, match="gone"):
             await asyncio.wait_for(working, 20)

@@ -7,7 +7,7 @@ import torch
 
 from rl_core.api.errors import ConfigError
 from rl_core.channel import Channel
-from rl_core.messages.embodied import CollectionRound
+from rl_core.messages.embodied import CollectionRequest
 from rl_core.rollouts.pausing_target import pausing
 from tests.unit.embodied.test_collection import CHUNK, HORIZON, PER_WORKER, Sine, World, value
 
@@ -63,10 +63,10 @@ def test_an_episode_without_an_end_bounds_neither_a_collection_nor_an_evaluation
         received, _ = await world.collect(1, 1)
         trajectory = received[0][0]
         assert not trajectory.dones.any() and (trajectory.sub_steps == CHUNK).all()
-        round = CollectionRound(number=2, step=2, envs=(0,), rollouts=(0,), mode="eval", episodes=PER_WORKER)
+        request = CollectionRequest(number=2, step=2, envs=(0,), rollouts=(0,), mode="eval", episodes=PER_WORKER)
         stats, _ = await asyncio.gather(
-            world.envs[0].evaluate(actions, observations, round),
-            world.rollouts[0].evaluate(observations, actions, round),
+            world.envs[0].evaluate(actions, observations, request),
+            world.rollouts[0].evaluate(observations, actions, request),
         )
         assert [episode["length"] for episode in stats.episodes] == [10] * PER_WORKER
 
@@ -86,10 +86,10 @@ def test_a_policy_without_values_is_refused_where_the_algorithm_needs_them():
     observations, actions, trajectories = world.channels
 
     async def main():
-        round = CollectionRound(number=1, step=1, envs=(0,), rollouts=(0,))
-        working = asyncio.ensure_future(world.envs[0].interact(actions, observations, round))
+        request = CollectionRequest(number=1, step=1, envs=(0,), rollouts=(0,))
+        working = asyncio.ensure_future(world.envs[0].interact(actions, observations, request))
         with pytest.raises(ConfigError, match="prev_values with algorithm.name gae.*value head"):
-            await world.rollouts[0].generate(observations, actions, trajectories, round)
+            await world.rollouts[0].generate(observations, actions, trajectories, request)
         working.cancel()
         await asyncio.wait({working})
 
@@ -141,10 +141,12 @@ def test_an_evaluation_that_samples_gives_the_same_episodes_whatever_was_drawn_b
         returns = []
         for number in (1, 2):
             torch.manual_seed(number)
-            round = CollectionRound(number=number, step=4, envs=(0,), rollouts=(0,), mode="eval", episodes=PER_WORKER)
+            request = CollectionRequest(
+                number=number, step=4, envs=(0,), rollouts=(0,), mode="eval", episodes=PER_WORKER
+            )
             stats, _ = await asyncio.gather(
-                world.envs[0].evaluate(actions, observations, round),
-                world.rollouts[0].evaluate(observations, actions, round),
+                world.envs[0].evaluate(actions, observations, request),
+                world.rollouts[0].evaluate(observations, actions, request),
             )
             returns.append([episode["return"] for episode in stats.episodes])
         assert returns[0] == returns[1]
@@ -163,10 +165,10 @@ def test_a_message_may_take_as_long_as_the_collection(monkeypatch):
 
     async def main():
         observations, actions, trajectories = world.channels
-        round = CollectionRound(number=1, step=1, envs=(0,), rollouts=(0,))
+        request = CollectionRequest(number=1, step=1, envs=(0,), rollouts=(0,))
         await asyncio.gather(
-            world.envs[0].interact(actions, observations, round),
-            world.rollouts[0].generate(observations, actions, trajectories, round),
+            world.envs[0].interact(actions, observations, request),
+            world.rollouts[0].generate(observations, actions, trajectories, request),
         )
 
     monkeypatch.setattr(Channel, "get_async", watched)

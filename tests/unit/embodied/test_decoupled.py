@@ -14,7 +14,7 @@ from rl_core.api.errors import ConfigError, DataError
 from rl_core.api.records import ChunkStepResult, EnvOutput
 from rl_core.channel import Channel
 from rl_core.channel.direct import DirectChannel
-from rl_core.messages.embodied import CollectionRound
+from rl_core.messages.embodied import CollectionRequest
 from rl_core.rollouts.decoupled import BATCH_SECONDS, DecoupledDecisions, Lane, split_step
 from rl_core.rollouts.recorder import TrajectoryRecorder
 from rl_core.rollouts.served_envs import ServedEnvs
@@ -61,9 +61,9 @@ class Decisions:
     def __init__(self, lanes, min_batch_size, clock):
         self.channel, self.actions = (Channel.create(name, local=True) for name in ("observations", "actions"))
         self.batches, self.decided = [], asyncio.Event()
-        round = CollectionRound(number=1, step=1, envs=tuple(range(lanes)), rollouts=(0,))
+        request = CollectionRequest(number=1, step=1, envs=tuple(range(lanes)), rollouts=(0,))
         options = EmbodiedOptions(id="x", num_envs=SIZE)
-        self.envs = ServedEnvs(round, index=0, options=options, group=1, waiting=lambda *_: contextlib.nullcontext())
+        self.envs = ServedEnvs(request, index=0, options=options, group=1, waiting=lambda *_: contextlib.nullcontext())
         self.collection = DecoupledDecisions(
             envs=self.envs,
             lanes=[

@@ -16,14 +16,14 @@ from rl_core.runner.embodied import AsyncEmbodiedRunner, EmbodiedRunner
 METHODS = {
     EnvWorker: (
         "__init__(cfg) init_worker() *interact(input_channel,output_channel) env_interact_step(chunk_actions,stage) "
-        "bootstrap_step(stage) prefetch_train_bootstrap() *evaluate(input_channel,output_channel,round) update_reset_state_ids() close()"
+        "bootstrap_step(stage) prefetch_train_bootstrap() *evaluate(input_channel,output_channel,request) update_reset_state_ids() close()"
     ),
     GymnasiumVectorEnv: "__init__(id,num_envs,auto_reset=,vectorization=) reset(seed) reset() step(actions) chunk_step(actions)",
     MultiStepRolloutWorker: (
         "__init__(cfg) init_worker() predict(env_obs) predict(env_obs,mode) get_dones_and_rewards(env_output) "
         "*recv_env_output(input_channel) *recv_env_output(input_channel,mode) send_chunk_actions(output_channel,chunk_actions) "
         "send_chunk_actions(output_channel,chunk_actions,mode) *generate(input_channel,output_channel,actor_channel) "
-        "*evaluate(input_channel,output_channel,round) sync_model_from_actor() offload_model() reload_model() set_global_step(global_step)"
+        "*evaluate(input_channel,output_channel,request) sync_model_from_actor() offload_model() reload_model() set_global_step(global_step)"
     ),
     EmbodiedFSDPActor: (
         "__init__(cfg) init_worker() model_provider_func() sync_model_to_rollout() *recv_rollout_trajectories(input_channel) "

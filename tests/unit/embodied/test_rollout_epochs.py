@@ -195,7 +195,7 @@ def test_each_simulator_of_an_epoch_has_a_number_of_its_own_and_groups_stay_toge
 
 
 def test_a_trajectory_of_another_number_of_epochs_is_refused():
-    with pytest.raises(DataError, match="of 2 rollout epochs .* got 7 and 6"):
+    with pytest.raises(DataError, match="dones .* of 2 rollout epochs must have 8 rows .* got 7; correct sender 0"):
         fold_epochs(make_trajectory([0, 1], 1), 2)
 
 

@@ -139,6 +139,10 @@ def test_outputs_of_several_env_workers_are_merged_in_order_and_cut_again():
     assert merged.obs["states"][:, 0].tolist() == [2, 2, 3, 3, 3]
     assert merged.final_obs["states"][:, 0].tolist() == [2, 2, 9, 9, 9]
     assert merged.rewards is None
+    for shard in shards:
+        shard.rewards = np.ones((len(shard.dones), 4))
+    shards[1].sub_steps = np.array([0, 1, 2])
+    assert merge_env_outputs(shards, [2, 3]).sub_steps.tolist() == [4, 4, 0, 1, 2]
     trajectory, _, _ = recorded(np.random.default_rng(0), 4, 5, 1)
     parts = cut_trajectory(trajectory, 2)
     assert torch.equal(torch.cat([part.rewards for part in parts], dim=1), trajectory.rewards)

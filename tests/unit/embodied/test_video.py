@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rl_core.api.errors import ConfigError
 from rl_core.envs.worker import EnvWorker
-from rl_core.messages.embodied import CollectionRound
+from rl_core.messages.embodied import CollectionRequest
 from rl_core.observability.trackers import TensorBoardTracker, Trackers
 from tests.unit.embodied.test_collection import World, job, workers
 
@@ -20,10 +20,10 @@ from tests.unit.embodied.test_collection import World, job, workers
 async def evaluated(world, episodes):
     observations, actions, _ = world.channels
     ranks = {"envs": tuple(range(len(world.envs))), "rollouts": tuple(range(len(world.rollouts)))}
-    round = CollectionRound(number=1, step=1, mode="eval", episodes=episodes, **ranks)
+    request = CollectionRequest(number=1, step=1, mode="eval", episodes=episodes, **ranks)
     answers = await asyncio.gather(
-        *(env.interact(actions, observations, round) for env in world.envs),
-        *(rollout.evaluate(observations, actions, round) for rollout in world.rollouts),
+        *(env.interact(actions, observations, request) for env in world.envs),
+        *(rollout.evaluate(observations, actions, request) for rollout in world.rollouts),
     )
     return answers[: len(world.envs)]
 

@@ -59,9 +59,9 @@ def test_those_of_one_host_exchange_directly_and_others_by_the_channel():
         *(member(f"env:{rank}", host) for rank, host in ((0, "a"), (2, "b"), (3, "c"))),
         *(member(f"rollout:{rank}", host) for rank, host in ((1, "b"), (4, "a"), (5, "b"))),
     )
-    round = collection(cluster)._round(1)
-    assert round.envs == (0, 2, 3) and round.rollouts == (1, 4, 5)
-    assert {(env, at): round.address(env, at) for env in range(3) for at in range(3)} == {
+    request = collection(cluster)._request(1)
+    assert request.envs == (0, 2, 3) and request.rollouts == (1, 4, 5)
+    assert {(env, at): request.address(env, at) for env in range(3) for at in range(3)} == {
         **{(env, at): None for env in range(3) for at in range(3)},
         (0, 1): "env:0 answer 1",
         (1, 0): "env:2 answer 2",
@@ -72,20 +72,24 @@ def test_those_of_one_host_exchange_directly_and_others_by_the_channel():
 
 def test_an_env_worker_is_asked_once_and_again_when_another_process_takes_its_place():
     cluster = Members(member("env:0", "a"), member("env:1", "a"), member("rollout:0", "a"))
-    rounds = collection(cluster)
-    assert rounds._round(1).direct == rounds._round(2).direct == ((0, 0, "env:0 answer 1"), (1, 0, "env:1 answer 2"))
+    collections = collection(cluster)
+    assert (
+        collections._request(1).direct
+        == collections._request(2).direct
+        == ((0, 0, "env:0 answer 1"), (1, 0, "env:1 answer 2"))
+    )
     cluster.present[1] = member("env:1", "a", incarnation=2)
-    assert rounds._round(3).direct == ((0, 0, "env:0 answer 1"), (1, 0, "env:1 answer 3"))
+    assert collections._request(3).direct == ((0, 0, "env:0 answer 1"), (1, 0, "env:1 answer 3"))
 
 
 def test_an_env_worker_that_is_lost_before_it_tells_its_address_is_a_failure_of_the_infrastructure():
     cluster = Members(member("env:0", "a"), member("rollout:0", "a"))
-    rounds, cluster.error = collection(cluster), InfrastructureError("lost")
+    collections, cluster.error = collection(cluster), InfrastructureError("lost")
     with pytest.raises(InfrastructureError, match="lost"):
-        rounds._round(1)
-    assert rounds.begin(2, version=3) is None
+        collections._request(1)
+    assert collections.begin(2, version=3) is None
     cluster.error = None
-    assert rounds._round(3).direct == ((0, 0, "env:0 answer 3"),)
+    assert collections._request(3).direct == ((0, 0, "env:0 answer 3"),)
 
 
 class Starting(Members):
@@ -100,26 +104,26 @@ class Starting(Members):
 
 def test_a_collection_that_begins_early_is_given_up_without_its_env_worker_or_its_weights():
     cluster = Starting(member("env:0", "a"), member("rollout:0", "a"), member("rollout:1", "a"))
-    rounds = collection(cluster)
+    collections = collection(cluster)
     served = {"rollout:0": 3, "rollout:1": 3}
-    rounds._versions.version_of = lambda key: served[key[0]]
-    pending = rounds.begin(9, version=4)
-    round = pending.round
-    assert pending.version == 4 and (round.step, round.version, round.rollouts) == (9, 4, (0, 1))
+    collections._versions.version_of = lambda key: served[key[0]]
+    pending = collections.begin(9, version=4)
+    request = pending.request
+    assert pending.version == 4 and (request.step, request.version, request.rollouts) == (9, 4, (0, 1))
     # The calls may last as long as a training, a weight sync and a collection together.
     assert cluster.asked[1:] == [
         ("env:0", "interact", 180),
         ("rollout:0", "generate", 180),
         ("rollout:1", "generate", 180),
     ]
-    rounds._versions.committed = 4
-    assert not rounds.is_intact(pending)
+    collections._versions.committed = 4
+    assert not collections.is_intact(pending)
     served |= {"rollout:0": 4}
-    assert not rounds.is_intact(pending)  # the other one has not loaded the version
+    assert not collections.is_intact(pending)  # the other one has not loaded the version
     served |= {"rollout:1": 4}
-    assert rounds.is_intact(pending)
+    assert collections.is_intact(pending)
     pending.envs[0].give_up()
-    assert not rounds.is_intact(pending)
+    assert not collections.is_intact(pending)
 
 
 @pytest.mark.parametrize(
@@ -131,23 +135,23 @@ def test_a_collection_that_begins_early_is_given_up_without_its_env_worker_or_it
 )
 def test_a_collection_is_run_again_if_all_that_failed_are_losses(errors, expected):
     cluster = Starting(member("env:0", "a"), member("rollout:0", "a"), member("rollout:1", "a"))
-    rounds = collection(cluster)
-    pending = rounds.begin(9, version=3)
+    collections = collection(cluster)
+    pending = collections.begin(9, version=3)
     pending.envs[0].give_up()
     for call, error in zip(list(pending.workers._calls.values())[1:], errors, strict=True):
         call.future.set_exception(error)
     with pytest.raises(expected) as raised:
-        rounds._answers(pending)
+        collections._answers(pending)
     assert type(raised.value) is expected
 
 
 def test_a_collection_is_run_again_if_the_trajectories_reach_no_data_rank_in_time():
-    rounds = collection(Members())
+    collections = collection(Members())
     calls = [SimpleNamespace(future=Future(), cancel=lambda: None, describe=lambda: "actor") for _ in range(2)]
     for call in calls:
         call.future.set_exception(DeadlineExceeded("2 trajectories must come within 60 s, got 0"))
     with pytest.raises(InfrastructureError, match="got 0"):
-        rounds._wait(WorkerGroupFuncResult("actor", "recv_rollout_trajectories", dict(enumerate(calls))), 1.0)
+        collections._wait(WorkerGroupFuncResult("actor", "recv_rollout_trajectories", dict(enumerate(calls))), 1.0)
 
 
 @pytest.mark.parametrize(("present", "taking_part"), [(3, 3), (2, 3), (1, 2)])
@@ -157,5 +161,5 @@ def test_more_rollouts_than_groups_of_simulators_take_no_part_while_env_workers_
     members = [member(f"env:{rank}", "") for rank in range(present)] + [
         member(f"rollout:{rank}", "") for rank in range(3)
     ]
-    round = collection(Members(*members), **grpo)._round(1)
-    assert round.rollouts == tuple(range(taking_part))
+    request = collection(Members(*members), **grpo)._request(1)
+    assert request.rollouts == tuple(range(taking_part))

@@ -212,3 +212,20 @@ def test_a_stream_with_keys_is_encrypted_and_needs_the_right_role(tmp_path):
                 list(BulkReceiver(sender.offer([b"abc"]), keys, timeout=0.2))
     finally:
         sender.close()
+
+
+class NoConnection:
+    """Stands for keys that the sender refused before the first message: the socket has no connection to send on."""
+
+    def connect(self, socket, role):
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+
+
+def test_a_receiver_that_is_refused_before_its_first_message_does_not_wait_for_ever():
+    ticket = BulkTicket(address="tcp://127.0.0.1:1", ticket=b"t", key=bytes(32))
+    with pytest.raises(DeadlineExceeded, match="sent nothing"):
+        list(BulkReceiver(ticket, NoConnection(), timeout=0.1))
+    wake = os.eventfd(1, os.EFD_NONBLOCK)
+    with pytest.raises(InfrastructureError, match="given up after 0 chunks"):
+        list(BulkReceiver(ticket, NoConnection(), timeout=20, wake=wake))
+    os.close(wake)
