@@ -79,7 +79,8 @@ class EmbodiedOptions(Spec):
     log_prob_level: Literal["chunk", "action", "token"] = "chunk"
     """What the policy ratio is computed for: the whole chunk, each action, or each token or dimension of an action."""
     reward_filter: tuple[float, float] | None = None
-    """Groups whose mean episode return, in scaled rewards, is outside [low, high] are not trained on; null: all groups are trained on."""
+    """Groups whose mean episode return, in scaled rewards, is outside [low, high] are not trained on; null: all groups are trained on.
+    Not with auto-reset."""
     eval_episodes: int = Field(16, ge=1, lt=2**20)
     """Episodes of an evaluation, over all env pods."""
     eval_horizon: int = Field(1000, ge=1, lt=2**31)
@@ -120,10 +121,10 @@ def embodied_options(spec: "RLJobSpec") -> EmbodiedOptions:
         raise ConfigError(
             f"actor.backend must be {' or '.join(POLICY_BACKENDS)} with program {spec.program}, got {spec.actor.backend}; choose one"
         )
-    given = spec.env.options
+    given, bounds = spec.env.options, spec.env.options.get("rewardFilter")
     try:
         options = EmbodiedOptions.model_validate(
-            {**given, "rewardFilter": tuple(given["rewardFilter"])} if given.get("rewardFilter") else given
+            {**given, "rewardFilter": tuple(bounds)} if isinstance(bounds, list) else given
         )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -131,6 +132,7 @@ def embodied_options(spec: "RLJobSpec") -> EmbodiedOptions:
         raise ConfigError(
             f"env.options.{where}: {first['msg'].removeprefix('Value error, ')}, got {first['input']!r}; correct it"
         ) from error
+    check_reward_filter(options)
     check_sizes(spec, options)
     return options
 
@@ -162,6 +164,22 @@ def fields_of_text(spec: "RLJobSpec") -> list[str]:
         if getattr(holder, names[-1]) != default:
             found.append(".".join(map(to_camel, names)))
     return found
+
+
+def check_reward_filter(options: EmbodiedOptions) -> None:
+    """Raise ConfigError for bounds that no episode can meet, and for a filter of rewards that contain values of the policy."""
+    if options.reward_filter is None:
+        return
+    low, high = options.reward_filter
+    if low > high:
+        raise ConfigError(
+            f"env.options.rewardFilter must be [low, high] with low <= high, got [{low:g}, {high:g}]; exchange them"
+        )
+    if options.auto_reset:
+        raise ConfigError(
+            "env.options.autoReset must be false with env.options.rewardFilter, because with auto-reset the rewards of an episode contain the "
+            f"values of its final observation, got true and [{low:g}, {high:g}]; set autoReset to false or remove rewardFilter"
+        )
 
 
 def check_sizes(spec: "RLJobSpec", options: EmbodiedOptions) -> None:

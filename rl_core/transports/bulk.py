@@ -110,7 +110,7 @@ class _Stream:
         return message
 
     def end_message(self) -> list[Any]:
-        """Return the message after the last chunk; its tag tells how many there were."""
+        """Return the message after the last chunk. Its authentication code covers the number of chunks."""
         return [_END + _tag(self.key, _END, self.number), b""]
 
 

@@ -19,7 +19,7 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 class Interrupts:
-    """Leaves interrupts alone: other threads than the main one get none."""
+    """Does not defer anything. Used on other threads than the main one, which get no interrupts."""
 
     @staticmethod
     def deferred() -> "Interrupts":

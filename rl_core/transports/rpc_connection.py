@@ -340,7 +340,7 @@ class Connection:
             self._refuse(str(frames.read_body(header, parts)))
 
     def _answered(self, header: FrameHeader) -> CallFuture | None:
-        """Return the call that a message answers, which takes no credit any more; None if nobody waits for it."""
+        """Return the call that a message answers, and free its credit; None if nobody waits for it."""
         with self._lock:
             call = self._calls.in_flight.get(header.request_id)
             if call is None:
@@ -430,7 +430,7 @@ class Connection:
             self._flush()
 
     def _resume(self, running: set[int], finished: set[int], replaced: bool) -> None:
-        """Send again what the server never had; what may have run is lost unless it is idempotent."""
+        """After a reconnection, send the calls that the server has not received again. Calls that may have run fail, unless they are idempotent."""
         again = []
         for call in list(self._calls.in_flight.values()):
             if call.id in running:

@@ -85,7 +85,7 @@ class UnauthenticatedConnections:
 
 @contextlib.contextmanager
 def _borrowed(number: int) -> Any:
-    """Yield the connection of a file descriptor that ZeroMQ owns, None where it is gone; errors of one that goes meanwhile are none."""
+    """Yield the connection of a file descriptor that ZeroMQ owns, or None if it is closed. Errors because it is closed meanwhile are ignored."""
     try:
         connection = network.socket(fileno=os.dup(number))
     except OSError:

@@ -70,6 +70,35 @@ def test_megatron_trains_no_policy_that_acts():
         embodied_options(job(**{"actor.backend": "megatron"}))
 
 
+@pytest.mark.parametrize(
+    ("bounds", "why"),
+    [
+        ([5, 1], r"\.rewardFilter must be \[low, high\] with low <= high, got \[5, 1\]; exchange them"),
+        ([True, 2], r"\.rewardFilter\.0: .*valid number, got True; correct it"),
+        ([0, False], r"\.rewardFilter\.1: .*valid number, got False; correct it"),
+        ([0.5], r"\.rewardFilter\.1: .*required"),
+        (True, r"\.rewardFilter: .*valid tuple, got True; correct it"),
+        (5, r"\.rewardFilter: .*valid tuple, got 5; correct it"),
+    ],
+)
+def test_bounds_of_the_reward_filter_are_two_numbers_the_lower_one_first(bounds, why):
+    with pytest.raises(ConfigError, match=rf"^env\.options{why}"):
+        embodied_options(filtering(bounds))
+
+
+def filtering(bounds, auto_reset=False):
+    return job(**{"env.options": {"id": "CartPole-v1", "rewardFilter": bounds, "autoReset": auto_reset}})
+
+
+def test_rewards_with_values_in_them_are_not_filtered():
+    assert embodied_options(filtering([1, 1])).reward_filter == (1.0, 1.0)
+    assert embodied_options(filtering(None, auto_reset=True)).reward_filter is None
+    with pytest.raises(
+        ConfigError, match=r"autoReset must be false with .*rewardFilter, .* got true and \[1, 2.5\]; set"
+    ):
+        embodied_options(filtering([1, 2.5], auto_reset=True))
+
+
 def test_every_field_is_one_of_the_schema():
     for path in OF_TEXT:
         holder = RLJobSpec
