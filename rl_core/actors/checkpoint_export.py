@@ -35,7 +35,7 @@ class CheckpointExport:
         self._model = hf.build_model(hf.read_config(self._path), dtype=torch.float32)
         self._aliases = hf.tied_names(self._model)
         if settings is not None:
-            lora.attach_adapters(self._model, settings, layers=self._model.config.num_hidden_layers)
+            lora.attach_adapters(self._model, settings)
         self._stored = hf.stored_tensors(self._model)
 
     def write_adapters(self, target: Path) -> None:

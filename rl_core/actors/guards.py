@@ -9,6 +9,7 @@ from typing import Any
 from rl_core.actors.megatron import guards as megatron
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
+from rl_core.api.lora import absent_layers
 from rl_core.plan.model_facts import num_experts
 
 
@@ -18,6 +19,8 @@ def unsupported_settings(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator
     yield from _of_compile(spec)
     yield from _of_reference(spec)
     yield from _of_experts(spec, config)
+    if layers := config.get("num_hidden_layers"):
+        yield from absent_layers(spec.model.lora, layers=layers)
     if spec.actor.backend == "megatron":
         yield from megatron.unsupported_settings(spec, config)
 

@@ -35,21 +35,16 @@ MERGED_TYPES = (torch.float32, torch.float64)
 """Types in which a layer computes with its merged weight."""
 
 
-def attach_adapters(model: nn.Module, spec: LoraSpec, *, layers: int) -> None:
-    """Add adapters to the layers that `spec` selects of a model with `layers` decoder layers, in place. Values are not set.
+def attach_adapters(model: nn.Module, spec: LoraSpec) -> None:
+    """Add adapters to the layers that `spec` selects, in place. Values are not set.
 
-    Must be called before the model is wrapped. Raises ConfigError for a number of a layer that the model does not have, and when a target
-    is none of its linear layers.
+    Must be called before the model is wrapped. Raises ConfigError when a target is none of the model's linear layers.
     """
-    wanted = range(layers) if spec.layers is None else spec.layers
-    if absent := sorted(set(wanted) - set(range(layers))):
-        raise ConfigError(
-            f"model.lora.layers must be below {layers}, the number of the model's layers, got {absent}; remove them"
-        )
     adapted = set()
     for name, module in list(model.named_modules()):
         match = _LAYER.search(name)
-        if match and match[2] in spec.targets and int(match[1]) in wanted and isinstance(module, nn.Linear):
+        wanted = match and match[2] in spec.targets and (spec.layers is None or int(match[1]) in spec.layers)
+        if match and wanted and isinstance(module, nn.Linear):
             _attach(module, spec)
             adapted.add(match[2])
     if absent_targets := sorted(set(spec.targets) - adapted):

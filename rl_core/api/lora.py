@@ -40,6 +40,12 @@ class LoraSpec(Spec):
         return self.alpha / self.rank
 
 
+def absent_layers(lora: LoraSpec | None, *, layers: int) -> Iterator[str]:
+    """Yield a message when the adapters are for decoder layers that a model of `layers` layers does not have."""
+    if absent := sorted({number for number in (lora and lora.layers) or [] if number >= layers}):
+        yield f"model.lora.layers must be below {layers}, the number of the model's layers, got {absent}; remove them"
+
+
 DROPOUT_IS_ON = Cel(
     holds="self.model.?lora.?dropout.orValue(0.0) == 0.0 || $actor.dropout",
     refusal="model.lora.dropout needs actor.dropout true, got %s and false; set it or remove the dropout",

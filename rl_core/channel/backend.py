@@ -62,7 +62,7 @@ class Backend(Protocol):
         """Return a context manager. While its block runs, this process reports that it waits for `what` at this channel: "items" or "room"."""
 
     def load(self, delivery: Delivery) -> Any:
-        """Return the item that `delivery` brings."""
+        """Return the item of `delivery`, decoded if it came from a server."""
 
     def confirm(self, tokens: list[str]) -> None:
         """Report that the deliveries with these tokens were received, so that their items are deleted."""

@@ -145,7 +145,7 @@ class RemoteBackend:
         self._client.receipts.add(self._name, tokens)
 
     def requeue(self, deliveries: list[Delivery], *, loaded: bool = False) -> None:
-        """Return items that no user received, and their memory unless arrays over it do that when they die."""
+        """Return items that no user received to their queue. Their segments are returned too, or when the last array over them is deleted."""
         if not deliveries:
             return
         for delivery in [] if loaded else deliveries:
@@ -188,7 +188,7 @@ class _Receipts:
             self._io.call_at(self._io.clock() + CONFIRM_SECONDS, self.flush)
 
     def collect(self) -> dict[str, list[str]]:
-        """Return what waits, to ride on a take."""
+        """Remove and return the tokens that wait, to be sent with a take."""
         with self._lock:
             pending, self._pending = self._pending, {}
             return pending
@@ -199,12 +199,12 @@ class _Receipts:
             self.put_back(receipts)
 
     def put_back(self, receipts: dict[str, list[str]]) -> None:
-        """Let receipts that did not travel wait again."""
+        """Add receipts again that were collected and not sent."""
         for channel, tokens in receipts.items():
             self.add(channel, tokens)
 
     def flush(self) -> None:
-        """Send what waits."""
+        """Send the tokens that wait in a message of their own."""
         with self._lock:
             self._armed = False
         if pending := self.collect():

@@ -33,21 +33,21 @@ class ChannelCore:
         self.put_wait_seconds = 0.0
         self.bytes = 0
         self.producers: dict[tuple[Client, int], str] = {}
-        """Who is registered and not done, by client and number of the registration: a process may have several producers."""
+        """Producers that are registered and not done, by client and number of the registration: a process may have several."""
         self._lost_producers: list[str] = []
         self._on_drop = on_drop
         self._keys: dict[Key, KeyQueue] = {}
         self._waiting = DeadlineHeap()
         self._short_of_bytes: dict[Key, KeyQueue] = {}
-        """Where puts wait, perhaps for bytes that are freed by another key."""
+        """Keys with waiting puts, which may wait for bytes that another key frees."""
         self._out: dict[str, Take] = {}
-        """Who has which item that is neither confirmed nor returned, by token."""
+        """Token -> the take that delivered the item, for items that are neither confirmed nor returned."""
         self._closed = False
         self._error: Exception | None = None
         self._numbers = itertools.count()
         self._tokens = itertools.count()
         self._prefix = secrets.token_hex(4)
-        """Makes a receipt for an item of an earlier server's channel of this name one for nothing."""
+        """Random beginning of all tokens, so that a receipt for an item of an earlier server is not taken for one of an item here."""
 
     # --- putting ---
 
@@ -310,7 +310,7 @@ class ChannelCore:
         return options.max_bytes is None or self.bytes + nbytes <= options.max_bytes
 
     def _pump_freed(self, now: float, *keys: Key) -> None:
-        """Move what waits on `keys`, where items or room came back, and puts of other keys that the freed bytes let in."""
+        """Serve waiting operations of `keys`, where items or room came back, and puts of other keys for which there are bytes again."""
         for key in keys:
             self._pump(now, key, self._queue(key))
         for key, queue in list(self._short_of_bytes.items()):
@@ -323,7 +323,7 @@ class ChannelCore:
             self._pump(now, key, queue)
 
     def _pump(self, now: float, key: Key, queue: KeyQueue) -> None:
-        """Let waiting puts in and waiting takes out until neither moves."""
+        """Grant room to waiting puts and serve waiting takes until neither is possible."""
         if queue.pumping:  # from a callback; a loop per put that waits would nest as deep as there are puts
             return
         queue.pumping = True
@@ -339,7 +339,7 @@ class ChannelCore:
             del self._keys[key]
 
     def _let_in(self, queue: KeyQueue) -> bool:
-        """Give waiting puts the room there is; return whether one got any."""
+        """Grant the free room to waiting puts; return whether a put was granted."""
         moved = False
         while (put := self._next_put(queue)) is not None:
             queue.puts.remove(put)
@@ -351,21 +351,21 @@ class ChannelCore:
         return moved
 
     def _next_put(self, queue: KeyQueue) -> Put | None:
-        """Return the oldest waiting put whose client has no earlier one to come, if there is room for it."""
+        """Return the oldest waiting put, if there is room for it, of which the client has no earlier put without its payload."""
         for put in queue.puts:
             if put.client not in queue.filling:
                 return put if self._has_room(queue, put.nbytes) else None
         return None
 
     def _let_out(self, key: Key, queue: KeyQueue) -> bool:
-        """Serve waiting takes; return whether anything moved."""
+        """Serve waiting takes; return whether one has ended or got an item."""
         moved = False
         while queue.takes and self._serve(key, queue, queue.takes[0]):
             moved = True
         return moved
 
     def _serve(self, key: Key, queue: KeyQueue, take: Take) -> bool:
-        """Give the first waiting take what there is; True when that ended it or took something."""
+        """Give stored items to the first waiting take; return whether it has ended or got an item."""
         before = len(take.held)
         if take.pick(queue.items) or (take.held and self._is_closed(queue)):
             queue.takes.popleft()
@@ -391,7 +391,7 @@ class ChannelCore:
         take.on_items(take, deliveries)
 
     def _drained_for(self, client: Client, queue: KeyQueue, key: Key) -> bool:
-        """Whether nothing can come back any more; what the asking client itself holds does not keep it waiting."""
+        """Whether a closed key has no item for `client`: none is stored, and no other client holds unconfirmed ones that may return."""
         if queue.items:
             return False
         return not any(take.key == key and take.client is not client for take in self._out.values())

@@ -106,7 +106,7 @@ class DirectChannel:
             await asyncio.sleep(0)
 
     def _listen(self, keys: Collection[str]) -> None:
-        """Ask the channel for the next messages of `keys` too."""
+        """Start to receive the next messages of those `keys` that have no direct connection."""
         for key in keys:
             if key not in self._from_channel:
                 self._from_channel[key] = asyncio.ensure_future(
@@ -114,7 +114,7 @@ class DirectChannel:
                 )
 
     def _arrived(self, key: str) -> Any | None:
-        """Return the next message of `key` where it has arrived, a PeerLost where none will; else None."""
+        """Return the next message of `key` if it has arrived, PeerLost if its sender has gone, else None."""
         if (found := self._mailbox.take(key)) is not None:
             return from_arrays(found[0])
         if key in self._from_channel and self._from_channel[key].done():

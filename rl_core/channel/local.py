@@ -201,7 +201,7 @@ class LocalBackend:
 
 
 def _nbytes(item: Any) -> int:
-    """Return the bytes of the arrays, tensors and text in `item`: what max_bytes bounds where nothing is encoded."""
+    """Return the number of bytes of the arrays, tensors and text in `item`, which `max_bytes` limits in a local channel."""
     if isinstance(item, str | bytes | bytearray):
         return len(item)
     if isinstance(item, Mapping):

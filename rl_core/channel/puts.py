@@ -85,7 +85,7 @@ class LargePut:
             granted.cancel()
 
     def _all_granted(self) -> None:
-        """Leave the I/O thread, which may not be held for as long as a copy takes."""
+        """Start the copy on another thread, because it would block the I/O thread for too long."""
         error = next((e for granted in self._granted if not granted.cancelled() and (e := granted.exception())), None)
         rooms = [granted.result() for granted in self._granted if not granted.cancelled() and not granted.exception()]
         if len(rooms) == len(self._granted):
@@ -125,7 +125,7 @@ class LargePut:
 
 
 def fill(copier: concurrent.futures.Executor, segment: SegmentPart | None, part: Any) -> payload.Part:
-    """Return how `part` stands on the wire: copied into `segment`, or inline when there is none. A free thread of `copier` helps to copy."""
+    """Return `part` in the form in which it is sent: copied into `segment`, or inline if that is None. A free thread of `copier` helps to copy."""
     if segment is None:
         return payload.inline(part)
     source = memoryview(part).cast("B")
@@ -148,7 +148,7 @@ def fill(copier: concurrent.futures.Executor, segment: SegmentPart | None, part:
 
 
 def when_all(futures: Sequence["Future[Any]"], call: Callable[[], None]) -> None:
-    """Call `call` once all `futures` have ended, in the thread in which the last of them ends."""
+    """Call `call` when all `futures` have ended, on the thread on which the last one ends."""
     left, lock = len(futures), threading.Lock()
 
     def ended(_: "Future[Any]") -> None:
@@ -164,7 +164,7 @@ def when_all(futures: Sequence["Future[Any]"], call: Callable[[], None]) -> None
 
 
 def chain(inner: Sequence["Future[Any]"], outer: "Future[None]") -> None:
-    """Let `outer` end when all of `inner` have, with the first error among them, and cancel them with it."""
+    """Complete `outer` when all of `inner` have ended, with the first of their errors if there is one. If `outer` is cancelled, cancel them."""
 
     def all_ended() -> None:
         if outer.cancelled() or any(one.cancelled() for one in inner) or not outer.set_running_or_notify_cancel():

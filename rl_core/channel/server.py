@@ -116,7 +116,7 @@ class ChannelServer:
         self._reservations: dict[int, _Reservation] = {}
         self._tickets = itertools.count(1)
         self._undos: dict[Peer, OrderedDict[int, Callable[[], object]]] = {}
-        """How to take back what an answer gave, by request id: its caller may have given it up meanwhile."""
+        """Request id -> function that undoes an answered request, for callers that have cancelled it meanwhile."""
         self._members: dict[str, Peer] = {}
         self._timer: Timer | None = None
         self._due = math.inf
@@ -159,7 +159,7 @@ class ChannelServer:
     # --- everything below runs on the I/O thread ---
 
     def _timely(self, method: str, handler: Callable[..., None], call: IncomingCall, *args: Any) -> None:
-        """Handle a request. What is due by the clock is done first, so that no answer rests on a deadline that has passed."""
+        """Handle a request, after ending all operations whose deadline has passed, so that the answer does not depend on them."""
         self._check_right(method, call, args)
         self._tick_if_due()
         handler(call, *args)
@@ -244,7 +244,7 @@ class ChannelServer:
             del self._awaited[name]
 
     def _undo(self, call: IncomingCall, undo: Callable[[], None]) -> Callable[[], None]:
-        """Return what to do when the caller of a waiting request gives up or is gone."""
+        """Return the function that undoes a waiting request if its caller cancels it or is lost."""
 
         def cancelled() -> None:
             call.on_cancel = None
@@ -285,7 +285,7 @@ class ChannelServer:
     ) -> None:
         """Grant room for an item of parts of these `sizes` when there is some.
 
-        Without `memory` the item is handed over in that of another room of the caller.
+        Without `memory` the item is handed over in the memory of another reservation of the caller.
         """
         core, now = self._core(channel), self._clock()
 
@@ -311,7 +311,7 @@ class ChannelServer:
         )
 
     def _hand_over(self, call: IncomingCall, ticket: int, weight: float, parts: list[Any]) -> None:
-        """Accept the item for which there is room."""
+        """Accept the item of a reservation, whose segments the producer has filled."""
         held = self._reservation(call, ticket)
         if held is None:
             raise InfrastructureError("the reservation of this item was given up: its producer was taken for lost")

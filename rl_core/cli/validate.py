@@ -17,6 +17,7 @@ from rl_core.api.embodied import check_job, embodied_options, is_embodied
 from rl_core.api.env import EnvSpec
 from rl_core.api.errors import ConfigError, RLJobError
 from rl_core.api.job import RLJob, RLJobSpec
+from rl_core.api.lora import absent_layers
 from rl_core.api.user_code import IMPORT_SECONDS, check_in_child
 from rl_core.cli.job_file import JobProblems, absolute, load_job, path_fields, read_document
 from rl_core.data.hub import HUB_SCHEME, fetch_config, fetch_references, hub_problem, references
@@ -83,7 +84,8 @@ def check_references(
             problems += check_simulator(
                 job.spec, search_path=str(folder), with_policy="spec.model.path" not in on_volumes
             )
-    problems += _with_errors(lambda: _check_memory(job, device_memory))
+    memory = _with_errors(lambda: _check_memory(job, device_memory))
+    problems += (line for line in memory if f"spec: {line}" not in problems)
     if problems:
         raise JobProblems(file, problems)
 
@@ -160,14 +162,18 @@ def memory_report(job: RLJob, device_memory: float | None) -> "CapacityReport":
 
     The model may be a local folder, or on the Hugging Face hub: then only its config.json is fetched.
 
-    `device_memory`: GiB of an accelerator, None = unknown. Raises ConfigError where the model cannot be read.
+    `device_memory`: GiB of an accelerator, None = unknown. Raises ConfigError where the model cannot be read, and where it lacks layers that
+    are to have adapters.
     """
     from rl_core.plan.capacity import ModelFacts, estimate
 
     path = job.spec.model.path
     folder = fetch_config(path) if path.startswith(HUB_SCHEME) else Path(path)
     available = None if device_memory is None else int(device_memory * GIB)
-    return estimate(job, ModelFacts.from_config(folder), device_memory=available)
+    facts = ModelFacts.from_config(folder)
+    for problem in absent_layers(job.spec.model.lora, layers=facts.layers):
+        raise ConfigError(problem)
+    return estimate(job, facts, device_memory=available)
 
 
 def _check_memory(job: RLJob, device_memory: float | None) -> Iterator[str]:

@@ -342,7 +342,7 @@ class GymnasiumVectorEnv:
         return {name: np.array([episode.obs[name] for episode in self._episodes]) for name in self._episodes[0].obs}
 
     def _moved(self, index: int, obs: dict[str, np.ndarray], row: int) -> dict[str, np.ndarray]:
-        """Write observations that came in a message but belong into shared memory to `row` there; return the other observations."""
+        """Write those of `obs` that have a place in shared memory to `row` there, and return the others."""
         column = self._columns[index]
         for name in column.keys() & obs.keys():
             column[name][row] = obs[name]

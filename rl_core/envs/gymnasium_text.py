@@ -125,7 +125,7 @@ class GymnasiumTextEnvironment(EnvironmentInterface):
         self._open[_key(seed, made)] = episode
 
     def _rebuilt(self, seed: int, made: list[Any]) -> "_Episode":
-        """Return the episode of `seed` after the actions `made`."""
+        """Reset a simulator with `seed`, repeat the actions `made`, and return this episode."""
         episode = _Episode(self._idle.pop() if self._idle else self._make(), seed)
         for action in made:
             episode.make(action)

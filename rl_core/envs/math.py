@@ -101,7 +101,7 @@ def final_answer(text: str) -> str:
 
 
 def compare_exact(completion: str, truth: str) -> Verdict:
-    """Compare the final answer with the ground truth as text, blanks around them removed. Raises ValueError for no text."""
+    """Compare the final answer with the ground truth as text, without surrounding blanks. Raises ValueError for an empty ground truth."""
     if not truth.strip():
         raise ValueError(f"ground_truth must hold text, got {truth!r}; silence would be the right answer, drop the row")
     answer = final_answer(completion)
@@ -109,7 +109,10 @@ def compare_exact(completion: str, truth: str) -> Verdict:
 
 
 def compare_numeric(completion: str, truth: str, *, tolerance: float = 1e-6) -> Verdict:
-    """Compare the last number of the final answer (decimals, a/b, thousands commas). Raises ValueError."""
+    """Compare the last number of the final answer (decimals, a/b, thousands commas) with that of the ground truth.
+
+    Raises ValueError for a ground truth without a number.
+    """
     with localcontext(Context(prec=50, traps=[])):  # out-of-range values become infinite or NaN and raise nothing
         expected = _last_number(truth)
         if expected is None:

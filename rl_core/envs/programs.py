@@ -33,7 +33,7 @@ FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.5, 8.0
 
 
 class RunFailed(Exception):
-    """What runs the program failed, such as a server. The program may be run again."""
+    """Raised if what the program depends on has failed, such as a server, and not the program itself. It may be run again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class ProgramEnvironment(EnvironmentInterface):
         self.runs = 1
         """How often a program is run, in total, while runs fail with RunFailed."""
         self.unready = ""
-        """Why programs must wait before they can run; "" = they need not. A run that is late meanwhile has not failed by itself."""
+        """Why programs cannot run yet; "" = they can. A program that is late for this reason counts as unavailable and not as failed."""
         self._sleep = asyncio.sleep
         self.spent = False
         """Whether this process must end, because a program still runs in a thread of it."""
@@ -118,7 +118,7 @@ class ProgramEnvironment(EnvironmentInterface):
         return reward, result
 
     async def _returned(self, row: dict[str, Any], request: AgentRequest, result: AgentResult) -> Any:
-        """Return what the program returns. Each run has a name of its own, so that the calls of earlier ones are not recorded with it."""
+        """Run the program, again after RunFailed, and return its result. Each run has a new id, so that only its own calls are recorded with it."""
         for number in range(self.runs):
             result["run"] = secrets.token_hex(8)
             try:
@@ -140,7 +140,7 @@ class ProgramEnvironment(EnvironmentInterface):
         return result
 
     async def in_thread(self, function: Callable[[], Any]) -> Any:
-        """Return what `function` returns in a thread of its own; a thread that is given up makes this process `spent`."""
+        """Run `function` in a new thread and return its result. If the wait is cancelled, the thread goes on and this process is `spent`."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
 

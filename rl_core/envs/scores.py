@@ -16,9 +16,10 @@ def check_scores(scores: Any, rows: int, *, what: str) -> list[float | None]:
 
 
 def check_rewards(scores: Any, rows: int, *, what: str) -> list[float | None] | dict[str, list[float | None]]:
-    """Return `scores` as `check_scores` does; if a row gives its reward in parts, as one list by name, with the reward as `reward`.
+    """Return the checked rewards of `rows` rows: one list, as `check_scores` does, or one list per name if a row gives its reward in parts.
 
-    A part that a row does not have is None there. Raises RolloutDataFailure naming `what`, row and value.
+    With parts, the list `reward` has the rewards, and the list of a part has None for rows without this part. Raises RolloutDataFailure
+    naming `what`, row and value.
     """
     values = _values(scores, rows, what)
     if not any(map(has_parts, values)):
@@ -29,7 +30,7 @@ def check_rewards(scores: Any, rows: int, *, what: str) -> list[float | None] | 
 
 
 def row_name(what: str, row: int, rows: int) -> str:
-    """Return how an error names an entry of what user code returned, by its index; the only one needs none."""
+    """Return the text by which errors name the result of one row: `what`, with the index of the row if there are several."""
     return what if rows == 1 else f"{what}, row {row}"
 
 

@@ -1,15 +1,15 @@
-"""`SessionRouter`: the one address that the agent programs of an env pod call, whichever rollout has their session.
+"""`SessionRouter`: a proxy at one address, through which the agent programs of an env pod call the rollouts that have their sessions.
 
     program --call--> router --call--> endpoint of the rollout that leased the sample
                         |  <--answer, record--
                         '- requests and records of the session: what the policy sampled, with log-probabilities and versions
 
-All calls of a session go to one rollout, whose prefix cache has the conversation. When that rollout is lost, drained or gives the sample back,
-calls wait here. The rollout that leases the sample next runs no program again: the router enters the records into a session there, and the
-program goes on, without having seen more than a slow call. What the policy has sampled stays as it was sampled.
+All calls of a session go to one rollout, whose prefix cache has the conversation. If that rollout is lost, drained or returns the sample,
+calls wait here until another rollout leases the sample. The router then copies the records into a session there, and the program continues:
+it has only seen a slow call, and the tokens that were sampled before are kept.
 
-A run is not continued, but made anew, if the sample itself failed (another attempt has other seeds), if its tokens are too old to be trained,
-or if nobody leases the sample in time.
+The program is started again instead if the sample itself failed (another attempt has other seeds), if its tokens are too old to be trained,
+or if no rollout leases the sample in time.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Session:
     name: str
     """Sample id."""
     key: str
-    """API key of the program, without the name of a run."""
+    """API key of the program, without the id of its run."""
     attempt: int
     endpoint: _Endpoint | None
     """None while no rollout has the session."""
@@ -94,7 +94,7 @@ class _Session:
     """Answered calls of the run, in the order of their answers; None = they are too large to be sent again."""
     ended: bool = False
     moves: int = 0
-    """Number of rollouts that were to take the session over."""
+    """Number of times that the session was to be moved to another rollout."""
     old_runs: deque[str] = field(default_factory=lambda: deque(maxlen=RUNS))
 
     @property
@@ -103,7 +103,7 @@ class _Session:
         return sum(len(call.body) + len(call.record) for call in self.calls or ())
 
     def enter(self, run: str) -> bool:
-        """Note a call of `run`; return False for a run that has ended. The first call of a run empties the session."""
+        """Record that a call of `run` has arrived; return False if a newer run has replaced it. The first call of a run empties the session."""
         if run != self.run:
             if run in self.old_runs:
                 return False
@@ -131,7 +131,7 @@ class _Session:
         self.changed.set()
 
     def continues(self, request: AgentRequest) -> bool:
-        """Return whether the run can be continued as `request` asks."""
+        """Return whether the run can go on for `request`: for the same attempt, with all calls recorded and no token that is too old."""
         if not request["resumed"] or request["attempt"] != self.attempt or self.calls is None:
             return False
         outputs = [output for call in self.calls for output in json.loads(call.record)]
@@ -183,7 +183,7 @@ class SessionRouter:
             self._forget(session)
 
     def held(self, names: Sequence[str]) -> list[str]:
-        """Return those of the samples `names` that have a session here."""
+        """Return the subset of `names`, ids of samples, that have a session here."""
         return [name for name in names if name in self._sessions]
 
     async def step_rows(self, rows: Sequence[EnvRow]) -> list[EnvAnswer | EnvFailure]:
@@ -331,7 +331,10 @@ class SessionRouter:
     async def _pass(
         self, request: web.Request, body: bytes, session: _Session, endpoint: _Endpoint
     ) -> web.StreamResponse:
-        """Return the answer of `endpoint`. Raises _Lost, or what the connection raises, if it has none and nothing was sent on."""
+        """Forward a call to `endpoint` and return its answer.
+
+        Raises _Lost, or the error of the connection, if there is no answer and the client has not got any part of one.
+        """
         assert self._http is not None, "bug: a call before the start"
         headers = {"Authorization": f"Bearer {endpoint.key}.{session.run}", RECORD: "ask"}
         run = session.run
@@ -362,7 +365,7 @@ class SessionRouter:
 async def _pass_events(
     request: web.Request, answer: aiohttp.ClientResponse, keep: Callable[[bytes], None]
 ) -> web.StreamResponse:
-    """Pass a stream on, but for its record. A stream that breaks off ends with an event `error`: the client has seen a part of it."""
+    """Forward a stream without the record at its end. If the stream breaks off, the client, which has got a part of it, gets an event `error`."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
 
     async def send(data: bytes) -> bool:

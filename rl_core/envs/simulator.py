@@ -1,4 +1,4 @@
-"""One simulator with the interface of `gymnasium.Env`: its episodes, chunks of actions, and what is refused of its answers.
+"""One simulator with the interface of `gymnasium.Env`: its episodes, its chunks of actions, and the validation of what it returns.
 
 It runs in a child process of the env worker (`SimulatorServer`), or in the worker itself (`vectorization: sync`). An episode that ends is
 followed by a reset made here, so that the final observation is exact whatever version of gymnasium is installed.
@@ -255,7 +255,7 @@ class SimulatorServer:
 
 
 def _mapped(arrays: dict[str, np.ndarray], connection: Connection) -> Observation:
-    """Return the column of shared memory whose address and descriptor have come."""
+    """Map the column of shared memory whose address and file descriptor were received, and return its arrays."""
     descriptor = connection.descriptors.popleft()
     try:
         return ColumnAddress.unpack(arrays["address"]).map(descriptor)

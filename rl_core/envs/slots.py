@@ -44,11 +44,11 @@ class Slots(Protocol):
         ...
 
     def write_to(self, columns: Sequence[ColumnAddress | None]) -> None:
-        """Have each simulator write its observations into shared memory, or with None answer with them again."""
+        """Let each simulator write its observations into shared memory from now on, or return them in its answers where the entry is None."""
         ...
 
     def replace(self, index: int) -> None:
-        """Put a new simulator into a slot, which answers with its observations. Raises what building one raises."""
+        """Replace the simulator of a slot by a new one that sends its observations in its answers. Raises what building one raises."""
         ...
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ class ProcessSlots:
             self._loop.close()
 
     def _answer_of(self, child: _Child) -> Outcome | None:
-        """Return what a child has answered, or why it does not; None for an answer that is not complete."""
+        """Return the answer of a child, or its failure; None if its answer has not arrived completely."""
         try:
             for key, arrays in child.connection.receive():
                 return RolloutDataFailure(failure_from_arrays(arrays)) if key == FAILURE else answer_from_arrays(arrays)

@@ -43,7 +43,7 @@ class EnvWorker(Worker):
         self._interacting: asyncio.Future[EpisodeStats] | None = None
         self._prefetched: list[EnvOutput] | None = None
         self._parts: list[list[_Part]] = []
-        """Of each stage, in the order of the simulators."""
+        """For each stage, its parts in the order of the simulators."""
         self._listener = Listener(self.identity.uid)
         self._mailbox = Mailbox(self._listener, seconds=self.spec.runtime.deadlines.rollout)
         self._thread = LoopThread("collection")
@@ -107,9 +107,9 @@ class EnvWorker(Worker):
                 env.end_sharing()
 
     async def _open(self, exchange: DirectChannel, request: CollectionRequest) -> None:
-        """Take the direct connections of the rollouts that make one, and note which simulators each rollout serves.
+        """Accept the direct connections of rollouts on this host, and determine which simulators each rollout serves.
 
-        Where all rollouts of a stage lend memory for its large observations, they go there.
+        If all rollouts of a stage lend shared memory, its large observations are written there.
         """
         index = request.envs.index(self.rank)
         lent: dict[tuple[str, int], np.ndarray] = {}
@@ -200,7 +200,7 @@ class EnvWorker(Worker):
         return index == 0 and self.options.videos > 0
 
     def _evaluation_of(self, count: int) -> GymnasiumVectorEnv:
-        """Return the simulators of an evaluation of `count` episodes."""
+        """Return `count` simulators for an evaluation, one per episode."""
         if self._evaluation is None or self._evaluation.num_envs != count:
             if self._evaluation is not None:
                 self._evaluation.close()
@@ -211,7 +211,7 @@ class EnvWorker(Worker):
     # --- simulators --------------------------------------------------------------------------------------------------
 
     def bootstrap_step(self, stage: int) -> EnvOutput:
-        """Return the first output of a trajectory: after a reset, or under auto-reset where the episodes stand."""
+        """Return the first output of a trajectory: after a reset, or with auto-reset the current observations of episodes that continue."""
         env = self.envs[stage]
         if self.options.auto_reset and self._started[stage]:
             return env.current()

@@ -7,6 +7,7 @@ the result is for the rank that needs most.
 from collections import Counter
 
 from rl_core.api.job import RLJobSpec
+from rl_core.plan.kept_layers import adapted_layers, kept_layers
 from rl_core.plan.model_facts import ModelFacts
 
 Parts = dict[str, int]
@@ -64,8 +65,13 @@ def adapter_parameters(job: RLJobSpec, facts: ModelFacts) -> int:
     if lora is None:
         return 0
     widths = _target_widths(facts)
-    layers = facts.layers if lora.layers is None else len(set(lora.layers))
-    return layers * lora.rank * sum(sum(widths[target]) for target in set(lora.targets))
+    per_layer = lora.rank * sum(sum(widths[target]) for target in set(lora.targets))
+    return len(adapted_layers(job, facts.layers)) * per_layer
+
+
+def _layer_adapters(job: RLJobSpec, facts: ModelFacts) -> int:
+    """Return the parameters of the adapters of a layer that has any; 0 without adapters."""
+    return adapter_parameters(job, facts) // max(1, len(adapted_layers(job, facts.layers)))
 
 
 def _target_widths(facts: ModelFacts) -> dict[str, tuple[int, int]]:
@@ -171,7 +177,7 @@ def _stage_adapters(job: RLJobSpec, facts: ModelFacts) -> int:
     if lora is None:
         return 0
     each = facts.layers // parallel.pipeline
-    stages = Counter(layer // each for layer in (range(facts.layers) if lora.layers is None else set(lora.layers)))
+    stages = Counter(layer // each for layer in adapted_layers(job, facts.layers))
     widths = _target_widths(facts)
     parts = [
         widths[target][0] // (parallel.tensor if target in BY_INPUTS else 1)
@@ -191,7 +197,7 @@ def _gathered(job: RLJobSpec, facts: ModelFacts) -> Parts:
     if not _wrapped(job):
         return {}
     outside = facts.parameters - facts.layers * facts.layer
-    layer = facts.layer + adapter_parameters(job, facts) // facts.layers
+    layer = facts.layer + _layer_adapters(job, facts)
     return {"gather": (outside + 2 * layer) * WIDTH[job.model.dtype]}
 
 
@@ -213,9 +219,10 @@ def _fsdp_gradients(job: RLJobSpec, facts: ModelFacts) -> int:
         parameters, unit = facts.parameters, facts.parameters - (facts.layers - 1) * facts.layer
     elif job.actor.backend == "fsdp1" and _wrapped(job):
         # The flat parameter of a layer has one gradient, of what is frozen too.
-        parameters, unit = facts.layers * facts.layer + adapters, facts.layer + adapters // facts.layers
+        unit = facts.layer + _layer_adapters(job, facts)
+        parameters = len(adapted_layers(job, facts.layers)) * unit
     else:
-        parameters, unit = adapters, adapters // facts.layers
+        parameters, unit = adapters, _layer_adapters(job, facts)
     share = -(-parameters // _copy_size(job)) * per_model
     if not _wrapped(job):
         return share
@@ -227,39 +234,51 @@ def _fsdp_gradients(job: RLJobSpec, facts: ModelFacts) -> int:
 
 def _activation_bytes(job: RLJobSpec, facts: ModelFacts, logits: int) -> int:
     """Return the activations that the backward passes of all micro-batches in flight need beside the bytes of `logits`."""
-    parallel, layer = job.actor.parallel, _layer_bytes(job, facts)
-    # The first stage has as many micro-batches under way as there are stages, each in its share of the layers; interleaved some more.
-    more = (parallel.pipeline - 1) / (parallel.pipeline * parallel.virtual_pipeline) if parallel.virtual_pipeline else 0
-    layers = facts.layers * (1 + more) * _models(job)
+    lora, parallel = job.model.lora, job.actor.parallel
     # The largest gradients of a layer exist when the logits are gone: those of the feed-forward part's two inputs and of the residuals,
     # under megatron beside what adapters add to them.
-    each = 4 if job.model.lora is not None and job.actor.backend == "megatron" else 2
+    each = 4 if lora is not None and job.actor.backend == "megatron" else 2
     residuals = facts.hidden * max(1, facts.experts_per_token)
     gradients = _tokens(job, facts) * WIDTH[job.model.dtype] * each * (facts.inner // parallel.tensor + residuals)
+    targets = None if lora is None else frozenset(lora.targets)
+    trained, again = _kept_bytes(job, facts, targets)
+    frozen, _ = _kept_bytes(job, facts, frozenset())
+    lowest = trained
+    if targets is not None and not job.actor.gradient_checkpointing:
+        lowest = _lowest_layer_bytes(job, facts, targets)
+    kept = max(
+        one.trained * trained + one.frozen * frozen + one.lowest * lowest for one in kept_layers(job, facts.layers)
+    )
+    # Before there are logits, a layer that keeps nothing works too. Nor is a layer computed again while there are any.
+    return max(int(_models(job) * kept) + max(0, again + gradients - logits), _forward_bytes(job, facts) - logits)
+
+
+def _kept_bytes(job: RLJobSpec, facts: ModelFacts, targets: frozenset[str] | None) -> tuple[int, int]:
+    """Return the bytes that a decoder layer keeps of one micro-batch until its backward pass, and those that it computes again then."""
+    layer = _layer_bytes(job, facts, targets)
     if not job.actor.gradient_checkpointing:
-        return int(layers * layer) + max(0, gradients - logits)
-    kept = _tokens(job, facts) * facts.hidden * WIDTH[job.model.dtype] // (parallel.tensor if parallel.sequence else 1)
-    again = layer
-    if job.actor.gradient_checkpointing_mode == "selective":
-        again = _recomputed_bytes(job, facts, layer)
-        kept = layer - again if job.actor.backend == "megatron" else kept + layer - again
-    # Nor is a layer computed again before.
-    return int(layers * kept) + max(0, again + gradients - logits)
+        return layer, 0
+    parallel = job.actor.parallel
+    inputs = _tokens(job, facts) * facts.hidden * WIDTH[job.model.dtype]
+    inputs //= parallel.tensor if parallel.sequence else 1
+    if job.actor.gradient_checkpointing_mode == "full":
+        return inputs, layer
+    again = _recomputed_bytes(job, facts, layer, targets)
+    return layer - again + (0 if job.actor.backend == "megatron" else inputs), again
 
 
-def _recomputed_bytes(job: RLJobSpec, facts: ModelFacts, layer: int) -> int:
+def _recomputed_bytes(job: RLJobSpec, facts: ModelFacts, layer: int, targets: frozenset[str] | None) -> int:
     """Return how many of the `layer` bytes that a decoder layer keeps are computed again with selective checkpointing."""
     width, parallel = WIDTH[job.model.dtype], job.actor.parallel
     if job.actor.backend == "megatron":
-        return _tokens(job, facts) * width * _inner_kept(job) * facts.inner // parallel.tensor
+        return _tokens(job, facts) * width * _inner_kept(targets) * facts.inner // parallel.tensor
     queries, keys = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
     outputs = {"q": queries, "k": keys, "v": keys, "o": facts.hidden}
     outputs |= {"gate": facts.inner, "up": facts.inner, "down": facts.hidden}
-    adapters = job.model.lora
+    rank = 0 if job.model.lora is None or _merges(job) else job.model.lora.rank
     products: list[int] = []
     for name, size in outputs.items():
-        adapted = adapters is not None and f"{name}_proj" in adapters.targets
-        products += [size, adapters.rank, size] if adapters is not None and adapted and not _merges(job) else [size]
+        products += [size, rank, size] if rank and targets and f"{name}_proj" in targets else [size]
     # Of the products every second one is kept, and attention with its normalisers.
     return layer - _tokens(job, facts) * (width * (sum(products[::2]) + queries) + 4 * facts.heads)
 
@@ -277,30 +296,33 @@ def _forward_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
     return _tokens(job, facts) * WIDTH[job.model.dtype] * (4 * facts.hidden + 2 * facts.head_dim + widest)
 
 
-def _layer_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
-    """Return the activations that a decoder layer keeps for the backward pass of one micro-batch."""
+def _layer_bytes(job: RLJobSpec, facts: ModelFacts, targets: frozenset[str] | None) -> int:
+    """Return the activations that the gradients of a decoder layer need of one micro-batch.
+
+    `targets` are its linear layers with adapters; None if all weights are trained.
+    """
     width, parallel = WIDTH[job.model.dtype], job.actor.parallel
     queries, keys = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
-    targets = set() if job.model.lora is None else set(job.model.lora.targets)
-    scaled = bool(targets & {"q_proj", "k_proj", "v_proj"}) + bool(targets & {"gate_proj", "up_proj"})
+    adapted = targets or frozenset()
+    scaled = bool(adapted & {"q_proj", "k_proj", "v_proj"}) + bool(adapted & {"gate_proj", "up_proj"})
+    hidden_of_adapters = 0 if job.model.lora is None or _merges(job) else width * job.model.lora.rank * len(adapted)
     if job.actor.backend == "megatron":
         # The fused query, key and value live on with the value, rotated ones beside them; norms in half precision are made in float32.
         norms = facts.hidden * (28 if width == MASTER_BYTES else 22)
-        if job.model.lora is not None:
+        if targets is not None:
             norms = facts.hidden * ((16 if width == MASTER_BYTES else 13) + scaled * width)
-        shared = width * (3 * queries + 3 * keys + _inner_kept(job) * facts.inner)
-        shared += 0 if job.model.lora is None else width * job.model.lora.rank * len(targets) * parallel.tensor
-    elif job.model.lora is None:
+        shared = width * (3 * queries + 3 * keys + _inner_kept(targets) * facts.inner)
+        shared += hidden_of_adapters * parallel.tensor
+    elif targets is None:
         norms = (
             2 * facts.hidden * (MASTER_BYTES + 2 * width)
         )  # of each of the two: its input in float32, normalised, scaled
         shared = width * (2 * queries + 2 * keys + 4 * facts.inner)
     else:  # what only the gradients of frozen weights would need is not kept
         norms = facts.hidden * (2 * MASTER_BYTES + scaled * width)
-        shared = width * (2 * queries + 2 * keys + (3 + ("down_proj" in targets)) * facts.inner)
-        shared += 0 if _merges(job) else width * job.model.lora.rank * len(targets)
+        shared = width * (2 * queries + 2 * keys + (3 + ("down_proj" in targets)) * facts.inner) + hidden_of_adapters
     if facts.head_norms:  # the input of each in float32, and normalised for the gradient of its weight
-        shared += (queries + keys) * (MASTER_BYTES + (width if job.model.lora is None else 0))
+        shared += (queries + keys) * (MASTER_BYTES + (width if targets is None else 0))
     shared += 4 * facts.heads  # normalisers of attention
     # Of each token its copies for its experts and their results, and the probabilities of all experts.
     shared += 2 * facts.experts_per_token * facts.hidden * width + 3 * facts.experts * MASTER_BYTES
@@ -312,15 +334,30 @@ def _layer_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
     return _tokens(job, facts) * (norms // (parallel.tensor if parallel.sequence else 1) + shared // parallel.tensor)
 
 
-def _inner_kept(job: RLJobSpec) -> int:
+def _lowest_layer_bytes(job: RLJobSpec, facts: ModelFacts, targets: frozenset[str]) -> int:
+    """Return the activations of the lowest layer with adapters: what its linear layers `targets` and the gradients down to them need."""
+    if targets & {"q_proj", "k_proj", "v_proj"}:
+        return _layer_bytes(job, facts, targets)
+    width, parallel = WIDTH[job.model.dtype], job.actor.parallel
+    inner = facts.inner // parallel.tensor
+    kept = 0 if job.model.lora is None or _merges(job) else width * job.model.lora.rank * len(targets)
+    if "o_proj" in targets:
+        kept += width * facts.heads * facts.head_dim // parallel.tensor
+    if targets == {"down_proj"}:
+        return _tokens(job, facts) * (kept + width * inner)
+    per_inner = _inner_kept(targets) if job.actor.backend == "megatron" else 3 + ("down_proj" in targets)
+    return _tokens(job, facts) * (kept + facts.hidden * (MASTER_BYTES + width) + width * per_inner * inner)
+
+
+def _inner_kept(targets: frozenset[str] | None) -> int:
     """Return how many numbers for each one inside a feed-forward part megatron keeps; the product is kept for the gradient of what follows."""
-    lora = job.model.lora
-    return 5 if lora is None or "down_proj" in lora.targets else 4
+    return 5 if targets is None or "down_proj" in targets else 4
 
 
 def _merges(job: RLJobSpec) -> bool:
     """Return whether layers compute with merged weights, so that nothing of the adapters is kept for the backward pass."""
-    return job.model.lora is not None and job.model.dtype == "float32" and not job.model.lora.dropout
+    lora = job.model.lora
+    return lora is not None and job.actor.backend != "megatron" and job.model.dtype == "float32" and not lora.dropout
 
 
 def _logit_bytes(job: RLJobSpec, facts: ModelFacts, *, gradient: bool) -> int:

@@ -203,7 +203,7 @@ class MultiStepRolloutWorker(WeightMethods):
         return CollectionRequest.of_job(self.cfg, step=self.global_step + 1, mode=mode)
 
     async def _work(self, request: CollectionRequest, work: Callable[[], Coroutine[Any, Any, int]]) -> int:
-        """Run `work()` instead of the collection in progress, with the weights of `request`. Raises InfrastructureError if it is given up."""
+        """Cancel the collection in progress, wait for the weights of `request`, and run `work()`. Raises InfrastructureError if that is cancelled."""
         self._stop()
         try:
             if request.version is not None:
@@ -251,7 +251,7 @@ class MultiStepRolloutWorker(WeightMethods):
         return [[recorder] for recorder in recorders]
 
     async def _run_decoupled_epoch(self, exchange: DirectChannel, version: int) -> list[list[TrajectoryRecorder]]:
-        """Do the same, but decide for each env worker as its observations come. A stage has several recorders."""
+        """As `_run_epoch`, but decide for the env workers whose observations have arrived. A stage has one recorder for each env worker."""
         stages = range(self.options.stages)
         lanes = [
             Lane(stage, env, size, self._recorder(stage)) for stage in stages for env, size in self.get_src_ranks(stage)
@@ -272,7 +272,10 @@ class MultiStepRolloutWorker(WeightMethods):
         return TrajectoryRecorder(sender=self._envs.index, stage=stage, auto_reset=self.options.auto_reset)
 
     def _decide(self, output: EnvOutput, version: int) -> tuple[ChunkStepResult, Callable[[], Tensor | None] | None]:
-        """Return the decision on an output, and what returns its values where it has none yet. Raises ConfigError if none has any."""
+        """Return the decision for an output, and a function that computes its values later; None if they are known or not needed.
+
+        Raises ConfigError if the algorithm needs values and the policy gives none.
+        """
         if splits_values(self.model):
             given = tensors_of(output.obs)
             obs = self._on_device(given)
@@ -295,13 +298,13 @@ class MultiStepRolloutWorker(WeightMethods):
             return host_tensor(self.model.values(self._on_device(obs))).float()  # type: ignore[union-attr]
 
     def _observe(self, recorder: TrajectoryRecorder, output: EnvOutput) -> None:
-        """Record an output. The decision before it must have been recorded, and that on it not yet."""
+        """Record an output, after the previous decision was recorded and before the decision for this output is."""
         if output.intervene_flags is not None and output.rewards is not None:
             recorder.intervene(output.intervene_actions, output.intervene_flags)
         recorder.observe(output, self.get_dones_and_rewards(output)[1])
 
     def _end(self, recorder: TrajectoryRecorder, output: EnvOutput) -> None:
-        """Record the last output, of which the value alone counts."""
+        """Record the last output of a rollout epoch: what the last actions led to, and the value of the observations. No action follows it."""
         self._observe(recorder, output)
         if not self._envs.rows:
             self._large = large_observations(output.obs)

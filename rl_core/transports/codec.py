@@ -29,7 +29,7 @@ Frame = tuple[int, tuple[int, ...], memoryview]
 
 
 class _Refused(Exception):
-    """A value that cannot travel; the path is gathered while the walk unwinds."""
+    """Raised for a value that cannot be encoded. Its path is completed while the exception passes the enclosing containers."""
 
     def __init__(self, kind: type[Exception], what: str, rule: str) -> None:
         super().__init__(rule)

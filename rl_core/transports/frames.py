@@ -70,7 +70,7 @@ class FrameHeader:
     sender: Any
     method: str | None
     skeleton: bytes | int
-    """Its size where it travels behind the header."""
+    """Size of the skeleton if it is sent after the header."""
     table: list[tuple[int, tuple[int, ...], int, int | None]]
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -171,7 +171,7 @@ def _pack_header(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Return what msgpack takes for a value of the header: a tuple stays one, subclasses of plain types are those."""
+    """Return `value` in a form that msgpack accepts: instances of subclasses of plain types are converted to the plain type."""
     if type(value) is tuple:
         # with a packer of its own: that of the thread is at work
         return msgpack.ExtType(TUPLE, msgpack.packb(list(value), strict_types=True, default=_plain))

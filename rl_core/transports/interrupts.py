@@ -19,7 +19,7 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 class Interrupts:
-    """Leaves interrupts alone: other threads than the main one get none."""
+    """Does not defer anything. Used on other threads than the main one, which get no interrupts."""
 
     @staticmethod
     def deferred() -> "Interrupts":
@@ -49,7 +49,7 @@ class _Deferred(Interrupts):
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
         self._number = 0
-        """Of the signal that was deferred; 0 if none was."""
+        """Number of the signal that was deferred; 0 if none was."""
         self._allowed = False
 
     def __enter__(self) -> "Interrupts":

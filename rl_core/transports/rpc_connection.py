@@ -92,17 +92,17 @@ class Connection:
         self._failed: list[tuple[CallFuture, Exception]] = []
         """Calls that fail as soon as the lock is free."""
         self._reading = False
-        """Whether a thread is yet to find the socket empty."""
+        """Whether a thread is reading, until it finds the socket empty."""
         self._reading_thread: int | None = None
         """Id of the thread that receives and handles messages at present; None if none does. Only one may, so that messages keep their order."""
         self._state = _State.WAITING
         self._server: Caller | None = None
         self._instance: bytes | None = None
-        """Of the server; another one means that another process took its address."""
+        """Id of the server process. If it changes, another process has taken the address."""
         self._refusal = ""
-        """Why the server does not take this client; "" while nothing says so."""
+        """Reason with which the server has refused this client; "" if it has not."""
         self._loss = ""
-        """Why the server was declared lost; "" while it is not."""
+        """Reason for which the server was declared lost; "" if it was not."""
         self._lost_at: float | None = None
         self._calls = PendingCalls()
         self._expiry: sockets.Timer | None = None
@@ -340,7 +340,7 @@ class Connection:
             self._refuse(str(frames.read_body(header, parts)))
 
     def _answered(self, header: FrameHeader) -> CallFuture | None:
-        """Return the call that a message answers, which takes no credit any more; None if nobody waits for it."""
+        """Return the call that a message answers, and free its credit; None if nobody waits for it."""
         with self._lock:
             call = self._calls.in_flight.get(header.request_id)
             if call is None:
@@ -430,7 +430,7 @@ class Connection:
             self._flush()
 
     def _resume(self, running: set[int], finished: set[int], replaced: bool) -> None:
-        """Send again what the server never had; what may have run is lost unless it is idempotent."""
+        """After a reconnection, send the calls that the server has not received again. Calls that may have run fail, unless they are idempotent."""
         again = []
         for call in list(self._calls.in_flight.values()):
             if call.id in running:

@@ -106,7 +106,7 @@ class RpcServer:
         """Guards the socket, `_peers`, `_forgotten`, and the request tables of peers: handlers reply on their own threads."""
         self._socket: zmq.Socket[Any] | None = None
         self._reading = False
-        """Whether a thread is yet to find the socket empty."""
+        """Whether a thread is reading, until it finds the socket empty."""
         self._dispatching = threading.RLock()
         """Held while a message is handled, and while the timers look at the peers: the thread that reads may be another one than theirs."""
         self._reader: WaitingReader | None = None
@@ -355,7 +355,7 @@ class RpcServer:
             self._io.call_at(self._io.clock() + rpc_wire.RECEIPT_SECONDS, self._confirm)
 
     def _confirm(self) -> None:
-        """Confirm the calls that run since RECEIPT_SECONDS, and come back for the others."""
+        """Tell clients that calls were received which have run for RECEIPT_SECONDS, and schedule the next check for the others."""
         with self._dispatching, self._lock:
             begun_before = self._io.clock() - rpc_wire.RECEIPT_SECONDS
             begun = [call for peer in self._peers.values() for call in peer.calls.values() if call.begun]
@@ -478,7 +478,7 @@ def _public_methods(target: object) -> dict[str, Handler]:
 
 
 def _host_of(frame: Any) -> str:
-    """Return the IP address from which a message came, as ZeroMQ took it from the socket."""
+    """Return the IP address from which a message came, which ZeroMQ has read from the socket."""
     try:
         return str(frame.get("Peer-Address"))
     except zmq.ZMQError:  # a transport without addresses
@@ -486,5 +486,5 @@ def _host_of(frame: Any) -> str:
 
 
 def _same_role(caller: Caller, role: str) -> bool:
-    """Return whether the owner of a key may say it is `caller`: a supervisor has the key of its pod's role."""
+    """Return whether a connection with the key of a role may identify itself as `caller`. A supervisor has the key of its pod's role."""
     return caller.role in (role, "supervisor")

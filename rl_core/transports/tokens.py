@@ -128,7 +128,7 @@ def remove_engine_files(owner: str, *, directory: Path = DIRECTORY) -> None:
 
 
 def _entries(directory: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Return this user's segments and tokens, owner -> name -> time of the last change, and what else lies under our prefix."""
+    """Return this user's segments and tokens, owner -> name -> time of the last change, and all other names with our prefix."""
     found: dict[str, dict[str, float]] = {}
     foreign = []
     with os.scandir(directory) as entries:
@@ -152,7 +152,7 @@ def _entries(directory: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
 
 
 def _lives(token: Path, age: float) -> bool:
-    """Return whether the owner of files lives: its token is locked. Pids would not tell: other containers have their own.
+    """Return whether the process that owns files lives, which is so if its token is locked. Pids differ between containers.
 
     `age`: seconds since any of them changed.
     """

@@ -53,7 +53,7 @@ class PullServer:
         self._settled.set()
 
     def settle(self) -> None:
-        """Let waiting joiners proceed, because the publish has ended, with or without a commit."""
+        """Answer the joiners that wait for the end of a publish, which has ended with or without a commit."""
         self._settled.set()
 
     async def pull(self, request: PullRequest) -> PullOffer | PullRefusal:

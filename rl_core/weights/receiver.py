@@ -382,7 +382,7 @@ class WeightReceiver:
 
 
 def _applied(manifest: WeightManifest, *, loaded: bool, patched: bool = False) -> ReceiverApplied:
-    """Return APPLIED; `loaded`: whether bytes were moved; `patched`: whether a patch was enough."""
+    """Return the answer APPLIED. `loaded`: whether bytes were loaded; `patched`: whether a patch was applied."""
     return ReceiverApplied(version=manifest.version, digest=manifest.digest, loaded=loaded, patched=patched)
 
 

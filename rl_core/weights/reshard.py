@@ -102,7 +102,7 @@ class _Offered:
                 yield from ((rank, ranges) for rank in ranks)
 
     def gap(self, part: Ranges) -> Ranges:
-        """Return a box in `part` that begins at its first element and that no source overlaps. No source may have that element."""
+        """Return a box in `part` that begins at its first element and that no source overlaps. The caller knows that no source has this element."""
         for ranges, _ in self._boxes:
             if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(part, ranges, strict=True)):
                 ends = [(a, c if c > a else b) for (a, b), (c, _) in zip(part, ranges, strict=True)]

@@ -191,7 +191,7 @@ class DeviceIpc:
         await self._point_to_point.finish(handshake, copy, gate, deadlines)
 
     def _take(self, places: Sequence[Place]) -> "list[Handle]":
-        """Return a handle for each of `places`; none at all where a place has no copy."""
+        """Return one unused handle for each of `places`; an empty result if one of them has no copy of the version."""
         own = self._place if self._device_buffer.is_allocated else None
         if any(len(self.handles.get(place, ())) < n for place, n in Counter(places).items() if place != own):
             return []

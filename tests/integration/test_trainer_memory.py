@@ -117,6 +117,20 @@ CASES |= {
     for backend in ("fsdp1", "fsdp2", "megatron")
     for grads in (False, True)
 }
+CASES |= {
+    f"{backend} {dtype} adapters of {what}": {
+        "actor__backend": backend,
+        "model__dtype": dtype,
+        "model__lora": {"rank": 8, "layers": layers},
+    }
+    | ({} if mode is None else {"actor__gradientCheckpointing": True, "actor__gradientCheckpointingMode": mode})
+    for backend, dtype, what, layers, mode in (
+        ("fsdp2", "float32", "the first layer", [0], None),
+        ("fsdp2", "bfloat16", "late layers", [2, 3], None),
+        ("fsdp2", "bfloat16", "the last layer selective", [3], "selective"),
+        ("megatron", "float32", "a middle layer", [1], None),
+    )
+}
 LLAMA = {
     "fsdp2 float32": {"actor__backend": "fsdp2"},
     "megatron bfloat16": {"actor__backend": "megatron", "model__dtype": "bfloat16"},

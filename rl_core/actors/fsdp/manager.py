@@ -85,7 +85,7 @@ class FSDPModelManager(ModelManager):
             decoder = hf.build_model(config, dtype=self.dtype).model if critic.separate else None
             attach_critic(model, model.config.hidden_size, decoder)
         if (adapters := self.cfg.model.lora) is not None:
-            lora.attach_adapters(model, adapters, layers=model.config.num_hidden_layers)
+            lora.attach_adapters(model, adapters)
         return model
 
     def _set_up(self) -> None:
@@ -173,6 +173,8 @@ class FSDPModelManager(ModelManager):
             if self.cfg.actor.gradient_checkpointing_mode == "selective":
                 options["context_fn"] = selective_contexts()
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+            # transformers makes the embeddings want gradients, so that these would flow through layers below all that is trained.
+            model.disable_input_require_grads()
 
     def _begin_phase(self) -> None:
         """Build optimizer and schedule for the parameters that are trained from here on.

@@ -79,7 +79,7 @@ class MegatronModelManager(ModelManager):
         aliases = hf.tied_names(self.template)
         self.sync_names = [(name, aliases.get(name)) for name in hf.stored_names(self.template, {})]
         if (adapters := self.cfg.model.lora) is not None:
-            lora.attach_adapters(self.template, adapters, layers=self.template.config.num_hidden_layers)
+            lora.attach_adapters(self.template, adapters)
         with self.device_context():
             self._make_groups()
             tensor = self.parallel.tensor

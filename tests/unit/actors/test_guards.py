@@ -36,6 +36,15 @@ def test_flash_attention_is_refused_where_it_has_no_kernel(make_spec, config, ch
     assert all(word in line for word in words)
 
 
+@pytest.mark.parametrize("backend", ["fsdp1", "fsdp2", "megatron"])
+def test_adapters_of_layers_that_the_model_lacks_are_refused(make_spec, config, backend):
+    assert config["num_hidden_layers"] == 2
+    changes = {"actor__backend": backend, "model__lora": {"layers": [5, 1, 2]}}
+    (line,) = unsupported_settings(make_spec(**changes), config)
+    assert line == "model.lora.layers must be below 2, the number of the model's layers, got [2, 5]; remove them"
+    assert list(unsupported_settings(make_spec(model__lora={"layers": [0, 1]}), config)) == []
+
+
 def test_adapters_of_a_mixture_of_experts_are_refused(make_spec, config):
     experts = config | {"num_local_experts": 8}
     assert list(unsupported_settings(make_spec(), experts)) == []

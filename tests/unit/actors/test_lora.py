@@ -76,7 +76,7 @@ def given(actor, *, needs_base):
 def test_logits_and_gradients_are_those_of_peft(family, tmp_path):
     folder = actor_samples.make_model(tmp_path / family, family=family, tied=False)
     ours = hf.build_model(hf.read_config(folder), dtype=torch.float32)
-    lora.attach_adapters(ours, LoraSpec(rank=4, alpha=12.0), layers=2)
+    lora.attach_adapters(ours, LoraSpec(rank=4, alpha=12.0))
     hf.materialize(ours, CPU, {})
     hf.load_weights(ours, folder, {})
     stored = hf.named_parameters(ours)
@@ -323,7 +323,7 @@ def test_dropout_of_adapters_is_applied_in_training_and_needs_the_trainers_switc
 def test_a_float32_layer_keeps_its_input_and_its_weights_alone_for_the_backward_pass(trains_a):
     layer = torch.nn.Sequential()
     layer.add_module("layers", torch.nn.ModuleList([torch.nn.ModuleDict({"q_proj": torch.nn.Linear(6, 8)})]))
-    lora.attach_adapters(layer, LoraSpec(rank=2, targets=["q_proj"]), layers=1)
+    lora.attach_adapters(layer, LoraSpec(rank=2, targets=["q_proj"]))
     adapted_layer = layer.layers[0]["q_proj"]
     for parameter in (adapted_layer.weight, adapted_layer.bias):
         parameter.requires_grad_(False)

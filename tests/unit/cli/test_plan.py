@@ -5,7 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
-from rl_core.api.errors import CapacityError
+from rl_core.api.errors import CapacityError, ConfigError
 from rl_core.api.job import RLJobSpec
 from rl_core.cli.job_file import JobProblems
 from rl_core.cli.plan import layout_line, process_table, show_plan
@@ -130,3 +130,12 @@ def test_a_plan_says_that_a_list_of_trackers_replaces_the_default(written, capsy
         assert (notice in capsys.readouterr().out) == expected
     show_plan(written(), [])
     assert "Metrics go to" not in capsys.readouterr().out
+
+
+def test_adapters_of_layers_that_the_model_lacks_are_refused(written):
+    file = written(model={"path": str(written().parent), "dtype": "bfloat16", "lora": {"layers": [40, 2, 36]}})
+    words = r"model\.lora\.layers must be below 36, the number of the model's layers, got \[36, 40\]; remove them"
+    with pytest.raises(ConfigError, match=f"^{words}$"):
+        show_plan(file, [])
+    with pytest.raises(JobProblems, match=words):
+        validate_file(file, [], device_memory=80)

@@ -1,0 +1,53 @@
+"""Which decoder layers keep activations for a backward pass.
+
+With adapters gradients flow down to the lowest layer that has any, and in it to the first adapter. What lies below keeps nothing. The layers
+above keep what their inputs' gradients need, whether they have adapters or not.
+"""
+
+from dataclasses import dataclass
+
+from rl_core.api.job import RLJobSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptLayers:
+    """The layers of a pipeline stage that keep activations, each counted once for every micro-batch that is under way."""
+
+    trained: float
+    """Layers with adapters, or all layers without `model.lora`."""
+    frozen: float
+    """Layers without adapters, through which gradients flow to others."""
+    lowest: float = 0
+    """Layers with adapters, not among `trained`, of which only what lies above the first adapter keeps anything."""
+
+
+def adapted_layers(job: RLJobSpec, layers: int) -> frozenset[int]:
+    """Return the numbers of the layers that have adapters, of `layers` in all; none without `model.lora`."""
+    lora = job.model.lora
+    if lora is None:
+        return frozenset()
+    return frozenset(range(layers) if lora.layers is None else lora.layers)
+
+
+def kept_layers(job: RLJobSpec, layers: int) -> list[KeptLayers]:
+    """Return what each pipeline stage keeps, for a model of `layers` decoder layers."""
+    parallel, lora = job.actor.parallel, job.model.lora
+    trained = frozenset(range(layers)) if lora is None else adapted_layers(job, layers)
+    if parallel.virtual_pipeline:
+        # The first stage has some more micro-batches under way than there are stages, each in its share of the layers.
+        passes = 1 + (parallel.pipeline - 1) / (parallel.pipeline * parallel.virtual_pipeline)
+        return [KeptLayers(trained=passes * len(trained), frozen=passes * (layers - len(trained)))]
+    each = layers // parallel.pipeline
+    found = []
+    for stage in range(parallel.pipeline):
+        first, end = stage * each, (stage + 1) * each
+        own = [layer for layer in trained if first <= layer < end]
+        # Other stages send gradients to the one before. Megatron recomputes only layers whose inputs want gradients.
+        to_inputs = stage > 0 or (job.actor.backend == "megatron" and job.actor.gradient_checkpointing)
+        frozen = end - (first if to_inputs else min(own, default=end)) - len(own)
+        # The single parameter of a layer under FSDP1 wants a gradient, and so does all that is computed with it.
+        partly = bool(own) and not to_inputs and lora is not None and job.actor.backend != "fsdp1"
+        passes = parallel.pipeline - stage
+        kept = KeptLayers(trained=passes * (len(own) - partly), frozen=passes * frozen, lowest=passes * partly)
+        found.append(kept)
+    return found
