@@ -112,14 +112,13 @@ def _in_process(name: str, world: World) -> dict:
     return json.loads(lines[-1])
 
 
-def job(world: World):
+def job(world: World, *, engine: str = "sglang", lora: dict | None = None):
+    """Return the job of an engine alone; `lora` = `spec.model.lora`."""
     from rl_core.api.job import RLJobSpec
 
-    rollout = {"maxBatch": 8 if world.small else 256, "gpus": int(world.cuda), "engine": "sglang"}
-    dtype = "bfloat16" if world.cuda else "float32"
-    return RLJobSpec.model_validate(
-        {"model": {"path": "unused", "dtype": dtype}, "data": {"train": "unused"}, "rollout": rollout}
-    )
+    rollout = {"maxBatch": 8 if world.small else 256, "gpus": int(world.cuda), "engine": engine}
+    model = {"path": "unused", "dtype": "bfloat16" if world.cuda else "float32", "lora": lora}
+    return RLJobSpec.model_validate({"model": model, "data": {"train": "unused"}, "rollout": rollout})
 
 
 def files(world: World) -> dict[str, bytes]:

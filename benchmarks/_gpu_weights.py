@@ -1,14 +1,17 @@
 """Parts of gpu.py: a model's hand-over from a process to another, by each way, beside a copy on the device.
 
 python benchmarks/_gpu_weights.py '{"device": "cuda:0", "shapes": {...}}'                the receiver's process
-python benchmarks/_gpu_weights.py '{"device": "cuda:0", "small": false, "folder": ...}'  the same, with an SGLang engine
+python benchmarks/_gpu_weights.py '{"device": "cuda:0", "small": false, "folder": ...}'  the same, with a real engine,
+                                                                                         "engine": "hf" or "sglang", "lora": null or {...}
 """
 
 import asyncio
+import contextlib
 import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import _gpu_runs as runs
@@ -43,34 +46,45 @@ def _frees_unused_handles(world: World) -> bool | None:
 
 def engine_loads(world: World) -> dict:
     """Return the same of the ways into an SGLang engine, whose own processes read the version; by NCCL where there are two GPUs."""
-    from rl_core.rollouts.hf.config import DecoderConfig
-    from rl_core.rollouts.hf.weights import DecoderWeights
-
-    shapes = DecoderWeights(DecoderConfig.from_dict(sizes(world)), device="meta").names_and_shapes()
-    dtype = getattr(torch, runs.job(world).model.dtype)
-    weights = {name: torch.randn(shape, dtype=dtype, device=world.device) for name, shape in shapes.items()}
-    options = {"device": world.device, "small": world.small, "folder": str(world.folder)}
+    weights = model_weights(world)
+    options = {"device": world.device, "small": world.small, "folder": str(world.folder), "engine": "sglang"}
     found = _ways(world, options, weights, ("zmq", "ipc") if world.cuda else ("zmq", "ipc", "gloo"))
     if world.cuda and torch.cuda.device_count() > 1:
         found |= _ways(world, options | {"device": "cuda:1"}, weights, ("nccl",))
     return found | _copy(world, weights)
 
 
-def _ways(world: World, options: dict, weights: dict, transports: tuple[str, ...]) -> dict:
-    """Return the figures of each way to one receiver."""
+def model_weights(world: World) -> dict[str, torch.Tensor]:
+    """Return random weights of the model of all parts, on the device and in the type of its engines."""
+    from rl_core.rollouts.hf.config import DecoderConfig
+    from rl_core.rollouts.hf.weights import DecoderWeights
+
+    shapes = DecoderWeights(DecoderConfig.from_dict(sizes(world)), device="meta").names_and_shapes()
+    dtype = getattr(torch, runs.job(world).model.dtype)
+    return {name: torch.randn(shape, dtype=dtype, device=world.device) for name, shape in shapes.items()}
+
+
+@contextlib.contextmanager
+def receiving(options: dict) -> Iterator[dict]:
+    """Run a receiver with `options` in a process of its own; yield where it is, as `serve` prints it."""
     command = [sys.executable, __file__, json.dumps(options)]
     receiver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    found: dict = {}
     try:
-        about = json.loads(next(line for line in receiver.stdout if line.startswith('{"address"')))
+        yield json.loads(next(line for line in receiver.stdout if line.startswith('{"address"')))
+    finally:
+        receiver.stdin.close()
+        receiver.wait(30)
+
+
+def _ways(world: World, options: dict, weights: dict, transports: tuple[str, ...]) -> dict:
+    """Return the figures of each way to one receiver."""
+    found: dict = {}
+    with receiving(options) as about:
         for transport in transports:
             try:
                 found[transport] = _way(world, transport, weights, about)
             except Exception as error:
                 found[transport] = {"error": f"{type(error).__name__}: {error}"[:400]}
-    finally:
-        receiver.stdin.close()
-        receiver.wait(30)
     return found
 
 
@@ -92,7 +106,7 @@ def _way(world: World, transport: str, weights: dict, about: dict) -> dict:
     spec = RLJobSpec.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})
     # Not by the schema, which refuses ipc for a CPU: there shared memory stands in for the device's.
     spec = spec.model_copy(update={"weights": spec.weights.model_copy(update={"transport": transport})})
-    publisher = WeightPublisher(spec, EPOCHS[transport], device=world.device, device_uuid=_uuid(world.device))
+    publisher = WeightPublisher(spec, EPOCHS[transport], device=world.device, device_uuid=uuid_of(world.device))
     receiver = ReceiverAddress(name="rollout:0", address=about["address"], host_token=about["host_token"])
     reports, nbytes = [], sum(tensor.nbytes for tensor in weights.values())
     try:
@@ -119,7 +133,7 @@ def _way(world: World, transport: str, weights: dict, about: dict) -> dict:
     }
 
 
-def _uuid(device: str) -> str | None:
+def uuid_of(device: str) -> str | None:
     from rl_core.workers.devices import device_uuids
 
     return None if device == "cpu" else device_uuids((device.partition(":")[2] or "0",))[0]
@@ -159,17 +173,18 @@ class Engine:
         pass
 
 
-class SGLang:
-    """The SGLang engine of the model of all parts. It says itself whether its parameters are those of the manifest."""
+class RealEngine:
+    """The engine `hf` or `sglang` of the model of all parts. It says itself whether its parameters are those of the manifest."""
 
-    def __init__(self, device: str, small: bool, folder: str) -> None:
+    def __init__(self, device: str, small: bool, folder: str, engine: str, lora: dict | None = None) -> None:
         from rl_core.rollouts.engine import PROVEN
+        from rl_core.rollouts.hf.rollout_engine import HFRolloutEngine
         from rl_core.rollouts.sglang.rollout_engine import SGLangRolloutEngine
 
         world = World(device, small, Path(folder))
-        self.engine = SGLangRolloutEngine.build(
-            runs.job(world), runs.files(world), device, 256, lambda tokens: None, lambda stage: None
-        )
+        kind = {"hf": HFRolloutEngine, "sglang": SGLangRolloutEngine}[engine]
+        spec = runs.job(world, engine=engine, lora=lora)
+        self.engine = kind.build(spec, runs.files(world), device, 256, lambda tokens: None, lambda stage: None)
         self.weight_target, self.proof, self.close = self.engine.weight_target, PROVEN, self.engine.close
 
     def held(self) -> str:
@@ -182,8 +197,8 @@ def serve() -> None:
     from rl_core.weights.receiver import WeightReceiver
 
     options = json.loads(sys.argv[1])
-    engine, device = Engine(**options) if "shapes" in options else SGLang(**options), options["device"]
-    uuids = () if device == "cpu" else (_uuid(device),)
+    engine, device = Engine(**options) if "shapes" in options else RealEngine(**options), options["device"]
+    uuids = () if device == "cpu" else (uuid_of(device),)
     receiver = WeightReceiver(None, None, 0, engine.weight_target, device=device, device_uuids=uuids)
     receiver.warm_up()
 

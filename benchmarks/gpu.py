@@ -30,6 +30,7 @@ folder, their site first in PYTHONPATH, `--only sglang`. `RLJOB_SGLANG_OPTIONS` 
 | prepared, colocated, beside | `rljob run` of examples/arithmetic: actor and rollout on the device in turns; the rollout on the CPU |
 | sglang | SGLang alone and through the worker: tokens/s, seconds of sleep and wake, bytes freed |
 | engine_loads | the versions that the processes of an SGLang engine read themselves: shared memory, CUDA IPC, and NCCL between two GPUs |
+| adapters | the sync of adapters alone (LoRA, rank 16) over that of a whole version: bytes and seconds; engines `hf` and, on a GPU, `sglang` |
 """
 
 import argparse
@@ -47,6 +48,7 @@ from pathlib import Path
 import _gpu_kernels as kernels
 import _gpu_runs as runs
 import torch
+from _gpu_adapters import adapters
 from _gpu_tensors import tensors
 from _gpu_trainer import trainer
 from _gpu_weights import engine_loads, hand_over
@@ -68,6 +70,7 @@ PARTS = {
     "beside": (partial(runs.run, colocated=False), 120),
     "sglang": (runs.sglang, 240),
     "engine_loads": (engine_loads, 240),
+    "adapters": (adapters, 150),
 }
 """Name -> (what it does, its budget of seconds), in order: a later part may need what `model` and `prepared` made."""
 LAST_LINES = 12

@@ -33,21 +33,21 @@ class ChannelCore:
         self.put_wait_seconds = 0.0
         self.bytes = 0
         self.producers: dict[tuple[Client, int], str] = {}
-        """Who is registered and not done, by client and number of the registration: a process may have several producers."""
+        """Producers that are registered and not done, by client and number of the registration: a process may have several."""
         self._lost_producers: list[str] = []
         self._on_drop = on_drop
         self._keys: dict[Key, KeyQueue] = {}
         self._waiting = DeadlineHeap()
         self._short_of_bytes: dict[Key, KeyQueue] = {}
-        """Where puts wait, perhaps for bytes that are freed by another key."""
+        """Keys with waiting puts, which may wait for bytes that another key frees."""
         self._out: dict[str, Take] = {}
-        """Who has which item that is neither confirmed nor returned, by token."""
+        """Token -> the take that delivered the item, for items that are neither confirmed nor returned."""
         self._closed = False
         self._error: Exception | None = None
         self._numbers = itertools.count()
         self._tokens = itertools.count()
         self._prefix = secrets.token_hex(4)
-        """Makes a receipt for an item of an earlier server's channel of this name one for nothing."""
+        """Random beginning of all tokens, so that a receipt for an item of an earlier server is not taken for one of an item here."""
 
     # --- putting ---
 

@@ -40,7 +40,7 @@ class AsyncHandle(Generic[Value]):
         self._receive = receive
         self._abandon = abandon
         self._receipt = threading.Lock()
-        """Guards the fields below: of several threads that wait, the first makes the value and the others have it too."""
+        """Guards the fields below: if several threads wait, the first one receives the value and the others return it too."""
         self._received = False
         self._value: Value | None = None
         self._error: Exception | None = None

@@ -130,9 +130,9 @@ class KeyQueue:
         self.takes: deque[Take] = deque()
         self.puts: deque[Put] = deque()
         self.filling: set[Client] = set()
-        """Who has room for an item that is still to come. Its next put waits for that one: a process's puts keep their order."""
+        """Clients that were granted room and have not sent the item yet. Their next put waits for it, which keeps the order of their puts."""
         self.pumping = False
-        """Whether puts and takes are being moved: what a callback changes meanwhile is seen by the loop that called it."""
+        """Whether waiting operations are being served. Changes that a callback makes meanwhile are handled by the loop that has called it."""
         self.closed = False
         self.error: Exception | None = None
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 Part: TypeAlias = "bytes | np.ndarray | SegmentPart"
-"""On the wire: `bytes` (small), a uint8 array (large, by socket), or where it lies in shared memory."""
+"""As it is sent: `bytes` (small), a uint8 array (large, by socket), or the position in shared memory."""
 
 
 def inline(part: Any) -> Part:

@@ -116,7 +116,7 @@ class ChannelServer:
         self._reservations: dict[int, _Reservation] = {}
         self._tickets = itertools.count(1)
         self._undos: dict[Peer, OrderedDict[int, Callable[[], object]]] = {}
-        """How to take back what an answer gave, by request id: its caller may have given it up meanwhile."""
+        """Request id -> function that undoes an answered request, for callers that have cancelled it meanwhile."""
         self._members: dict[str, Peer] = {}
         self._timer: Timer | None = None
         self._due = math.inf

@@ -136,12 +136,12 @@ class GymnasiumVectorEnv:
             self._seed, given = given, None
             self.restart_seeds()
         seeds = [self._next_seed(index) if given is None else int(given[index]) for index in range(self.num_envs)]
-        outcomes = self._slots.exchange(
-            [SimulatorReset(seed=one, record=index < record, row=self._row) for index, one in enumerate(seeds)]
-        )
-        for index, outcome in enumerate(outcomes):
+        requests = [SimulatorReset(seed=one, record=index < record, row=self._row) for index, one in enumerate(seeds)]
+        for index, outcome in enumerate(self._slots.exchange(requests)):
             begun = self._checked(index, outcome)
-            self._begin(index, begun if isinstance(begun, SimulatorAnswer) else self._replaced(index, begun))
+            if not isinstance(begun, SimulatorAnswer):
+                begun = self._replaced(index, begun, again=requests[index])
+            self._begin(index, begun)
         self._restarted.clear()
         return self.current()
 
@@ -312,10 +312,11 @@ class GymnasiumVectorEnv:
             f"all simulators must have observations of the same shapes {self._shapes}, got {shapes}; correct the simulator"
         )
 
-    def _replaced(self, index: int, why: Outcome | None) -> SimulatorAnswer:
+    def _replaced(self, index: int, why: Outcome | None, *, again: SimulatorReset | None = None) -> SimulatorAnswer:
         """Replace the simulator of a slot, and begin an episode; return the answer. Raises after MOST_FAILURES consecutive failures.
 
-        Each attempt uses another seed, because a seed with which the simulator hangs or dies must not end the run.
+        The first attempt is the reset `again`, if there is one: simulators of a group begin with the same seed. Each further attempt uses
+        another seed, because a seed with which the simulator hangs or dies must not end the run.
         """
         while True:
             self._failures[index] += 1
@@ -327,7 +328,8 @@ class GymnasiumVectorEnv:
                 )
             self._slots.replace(index)
             requests: list[Request | None] = [None] * self.num_envs
-            requests[index] = SimulatorReset(seed=self._next_seed(index), row=self._row)
+            requests[index] = again or SimulatorReset(seed=self._next_seed(index), row=self._row)
+            again = None
             answer = self._slots.exchange(requests)[index]
             if isinstance(answer := self._checked(index, answer), SimulatorAnswer):
                 return answer

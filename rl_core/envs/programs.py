@@ -65,7 +65,7 @@ class ProgramEnvironment(EnvironmentInterface):
         self.runs = 1
         """How often a program is run, in total, while runs fail with RunFailed."""
         self.unready = ""
-        """Why programs must wait before they can run; "" = they need not. A run that is late meanwhile has not failed by itself."""
+        """Why programs cannot run yet; "" = they can. A program that is late for this reason counts as unavailable and not as failed."""
         self._sleep = asyncio.sleep
         self.spent = False
         """Whether this process must end, because a program still runs in a thread of it."""

@@ -82,7 +82,7 @@ class _Session:
     name: str
     """Sample id."""
     key: str
-    """API key of the program, without the name of a run."""
+    """API key of the program, without the id of its run."""
     attempt: int
     endpoint: _Endpoint | None
     """None while no rollout has the session."""
@@ -94,7 +94,7 @@ class _Session:
     """Answered calls of the run, in the order of their answers; None = they are too large to be sent again."""
     ended: bool = False
     moves: int = 0
-    """Number of rollouts that were to take the session over."""
+    """Number of times that the session was to be moved to another rollout."""
     old_runs: deque[str] = field(default_factory=lambda: deque(maxlen=RUNS))
 
     @property

@@ -5,6 +5,7 @@ A slot is the place of one simulator. A simulator that fails is replaced, and th
 
 import asyncio
 import concurrent.futures
+import logging
 import os
 import select
 import threading
@@ -30,6 +31,7 @@ from rl_core.messages.embodied import SimulatorAnswer, SimulatorReset, Simulator
 from rl_core.transports.direct import Connection
 from rl_core.transports.shared_rows import ColumnAddress
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Outcome = SimulatorAnswer | Exception
 
@@ -81,13 +83,21 @@ class LocalSlots:
             simulator.write_to({} if column is None else column.map())
 
     def replace(self, index: int) -> None:
-        """Build the simulator anew."""
+        """Close the simulator and build another one."""
+        _close(self._simulators[index])
         self._simulators[index] = Simulator(self._settings)
 
     def close(self) -> None:
         """Close the simulators."""
         for simulator in self._simulators:
-            simulator.close()
+            _close(simulator)
+
+
+def _close(simulator: Simulator) -> None:
+    try:
+        simulator.close()
+    except Exception:  # a simulator raises anything, and one that has failed may not be able to close
+        logger.warning("a simulator raised as it was closed", exc_info=True)
 
 
 @dataclass(frozen=True, slots=True)

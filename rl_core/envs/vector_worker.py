@@ -43,7 +43,7 @@ class EnvWorker(Worker):
         self._interacting: asyncio.Future[EpisodeStats] | None = None
         self._prefetched: list[EnvOutput] | None = None
         self._parts: list[list[_Part]] = []
-        """Of each stage, in the order of the simulators."""
+        """For each stage, its parts in the order of the simulators."""
         self._listener = Listener(self.identity.uid)
         self._mailbox = Mailbox(self._listener, seconds=self.spec.runtime.deadlines.rollout)
         self._thread = LoopThread("collection")

@@ -15,7 +15,7 @@ from rl_core.api.user_code import describe
 FRAMES = 200
 """Frames of the longest video; an episode with more steps is shown faster."""
 LONGEST_SIDE = 240
-"""Pixels; larger images are thinned."""
+"""Pixels; of larger images only every second, third, ... pixel is kept."""
 FRAME_MS = 50
 
 

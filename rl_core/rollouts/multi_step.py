@@ -326,15 +326,18 @@ class MultiStepRolloutWorker(WeightMethods):
         self._begin(request)
         mine = [env for env in range(len(request.envs)) if env % len(request.rollouts) == self._envs.index]
         with closing(self._connect(observations, actions)) as exchange:
-            served = await asyncio.gather(*(self._serve(exchange, env) for env in mine))
-        return sum(served)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    served = [group.create_task(self._serve(exchange, env)) for env in mine]
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+        return sum(one.result() for one in served)
 
     async def _serve(self, exchange: DirectChannel, env: int) -> int:
         """Choose the actions for one env worker until it sends no observations."""
-        envs, count = self._envs, 0  # after an error this may run longer than its collection
-        key = envs.key(0, env)
+        key, count = self._envs.key(0, env), 0
         while True:
-            with envs.awaiting(env):
+            with self._envs.awaiting(env):
                 output: EnvOutput = await exchange.get_async(key=key)
             if output.obs is None:
                 return count

@@ -42,7 +42,7 @@ TICKET_SECONDS = 60.0
 SWEEP_SECONDS = 1.0
 """Seconds between two searches for such tickets and streams."""
 LAST_LOOK_MS = 1_000
-"""For how long a receiver looks once more after its timeout: if it stood still itself, what came meanwhile is found then."""
+"""Milliseconds for which a receiver polls once more after its timeout. If its own process was stopped, it finds what has arrived meanwhile."""
 _HELLO, _MORE, _CHUNK, _END, _REFUSED = b"H", b"M", b"C", b"E", b"R"
 
 
@@ -135,7 +135,7 @@ class BulkSender:
         self._closing = False
         self._swept_at = clock()
         self._lock = threading.Lock()
-        """Guards `_offers`: callers offer while the sender's thread takes."""
+        """Guards `_offers`: any thread adds offers, and the sender's thread removes them."""
         self._thread = threading.Thread(target=self._run, name="rljob-bulk", daemon=True)
         self._thread.start()
 

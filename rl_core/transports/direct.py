@@ -57,10 +57,10 @@ class Connection:
         self.socket = end
         self._takes_descriptors = takes_descriptors
         self.descriptors: deque[int] = deque()
-        """Those that came, the oldest first. Whoever takes one closes it."""
+        """Received file descriptors, the oldest first. The code that takes one must close it."""
         self._codec = ArrayCodec()
         self._rest = b""
-        """Beginning of a head whose end has not arrived."""
+        """The part of a message's head that has arrived."""
         self._body: bytearray | None = None
         """A message whose end has not arrived; `_filled` bytes of it have, and `_parts` are the bytes of its key and layout."""
         self._filled, self._parts = 0, (0, 0)
@@ -169,11 +169,11 @@ class Listener:
         self.socket.bind(str(self._path))
         self._path.chmod(0o600)
         self._unlink = weakref.finalize(self, self._path.unlink, missing_ok=True)
-        """Also at the end of the process."""
+        """Removes the socket file; also called at the end of the process."""
         self.socket.listen()
         self.socket.setblocking(False)
         self.address = f"{name} {self._secret.hex()}"
-        """Name and secret. It must go to processes only that may connect."""
+        """Name and secret of the socket. Give it only to processes that may connect."""
 
     def accept(self) -> Connection | None:
         """Return the next connection; None if no process is connecting, or if it fails the authentication."""

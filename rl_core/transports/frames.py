@@ -70,7 +70,7 @@ class FrameHeader:
     sender: Any
     method: str | None
     skeleton: bytes | int
-    """Its size where it travels behind the header."""
+    """Size of the skeleton if it is sent after the header."""
     table: list[tuple[int, tuple[int, ...], int, int | None]]
     options: dict[str, Any] = field(default_factory=dict)
 

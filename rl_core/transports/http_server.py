@@ -34,7 +34,7 @@ class Request:
     headers: Mapping[str, str]
     """Names in lower case."""
     query: str = ""
-    """What follows the path, undecoded."""
+    """The text after the `?` of the request target, undecoded."""
     body: bytes = b""
 
 
@@ -46,7 +46,7 @@ class Response:
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
     headers: Mapping[str, str] = field(default_factory=dict)
-    """More of them."""
+    """Further headers."""
 
     def encode(self, *, head_only: bool) -> bytes:
         """Return the bytes on the wire."""

@@ -49,7 +49,7 @@ class _Deferred(Interrupts):
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
         self._number = 0
-        """Of the signal that was deferred; 0 if none was."""
+        """Number of the signal that was deferred; 0 if none was."""
         self._allowed = False
 
     def __enter__(self) -> "Interrupts":

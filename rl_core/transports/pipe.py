@@ -14,7 +14,7 @@ from rl_core.transports import frames
 
 MAX_PARTS = 65_537
 MAX_BYTES = 2**31
-"""Largest message: rows of text and numbers. What is larger goes another way."""
+"""Size of the largest message in bytes. Messages are rows of text and numbers; large arrays are not sent by pipes."""
 
 
 def pack(message: Any) -> bytes:

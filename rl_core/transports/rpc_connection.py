@@ -92,17 +92,17 @@ class Connection:
         self._failed: list[tuple[CallFuture, Exception]] = []
         """Calls that fail as soon as the lock is free."""
         self._reading = False
-        """Whether a thread is yet to find the socket empty."""
+        """Whether a thread is reading, until it finds the socket empty."""
         self._reading_thread: int | None = None
         """Id of the thread that receives and handles messages at present; None if none does. Only one may, so that messages keep their order."""
         self._state = _State.WAITING
         self._server: Caller | None = None
         self._instance: bytes | None = None
-        """Of the server; another one means that another process took its address."""
+        """Id of the server process. If it changes, another process has taken the address."""
         self._refusal = ""
-        """Why the server does not take this client; "" while nothing says so."""
+        """Reason with which the server has refused this client; "" if it has not."""
         self._loss = ""
-        """Why the server was declared lost; "" while it is not."""
+        """Reason for which the server was declared lost; "" if it was not."""
         self._lost_at: float | None = None
         self._calls = PendingCalls()
         self._expiry: sockets.Timer | None = None

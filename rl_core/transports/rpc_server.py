@@ -106,7 +106,7 @@ class RpcServer:
         """Guards the socket, `_peers`, `_forgotten`, and the request tables of peers: handlers reply on their own threads."""
         self._socket: zmq.Socket[Any] | None = None
         self._reading = False
-        """Whether a thread is yet to find the socket empty."""
+        """Whether a thread is reading, until it finds the socket empty."""
         self._dispatching = threading.RLock()
         """Held while a message is handled, and while the timers look at the peers: the thread that reads may be another one than theirs."""
         self._reader: WaitingReader | None = None

@@ -12,7 +12,7 @@ from rl_core.api.user_code import own_frames
 from rl_core.messages.rpc import Caller, PackedError
 
 MAX_CALLS = 64
-"""Requests in flight per connection, but for those that wait for others' requests; more wait at the client inside their timeout."""
+"""Largest number of requests in flight per connection, without long polls. Further ones wait at the client; their timeout runs."""
 MAX_BYTES = 256 * 2**20
 """Payload bytes in flight per connection."""
 REMEMBERED_IDS = 1_024
@@ -20,7 +20,7 @@ REMEMBERED_IDS = 1_024
 PROBE_SECONDS = 0.5
 """How often a server asks ZeroMQ whether its peers are still connected."""
 LOST_SECONDS = 1.0
-"""How long a peer may be unreachable before a server gives it up."""
+"""How long a peer may be unreachable before a server counts it as lost."""
 MAX_TRACEBACK = 65_536
 """Characters of a traceback that are sent; with its error's text it may be of any size."""
 RECEIPT_SECONDS = 0.2

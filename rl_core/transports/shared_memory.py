@@ -62,7 +62,7 @@ class Segment:
         self.used = True
         """Whether it was lent since the last `trim`."""
         self.tainted = False
-        """A holder was lost; if it lives after all (stopped, cut off), it may still read or write here: never used again."""
+        """Whether a holder was lost. Its process may be stopped or disconnected and still access the segment, which is therefore never lent again."""
 
     @property
     def memory(self) -> mmap.mmap:

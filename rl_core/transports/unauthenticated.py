@@ -21,7 +21,7 @@ from rl_core.transports.sockets import IoThread, receive
 logger = logging.getLogger(__name__)
 
 MAX_UNAUTHENTICATED = 64
-"""Connections of one server in their handshake."""
+"""Largest number of connections of one server that have not finished the handshake."""
 PATIENCE_SECONDS = 1.0
 """Age, in seconds, below which a connection is not closed in favor of a newer one, so that many members can connect at the same time."""
 WARN_SECONDS = 60.0

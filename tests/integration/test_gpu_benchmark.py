@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
-PARTS = ("group", "attention", "generation", "hand_over", "tensors", "model", "fsdp2", "megatron", "sglang")
+PARTS = ("group", "attention", "generation", "hand_over", "tensors", "model", "fsdp2", "megatron", "sglang", "adapters")
 
 
 def test_parts_show_their_figures_and_one_that_has_no_time_says_so(tmp_path):
@@ -22,7 +22,7 @@ def test_parts_show_their_figures_and_one_that_has_no_time_says_so(tmp_path):
         "--output",
         figures,
     ]
-    # A busy machine gets twice the time for training. The last part has none.
+    # A busy machine gets twice the time for training. The part of SGLang has none.
     budgets = [part for name in ("fsdp2=150", "megatron=150", "sglang=0") for part in ("--budget", name)]
     done = subprocess.run([*command, *budgets], capture_output=True, text=True, timeout=600)
     lines = {name: part for line in done.stdout.splitlines() for name, part in json.loads(line).items()}
@@ -32,6 +32,9 @@ def test_parts_show_their_figures_and_one_that_has_no_time_says_so(tmp_path):
     assert lines["group"]["aborted_group_refuses"] and lines["generation"]["parity"]["equal_tokens"] == 1.0
     assert all(lines["attention"][kind]["within_bf16"] for kind in ("causal", "window"))
     assert {way: lines["hand_over"][way]["bit_equal"] for way in ("zmq", "ipc")} == {"zmq": True, "ipc": True}
+    sync = lines["adapters"]["hf"]
+    assert sync["sent_alone"] and sync["sent_whole"] and 0 < sync["adapters_over_whole_bytes"] < 0.2
+    assert sync["adapters"]["sync_seconds"] > 0
     sent = {way: lines["tensors"][way]["sent_so_far"] for way in ("ipc", "group", "host")}
     assert sent == {"ipc": {"ipc": 6}, "group": {"ipc": 6, "gloo": 6}, "host": {"ipc": 6, "gloo": 6, "host": 6}}
     assert all(lines["tensors"][way]["bit_equal"] for way in (*sent, "broadcast"))

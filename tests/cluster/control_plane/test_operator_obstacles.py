@@ -2,6 +2,8 @@
 
 import asyncio
 import base64
+import contextlib
+from collections.abc import Iterator
 
 import pytest
 
@@ -37,21 +39,40 @@ async def test_an_exceeded_quota_is_told_and_the_job_goes_on_when_it_is_raised(j
     await jobs.wait_condition("Scheduled", "True")
 
 
-async def test_a_webhook_that_fails_is_told_and_not_asked_without_a_pause(
-    control_plane: Access, jobs: Jobs, start, kubelet
-) -> None:
+@contextlib.contextmanager
+def refused(access: Access, namespace: str, operation: str, group: str, resource: str) -> Iterator[None]:
+    """Have the API server refuse an operation in a namespace, as the webhook that it asks fails."""
     webhook = {
         "name": "nobody.example.com",
         "clientConfig": {"url": "https://127.0.0.1:1/"},
-        "rules": [{"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}],
-        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": jobs.namespace}},
+        "rules": [{"apiGroups": [group], "apiVersions": ["*"], "operations": [operation], "resources": [resource]}],
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}},
         "sideEffects": "None",
         "admissionReviewVersions": ["v1"],
     }
-    kind, name = "ValidatingWebhookConfiguration", f"nobody-{jobs.namespace}"
+    kind, name = "ValidatingWebhookConfiguration", f"nobody-{namespace}"
     meta = {"apiVersion": "admissionregistration.k8s.io/v1", "kind": kind, "metadata": {"name": name}}
-    control_plane.apply(meta | {"webhooks": [webhook]})
+    access.apply(meta | {"webhooks": [webhook]})
     try:
+        yield
+    finally:
+        access.kubectl("delete", kind, name)
+
+
+async def in_force(access: Access, namespace: str, *update: str) -> None:
+    """Wait until the API server refuses an update by kubectl, which is not carried out."""
+
+    async def told() -> bool:
+        done = access.kubectl("patch", "-n", namespace, "--type=merge", "--dry-run=server", *update, check=False)
+        return "failed calling webhook" in done.stderr
+
+    await until(told, "the webhook to be asked")
+
+
+async def test_a_webhook_that_fails_is_told_and_not_asked_without_a_pause(
+    control_plane: Access, jobs: Jobs, start, kubelet
+) -> None:
+    with refused(control_plane, jobs.namespace, "CREATE", "", "pods"):
         replica = await start()
         await jobs.create()
         message = await jobs.wait_condition("Scheduled", "False", "CreateRefused")
@@ -59,9 +80,47 @@ async def test_a_webhook_that_fails_is_told_and_not_asked_without_a_pause(
         tries = replica.writes().get(("POST", "pods", "500"), 0)
         await asyncio.sleep(3.0)
         assert replica.writes()["POST", "pods", "500"] - tries <= 8
-    finally:
-        control_plane.kubectl("delete", kind, name)
     await jobs.wait_pods(*STANDARD)
+
+
+async def test_no_pod_is_created_under_an_edited_network_policy_that_cannot_be_restored(
+    control_plane: Access, jobs: Jobs, start, kubelet
+) -> None:
+    replica = await start()
+    await jobs.create()
+    await jobs.wait_pods(*STANDARD)
+    await replica.stop()
+    opened = {"spec": {"ingress": [{}]}}
+    await jobs.api.patch(kinds.NETWORK_POLICY, jobs.namespace, "job-env", opened)
+    await jobs.delete_pod("job-env-0", now=True)
+    with refused(control_plane, jobs.namespace, "UPDATE", "networking.k8s.io", "networkpolicies"):
+        await in_force(control_plane, jobs.namespace, "networkpolicy/job-env", '-p={"spec": {"ingress": []}}')
+        replica = await start()
+        message = await jobs.wait_condition("Scheduled", "False", "CreateRefused")
+        assert "NetworkPolicy/job-env: " in message and "failed calling webhook" in message
+        await replica.settle(quiet=1.0)
+        assert "job-env-0" not in await jobs.pods()
+    await jobs.wait_pods(*STANDARD)
+    assert (await jobs.api.read(kinds.NETWORK_POLICY, jobs.namespace, "job-env"))["spec"]["ingress"] != [{}]
+
+
+async def test_a_status_that_is_refused_stops_no_pod_and_is_written_later(
+    control_plane: Access, jobs: Jobs, start, kubelet
+) -> None:
+    await jobs.create()
+    with refused(control_plane, jobs.namespace, "UPDATE", "rljob.dev", "rljobs/status"):
+        words = ("rljob/job", "--subresource=status", '-p={"status": {"phase": "Pending", "epoch": 0}}')
+        await in_force(control_plane, jobs.namespace, *words)
+        await start()
+        await jobs.wait_pods(*STANDARD)
+
+        async def told() -> list[dict]:
+            return await jobs.events("StatusRefused")
+
+        (event, *_) = await until(told, "an event about the status")
+        assert "failed calling webhook" in event["message"]
+        assert not (await jobs.get()).get("status")
+    await jobs.wait_condition("Scheduled", "True")
 
 
 async def test_an_image_that_cannot_be_pulled_is_told(jobs: Jobs, start, kubelet) -> None:

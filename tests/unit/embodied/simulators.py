@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -99,6 +100,30 @@ class Faulty(Echo):
         answer = super().reset(seed)
         self.fault = self.kind if seed % FAULTY_SEEDS == 0 else None
         return answer
+
+
+class Stumbling(Scripted):
+    """A `Scripted` whose resets with an odd seed fail in the first simulator that makes one, and which counts the open simulators."""
+
+    open = 0
+
+    def __init__(self, folder, **arguments):
+        super().__init__(**arguments)
+        self.folder = Path(folder)
+        type(self).open += 1
+
+    def reset(self, seed=None):
+        if seed % 2:
+            try:
+                (self.folder / str(seed)).mkdir()
+            except FileExistsError:
+                return super().reset(seed)
+            raise RuntimeError("stumbled")
+        return super().reset(seed)
+
+    def close(self):
+        type(self).open -= 1
+        raise RuntimeError("nothing to close")
 
 
 class Picture(Echo):

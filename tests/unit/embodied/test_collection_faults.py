@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rl_core.api.errors import ConfigError
+from rl_core.api.records import EnvOutput
 from rl_core.channel import Channel
 from rl_core.messages.embodied import CollectionRequest
 from rl_core.rollouts.pausing_target import pausing
@@ -150,6 +151,31 @@ def test_an_evaluation_that_samples_gives_the_same_episodes_whatever_was_drawn_b
             )
             returns.append([episode["return"] for episode in stats.episodes])
         assert returns[0] == returns[1]
+
+    asyncio.run(main())
+
+
+def test_an_error_in_an_evaluation_ends_it_for_all_env_workers():
+    """Otherwise those that wait for the observations of another env worker take those of the next evaluation with the same keys."""
+    world = World(2, 1, 1)
+    rollout, (observations, actions, _) = world.rollouts[0], world.channels
+    request = CollectionRequest.of_job(rollout.cfg, step=1, mode="eval")
+    seen, last = world.envs[0].bootstrap_step(0), EnvOutput(obs=None)
+
+    class Broken(Sine):
+        def predict(self, obs, mode="train"):
+            raise ArithmeticError("broken")
+
+    async def main():
+        rollout.model = Broken()
+        await observations.put_async(seen, key=request.key(0, 0, 0))
+        with pytest.raises(ArithmeticError, match="broken"):
+            await rollout.evaluate(observations, actions)
+        rollout.model = Sine()
+        for env, outputs in ((0, [last]), (1, [seen, last])):
+            for output in outputs:
+                await observations.put_async(output, key=request.key(0, env, 0))
+        assert await asyncio.wait_for(rollout.evaluate(observations, actions), 60) == 1
 
     asyncio.run(main())
 

@@ -6,6 +6,7 @@ import pytest
 from rl_core.api.errors import RolloutDataFailure
 from rl_core.envs.gymnasium import GymnasiumVectorEnv
 from rl_core.messages.embodied import SimulatorSettings
+from tests.unit.embodied.simulators import Stumbling
 
 SCRIPTED = "tests.unit.embodied.simulators:Scripted"
 
@@ -140,6 +141,32 @@ def test_a_simulator_whose_observations_are_unlike_those_of_the_others_is_replac
     every = env(3, faults=[None, *[fault] * 100])
     with pytest.raises(RolloutDataFailure, match="5 failures in a row in slot 1.*the same shapes.*states"):
         every.reset()
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "process"])
+@pytest.mark.parametrize("given", [None, [1, 1, 1]])
+def test_a_simulator_that_fails_in_its_first_reset_begins_with_the_seed_of_its_group(tmp_path, vectorization, given):
+    made = GymnasiumVectorEnv(
+        "tests.unit.embodied.simulators:Stumbling",
+        3,
+        auto_reset=False,
+        vectorization=vectorization,
+        seed_of=lambda index, episode: 1 + 2 * episode,
+        folder=str(tmp_path),
+    )
+    try:
+        assert made.reset(given).obs["states"].tolist() == [[1, 0]] * 3
+    finally:
+        made.close()
+
+
+def test_simulators_of_this_process_are_closed_when_they_are_replaced(tmp_path):
+    Stumbling.open = 0
+    made = GymnasiumVectorEnv("tests.unit.embodied.simulators:Stumbling", 2, folder=str(tmp_path))
+    made.reset([1, 3])
+    assert Stumbling.open == 2
+    made.close()
+    assert Stumbling.open == 0
 
 
 def test_processes_that_fail_in_every_way_are_replaced_and_the_others_go_on():
