@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import math
 import threading
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -22,8 +22,8 @@ from rl_core.messages.embodied import CollectionRequest
 from rl_core.rollouts.hf import MultiStepRolloutWorker
 from rl_core.transports.direct import Connection
 from rl_core.weights.receiver_state import ReceiverState
-from rl_core.workers.context import WorkerContext, stand_alone_identity
 from tests.unit.embodied.simulators import Echo
+from tests.unit.embodied.workers import workers
 
 ENDS, CHUNK, HORIZON, PER_WORKER, GAMMA = (3, -4, -7, 5), 2, 8, 6, 0.9
 
@@ -71,11 +71,6 @@ def job(envs, rollouts, stages, *, runtime=None, **options):
             },
         }
     )
-
-
-def workers(kind, group, count, spec):
-    identities = [replace(stand_alone_identity(), group=group, rank=rank, world_size=count) for rank in range(count)]
-    return [kind.create_in_context(WorkerContext(identity), spec) for identity in identities]
 
 
 class World:
@@ -317,6 +312,9 @@ class Receiver:
 
     def current(self):
         return self.version, f"digest {self.version}"
+
+    async def close(self):
+        pass
 
 
 def serve(rollout, version, state=ReceiverState.SERVING):

@@ -14,7 +14,8 @@ from rl_core.envs.embodied import EVALUATION, eval_seeds, eval_share, train_seed
 from rl_core.envs.vector_worker import EnvWorker
 from rl_core.rollouts.embodied import cut_trajectory
 from rl_core.rollouts.recorder import TrajectoryRecorder
-from tests.unit.embodied.test_collection import PER_WORKER, job, workers
+from tests.unit.embodied.test_collection import PER_WORKER, job
+from tests.unit.embodied.workers import workers
 
 GROUP, GROUPS, STEPS, WIDTH = 3, 4, 6, 2
 
@@ -24,8 +25,7 @@ def worker():
     spec = job(2, 1, 1, autoReset=False, chunk=1)
     grouped = {"name": "grpo", "seed": 3, "groupSize": GROUP}
     (_, second) = workers(EnvWorker, "env", 2, spec.model_copy(update={"algorithm": AlgorithmSpec(**grouped)}))
-    yield second
-    second.close()
+    return second
 
 
 def test_simulators_of_a_group_begin_from_one_seed_that_each_step_draws_anew(worker):

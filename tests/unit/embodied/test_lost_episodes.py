@@ -81,8 +81,4 @@ def test_a_lost_episode_is_not_trained_and_no_other_row_is_missing(fault, vector
             lost += stats[0].lost
         assert lost
 
-    try:
-        asyncio.run(main())
-    finally:
-        for env in world.envs:
-            env.close()
+    asyncio.run(main())

@@ -113,10 +113,7 @@ def test_images_in_shared_memory_are_those_of_their_states(vectorization, auto_r
             values = merged.prev_values.unflatten(0, (EPOCHS, -1))[:, :-1].flatten(0, 1)
             assert torch.equal(values[..., 0], states[..., 1] / 2 + 1)
 
-    try:
-        asyncio.run(main())
-    finally:
-        world.envs[0].close()
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("batching", BATCHING)

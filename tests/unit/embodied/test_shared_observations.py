@@ -41,18 +41,13 @@ class SeeingOnly(Seeing):
 
 @pytest.fixture
 def world():
-    made = []
-
     def make(*counts, **options):
-        made.append(World(*counts, **PICTURE | options))
-        for rollout in made[-1].rollouts:
+        made = World(*counts, **PICTURE | options)
+        for rollout in made.rollouts:
             rollout.model = Seeing()
-        return made[-1]
+        return made
 
-    yield make
-    for one in made:
-        for worker in one.envs:
-            worker.close()
+    return make
 
 
 def check_images(merged):

@@ -14,7 +14,8 @@ from rl_core.api.errors import ConfigError
 from rl_core.envs.worker import EnvWorker
 from rl_core.messages.embodied import CollectionRequest
 from rl_core.observability.trackers import TensorBoardTracker, Trackers
-from tests.unit.embodied.test_collection import World, job, workers
+from tests.unit.embodied.test_collection import World, job
+from tests.unit.embodied.workers import workers
 
 
 async def evaluated(world, episodes):
@@ -30,29 +31,23 @@ async def evaluated(world, episodes):
 
 def test_the_first_env_worker_keeps_the_frames_of_its_first_episodes(tmp_path):
     world = World(2, 1, 1, videos=2, evalHorizon=600, evalEpisodes=6)
-    try:
-        stats = asyncio.run(evaluated(world, 6))
-        assert [len(one.videos) for one in stats] == [2, 0]
-        assert [len(one.episodes) for one in stats] == [3, 3]
-        for episode, video in zip(
-            sorted(stats[0].episodes, key=lambda one: one["slot"]), stats[0].videos, strict=False
-        ):
-            frames = imageio.v3.imread(video, extension=".gif", index=None)
-            # A frame of the beginning, one every third step, and one of the end; images are thinned to at most 240 pixels.
-            steps = sorted({0, *range(3, episode["length"] + 1, 3), episode["length"]})
-            assert frames.shape == (len(steps), 150, 240, 3)
-            assert frames[:, 0, 0, 0].tolist() == [20 * step for step in steps]
-        trackers = Trackers([TensorBoardTracker(tmp_path)])
-        trackers.log_videos(7, stats[0].videos)
-        trackers.finish("Finished")
-        read = EventAccumulator(str(tmp_path)).Reload()
-        assert read.Tags()["images"] == ["val/episode_0", "val/episode_1"]
-        (image,) = read.Images("val/episode_1")
-        assert (image.step, image.width, image.height) == (7, 240, 150)
-        assert Image.open(io.BytesIO(image.encoded_image_string)).format == "GIF"
-    finally:
-        for env in world.envs:
-            env.close()
+    stats = asyncio.run(evaluated(world, 6))
+    assert [len(one.videos) for one in stats] == [2, 0]
+    assert [len(one.episodes) for one in stats] == [3, 3]
+    for episode, video in zip(sorted(stats[0].episodes, key=lambda one: one["slot"]), stats[0].videos, strict=False):
+        frames = imageio.v3.imread(video, extension=".gif", index=None)
+        # A frame of the beginning, one every third step, and one of the end; images are thinned to at most 240 pixels.
+        steps = sorted({0, *range(3, episode["length"] + 1, 3), episode["length"]})
+        assert frames.shape == (len(steps), 150, 240, 3)
+        assert frames[:, 0, 0, 0].tolist() == [20 * step for step in steps]
+    trackers = Trackers([TensorBoardTracker(tmp_path)])
+    trackers.log_videos(7, stats[0].videos)
+    trackers.finish("Finished")
+    read = EventAccumulator(str(tmp_path)).Reload()
+    assert read.Tags()["images"] == ["val/episode_0", "val/episode_1"]
+    (image,) = read.Images("val/episode_1")
+    assert (image.step, image.width, image.height) == (7, 240, 150)
+    assert Image.open(io.BytesIO(image.encoded_image_string)).format == "GIF"
 
 
 def test_training_and_evaluation_without_videos_render_nothing():
