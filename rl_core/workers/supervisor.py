@@ -41,10 +41,6 @@ GANG_GRACE = 2.0
 """Seconds that the other processes of a pod have to end after one has failed. They have none after the runner, since nothing is saved
 without it.
 """
-ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=1000000"}
-"""Variables of each process unless the pod or the process sets them. glibc, on x86, then writes copies of at least 1 MB past the processor's
-caches, which takes a quarter less time: large copies here go to memory that another process reads, or that is used much later.
-"""
 _TICK = 1.0
 _WARM_UP = 5.0
 """Seconds after the start at which the module for reports to the hub is imported, so that the end of a child is later reported without
@@ -217,7 +213,7 @@ class Supervisor:
         events.report("started", name=process.name, pid=child.pid, rank=process.rank, process=kind_of(process))
 
     def _env_of(self, process: "ProcessPlan") -> dict[str, str]:
-        return {**ENVIRONMENT, **self._environ, **process.env}
+        return {**self._environ, **process.env}
 
     def _on_end(self, child: Child) -> None:
         code = child.returncode

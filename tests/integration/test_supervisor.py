@@ -308,14 +308,6 @@ def test_output_of_several_children_is_told_apart(start):
     ]
 
 
-@pytest.mark.parametrize("environ", [{}, {"GLIBC_TUNABLES": "glibc.malloc.check=0"}], ids=["default", "of the pod"])
-def test_large_copies_go_past_the_caches_unless_the_pod_sets_the_variable(start, environ):
-    pod = start(script("a", "import os; print(os.environ['GLIBC_TUNABLES'])"), **environ)
-    assert pod.wait() == 0
-    expected = environ.get("GLIBC_TUNABLES", "glibc.cpu.x86_non_temporal_threshold=1000000")
-    assert expected in pod.log.read_text().splitlines()
-
-
 def test_a_supervisor_in_this_process_leaves_foreign_children_alone():
     foreign = subprocess.Popen(["sleep", "600"])
     try:
