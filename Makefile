@@ -32,20 +32,23 @@ $(STAMP): requirements/all.txt pyproject.toml
 demo: env ## make a small model, train it with GRPO on this machine, print accuracy before and after
 	@PATH="$(abspath $(BIN)):$$PATH" bash examples/arithmetic/demo.sh
 
-test: env cluster-deps ## all tests; what fails is run once more in the end, with nothing beside it
+test: env cluster-deps ## all tests; those that fail are run once more in the end, one by one, and only a second failure counts
 	@rm -rf $(CACHE)
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-local test-cluster || $(MAKE) --no-print-directory test-again
 test-local: env # one after the other, beside those of test-cluster, which often wait for an API server or a kubelet
 	@for tests in unit integration e2e; do $(MAKE) --no-print-directory test-$$tests || failed=1; done; exit $${failed:-0}
 test-cluster: env
 	@for tests in control-plane nodes; do $(MAKE) --no-print-directory test-$$tests || failed=1; done; exit $${failed:-0}
-test-again: env # a shared machine may stand still for minutes, which real processes take for the death of others
+test-again: env # run what failed once more: when a shared machine pauses, live processes look dead to each other
 	@echo "what failed runs once more, with nothing beside it"
 	@for tests in unit integration e2e control-plane nodes; do [ -e $(CACHE)/$$tests/passed ] || \
 		$(MAKE) --no-print-directory test-$$tests ONCE_MORE="--last-failed -n 0" || failed=1; done; exit $${failed:-0}
 
-# $(call pytest,tier,arguments): run the tests of a tier, and remember which failed.
-pytest = $(BIN)/python -m pytest $(2) --tb=short -o cache_dir=$(CACHE)/$(1) $(ONCE_MORE) && touch $(CACHE)/$(1)/passed
+# $(call pytest,tier,arguments): run the tests of a tier, and remember which failed; all of them if not all were run (codes other than 0 and 1).
+define pytest
+	$(BIN)/python -m pytest $(2) --tb=short -o cache_dir=$(CACHE)/$(1) $(ONCE_MORE) && touch $(CACHE)/$(1)/passed || \
+		{ code=$$?; [ $$code = 1 ] || rm -rf $(CACHE)/$(1); exit $$code; }
+endef
 test-unit: env ## pure tests, seconds
 	$(call pytest,unit,-n 2 --dist worksteal tests/unit)
 test-integration: env ## real processes, sockets, tiny models; two files at once, as much of a file is waiting

@@ -63,9 +63,9 @@ class EmbodiedFSDPActor(Actor):
     ) -> None:
         """Receive this rank's parts of the trajectories of a collection, and keep them for training. Not collective.
 
-        `request` None: all workers of the job take part, and trajectories that were put without a key are received too. `seconds` None means
-        deadlines.rollout. Raises DeadlineExceeded with the senders whose trajectories for this rank are missing, and what `load_trajectories`
-        raises.
+        `request` None: all workers of the job take part, and trajectories that were put without a key are received too. `seconds` bounds the
+        whole call; None means deadlines.rollout. Raises DeadlineExceeded with the missing senders, numbered rollout index * stages + stage,
+        and what `load_trajectories` raises.
         """
         keys: list[Key] = [] if request else [DEFAULT_KEY]
         request = request or CollectionRequest.of_job(self.cfg, step=self.global_step + 1)
@@ -92,10 +92,11 @@ class EmbodiedFSDPActor(Actor):
         self.load_trajectories(received)
 
     def load_trajectories(self, trajectories: Sequence[Trajectory | Mapping[str, Any]]) -> None:
-        """Set the trajectories that this rank trains in the next step. Not collective.
+        """Set the trajectories on which this rank trains in the next step. Not collective.
 
-        A single data rank begins to compute their advantages at once, while the runner learns that the collection has ended. Raises DataError
-        for trajectories that do not fit each other, came twice, or have another number of decisions than a step.
+        With one data rank, their advantages are computed in a background thread, whose errors `compute_advantages_and_returns` raises. Raises
+        DataError for wrong fields, shapes that do not match, two trajectories of one sender, stage and part, and for a number of decisions
+        other than that of a step.
         """
         received, options = [trajectory_of(one) for one in trajectories], self.options
         require_each_once(received)
@@ -160,11 +161,15 @@ class EmbodiedFSDPActor(Actor):
 
 
 async def _get_from_any(channel: Channel, keys: Sequence[Key], seconds: float) -> list[Any]:
-    """Return the oldest item of each of `keys` that has one. Waits for the first. Raises DeadlineExceeded if none comes within `seconds`."""
+    """Wait until an item of one of `keys` arrives; return the items received by then, at most one for each key.
+
+    Raises DeadlineExceeded if none arrives within `seconds`.
+    """
     gets = [asyncio.ensure_future(channel.get_async(key=key, timeout=seconds)) for key in keys]
     try:
         done, _ = await asyncio.wait(gets, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for get in gets:
             get.cancel()
-    return [get.result() for get in done]
+    received = [get for get in done if get.exception() is None]
+    return [get.result() for get in received or done]

@@ -34,7 +34,7 @@ def merge_trajectories(trajectories: Sequence[Trajectory]) -> Trajectory:
 
 
 def _require_shapes(trajectory: Trajectory, first: Trajectory) -> None:
-    """Raise DataError unless the tensors of a trajectory fit each other and those of `first`, which may have other simulators."""
+    """Raise DataError unless a trajectory has the `forward_inputs` of `first`, and tensors of the same shapes but for the simulators."""
     if trajectory.forward_inputs.keys() != first.forward_inputs.keys():
         raise DataError(
             f"forward_inputs of the trajectory of sender {trajectory.sender} must be {sorted(first.forward_inputs)}, got "
@@ -66,7 +66,7 @@ def _require_shapes(trajectory: Trajectory, first: Trajectory) -> None:
 
 
 def require_each_once(trajectories: Sequence[Trajectory]) -> None:
-    """Raise DataError if two of the trajectories of a step are of one sender, and of one stage and part of it."""
+    """Raise DataError if two trajectories have the same sender, stage and part."""
     seen: set[tuple[int, int, int]] = set()
     for one in trajectories:
         place = (one.sender, one.stage, one.part)
@@ -79,7 +79,7 @@ def require_each_once(trajectories: Sequence[Trajectory]) -> None:
 
 
 def trajectory_of(given: Trajectory | Mapping[str, Any]) -> Trajectory:
-    """Return a trajectory that is given as such or as a mapping of its fields. Raises DataError for other fields."""
+    """Return `given` as a Trajectory; a mapping must have its fields. Raises DataError for unknown and for missing fields."""
     if isinstance(given, Trajectory):
         return given
     try:

@@ -1,6 +1,7 @@
 """Messages of the embodied programs: which workers take part in a collection of trajectories, and what came of their episodes.
 
 runner -> env, rollout    CollectionRequest, argument of `interact` and `generate`
+runner -> actor           CollectionRequest, argument of `recv_rollout_trajectories`
 env    -> rollout         EnvOutput, answered by an array of actions
 env    -> child           SimulatorSettings, SimulatorReset, SimulatorChunk; answers: SimulatorAnswer, or EnvFailure
 env    -> runner          EpisodeStats
@@ -22,7 +23,7 @@ Mode = Literal["train", "eval"]
 class CollectionRequest:
     """Describes a collection of trajectories or an evaluation: its workers, and the keys of the messages that they exchange.
 
-    The runner sends it to every env worker and rollout that takes part.
+    The runner passes it to every env worker and rollout that takes part, and to the trainer.
     """
 
     number: int
@@ -39,7 +40,7 @@ class CollectionRequest:
     """Number of data ranks."""
     mode: Mode = "train"
     episodes: int = 0
-    """Episodes to evaluate, over all env workers."""
+    """Episodes to evaluate, over all env workers; 0 in training."""
     version: int | None = None
     """A rollout waits until it serves this version of the weights or a later one. None: it does not wait."""
     direct: tuple[tuple[int, int, str], ...] = ()
@@ -47,7 +48,10 @@ class CollectionRequest:
 
     @classmethod
     def of_job(cls, spec: "RLJobSpec", *, step: int, mode: Mode = "train", episodes: int = 0) -> Self:
-        """Return a collection by all workers of a job. It is the default of workers that are called without a runner's request."""
+        """Return the request for a collection by all workers of a job: with number 0, no direct connections and no version to wait for.
+
+        It is the default of workers that are called without a request.
+        """
         return cls(
             number=0,
             step=step,

@@ -73,7 +73,10 @@ POD_ARGUMENTS = ("tp_size", "dp_size")
 """Arguments that divide the accelerators of a pod: into `dp_size` engines of `tp_size` accelerators. Each engine is a rollout of its own, so
 that SGLang's controller of data-parallel replicas, whose weights cannot be updated from tensors, is not used."""
 RANK_DIVISORS = (("attn_dp_size", "attn_cp_size"), ("ep_size", "moe_dp_size"))
-"""Arguments by which SGLang divides the ranks of an engine: for attention and for the layers of experts. What is left divides each layer."""
+"""Arguments that divide the ranks of an engine, for attention and for layers of experts.
+
+Their product must divide `tp_size`. The quotient is the tensor-parallel size of those layers.
+"""
 KEPT_CACHE = ("disable_overlap_schedule",)
 """Arguments that `weights.onUpdate: keep_kv` sets to true."""
 TYPES: Mapping[str, tuple[type, ...]] = {
@@ -88,9 +91,10 @@ TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def check_engine_arguments(spec: RLJobSpec) -> None:
-    """Raise ConfigError with every argument of `rollout.engineArgs` that rljob sets, that SGLang lacks or whose value it would refuse.
+    """Check `rollout.engineArgs`, and that the penalties of `rollout.sampling` suit the engine. The engine hf accepts no arguments.
 
-    Also for sizes that do not divide the accelerators of a pod or the ranks of an engine. The engine hf takes no arguments.
+    Raises ConfigError with every argument that rljob sets itself, that SGLang does not have, or whose value it does not accept. If there is
+    none, with the sizes that do not divide the accelerators of a pod or, after that, the ranks of an engine.
     """
     if spec.rollout.engine_args and spec.rollout.engine != "sglang":
         raise ConfigError(
@@ -133,7 +137,10 @@ def _sizes(spec: RLJobSpec) -> Iterator[str]:
 
 
 def _divisions(spec: RLJobSpec) -> Iterator[str]:
-    """Yield what is wrong with the sizes that divide the ranks of an engine. Their types and the sizes of the engines are right."""
+    """Yield a message for each entry of RANK_DIVISORS whose product does not divide the ranks of an engine, or with a size below 1.
+
+    Types and the sizes of engines must have been checked before.
+    """
     ranks, arguments = spec.rollout.tensor_parallel, spec.rollout.engine_args
     for names in RANK_DIVISORS:
         sizes = {name: arguments[name] for name in names if name in arguments}

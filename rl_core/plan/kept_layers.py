@@ -1,7 +1,8 @@
-"""Which decoder layers keep activations for a backward pass.
+"""Which decoder layers store activations for a backward pass.
 
-With adapters gradients flow down to the lowest layer that has any, and in it to the first adapter. What lies below keeps nothing. The layers
-above keep what their inputs' gradients need, whether they have adapters or not.
+With adapters, gradients flow down to the lowest layer that has any, and in it to the first adapter. Layers above it store what the gradients of
+their inputs need, whether they have adapters or not. Layers below it store nothing, except in later pipeline stages, which send gradients to
+the stage before, and with gradient checkpointing of Megatron.
 """
 
 from dataclasses import dataclass
@@ -11,18 +12,21 @@ from rl_core.api.job import RLJobSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptLayers:
-    """The layers of a pipeline stage that keep activations, each counted once for every micro-batch that is under way."""
+    """The decoder layers of a pipeline stage that store activations.
+
+    Each number is a number of layers times the number of micro-batches in flight, so it need not be whole.
+    """
 
     trained: float
-    """Layers with adapters, or all layers without `model.lora`."""
+    """Layers with adapters except the one counted in `lowest`; all layers without `model.lora`."""
     frozen: float
-    """Layers without adapters, through which gradients flow to others."""
+    """Layers without adapters that store activations because gradients flow through them."""
     lowest: float = 0
-    """Layers with adapters, not among `trained`, of which only what lies above the first adapter keeps anything."""
+    """The lowest layer with adapters, if it stores activations only from its first adapter on."""
 
 
 def adapted_layers(job: RLJobSpec, layers: int) -> frozenset[int]:
-    """Return the numbers of the layers that have adapters, of `layers` in all; none without `model.lora`."""
+    """Return the numbers, from 0, of the layers that have adapters, of `layers` in all; none without `model.lora`."""
     lora = job.model.lora
     if lora is None:
         return frozenset()
@@ -30,7 +34,10 @@ def adapted_layers(job: RLJobSpec, layers: int) -> frozenset[int]:
 
 
 def kept_layers(job: RLJobSpec, layers: int) -> list[KeptLayers]:
-    """Return what each pipeline stage keeps, for a model of `layers` decoder layers."""
+    """Return one `KeptLayers` for each pipeline stage, for a model of `layers` decoder layers.
+
+    With virtual stages, returns only that of the first stage, which stores the most, counted as if every layer stored activations.
+    """
     parallel, lora = job.actor.parallel, job.model.lora
     trained = frozenset(range(layers)) if lora is None else adapted_layers(job, layers)
     if parallel.virtual_pipeline:

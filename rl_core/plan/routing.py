@@ -47,7 +47,11 @@ def trajectory_parts(senders: int, actors: int) -> int:
 
 
 def parts_of_rank(rank: int, *, senders: int, actors: int) -> list[tuple[int, int]]:
-    """Return (sender, part) of each part of a trajectory that a data rank trains."""
+    """Return (sender, part) of each part on which the data rank `rank` trains.
+
+    A sender is a stage of a rollout and has the number rollout index * stages + stage. `senders` and `actors` are the numbers of senders and
+    of data ranks.
+    """
     parts = trajectory_parts(senders, actors)
     every = [(sender, part) for sender in range(senders) for part in range(parts)]
     return [one for one in every if data_rank_of(*one, senders=senders, actors=actors) == rank]

@@ -20,11 +20,12 @@ ARRAYS = tuple(one.name for one in fields(EnvOutput) if one.name != "final_info"
 
 
 def merge_env_outputs(shards: Sequence[EnvOutput | Mapping[str, Any]], sizes: Sequence[int]) -> EnvOutput:
-    """Return the outputs of env workers as one of tensors, their rows in the order of the shards. Lists are joined.
+    """Concatenate the outputs of env workers along the simulators, as tensors on the CPU. Lists are joined.
 
-    A shard may be a mapping of the fields of EnvOutput. Observations may be nested mappings, and None where all shards have none.
-    A shard without `final_obs` contributes its `obs`, where another shard has some; one without `intervene_actions` zeros, one without
-    `sub_steps` all steps. Raises DataError for a shard of another size than `sizes` says, and ValueError when only some shards have rewards or dones.
+    A shard may be a mapping of the fields of EnvOutput. Observations may be nested mappings, and None if all shards have none. If only some
+    shards have an optional field, it is filled in the others: `final_obs` with `obs`, `sub_steps` with C, `intervene_actions` with 0,
+    `intervene_flags` and `lost` with False. `env_ids` is None unless all shards have it. Raises DataError for wrong fields and for a size
+    other than that in `sizes`, and ValueError if only some shards have rewards or flags of ends.
     """
     outputs = [output_of(shard) for shard in shards]
     for shard, size in zip(outputs, sizes, strict=True):
@@ -63,10 +64,11 @@ def merge_env_outputs(shards: Sequence[EnvOutput | Mapping[str, Any]], sizes: Se
 
 
 def lost_output(latest: EnvOutput | None, width: int, *, begins: bool = False) -> EnvOutput:
-    """Return what takes the place of an output of C = `width` actions once an env worker is lost: each of its episodes is lost.
+    """Return a placeholder for an output of C = `width` actions of a lost env worker, with the observations of its output `latest`.
 
-    `latest` is the last output that came. `begins`: the output is the first one of a rollout epoch, which follows no actions. Raises
-    InfrastructureError when none came.
+    Each episode is truncated in the last column, has reward 0 and no sub-steps, and is marked as lost. With `begins` the output is the first
+    of a rollout epoch: it has no rewards, its flags are [B, 1], and no episode is marked as lost. Raises InfrastructureError if `latest` is
+    None.
     """
     if latest is None:
         raise InfrastructureError("an env worker was lost before its first observations; the collection is run again")
@@ -115,7 +117,7 @@ def bootstrap_rewards(
 
 
 def output_of(given: EnvOutput | Mapping[str, Any]) -> EnvOutput:
-    """Return an output that is given as such or as a mapping of its fields. Raises DataError for other fields."""
+    """Return `given` as an EnvOutput; a mapping must have its fields. Raises DataError for unknown and for missing fields."""
     if isinstance(given, EnvOutput):
         return given
     try:

@@ -134,7 +134,7 @@ class Job:
         self.access.kubectl("apply", "-n", self.namespace, "-f", "-", stdin=text)
 
     def start(self, manifest: Mapping[str, Any]) -> None:
-        """Apply the manifest, unless the job goes on already; one that has ended, by a test that is run again, makes room for it."""
+        """Apply the manifest. A job of its name that has ended, as of an earlier try of a test, is deleted first."""
         words = (
             "get",
             "rljob",
@@ -280,7 +280,7 @@ class Job:
 
 @contextmanager
 def started(access: Access, namespace: str, manifest: Mapping[str, Any]) -> Iterator[Job]:
-    """Apply a job for a `with` block. It is deleted at the end and after an error, so that a fixture can be made again."""
+    """Apply a job for a `with` block. It is deleted at the end and after an error, so that a fixture can be set up again."""
     job = Job(access, namespace, manifest["metadata"]["name"])
     try:
         job.apply(manifest)
@@ -313,9 +313,10 @@ def readable_by_pods(folder: Path) -> None:
 
 
 def finish(job: Job, shared: Path, *, steps: int, restarts: int) -> Output:
-    """Have a job end with so many steps; return what it left on the volume, once it has succeeded after so many restarts of its actors.
+    """Set the number of steps of a job, wait at most 20 minutes for its end, and return its output folder.
 
-    A job that has made more steps by the time it hears of it ends after the one that it is in.
+    Asserts that it has succeeded after exactly `restarts` restarts and at least `steps` steps. A job that has made more steps already ends
+    after its current one.
     """
     job.patch(algorithm={"steps": steps})
     status = job.wait("the end", lambda status: status.get("phase") in ENDED, seconds=20 * 60.0)

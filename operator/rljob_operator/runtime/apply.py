@@ -177,7 +177,12 @@ class Applier:
         return 0.0
 
     async def _write_status(self, work: Application, pauses: list[float]) -> bool:
-        """Write the status, unless it holds only progress that is not due yet. Return False when the job is newer or deleted."""
+        """Write the status of the plan, or the one that was refused before.
+
+        Nothing is written if there is none, if it is unchanged, if it holds only progress that is not due yet, or during the back-off after a
+        refusal. In the last two cases, and after a refusal, `pauses` gets the seconds until the next attempt. Returns False, which ends the
+        application, if the job was changed or deleted meanwhile. Raises TooManyRequests and Unavailable.
+        """
         now, memory = self._clock(), work.memory
         wanted = memory.refused_status if work.plan.status is None else work.plan.status
         if wanted is None:
@@ -201,9 +206,11 @@ class Applier:
             answer = await self._cluster.patch(
                 kinds.RLJOB, work.key.namespace, work.key.name, body, subresource="status"
             )
+            self._cache.put(kinds.RLJOB, answer)
         except Conflict:
             await self._reread_job(work.key)
-            return self._is_written(work, meta, wanted)
+            if not self._is_written(work, meta, wanted):
+                return False
         except NotFound:
             self._cache.drop(kinds.RLJOB, work.job)
             return False
@@ -215,16 +222,15 @@ class Applier:
             message = f"the API server refused the status, and the job continues without it: {error.message}"
             self._recorder.record(work.job, JobEvent(type="Warning", reason="StatusRefused", message=message))
             return True
-        self._cache.put(kinds.RLJOB, answer)
         memory.record_written_status()
         if work.plan.progress_only:
             memory.progress_written = now
         return True
 
     def _is_written(self, work: Application, meta: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-        """Return whether the job has exactly the `wanted` status, because an attempt succeeded whose answer was lost.
+        """Return whether the job that was read again has exactly the `wanted` status, as after a write whose response was lost.
 
-        The plan goes on then: no later reconcile would produce its events again.
+        The plan is then continued, because no later reconcile would produce its events again.
         """
         found = self._cache.job(work.key)
         return (

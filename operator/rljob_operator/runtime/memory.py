@@ -28,7 +28,7 @@ def request_backoff() -> Backoff:
 
 
 def status_backoff() -> Backoff:
-    """Return the back-off of a status that was refused."""
+    """Return a new back-off for writes of the status: 1 s after the first refusal, doubled up to 300 s."""
     return Backoff(first=FIRST_PAUSE, longest=LONGEST_STATUS_PAUSE)
 
 
@@ -89,15 +89,15 @@ class JobMemory:
     """Time of the next read of the volume claims."""
 
     def with_newest_status(self, job: Object) -> Object:
-        """Return the job with the status of the last decision, which the API server may have refused.
+        """Return the job with the status that the API server has refused to store so far, or `job` itself if there is none.
 
-        The next decision is made from it, so that counters and times go on, and a suspension or a deadline takes effect. It is lost with
-        this process; another one decides from the status that was stored last.
+        The next decision is made from it, so that counters and times continue, and a suspension or a deadline takes effect. It is lost when
+        this process ends; another one decides from the status that was stored last.
         """
         return job if self.refused_status is None else {**job, "status": self.refused_status}
 
     def record_refused_status(self, status: Object, *, now: float) -> float:
-        """Record that the API server refused a status; return the pause before the next attempt."""
+        """Record that the API server refused a status; return the pause in seconds before the next attempt."""
         self.refused_status = status
         return self.status_backoff.step(now)
 

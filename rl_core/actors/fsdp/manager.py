@@ -131,10 +131,10 @@ class FSDPModelManager(ModelManager):
         return model
 
     def _set_types(self, model: nn.Module) -> None:
-        """Set the types in which a half-precision model is stored, whose passes all compute in half precision.
+        """Set the dtypes in which parameters are stored when `cfg.model.dtype` is a half-precision dtype.
 
-        What is trained is float32, because half precision would lose small steps. What is frozen is stored in `model.dtype` where the
-        strategy allows several types.
+        Trained parameters are float32, because half precision would lose small updates. Frozen parameters have `cfg.model.dtype` where the
+        strategy allows several dtypes in a unit, else float32. Forward and backward compute in `cfg.model.dtype` in both cases.
         """
         model.float()
         for name, parameter in model.named_parameters():
@@ -142,7 +142,10 @@ class FSDPModelManager(ModelManager):
                 parameter.data = parameter.data.to(self.dtype)
 
     def _round_frozen(self, model: nn.Module) -> None:
-        """Round frozen parameters to values of `model.dtype`, so that all backends publish and export the same weights."""
+        """Round frozen parameters in place to values of `cfg.model.dtype`, so that all backends publish and export the same weights.
+
+        The dtypes in which they are stored do not change.
+        """
         for name, parameter in hf.named_parameters(model).items():
             stored = self.strategy.local(parameter).detach()
             if not self._is_trained(name) and stored.dtype != self.dtype:

@@ -54,7 +54,7 @@ class Strategy(ABC):
         self._replicas = replicas
 
     allows_several_types = False
-    """Whether the parameters of a unit may be stored in several types. The trained ones must have one type."""
+    """Whether the parameters of an FSDP unit may be stored in several dtypes. The trained ones must have the same dtype."""
 
     # Wrapping and gradients -----------------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class Strategy(ABC):
         """Return the context manager of one micro-batch. Gradients are reduced with the last micro-batch only, or with each."""
 
     def follow_requires_grad(self, model: nn.Module) -> None:  # noqa: B027  only FSDP2 remembers what is trained
-        """Must be called after `requires_grad` of parameters has changed."""
+        """Update the wrapper after `requires_grad` of parameters has changed. Does nothing by default."""
 
     def local_squared_grad_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Return this rank's part of the squared gradient norm, a float64 scalar.
@@ -178,9 +178,10 @@ class FSDP2Strategy(Strategy):
         return nullcontext()
 
     def follow_requires_grad(self, model: nn.Module) -> None:
-        """Set the types in which gradients are reduced.
+        """Set the dtypes in which FSDP2 reduces gradients. Does nothing before the first forward pass.
 
-        FSDP2 takes them from the trained parameters at the first pass only. A unit that has none by then would reduce in half precision.
+        FSDP2 chooses them at the first forward pass, from the parameters that are trained then. A unit without trained parameters would
+        later reduce in half precision.
         """
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for group in (group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups):

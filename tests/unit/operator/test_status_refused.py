@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rljob_operator import kinds
-from rljob_operator.errors import ApiError, Forbidden, Invalid, Unavailable, error_of
+from rljob_operator.errors import ApiError, Conflict, Forbidden, Invalid, Unavailable, error_of
 from rljob_operator.model import JobEvent, Object, Progress
 from rljob_operator.reconcile import reconcile
 from rljob_operator.runtime.app import PROJECTIONS
@@ -202,6 +202,25 @@ async def test_it_is_written_though_nothing_changes_any_more(running: Bench) -> 
     running.now += pause or 0.0
     await running.look(times=1)
     assert running.status["step"] == 7
+
+
+async def test_one_that_was_written_although_the_response_was_lost_is_not_refused_any_more(running: Bench) -> None:
+    running.now += 100
+    running.report(step=7)
+    pause = await running.look()
+    running.now += pause or 0.0
+    write = running.cluster.patch
+
+    async def lose_response(*words: Any, **more: Any) -> Any:
+        running.cluster.patch = write  # type: ignore[method-assign]
+        running.refusal = None
+        await write(*words, **more)
+        raise Conflict("the object has been modified")
+
+    running.cluster.patch = lose_response  # type: ignore[method-assign]
+    await running.look(times=1)
+    assert running.status["step"] == 7
+    assert running.controller._memories[KEY].refused_status is None
 
 
 async def test_a_job_is_suspended_though_its_runner_does_not_end(running: Bench) -> None:
