@@ -254,7 +254,7 @@ class TestCredit:
 
         server.add_handlers({"note": inline(lambda call, number: call.reply(number))})
         blocked = [client.call_future("block", timeout=60) for _ in range(3)]
-        service.started.wait(20)
+        assert client.call_future("add", 1, 1, timeout=60).result(60) == 2, "the calls before it have been sent"
         held, io = threading.Event(), IoThread.shared()
         monkeypatch.setattr(sockets, "send", count)
         io.call_soon(held.wait, 20)
