@@ -22,9 +22,9 @@ from rl_core.actors.trajectories import prepare_rows
 from rl_core.api.embodied import check_job, embodied_options, simulators_per_group
 from rl_core.api.errors import DataError, DeadlineExceeded
 from rl_core.api.job import RLJobSpec
-from rl_core.api.records import Trajectory
+from rl_core.api.records import Trajectory, record_of
 from rl_core.batching.collate import TrainingBatch
-from rl_core.batching.trajectories import fold_epochs, merge_trajectories, require_each_once, trajectory_of
+from rl_core.batching.trajectories import fold_epochs, merge_trajectories, require_each_once
 from rl_core.channel import Channel
 from rl_core.channel.backend import DEFAULT_KEY
 from rl_core.messages.channel import Key
@@ -87,7 +87,7 @@ class EmbodiedFSDPActor(Actor):
                         f"{len(expected)} trajectories of collection {request.number} must come within {limit:.0f} s, got {len(received)}; "
                         f"senders {missing} are missing"
                     ) from error
-                received += [trajectory_of(one) for one in found]
+                received += [record_of(Trajectory, one) for one in found]
                 self.record_progress("trajectories")
         self.load_trajectories(received)
 
@@ -98,7 +98,7 @@ class EmbodiedFSDPActor(Actor):
         DataError for wrong fields, shapes that do not match, two trajectories of one sender, stage and part, and for a number of decisions
         other than that of a step.
         """
-        received, options = [trajectory_of(one) for one in trajectories], self.options
+        received, options = [record_of(Trajectory, one) for one in trajectories], self.options
         require_each_once(received)
         merged = merge_trajectories(received)
         if len(merged.rewards) != (decisions := options.rollout_epochs * options.decisions):

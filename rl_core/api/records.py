@@ -6,9 +6,12 @@ Legend: T tokens of one message, B rows of a batch, N completions of a group.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict, TypeVar
+
+from rl_core.api.errors import DataError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -288,3 +291,18 @@ class Trajectory:
             self.sub_steps = self.rewards.new_full(shape[:2], shape[-1]).long()
         if self.valid is None:
             self.valid = self.rewards.new_ones(shape[:2]).bool()
+
+
+R = TypeVar("R", "EnvOutput", "Trajectory")
+
+
+def record_of(kind: type[R], given: R | Mapping[str, Any]) -> R:
+    """Return `given` as a record of the class `kind`; a mapping must have its fields. Raises DataError for unknown and for missing fields."""
+    if not isinstance(given, Mapping):
+        return given
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise DataError(
+            f"{kind.__name__} must have the fields {[one.name for one in fields(kind)]}, got {sorted(given)}: {error}; correct its sender"
+        ) from error

@@ -3,9 +3,8 @@
 Legend: T decisions of a trajectory, E rollout epochs, N = T / E, B simulators, C actions of a chunk.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,18 +75,6 @@ def require_each_once(trajectories: Sequence[Trajectory]) -> None:
                 f"{one.sender} must send each part once"
             )
         seen.add(place)
-
-
-def trajectory_of(given: Trajectory | Mapping[str, Any]) -> Trajectory:
-    """Return `given` as a Trajectory; a mapping must have its fields. Raises DataError for unknown and for missing fields."""
-    if isinstance(given, Trajectory):
-        return given
-    try:
-        return Trajectory(**given)
-    except TypeError as error:
-        raise DataError(
-            f"a trajectory must have the fields of Trajectory, got {sorted(given)}: {error}; correct its sender"
-        ) from error
 
 
 def join_epochs(epochs: Sequence[Trajectory]) -> Trajectory:

@@ -351,7 +351,11 @@ class ChannelCore:
         return moved
 
     def _next_put(self, queue: KeyQueue) -> Put | None:
-        """Return the oldest waiting put, if there is room for it, of which the client has no earlier put without its payload."""
+        """Return the next put to grant room to, or None.
+
+        Each client may have one granted put whose payload has not come. The oldest waiting put of the other clients is the next one, if there
+        is room for it; puts behind it wait.
+        """
         for put in queue.puts:
             if put.client not in queue.filling:
                 return put if self._has_room(queue, put.nbytes) else None

@@ -211,7 +211,11 @@ class EnvWorker(Worker):
     # --- simulators --------------------------------------------------------------------------------------------------
 
     def bootstrap_step(self, stage: int) -> EnvOutput:
-        """Return the first output of a trajectory: after a reset, or with auto-reset the current observations of episodes that continue."""
+        """Return the output with which the trajectory of a pipeline stage begins.
+
+        The simulators are reset for it. With auto-reset this is done for the first trajectory only; later ones begin with the latest
+        observations, so that episodes continue from one trajectory to the next.
+        """
         env = self.envs[stage]
         if self.options.auto_reset and self._started[stage]:
             return env.current()

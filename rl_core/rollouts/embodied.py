@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rl_core.api.errors import DataError, InfrastructureError
-from rl_core.api.records import EnvOutput, Trajectory
+from rl_core.api.records import EnvOutput, Trajectory, record_of
 
 FLAGS = ("rewards", "terminations", "truncations", "dones")
 """Fields that all shards of an output have, or none."""
@@ -27,7 +27,7 @@ def merge_env_outputs(shards: Sequence[EnvOutput | Mapping[str, Any]], sizes: Se
     `intervene_flags` and `lost` with False. `env_ids` is None unless all shards have it. Raises DataError for wrong fields and for a size
     other than that in `sizes`, and ValueError if only some shards have rewards or flags of ends.
     """
-    outputs = [output_of(shard) for shard in shards]
+    outputs = [record_of(EnvOutput, shard) for shard in shards]
     for shard, size in zip(outputs, sizes, strict=True):
         rows = _rows(shard.obs)
         if rows is None:
@@ -114,19 +114,6 @@ def bootstrap_rewards(
     worth = values.detach().cpu().float().reshape(len(values), -1)[:, 0]
     result[:, -1] += torch.where(ended.cpu(), gamma * worth, 0.0)
     return result
-
-
-def output_of(given: EnvOutput | Mapping[str, Any]) -> EnvOutput:
-    """Return `given` as an EnvOutput; a mapping must have its fields. Raises DataError for unknown and for missing fields."""
-    if isinstance(given, EnvOutput):
-        return given
-    try:
-        return EnvOutput(**given)
-    except TypeError as error:
-        names = [one.name for one in fields(EnvOutput)]
-        raise DataError(
-            f"an env output must have obs, and no fields but {names}, got {sorted(given)}; correct the env worker"
-        ) from error
 
 
 def tensor_of(value: Any) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from rl_core.api.embodied import EmbodiedOptions, embodied_options, longest_collection, simulators_per_group
 from rl_core.api.errors import ConfigError, InfrastructureError
 from rl_core.api.job import RLJobSpec
-from rl_core.api.records import ChunkStepResult, EnvOutput
+from rl_core.api.records import ChunkStepResult, EnvOutput, record_of
 from rl_core.batching.trajectories import join_epochs, merge_trajectories
 from rl_core.channel import Channel
 from rl_core.channel.direct import DirectChannel
@@ -36,7 +36,6 @@ from rl_core.rollouts.embodied import (
     for_arrays,
     host_result,
     host_tensor,
-    output_of,
     tensor_of,
     tensors_of,
 )
@@ -123,7 +122,7 @@ class MultiStepRolloutWorker(WeightMethods):
 
         Rewards are None for the first output of a trajectory.
         """
-        env_output = output_of(env_output)
+        env_output = record_of(EnvOutput, env_output)
         dones = tensor_of(env_output.dones).contiguous()
         if env_output.rewards is None:
             return dones, None

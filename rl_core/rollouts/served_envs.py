@@ -17,12 +17,12 @@ from torch import Tensor
 
 from rl_core.api.embodied import EmbodiedOptions
 from rl_core.api.errors import DataError
-from rl_core.api.records import EnvOutput
+from rl_core.api.records import EnvOutput, record_of
 from rl_core.channel import Channel
 from rl_core.channel.direct import DirectChannel, PeerLost
 from rl_core.messages.embodied import CollectionRequest
 from rl_core.plan.routing import routes
-from rl_core.rollouts.embodied import lost_output, merge_env_outputs, output_of
+from rl_core.rollouts.embodied import lost_output, merge_env_outputs
 from rl_core.rollouts.observation_rows import ObservationRows, lend_rows
 from rl_core.transports.direct import Connection, Mailbox
 from rl_core.transports.shared_rows import Layout
@@ -92,7 +92,7 @@ class ServedEnvs:
 
         For a lost env worker, return a placeholder. Raises InfrastructureError if it had no output before.
         """
-        output = output_of(message) if isinstance(message, EnvOutput | Mapping) else None
+        output = record_of(EnvOutput, message) if isinstance(message, EnvOutput | Mapping) else None
         if env in self.lost or output is None or output.obs is None:
             self.lost.add(env)
             output = lost_output(self._latest.get((stage, env)), self._chunk, begins=begins)

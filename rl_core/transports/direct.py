@@ -57,7 +57,7 @@ class Connection:
         self.socket = end
         self._takes_descriptors = takes_descriptors
         self.descriptors: deque[int] = deque()
-        """Received file descriptors, the oldest first. The code that takes one must close it."""
+        """File descriptors that have come with messages, in the order in which they came. Whoever removes one must close it."""
         self._codec = ArrayCodec()
         self._rest = b""
         """The part of a message's head that has arrived."""

@@ -100,9 +100,9 @@ class Connection:
         self._instance: bytes | None = None
         """Id of the server process. If it changes, another process has taken the address."""
         self._refusal = ""
-        """Reason with which the server has refused this client; "" if it has not."""
+        """Why the server has refused this client; an empty string if it has not."""
         self._loss = ""
-        """Reason for which the server was declared lost; "" if it was not."""
+        """Why the server was declared lost; an empty string if it was not."""
         self._lost_at: float | None = None
         self._calls = PendingCalls()
         self._expiry: sockets.Timer | None = None
@@ -430,7 +430,7 @@ class Connection:
             self._flush()
 
     def _resume(self, running: set[int], finished: set[int], replaced: bool) -> None:
-        """After a reconnection, send the calls that the server has not received again. Calls that may have run fail, unless they are idempotent."""
+        """After a reconnection, leave the calls that still run, send those again that never came or are idempotent, and fail the others."""
         again = []
         for call in list(self._calls.in_flight.values()):
             if call.id in running:

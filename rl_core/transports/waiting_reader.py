@@ -39,7 +39,7 @@ class WaitingReader:
         self._io, self._number, self._read = io, descriptor(socket), read
         self._closed, self._lock = closed, lock
         self._taken = threading.Lock()
-        """Lock that the reading thread holds."""
+        """Held by the thread that reads the socket, so that only one does."""
         self._thread: int | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake)

@@ -53,7 +53,7 @@ class PullServer:
         self._settled.set()
 
     def settle(self) -> None:
-        """Answer the joiners that wait for the end of a publish, which has ended with or without a commit."""
+        """Let `pull` go on for the joiners that wait. Must be called when a publish has ended, with or without a commit."""
         self._settled.set()
 
     async def pull(self, request: PullRequest) -> PullOffer | PullRefusal:

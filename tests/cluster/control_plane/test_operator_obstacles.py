@@ -62,11 +62,11 @@ def refused(access: Access, namespace: str, operation: str, group: str, resource
 async def in_force(access: Access, namespace: str, *update: str) -> None:
     """Wait until the API server refuses an update by kubectl, which is not carried out."""
 
-    async def told() -> bool:
+    async def reported() -> bool:
         done = access.kubectl("patch", "-n", namespace, "--type=merge", "--dry-run=server", *update, check=False)
         return "failed calling webhook" in done.stderr
 
-    await until(told, "the webhook to be asked")
+    await until(reported, "the webhook to be asked")
 
 
 async def test_a_webhook_that_fails_is_told_and_not_asked_without_a_pause(
@@ -114,10 +114,10 @@ async def test_a_status_that_is_refused_stops_no_pod_and_is_written_later(
         await start()
         await jobs.wait_pods(*STANDARD)
 
-        async def told() -> list[dict]:
+        async def reported() -> list[dict]:
             return await jobs.events("StatusRefused")
 
-        (event, *_) = await until(told, "an event about the status")
+        (event, *_) = await until(reported, "an event about the status")
         assert "failed calling webhook" in event["message"]
         assert not (await jobs.get()).get("status")
     await jobs.wait_condition("Scheduled", "True")
@@ -129,11 +129,11 @@ async def test_an_image_that_cannot_be_pulled_is_told(jobs: Jobs, start, kubelet
     await start()
     await jobs.create()
 
-    async def told() -> bool:
+    async def reported() -> bool:
         conditions = (await jobs.get()).get("status", {}).get("conditions", [])
         return any("ImagePullBackOff" in c["message"] and "job-rollout-0" in c["message"] for c in conditions)
 
-    await until(told, "the kubelet's words in a condition")
+    await until(reported, "the kubelet's words in a condition")
 
 
 async def test_a_pod_of_someone_else_under_our_name_is_left_alone_and_told(jobs: Jobs, start, kubelet) -> None:
@@ -179,13 +179,13 @@ async def test_a_selector_that_nothing_matches_is_told_in_the_schedulers_words(j
     await start()
     await jobs.create(rollout={"nodeSelector": {"no": "such-node"}})
 
-    async def told() -> bool:
+    async def reported() -> bool:
         """Of a new node the scheduler may first say that it is not ready."""
         status, reason, message = await jobs.condition("Scheduled")
         words = "didn't match Pod's node affinity/selector"
         return (status, reason) == ("False", "Unschedulable") and words in message and "job-rollout-0" in message
 
-    await until(told, "the scheduler's words about job-rollout-0")
+    await until(reported, "the scheduler's words about job-rollout-0")
 
 
 async def test_a_secret_deleted_by_hand_comes_back_byte_equal(jobs: Jobs, start, kubelet) -> None:

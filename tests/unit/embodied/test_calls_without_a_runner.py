@@ -163,7 +163,7 @@ def test_one_decision_is_made_with_the_default_keys_of_its_mode(spec, rollout, k
 
 
 def test_an_output_with_other_fields_is_refused(rollout):
-    with pytest.raises(DataError, match="no fields but .*'obs', .* got .*'observations'"):
+    with pytest.raises(DataError, match="must have the fields .*'obs', .* got .*'observations'"):
         rollout.get_dones_and_rewards({"observations": 1})
 
 

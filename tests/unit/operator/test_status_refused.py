@@ -129,8 +129,8 @@ class Bench:
     def report(self, **status: Any) -> None:
         """Have the runner report."""
         uid = self.cluster.objects["Pod", "team", "x-actor-0"]["metadata"]["uid"]
-        told = {"phase": "Training", "epoch": 1, "members": [], **status}
-        self.controller.set_progress(KEY, UID, Progress(status=told, at=self.now, pod_uid=uid))
+        reported = {"phase": "Training", "epoch": 1, "members": [], **status}
+        self.controller.set_progress(KEY, UID, Progress(status=reported, at=self.now, pod_uid=uid))
 
 
 @pytest.fixture
