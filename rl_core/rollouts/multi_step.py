@@ -10,6 +10,7 @@ Legend: B simulators, C actions of a chunk, T decisions.
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -47,6 +48,9 @@ from rl_core.rollouts.served_envs import EnvConnections, Exchange, ServedEnvs
 from rl_core.rollouts.weight_methods import WeightMethods
 from rl_core.transports.shared_rows import Layout
 from rl_core.workers.loop_thread import LoopThread
+
+Served = Future[None]
+"""Done once the weights of a collection are served."""
 
 
 class MultiStepRolloutWorker(WeightMethods):
@@ -189,35 +193,50 @@ class MultiStepRolloutWorker(WeightMethods):
         Observations come from `input_channel`, actions go to `output_channel`. A collection in progress is abandoned.
         """
         request = request or self._default_request("train")
-        return await self._work(request, lambda: self._generate(input_channel, output_channel, actor_channel, request))
+        return await self._work(
+            request, lambda served: self._generate(input_channel, output_channel, actor_channel, request, served)
+        )
 
     async def evaluate(
         self, input_channel: Channel, output_channel: Channel, request: CollectionRequest | None = None
     ) -> int:
         """Choose actions without sampling until the env workers have no more episodes; return the number of decisions."""
         request = request or self._default_request("eval")
-        return await self._work(request, lambda: self._evaluate(input_channel, output_channel, request))
+        return await self._work(request, lambda served: self._evaluate(input_channel, output_channel, request, served))
 
     def _default_request(self, mode: Mode) -> CollectionRequest:
         return CollectionRequest.of_job(self.cfg, step=self.global_step + 1, mode=mode)
 
-    async def _work(self, request: CollectionRequest, work: Callable[[], Coroutine[Any, Any, int]]) -> int:
-        """Cancel the collection in progress, wait for the weights of `request`, and run `work()`. Raises InfrastructureError if that is cancelled."""
+    async def _work(self, request: CollectionRequest, work: Callable[[Served], Coroutine[Any, Any, int]]) -> int:
+        """Cancel the collection in progress and run `work(served)`, where `served` is done once the weights of `request` are served.
+
+        `work` connects to the env workers while it waits for them. Raises InfrastructureError if it is cancelled.
+        """
         self._stop()
+        served = Served()
+        served.set_running_or_notify_cancel()  # else `work`, when it is cancelled, would cancel it
+        working = self._working = self._thread.submit(work(served))
         try:
             if request.version is not None:
                 await self._await_version(request.version)
-            self._working = self._thread.submit(work())
-            return await self._working
+            served.set_result(None)
+            return await working
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():  # type: ignore[union-attr] # the caller has cancelled the call
                 raise
             raise InfrastructureError("the rollout has given up the collection; it is run again") from None
+        finally:
+            working.cancel()
 
     async def _generate(
-        self, observations: Channel, actions: Channel, trajectories: Channel, request: CollectionRequest
+        self,
+        observations: Channel,
+        actions: Channel,
+        trajectories: Channel,
+        request: CollectionRequest,
+        served: Served,
     ) -> int:
-        options, version = self.options, self.sync_model_from_actor() if self._weights is not None else self.global_step
+        options = self.options
         lockstep = options.batching == "lockstep"
         run_epoch = self._run_epoch if lockstep else self._run_decoupled_epoch
         self._begin(request)
@@ -226,6 +245,8 @@ class MultiStepRolloutWorker(WeightMethods):
             self._envs.lent_rows(self._large if lockstep else {}, decisions=decisions),
             closing(self._connect(observations, actions)) as exchange,
         ):
+            await asyncio.wrap_future(served)
+            version = self.sync_model_from_actor() if self._weights is not None else self.global_step
             epochs = [await run_epoch(exchange, version) for _ in range(options.rollout_epochs)]
             await self._deliver(trajectories, epochs)
         return options.rollout_epochs * options.decisions * options.stages
@@ -321,16 +342,19 @@ class MultiStepRolloutWorker(WeightMethods):
                 rank = data_rank_of(sender, part, senders=senders, actors=request.actors)
                 await channel.put_async(piece, key=request.trajectory_key(rank))
 
-    async def _evaluate(self, observations: Channel, actions: Channel, request: CollectionRequest) -> int:
+    async def _evaluate(
+        self, observations: Channel, actions: Channel, request: CollectionRequest, served: Served
+    ) -> int:
         self._begin(request)
         mine = [env for env in range(len(request.envs)) if env % len(request.rollouts) == self._envs.index]
         with closing(self._connect(observations, actions)) as exchange:
+            await asyncio.wrap_future(served)
             try:
                 async with asyncio.TaskGroup() as group:
-                    served = [group.create_task(self._serve(exchange, env)) for env in mine]
+                    counts = [group.create_task(self._serve(exchange, env)) for env in mine]
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
-        return sum(one.result() for one in served)
+        return sum(one.result() for one in counts)
 
     async def _serve(self, exchange: DirectChannel, env: int) -> int:
         """Choose the actions for one env worker until it sends no observations."""
@@ -406,8 +430,8 @@ class MultiStepRolloutWorker(WeightMethods):
     # --- inside ------------------------------------------------------------------------------------------------------
 
     async def _pause(self, deadline: float) -> None:
-        """Wait for the end of the collection, so that a trajectory has one version."""
-        if self._working is not None and not self._working.done():
+        """Wait for the end of a collection that has begun, so that a trajectory has one version."""
+        if self._working is not None and not self._working.done() and self._awaited is None:
             await asyncio.wait({self._working}, timeout=deadline)
 
     def _stop(self) -> None:

@@ -323,18 +323,30 @@ def serve(rollout, version, state=ReceiverState.SERVING):
     rollout._on_weights(state, *rollout._weights.current())
 
 
-def test_a_collection_that_is_requested_early_begins_with_the_weights_it_asks_for():
+def test_a_collection_that_is_requested_early_connects_at_once_and_begins_with_the_weights_it_asks_for(monkeypatch):
     world = World(1, 1, 1)
     rollout = world.rollouts[0]
     rollout._weights = Receiver()
+    connected = asyncio.Event()
 
     async def main():
+        loop = asyncio.get_running_loop()
         observations, actions, trajectories = world.channels
-        request = CollectionRequest(number=1, step=1, envs=(0,), rollouts=(0,), version=6)
+        address = await world.envs[0].direct_address()
+        request = CollectionRequest(number=1, step=1, envs=(0,), rollouts=(0,), version=6, direct=((0, 0, address),))
+        run_epoch = world.envs[0]._run_epoch
+
+        def begins(exchange):
+            loop.call_soon_threadsafe(connected.set)
+            return run_epoch(exchange)
+
+        monkeypatch.setattr(world.envs[0], "_run_epoch", begins)
         working = asyncio.gather(
             rollout.generate(observations, actions, trajectories, request),
             world.envs[0].interact(actions, observations, request),
         )
+        await asyncio.wait_for(connected.wait(), 20)  # the first observations are on their way
+        await asyncio.wait_for(rollout._pause(20), 20)  # new weights do not wait for a collection that waits for them
         for state, version in ((ReceiverState.READY, 4), (ReceiverState.SERVING, 5), (ReceiverState.APPLIED, 6)):
             await asyncio.sleep(0.01)
             serve(rollout, version, state)
