@@ -76,33 +76,33 @@ class AdapterEncoder:
 
         Raises ValueError if the adapters are not those of the base, and the errors of `HostCopies.write`.
         """
-        last, self._last = self._last, None
-        if last is not None and last.patch is not None:
-            self._copies.free(last.patch.memory)
+        previous, self._last = self._last, None
+        if previous is not None and previous.patch is not None:
+            self._copies.free(previous.patch.memory)
         try:
-            if last is not None and all(is_adapter_name(entry.name) for entry in source.entries):
-                copy = self._write_adapters(last, source, version=version, epoch=epoch, device=device)
+            if previous is not None and all(is_adapter_name(entry.name) for entry in source.entries):
+                copy = self._write_adapters(previous, source, version=version, epoch=epoch, device=device)
             else:
                 copy = self._copies.write(source, version=version, epoch=epoch, device=device)
         except BaseException:
-            if last is not None:
-                self._copies.drop(last, self)
+            if previous is not None:
+                self._copies.drop(previous, self)
             raise
         self._copies.hold(copy, self)
-        if last is not None and copy.memory is not last.memory:
-            self._copies.drop(last, self)
+        if previous is not None and copy.memory is not previous.memory:
+            self._copies.drop(previous, self)
         self._last = copy
         return copy
 
     def _write_adapters(
-        self, last: HostCopy, source: VersionSource, *, version: int, epoch: int, device: str
+        self, previous: HostCopy, source: VersionSource, *, version: int, epoch: int, device: str
     ) -> HostCopy:
-        entries = {entry.name: entry for entry in last.manifest.entries if is_adapter_name(entry.name)}
-        given = {entry.name: (entry.shape, entry.dtype) for entry in source.entries}
-        if given != {name: (entry.shape, entry.dtype) for name, entry in entries.items()}:
-            raise ValueError(f"adapters must be the {len(entries)} of the first version, got {len(given)} others")
-        memory = self._copies.overwritable(last)
-        starts = {last.manifest.entries[index].name: start for index, start in last.layout.starts.items()}
+        entries = {entry.name: entry for entry in previous.manifest.entries if is_adapter_name(entry.name)}
+        offered = {entry.name: (entry.shape, entry.dtype) for entry in source.entries}
+        if offered != {name: (entry.shape, entry.dtype) for name, entry in entries.items()}:
+            raise ValueError(f"adapters must be the {len(entries)} of the first version, got {len(offered)} others")
+        memory = self._copies.overwritable(previous)
+        starts = {previous.manifest.entries[index].name: start for index, start in previous.layout.starts.items()}
         sums, changes = {}, []
         for bucket in source.buckets(device):
             for index, tensor in zip(bucket.place.entries, bucket.tensors, strict=True):
@@ -111,12 +111,16 @@ class AdapterEncoder:
                 sums[entry.name] = write_tensor(place, tensor, entry)
                 values = place.view(np.uint32)
                 changes.append(patch.TensorChange(entry.name, entry.shape, entry.dtype, values.size, None, values))
-        rows = (replace(entry, checksum=sums.get(entry.name, entry.checksum)) for entry in last.manifest.entries)
-        manifest = WeightManifest(version=version, epoch=epoch, entries=tuple(rows))
+        updated_entries = (
+            replace(entry, checksum=sums.get(entry.name, entry.checksum)) for entry in previous.manifest.entries
+        )
+        manifest = WeightManifest(version=version, epoch=epoch, entries=tuple(updated_entries))
         nbytes = patch.size_of(changes)
-        data = self._copies.allocate(nbytes)
-        tensors = patch.fill(data.data, changes)
+        patch_memory = self._copies.allocate(nbytes)
+        tensors = patch.fill(patch_memory.data, changes)
         base = [entry for entry in manifest.entries if not is_adapter_name(entry.name)]
         verify = tensors_to_verify(base, next(self._patches), self._verify_every)
-        made = PatchCopy(base=manifest.base_digest, tensors=tensors, memory=data, nbytes=nbytes, verify=verify)
-        return HostCopy(manifest, last.layout, memory, patch=made)
+        patch_copy = PatchCopy(
+            base=manifest.base_digest, tensors=tensors, memory=patch_memory, nbytes=nbytes, verify=verify
+        )
+        return HostCopy(manifest, previous.layout, memory, patch=patch_copy)

@@ -84,14 +84,14 @@ class Assembly:
         """Return whether the bytes must reach this process, because it keeps them for later patches or loads adapters itself."""
         return self._retained is not None or bool(self.manifest.base_digest)
 
-    def _without_place(self) -> dict[str, int]:
+    def _sizes_without_destination(self) -> dict[str, int]:
         """Return name -> size in bytes of the tensors that are sent and have no destination."""
         entries = (entry for entry in self._entries if entry.alias_of is None)
         return {entry.name: entry.nbytes for entry in entries if entry.name not in self._destinations}
 
     def _make_room(self, retained: dict[str, np.ndarray]) -> None:
         """Allocate memory in `retained` for the tensors without a destination, and remove all others."""
-        sizes = self._without_place()
+        sizes = self._sizes_without_destination()
         for name in list(retained):
             if sizes.get(name) != retained[name].size:
                 del retained[name]
@@ -116,14 +116,14 @@ class Assembly:
             while cursor < len(order) and order[cursor][0] + order[cursor][1].nbytes <= end:
                 start, entry = order[cursor]
                 self._check()
-                self._reach(entry, start, position)
-                yield from self._whole(entry, data[max(start - position, 0) : start + entry.nbytes - position])
+                self._check_contiguous(entry, start, position)
+                yield from self._finish_tensor(entry, data[max(start - position, 0) : start + entry.nbytes - position])
                 cursor += 1
             if cursor < len(order) and order[cursor][0] < end:
                 start, entry = order[cursor]
                 self._check()
-                self._reach(entry, start, position)
-                self._part(entry, data[max(start - position, 0) :])
+                self._check_contiguous(entry, start, position)
+                self._add_part(entry, data[max(start - position, 0) :])
         if cursor < len(order):
             raise DataError(
                 f"weights ended at byte {end} of {self.layout.nbytes}, before the end of {order[cursor][1].name!r}"
@@ -159,9 +159,9 @@ class Assembly:
         if source.base == self._base.base_digest:
             yield from self._adapters(source, data)
             return
-        if self._retained is None or self._retained.keys() != self._without_place().keys():
+        if self._retained is None or self._retained.keys() != self._sizes_without_destination().keys():
             raise DataError("patch must find the tensors where the version before it left them, some are not there")
-        proven = {entry.name: entry.checksum for entry in self._base.entries}
+        base_checksums = {entry.name: entry.checksum for entry in self._base.entries}
         verify = frozenset(source.verify)
         changes = patch.by_name(source.tensors)
         for entry in self._entries:
@@ -170,20 +170,20 @@ class Assembly:
             self._check()
             memory = self._memory[entry.name]
             change = changes.pop(entry.name, None)
-            if entry.name not in proven:
+            if entry.name not in base_checksums:
                 raise DataError(f"patch must be of tensors of the version in memory, got {entry.name!r}")
-            sums = proven[entry.name]
+            sums = base_checksums[entry.name]
             if change is not None:
                 if (change.shape, change.dtype) != (entry.shape, entry.dtype):
                     raise DataError(
                         f"{entry.name!r} must be {entry.dtype} {list(entry.shape)} in a patch, got {change.dtype} {list(change.shape)}"
                     )
-                writing = patch.DecodedChange.of(change, data)
+                decoded = patch.DecodedChange.of(change, data)
                 self.touched = True
-                sums = writing.write(memory, sums)
+                sums = decoded.write(memory, sums)
             if entry.name in verify:
                 sums = checksums.sum_bytes(memory)
-            yield from self._proven(entry, memory, sums)
+            yield from self._yield_verified(entry, memory, sums)
         if changes:
             raise DataError(f"patch must be of tensors of the manifest, got {next(iter(changes))!r}")
 
@@ -207,7 +207,7 @@ class Assembly:
                     f"adapter {entry.name!r} must come as a whole, {entry.dtype} {list(entry.shape)}, got {change}"
                 )
             values = patch.DecodedChange.of(change, data).values.view(np.uint8)
-            yield from self._whole(entry, values)
+            yield from self._finish_tensor(entry, values)
         if changes:
             raise DataError(f"adapters must be of the manifest, got {next(iter(changes))!r}")
         verify = self._memory.keys() & set(source.verify)
@@ -216,29 +216,29 @@ class Assembly:
             if checksums.sum_bytes(self._memory[entry.name]) != entry.checksum:
                 self.bad.append(entry.name)
 
-    def _reach(self, entry: WeightEntry, start: int, position: int) -> None:
+    def _check_contiguous(self, entry: WeightEntry, start: int, position: int) -> None:
         so_far = self._partial[1] if self._partial is not None else 0
         if position > start + so_far:
             raise DataError(
                 f"weights must come without gaps: {entry.name!r} misses bytes {start + so_far} to {position}"
             )
 
-    def _part(self, entry: WeightEntry, data: np.ndarray) -> None:
+    def _add_part(self, entry: WeightEntry, data: np.ndarray) -> None:
         if self._partial is None:
             place = self._memory.get(entry.name)
             self._partial = (np.empty(entry.nbytes, np.uint8) if place is None else place, 0, (0, 0))
-        memory, done, sums = self._partial
-        if done % 4:
-            raise DataError(f"pieces of {entry.name!r} must be cut at whole 32-bit words, got a cut at byte {done}")
+        memory, offset, sums = self._partial
+        if offset % 4:
+            raise DataError(f"pieces of {entry.name!r} must be cut at whole 32-bit words, got a cut at byte {offset}")
         self.touched |= entry.name in self._memory
-        added = checksums.copy_bytes(memory[done : done + data.size], data, offset=done // 4)
-        self._partial = (memory, done + data.size, checksums.add(sums, added))
+        added = checksums.copy_bytes(memory[offset : offset + data.size], data, offset=offset // 4)
+        self._partial = (memory, offset + data.size, checksums.add(sums, added))
 
-    def _whole(self, entry: WeightEntry, data: np.ndarray) -> Iterator[tuple[str, "torch.Tensor"]]:
+    def _finish_tensor(self, entry: WeightEntry, data: np.ndarray) -> Iterator[tuple[str, "torch.Tensor"]]:
         """Complete the tensor of `entry` with its last (or only) bytes."""
         place = self._memory.get(entry.name)
         if self._partial is not None:
-            self._part(entry, data)
+            self._add_part(entry, data)
             memory, _, sums = self._partial
             self._partial = None
         elif place is not None:
@@ -248,9 +248,9 @@ class Assembly:
             memory, sums = data, entry.checksum
         else:
             memory, sums = data, checksums.sum_bytes(data)
-        yield from self._proven(entry, memory, sums)
+        yield from self._yield_verified(entry, memory, sums)
 
-    def _proven(
+    def _yield_verified(
         self, entry: WeightEntry, memory: np.ndarray, sums: checksums.Checksum | None
     ) -> Iterator[tuple[str, "torch.Tensor"]]:
         """If the checksum `sums` is that of the manifest, copy `memory` to the tied names of `entry` and yield the tensors."""
@@ -259,12 +259,12 @@ class Assembly:
             return
         names = (entry.name, *self._aliases.get(entry.name, ()))
         for name in names:
-            other = self._destinations.get(name)
-            if other is not None and other is not memory and other.ctypes.data != memory.ctypes.data:
-                np.copyto(other, memory)
-        handed = [name for name in names if name not in self._destinations and name in self._wanted]
-        if handed:
+            destination = self._destinations.get(name)
+            if destination is not None and destination is not memory and destination.ctypes.data != memory.ctypes.data:
+                np.copyto(destination, memory)
+        yielded_names = [name for name in names if name not in self._destinations and name in self._wanted]
+        if yielded_names:
             self.touched = True
             tensor = tensor_view(memory.data, CODES[entry.dtype], entry.shape, copy=False)
-            for name in handed:
+            for name in yielded_names:
                 yield name, tensor

@@ -80,8 +80,8 @@ def are_compiled() -> bool:
 
 
 def _split(source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    whole = source.size & ~3
-    return _words(source[:whole]), source[whole:]
+    aligned_size = source.size & ~3
+    return _words(source[:aligned_size]), source[aligned_size:]
 
 
 def _words(data: np.ndarray) -> np.ndarray:

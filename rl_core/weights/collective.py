@@ -25,7 +25,7 @@ NAME = "weights"
 
 
 class GroupSender:
-    """The publisher's end, rank 0 of every generation. Methods run on the publisher's event loop, except `_cast`, which runs in a thread."""
+    """The publisher's end, rank 0 of every generation. Methods run on the publisher's event loop, except `_broadcast`, which runs in a thread."""
 
     def __init__(
         self, *, host: str, epoch: int, backend: str, device: str, timeout: float, device_buffer: DeviceBuffer | None
@@ -44,39 +44,39 @@ class GroupSender:
     async def send(self, copy: HostCopy, handshakes: Sequence[Handshake], timeout: float) -> None:
         """Broadcast to the READY `handshakes`, which become APPLIED. Those that are still READY afterwards must be offered the version again."""
         plan = self._plan_for(handshakes)
-        casting = asyncio.ensure_future(asyncio.to_thread(self._cast, plan, copy))
+        broadcast = asyncio.ensure_future(asyncio.to_thread(self._broadcast, plan, copy))
         transfers: dict[asyncio.Future[Any], Handshake] = {}
         rank = 1
         for handshake in handshakes:
             message = WeightTransfer(digest=copy.manifest.digest, source=GroupSource(plan=plan, rank=rank))
             transfers[asyncio.ensure_future(handshake.transfer(message, timeout))] = handshake
             rank += _ranks(handshake)
-        pending: set[asyncio.Future[Any]] = {casting, *transfers}
+        pending: set[asyncio.Future[Any]] = {broadcast, *transfers}
         while pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            reason = next((text for one in done if (text := self._broken(one, transfers))), "")
+            reason = next((text for future in done if (text := self._broken(future, transfers))), "")
             if reason and self._plan is plan:
                 self._abort(plan, reason)
 
-    def _broken(self, done: "asyncio.Future[Any]", transfers: Mapping["asyncio.Future[Any]", Handshake]) -> str:
+    def _broken(self, completed: "asyncio.Future[Any]", transfers: Mapping["asyncio.Future[Any]", Handshake]) -> str:
         """Return the reason why the process group must be aborted, or "" if it can be used further.
 
-        `done` has ended. It is either the broadcast, or one receiver's answer to the transfer: a key of `transfers`.
+        `completed` is either the broadcast or one receiver's answer to the transfer, which is a key of `transfers`.
         """
-        handshake = transfers.get(done)
+        handshake = transfers.get(completed)
         if handshake is None:
-            error = done.exception()
+            error = completed.exception()
             return f"{error}" if error is not None else ""
-        done.result()
+        completed.result()
         if handshake.applied or handshake.verification_failed:
             return ""
         return f"{handshake.name}: {handshake.reason}"
 
     def _plan_for(self, handshakes: Sequence[Handshake]) -> GroupPlan:
         members = ("publisher", *(name for handshake in handshakes for name in [handshake.name] * _ranks(handshake)))
-        held = {handshake.ready.group for handshake in handshakes if handshake.ready is not None}
-        whole = self._group is not None and not self._group.poisoned
-        if self._plan is None or self._plan.members != members or held != {self._plan.key} or not whole:
+        group_keys = {handshake.ready.group for handshake in handshakes if handshake.ready is not None}
+        usable = self._group is not None and not self._group.poisoned
+        if self._plan is None or self._plan.members != members or group_keys != {self._plan.key} or not usable:
             if self._store is None:
                 self._store = GroupStore(self._host)
             if self._group is not None:
@@ -101,7 +101,7 @@ class GroupSender:
             self._group.abort(reason)
         self._plan = self._group = None
 
-    def _cast(self, plan: GroupPlan, copy: HostCopy) -> None:
+    def _broadcast(self, plan: GroupPlan, copy: HostCopy) -> None:
         group = self._group
         if group is None:
             group = TensorGroup.form(plan, 0, timeout=self._timeout)
@@ -158,12 +158,12 @@ class GroupReceiver:
             return bucket, buffer
 
         with ThreadPoolExecutor(1, thread_name_prefix="rljob-weights-group") as thread:
-            coming = [thread.submit(receive, bucket) for bucket in layout.buckets[:1]]
+            pending = [thread.submit(receive, bucket) for bucket in layout.buckets[:1]]
             for bucket in layout.buckets[1:]:
-                arrived = coming.pop().result()
-                coming.append(thread.submit(receive, bucket))
-                yield arrived
-            yield coming.pop().result()
+                result = pending.pop().result()
+                pending.append(thread.submit(receive, bucket))
+                yield result
+            yield pending.pop().result()
 
     def _join(self, plan: GroupPlan, rank: int) -> TensorGroup:
         group = self._group

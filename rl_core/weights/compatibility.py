@@ -10,14 +10,14 @@ def incompatibility(manifest: WeightManifest, expected: Mapping[str, Any]) -> st
     """Return why `manifest` does not fit a model with tensors `expected` (name -> shape, or (shape, dtype)); "" if it fits."""
     offered = {entry.name: entry for entry in manifest.entries}
     problems = [f"missing {name}" for name in expected if name not in offered]
-    taken = {entry.alias_of or entry.name for entry in manifest.entries if entry.name in expected}
+    sent_names = {entry.alias_of or entry.name for entry in manifest.entries if entry.name in expected}
     for entry in manifest.entries:
-        wanted = expected.get(entry.name)
-        if wanted is None:
-            if entry.alias_of is None and entry.name not in taken:
+        expectation = expected.get(entry.name)
+        if expectation is None:
+            if entry.alias_of is None and entry.name not in sent_names:
                 problems.append(f"unknown {entry.name}")
             continue
-        shape, dtype = shape_and_dtype(wanted)
+        shape, dtype = shape_and_dtype(expectation)
         dtype = dtype or entry.dtype
         if (tuple(shape), dtype) != (entry.shape, entry.dtype):
             problems.append(f"{entry.name} must be {dtype} {list(shape)}, got {entry.dtype} {list(entry.shape)}")
@@ -25,6 +25,6 @@ def incompatibility(manifest: WeightManifest, expected: Mapping[str, Any]) -> st
     return f"weights do not fit the model: {'; '.join(problems[:5])}{more}" if problems else ""
 
 
-def shape_and_dtype(wanted: Any) -> tuple[tuple[int, ...], str | None]:
+def shape_and_dtype(expectation: Any) -> tuple[tuple[int, ...], str | None]:
     """Return (shape, dtype) of a tensor of a target, which may give the shape alone; the dtype is None then."""
-    return wanted if len(wanted) == 2 and isinstance(wanted[1], str) else (wanted, None)
+    return expectation if len(expectation) == 2 and isinstance(expectation[1], str) else (expectation, None)

@@ -47,11 +47,11 @@ def find(old: np.ndarray, new: np.ndarray, buffers: DeltaBuffers, *, last: int, 
     """
     if not _compiled(new):
         return _find_numpy(old, new, buffers, 0, last=last, offset=offset, overwrite=overwrite)
-    each = WORD // new.itemsize
-    whole = new.size // each * each
-    body = new[:whole]
+    elements_per_word = WORD // new.itemsize
+    aligned_size = new.size // elements_per_word * elements_per_word
+    body = new[:aligned_size]
     count, largest, last, first, second = _finder(new.itemsize)(
-        old[:whole].view(np.uint64),
+        old[:aligned_size].view(np.uint64),
         body.view(np.uint64),
         body.view(np.uint32),
         buffers.gaps,
@@ -61,21 +61,21 @@ def find(old: np.ndarray, new: np.ndarray, buffers: DeltaBuffers, *, last: int, 
         overwrite,
     )
     result = Delta(count, largest, last, (int(first), int(second)))
-    if whole == new.size:
+    if aligned_size == new.size:
         return result
     tail = _find_numpy(
-        old[whole:],
-        new[whole:],
+        old[aligned_size:],
+        new[aligned_size:],
         buffers,
         count,
-        last=last - whole,
+        last=last - aligned_size,
         offset=offset + body.nbytes // 4,
         overwrite=overwrite,
     )
     return Delta(
         count + tail.num_changed,
         max(largest, tail.largest_gap),
-        tail.last + whole,
+        tail.last + aligned_size,
         checksums.add(result.checksum, tail.checksum),
     )
 
@@ -115,9 +115,9 @@ def write(memory: np.ndarray, gaps: np.ndarray, values: np.ndarray) -> checksums
         first, second = _writer(gaps.itemsize, memory.itemsize)(gaps, values, memory)
         return int(first), int(second)
     data = memory.view(np.uint8)
-    before = checksums.sum_bytes(data)
+    old_checksum = checksums.sum_bytes(data)
     memory[np.cumsum(gaps, dtype=np.int64)] = values
-    return checksums.subtract(checksums.sum_bytes(data), before)
+    return checksums.subtract(checksums.sum_bytes(data), old_checksum)
 
 
 def _compiled(data: np.ndarray) -> bool:

@@ -96,21 +96,21 @@ class DeviceBuffer:
 class _CopyingSource:
     """A `VersionSource` that copies its buckets into a `DeviceBuffer`."""
 
-    def __init__(self, source: VersionSource, memory: DeviceBuffer) -> None:
-        self._source, self._memory = source, memory
+    def __init__(self, source: VersionSource, device_buffer: DeviceBuffer) -> None:
+        self._source, self._device_buffer = source, device_buffer
         self.entries, self.layout = source.entries, source.layout
 
     def buckets(self, device: str) -> Iterator[SourceBucket]:
         """Yield the buckets of the source on `device`."""
-        if self._memory.allocate(self.layout.nbytes, device) is None:
+        if self._device_buffer.allocate(self.layout.nbytes, device) is None:
             yield from self._source.buckets(device)
             return
         try:
             for bucket in self._source.buckets(device):
-                write(bucket.tensors, bucket.place, self._memory.part(bucket.place))
+                write(bucket.tensors, bucket.place, self._device_buffer.part(bucket.place))
                 yield bucket
         except BaseException:
-            self._memory.free()
+            self._device_buffer.free()
             raise
 
 
@@ -145,14 +145,14 @@ def release(storage: torch.UntypedStorage, handle: Handle) -> None:
 @contextmanager
 def mapped(handle: Handle, device: str) -> Iterator[Tensor]:
     """Map the memory of another process as uint8 [nbytes] within a `with` block. `device`: name of the device in this process."""
-    place = torch.device(device)
-    if place.type != "cuda":
+    torch_device = torch.device(device)
+    if torch_device.type != "cuda":
         yield bytes_of(torch.UntypedStorage._new_shared_filename_cpu(*handle)._shared_decref())
         return
-    with torch.cuda.device(place):
-        storage = torch.UntypedStorage._new_shared_cuda(place.index or 0, *handle[1:])
+    with torch.cuda.device(torch_device):
+        storage = torch.UntypedStorage._new_shared_cuda(torch_device.index or 0, *handle[1:])
     try:
         yield bytes_of(storage)
     finally:
         # The engine's copies are only queued: they must end before the ACK lets the publisher free what they read.
-        torch.cuda.current_stream(place).synchronize()
+        torch.cuda.current_stream(torch_device).synchronize()

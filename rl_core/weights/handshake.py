@@ -112,8 +112,8 @@ class Handshake:
         """
         if self._offered is None:
             raise AssertionError("bug: the offer must be started before its answer is awaited")
-        sent, source = self._offered
-        answer = await self._await_answer(asyncio.wrap_future(sent), ReceiverAnswer)
+        call, source = self._offered
+        answer = await self._await_answer(asyncio.wrap_future(call), ReceiverAnswer)
         if isinstance(answer, ReceiverReady):
             self.ready = answer
             self._enter(HandshakeState.READY)
@@ -206,7 +206,7 @@ class CommitGate:
 
     def __init__(self, *, min_acks: int, straggler_seconds: float, opened: Callable[[], None]) -> None:
         self.handshakes: Sequence[Handshake] = ()
-        self._min_acks, self._straggler_seconds, self._opened = min_acks, straggler_seconds, opened
+        self._min_acks, self._straggler_seconds, self._on_commit = min_acks, straggler_seconds, opened
         self._decision: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._straggler_timer: asyncio.TimerHandle | None = None
@@ -238,7 +238,7 @@ class CommitGate:
             self._straggler_timer.cancel()
         if not self._decision.done():
             if commit:
-                self._opened()
+                self._on_commit()
             self._decision.set_result(commit)
 
     def _check_settled(self, *, committed: bool) -> None:

@@ -143,8 +143,8 @@ class HostCopies:
 
     def _can_overwrite(self, memory: HostMemory) -> bool:
         with self._lock:
-            alone = len(memory.holders) == 1
-        return alone and (memory.segment is None or memory.exists())
+            has_single_holder = len(memory.holders) == 1
+        return has_single_holder and (memory.segment is None or memory.exists())
 
     def hold(self, copy: HostCopy, holder: Hashable) -> None:
         """Keep the memory of `copy` until `drop` is called for the same holder."""
@@ -183,10 +183,10 @@ def _write_bucket(
 ) -> Iterator[tuple[str, checksums.Checksum]]:
     for index, tensor in zip(bucket.place.entries, bucket.tensors, strict=True):
         entry = source.entries[index]
-        own = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        if own != (entry.shape, entry.dtype):
+        actual = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        if actual != (entry.shape, entry.dtype):
             raise ValueError(
-                f"{entry.name!r} must be {entry.dtype} {list(entry.shape)} as its entry says, got {own[1]} {list(own[0])}"
+                f"{entry.name!r} must be {entry.dtype} {list(entry.shape)} as its entry says, got {actual[1]} {list(actual[0])}"
             )
         start = source.layout.starts[index]
         place = data[start : start + entry.nbytes]
@@ -198,10 +198,10 @@ def _write_bucket(
 
 def _with_sums(entries: Sequence[SourceEntry], sums: Mapping[str, checksums.Checksum]) -> Iterator[WeightEntry]:
     for entry in entries:
-        travels = entry.alias_of or entry.name
-        if travels not in sums:
-            raise ValueError(f"a source must give every tensor of its entries, {travels!r} is missing")
-        yield WeightEntry(entry.name, entry.shape, entry.dtype, entry.nbytes, sums[travels], entry.alias_of)
+        sent_name = entry.alias_of or entry.name
+        if sent_name not in sums:
+            raise ValueError(f"a source must give every tensor of its entries, {sent_name!r} is missing")
+        yield WeightEntry(entry.name, entry.shape, entry.dtype, entry.nbytes, sums[sent_name], entry.alias_of)
 
 
 def write_tensor(memory: np.ndarray, tensor: "torch.Tensor", entry: SourceEntry) -> checksums.Checksum:

@@ -15,15 +15,15 @@ from numba.extending import intrinsic, register_jitable
 
 BLOCK = 1 << 16
 """Number of words summed as one block. Positions inside a block fit 32 bits, so products are 32 x 32 -> 64 bit, which vectorises."""
-NEAR = 1 << 12
+COMPARE_BLOCK = 1 << 12
 """Number of words that are summed before they are compared. They stay in the L1 cache, so memory is read once."""
 LINE = 8
 """Number of 64-bit words tested at once for any difference; most have none."""
-RUN = 1 << 9
+WRITE_BLOCK = 1 << 9
 """Number of elements that are written before they are read again for the checksum, while they are still in the cache."""
-BACK = 1 << 10
+READ_BACK_BLOCK = 1 << 10
 """Number of words that are copied before the copy is read. It stays in the L1 cache, beside as many words of the source."""
-AHEAD = 16
+PREFETCH_DISTANCE = 16
 """Number of elements that are prefetched ahead, so that their cache misses overlap."""
 
 SUMS = numba.types.UniTuple(numba.uint64, 2)
@@ -71,7 +71,7 @@ def make_find(itemsize: int) -> Callable[..., Any]:
 
 def make_gap_check(gap_bytes: int) -> Callable[..., Any]:
     """Return a compiled function (gaps) -> (sum of the gaps, smallest gap except the first), which shows whether positions are valid."""
-    return compiled(_reach, SUMS(view_of(_unsigned(gap_bytes), readonly=True)))
+    return compiled(_check_gaps, SUMS(view_of(_unsigned(gap_bytes), readonly=True)))
 
 
 def make_write(gap_bytes: int, itemsize: int) -> Callable[..., Any]:
@@ -90,12 +90,12 @@ def _prefetch(context, array, index):  # type: ignore[no-untyped-def]
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         view = context.make_array(signature.args[0])(context, builder, arguments[0])
-        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        pointer, int32 = ir.IntType(8).as_pointer(), ir.IntType(32)
         address = builder.bitcast(builder.gep(view.data, [arguments[1]]), pointer)
-        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        kind = ir.FunctionType(ir.VoidType(), [pointer, int32, int32, int32])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        to_write, near, data = (ir.Constant(number, value) for value in (1, 3, 1))
-        builder.call(function, [address, to_write, near, data])
+        write_access, locality, data_cache = (ir.Constant(int32, value) for value in (1, 3, 1))
+        builder.call(function, [address, write_access, locality, data_cache])
         return context.get_dummy_value()
 
     return numba.types.void(array, index), generate
@@ -138,8 +138,8 @@ def _copy(destination, words, offset):  # type: ignore[no-untyped-def]
 
 def _copy_read_back(destination, words, offset):  # type: ignore[no-untyped-def]
     first, second = np.uint64(0), np.uint64(0)
-    for start in range(0, words.size, BACK):
-        block, target = words[start : start + BACK], destination[start : start + BACK]
+    for start in range(0, words.size, READ_BACK_BLOCK):
+        block, target = words[start : start + READ_BACK_BLOCK], destination[start : start + READ_BACK_BLOCK]
         for index in range(block.size):
             target[index] = block[index]
         plain, weighted = _sum_block(target)
@@ -148,14 +148,14 @@ def _copy_read_back(destination, words, offset):  # type: ignore[no-untyped-def]
     return first, second
 
 
-def _find(old, new, halves, gaps, values, last, offset, over):  # type: ignore[no-untyped-def]
+def _find(old, new, half_words, gaps, values, last, offset, overwrite):  # type: ignore[no-untyped-def]
     bits = np.int64(values.itemsize * 8)
-    each = np.int64(64) // bits
+    elements_per_word = np.int64(64) // bits
     mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - bits)
     first, second = np.uint64(0), np.uint64(0)
     count, largest = np.int64(0), np.int64(0)
-    for start in range(0, halves.size, NEAR):
-        block = halves[start : start + NEAR]
+    for start in range(0, half_words.size, COMPARE_BLOCK):
+        block = half_words[start : start + COMPARE_BLOCK]
         plain, weighted = _sum_block(block)
         first += plain
         second += weighted + plain * (np.uint64(start) + offset)
@@ -163,31 +163,31 @@ def _find(old, new, halves, gaps, values, last, offset, over):  # type: ignore[n
         for line in range(start // 2, end, LINE):
             stop = min(line + LINE, end)
             if stop - line == LINE:
-                seen = np.uint64(0)
+                difference_bits = np.uint64(0)
                 for index in range(line, line + LINE):
-                    seen |= old[np.uint64(index)] ^ new[np.uint64(index)]
-                if not seen:
+                    difference_bits |= old[np.uint64(index)] ^ new[np.uint64(index)]
+                if not difference_bits:
                     continue
             for index in range(line, stop):
-                fresh = new[index]
-                differs = old[index] ^ fresh
+                new_word = new[index]
+                differs = old[index] ^ new_word
                 if differs:
-                    for place in range(each):
-                        shift = np.uint64(place * bits)
+                    for lane in range(elements_per_word):
+                        shift = np.uint64(lane * bits)
                         if (differs >> shift) & mask:
-                            position = index * each + place
+                            position = index * elements_per_word + lane
                             gap = position - last
                             gaps[count] = gap
-                            values[count] = (fresh >> shift) & mask
+                            values[count] = (new_word >> shift) & mask
                             largest = max(largest, gap)
                             last = position
                             count += 1
-                    if over:
-                        old[index] = fresh
+                    if overwrite:
+                        old[index] = new_word
     return count, largest, last, first, second
 
 
-def _reach(gaps):  # type: ignore[no-untyped-def]
+def _check_gaps(gaps):  # type: ignore[no-untyped-def]
     total, smallest = np.uint64(0), np.uint64(0xFFFFFFFFFFFFFFFF)
     for index in range(1, gaps.size):
         gap = np.uint64(gaps[index])
@@ -198,30 +198,31 @@ def _reach(gaps):  # type: ignore[no-untyped-def]
 
 def _write(gaps, values, memory):  # type: ignore[no-untyped-def]
     bits = np.uint64(memory.itemsize * 8)
-    # Of a position: which 32-bit word, and which element of it. Shifts, because a division takes longer than all the rest.
-    inside = np.uint64(4 // memory.itemsize - 1)
-    narrow = np.uint64(0 if memory.itemsize == 4 else 1 if memory.itemsize == 2 else 2)
+    # `position >> word_shift` is the index of the 32-bit word that holds an element, and `position & lane_mask` the element's place in it.
+    # Shifts are used because a division would take longer than the rest of the loop.
+    lane_mask = np.uint64(4 // memory.itemsize - 1)
+    word_shift = np.uint64(0 if memory.itemsize == 4 else 1 if memory.itemsize == 2 else 2)
     first, second = np.uint64(0), np.uint64(0)
-    last = np.uint64(0)
-    places = np.empty(RUN + AHEAD, np.uint64)
-    for start in range(0, values.size, RUN):
-        number = min(RUN, values.size - start)
-        for index in range(number):
-            last += np.uint64(gaps[start + index])
-            places[index] = last
-        places[number : number + AHEAD] = last
-        for index in range(AHEAD):
-            _prefetch(memory, places[index])
-        for index in range(number):
-            _prefetch(memory, places[index + AHEAD])
-            place = places[index]
-            word = np.uint64(memory[place]) << ((place & inside) * bits)
+    position = np.uint64(0)
+    positions = np.empty(WRITE_BLOCK + PREFETCH_DISTANCE, np.uint64)
+    for start in range(0, values.size, WRITE_BLOCK):
+        count = min(WRITE_BLOCK, values.size - start)
+        for index in range(count):
+            position += np.uint64(gaps[start + index])
+            positions[index] = position
+        positions[count : count + PREFETCH_DISTANCE] = position
+        for index in range(PREFETCH_DISTANCE):
+            _prefetch(memory, positions[index])
+        for index in range(count):
+            _prefetch(memory, positions[index + PREFETCH_DISTANCE])
+            target = positions[index]
+            word = np.uint64(memory[target]) << ((target & lane_mask) * bits)
             first -= word
-            second -= word * ((place >> narrow) + np.uint64(1))
-            memory[place] = values[start + index]
-        for index in range(number):
-            place = places[index]
-            word = np.uint64(memory[place]) << ((place & inside) * bits)
+            second -= word * ((target >> word_shift) + np.uint64(1))
+            memory[target] = values[start + index]
+        for index in range(count):
+            target = positions[index]
+            word = np.uint64(memory[target]) << ((target & lane_mask) * bits)
             first += word
-            second += word * ((place >> narrow) + np.uint64(1))
+            second += word * ((target >> word_shift) + np.uint64(1))
     return first, second

@@ -116,9 +116,9 @@ class WeightLoader:
                 return ""
             with self._reader.open(source, assembly) as tensors:
                 self._target.load(tensors, assembly.manifest.version)
-                left = next(tensors, None)
-            if left is not None:
-                return f"{type(self._target).__name__}.load must take every tensor, it left {left[0]!r}"
+                unread = next(tensors, None)
+            if unread is not None:
+                return f"{type(self._target).__name__}.load must take every tensor, it left {unread[0]!r}"
         except TransferCancelled:
             return CANCELLED
         except RLJobError as error:

@@ -59,15 +59,15 @@ class WeightManifest:
     def __post_init__(self) -> None:
         if not self.entries:
             raise ValueError("a manifest must have at least one tensor, got none; pass the model's parameters")
-        sent = set()
-        seen = set()
+        sent_names = set()
+        names = set()
         for entry in self.entries:
-            if entry.name in seen:
+            if entry.name in names:
                 raise ValueError(f"names of a manifest must be unique, got {entry.name!r} twice; drop one")
-            seen.add(entry.name)
+            names.add(entry.name)
             if entry.alias_of is None:
-                sent.add(entry.name)
-            elif entry.alias_of not in sent:
+                sent_names.add(entry.name)
+            elif entry.alias_of not in sent_names:
                 raise ValueError(f"{entry.name!r} must be an alias of an earlier tensor, got {entry.alias_of!r}")
 
     @functools.cached_property
@@ -195,7 +195,7 @@ def _device_checksum(tensor: "torch.Tensor", offset: int) -> tuple[int, int]:
 
 def wire_dtype(tensor: "torch.Tensor", dtype: str | None) -> str:
     """Return the type that `tensor` is sent in: `dtype` for floating-point tensors (None: their own), their own for integers and booleans."""
-    own = str(tensor.dtype).removeprefix("torch.")
-    if own not in CODES:
-        raise ValueError(f"weights must be of one of {', '.join(CODES)}, got {own}; convert them first")
-    return dtype if dtype is not None and own in _FLOATING else own
+    own_dtype = str(tensor.dtype).removeprefix("torch.")
+    if own_dtype not in CODES:
+        raise ValueError(f"weights must be of one of {', '.join(CODES)}, got {own_dtype}; convert them first")
+    return dtype if dtype is not None and own_dtype in _FLOATING else own_dtype

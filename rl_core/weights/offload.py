@@ -18,7 +18,7 @@ class Offloader:
         """`target`: device that keeps the bytes. `pin`: use page-locked memory, which an accelerator copies asynchronously."""
         self.target = torch.device(target)
         self.pin = pin
-        self._held: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._offloaded: list[tuple[torch.UntypedStorage, Tensor]] = []
         self.bytes = 0
         """Number of bytes moved by the last call."""
         self.seconds = 0.0
@@ -27,7 +27,7 @@ class Offloader:
     @property
     def is_offloaded(self) -> bool:
         """Return whether bytes are offloaded."""
-        return bool(self._held)
+        return bool(self._offloaded)
 
     def offload(self, tensors: Iterable[Tensor]) -> None:
         """Copy each distinct storage to the target and empty it. Storages that are empty already are skipped."""
@@ -36,12 +36,12 @@ class Offloader:
             if not storage.nbytes():
                 continue
             source = bytes_of(storage)
-            held = torch.empty_like(source, device=self.target, pin_memory=self.pin)
-            held.copy_(source, non_blocking=self.pin)
-            self._held.append((storage, held))
+            saved = torch.empty_like(source, device=self.target, pin_memory=self.pin)
+            saved.copy_(source, non_blocking=self.pin)
+            self._offloaded.append((storage, saved))
             self.bytes += storage.nbytes()
-        _synchronize(self._held)
-        for storage, _ in self._held:
+        _synchronize(self._offloaded)
+        for storage, _ in self._offloaded:
             storage.resize_(0)
         self.seconds = time.perf_counter() - started
 
@@ -51,25 +51,25 @@ class Offloader:
         Raises ValueError for another device.
         """
         started, self.bytes = time.perf_counter(), 0
-        for storage, held in self._held:
+        for storage, saved in self._offloaded:
             if device is not None and _device(device) != storage.device:
                 raise ValueError(
                     f"reload must go back to {storage.device}, got {device}; storages cannot change their device"
                 )
-            storage.resize_(held.numel())
-            bytes_of(storage).copy_(held, non_blocking=self.pin)
-            self.bytes += held.numel()
-        _synchronize(self._held)
-        self._held.clear()
+            storage.resize_(saved.numel())
+            bytes_of(storage).copy_(saved, non_blocking=self.pin)
+            self.bytes += saved.numel()
+        _synchronize(self._offloaded)
+        self._offloaded.clear()
         self.seconds = time.perf_counter() - started
 
 
 def distinct_storages(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return one tensor per storage, detached, so that views and tied tensors count once."""
-    found: dict[int, Tensor] = {}
+    by_storage: dict[int, Tensor] = {}
     for tensor in tensors:
-        found.setdefault(tensor.untyped_storage()._cdata, tensor.detach())
-    return list(found.values())
+        by_storage.setdefault(tensor.untyped_storage()._cdata, tensor.detach())
+    return list(by_storage.values())
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -87,8 +87,8 @@ def empty_device_cache(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _synchronize(held: list[tuple[torch.UntypedStorage, Tensor]]) -> None:
-    # Of each device by name: the calling thread's own may be another.
-    for device in {storage.device for storage, _ in held}:
+def _synchronize(offloaded: list[tuple[torch.UntypedStorage, Tensor]]) -> None:
+    # Each device is named, because the current device of the calling thread may be another one.
+    for device in {storage.device for storage, _ in offloaded}:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -71,8 +71,8 @@ def compare(
         sparse = TensorChange(name, tuple(shape), dtype, count, gaps, values)
         if sparse.nbytes < new.nbytes:
             return count, sparse, sums
-    whole = (new if place is None else place).view(kind)
-    return count, TensorChange(name, tuple(shape), dtype, whole.size, None, whole), sums
+    all_values = (new if place is None else place).view(kind)
+    return count, TensorChange(name, tuple(shape), dtype, all_values.size, None, all_values), sums
 
 
 def _differences(
@@ -82,27 +82,27 @@ def _differences(
 
     Gaps have the narrowest type that holds them. They are None if no type does, or if gaps and values would be larger than `new`.
     """
-    most = new.nbytes // (new.itemsize + 1)
+    max_changes = new.nbytes // (new.itemsize + 1)
     count = last = largest = 0
     sums = (0, 0)
     gaps: list[np.ndarray] = []
     values: list[np.ndarray] = []
     buffers = delta.DeltaBuffers(min(BLOCK, new.size), new.dtype)
     for start in range(0, new.size, BLOCK):
-        before, block = old[start : start + BLOCK], new[start : start + BLOCK]
+        old_block, block = old[start : start + BLOCK], new[start : start + BLOCK]
         result = delta.find(
-            before, block, buffers, last=last - start, offset=start * new.itemsize // 4, overwrite=overwrite
+            old_block, block, buffers, last=last - start, offset=start * new.itemsize // 4, overwrite=overwrite
         )
         sums = checksums.add(sums, result.checksum)
         count, last, largest = count + result.num_changed, start + result.last, max(largest, result.largest_gap)
-        if count > most:
+        if count > max_changes:
             gaps.clear()
             values.clear()
         elif result.num_changed:
             gaps.append(buffers.gaps[: result.num_changed].copy())
             values.append(buffers.values[: result.num_changed].copy())
     width = next((kind for kind in _GAPS if largest <= np.iinfo(kind).max), None)
-    if not gaps or width is None or count > most:
+    if not gaps or width is None or count > max_changes:
         return count, None, new[:0], sums
     return count, np.concatenate(gaps).astype(width), np.concatenate(values), sums
 
@@ -127,10 +127,10 @@ def fill(data: np.ndarray, changes: Iterable[TensorChange]) -> tuple[TensorPatch
                 start=position,
             )
         )
-        for part in (change.gaps, change.values):
-            if part is not None:
-                data[position : position + part.nbytes] = part.view(np.uint8)
-                position += _aligned(part.nbytes)
+        for array in (change.gaps, change.values):
+            if array is not None:
+                data[position : position + array.nbytes] = array.view(np.uint8)
+                position += _aligned(array.nbytes)
     return tuple(tensors)
 
 
@@ -164,8 +164,8 @@ class DecodedChange:
         if not change.gap_bytes:
             return cls(None, values)
         gaps = _part(change, data, change.start, change.gap_bytes)
-        last, rises = delta.last_position(gaps)
-        if not rises:
+        last, ascending = delta.last_position(gaps)
+        if not ascending:
             raise DataError(f"{change.name!r} must have rising positions in a patch, got one twice")
         if last >= size:
             raise DataError(f"{change.name!r} must have positions below {size} in a patch, got {last}")
@@ -193,8 +193,8 @@ def _part(change: TensorPatch, data: np.ndarray, start: int, itemsize: int) -> n
 
 def by_name(tensors: Iterable[TensorPatch]) -> dict[str, TensorPatch]:
     """Return the changes of a patch by tensor name. Raises DataError for a name that occurs twice."""
-    found: dict[str, TensorPatch] = {}
+    changes: dict[str, TensorPatch] = {}
     for change in tensors:
-        if found.setdefault(change.name, change) is not change:
+        if changes.setdefault(change.name, change) is not change:
             raise DataError(f"patch must change a tensor once, got {change.name!r} twice")
-    return found
+    return changes

@@ -91,20 +91,20 @@ class PatchEncoder:
         memory = self._copies.allocate(nbytes)
         tensors = patch.fill(memory.data, comparison.changes)
         verify = tensors_to_verify(copy.manifest.entries, next(self._patches), self._verify_every)
-        made = PatchCopy(base=base.manifest.digest, tensors=tensors, memory=memory, nbytes=nbytes, verify=verify)
-        return replace(copy, patch=made, patch_share=share, patches_follow=True)
+        patch_copy = PatchCopy(base=base.manifest.digest, tensors=tensors, memory=memory, nbytes=nbytes, verify=verify)
+        return replace(copy, patch=patch_copy, patch_share=share, patches_follow=True)
 
 
-def tensors_to_verify(entries: Sequence[WeightEntry], number: int, every: int) -> tuple[str, ...]:
+def tensors_to_verify(entries: Sequence[WeightEntry], number: int, interval: int) -> tuple[str, ...]:
     """Return the names of the tensors that receivers of patch `number` check as a whole.
 
-    Each tensor is checked once in `every` patches; about the same number of bytes is checked in each patch.
+    Each tensor is checked once in `interval` patches; about the same number of bytes is checked in each patch.
     """
     total = sum(entry.nbytes for entry in entries if entry.alias_of is None)
     names, start = [], 0
     for entry in entries:
         if entry.alias_of is None and entry.nbytes:
-            if start * every // total == number % every:
+            if start * interval // total == number % interval:
                 names.append(entry.name)
             start += entry.nbytes
     return tuple(names)
@@ -112,6 +112,6 @@ def tensors_to_verify(entries: Sequence[WeightEntry], number: int, every: int) -
 
 def _same_tensors(base: HostCopy, source: VersionSource) -> bool:
     """Return whether `base` and `source` have the same names, shapes, types and layout."""
-    names = [(entry.name, entry.shape, entry.dtype, entry.alias_of) for entry in base.manifest.entries]
-    own = [(entry.name, entry.shape, entry.dtype, entry.alias_of) for entry in source.entries]
-    return names == own and base.layout == source.layout
+    base_tensors = [(entry.name, entry.shape, entry.dtype, entry.alias_of) for entry in base.manifest.entries]
+    source_tensors = [(entry.name, entry.shape, entry.dtype, entry.alias_of) for entry in source.entries]
+    return base_tensors == source_tensors and base.layout == source.layout

@@ -89,7 +89,7 @@ class WeightPublisher:
         self.epoch = epoch
         self._identity, self._keys, self._device = identity, keys, device
         self._deadlines = deadlines or Deadlines.from_spec(self.cfg)
-        self._last = NO_VERSION
+        self._last_commit = NO_VERSION
         """Version and digest of the last commit."""
         self._clients: dict[str, RpcClient] = {}
         self._publish_lock = threading.Lock()
@@ -99,22 +99,22 @@ class WeightPublisher:
         self._loop = HandlerLoop.shared().loop
         host = sockets.split_address(bind)[0]
         self._copies = HostCopies(ProcessSharedMemory.shared(identity.uid if identity is not None else "").store)
-        own = self.cfg.weights
+        settings = self.cfg.weights
         self._patch_encoder = (
-            PatchEncoder(self._copies, verify_every=own.verify_every) if own.syncer == "patch" else None
+            PatchEncoder(self._copies, verify_every=settings.verify_every) if settings.syncer == "patch" else None
         )
         self._adapter_encoder = (
-            AdapterEncoder(self._copies, verify_every=own.verify_every) if sends_adapters(self.cfg) else None
+            AdapterEncoder(self._copies, verify_every=settings.verify_every) if sends_adapters(self.cfg) else None
         )
         self._source_factory = SourceFactory(host, keys=keys, encrypt=self.cfg.weights.encrypt, host_token=host_token)
-        self._relays = RelayPool(own.fanout, encrypted=own.encrypt) if own.fanout else None
+        self._relays = RelayPool(settings.fanout, encrypted=settings.encrypt) if settings.fanout else None
         self._pull_server = PullServer(self._copies, self._source_factory, self._deadlines, self._relays)
         self._device_buffer: DeviceBuffer | None = None
         """Copy of the version in device memory, if receivers map it there or a group of devices gets it from there."""
         self._transport = self._make_transport(host, device_uuid)
         handlers = {"weights_pull": self._pull_server.pull, "weights_pulled": self._pull_server.pulled}
-        pulling = [group.name for group in groups_of(self.cfg).values() if group.pulls_weights]
-        allowed = dict.fromkeys(pulling, frozenset(handlers)) if keys is not None else None
+        pulling_groups = [group.name for group in groups_of(self.cfg).values() if group.pulls_weights]
+        allowed = dict.fromkeys(pulling_groups, frozenset(handlers)) if keys is not None else None
         self._server = RpcServer(bind, handlers, keys, identity, allowed=allowed, service="weights").start()
         self.address = self._server.address
         """Address at which `weights_pull` is served."""
@@ -179,9 +179,9 @@ class WeightPublisher:
         """
         refuse_on_event_loop("publish()")
         with self._publish_lock:
-            if version < self._last[0]:
+            if version < self._last_commit[0]:
                 raise ValueError(
-                    f"version must not go back inside an epoch: {self._last[0]} is committed, got {version}"
+                    f"version must not go back inside an epoch: {self._last_commit[0]} is committed, got {version}"
                 )
             started = time.monotonic()
             self._stop_late()
@@ -193,10 +193,10 @@ class WeightPublisher:
                 copied = time.monotonic()
                 if isinstance(self._transport, DeviceIpc):
                     self._transport.handles = device_handles or {}
-                ended, late = self._send(copy, receivers, min_acks, self._deadlines.after(copied - started))
+                completed, late = self._send(copy, receivers, min_acks, self._deadlines.after(copied - started))
             finally:
                 self._loop.call_soon_threadsafe(self._pull_server.settle)
-            return _report(copy, ended, late, min_acks, started=started, copied=copied)
+            return _report(copy, completed, late, min_acks, started=started, copied=copied)
 
     async def late_receivers(self) -> LateReport:
         """Wait until each receiver that was late in the last sync serves its version or has failed, and return the report."""
@@ -226,9 +226,9 @@ class WeightPublisher:
     ) -> tuple[list[Handshake], list[Handshake]]:
         """Offer `copy`; return the handshakes that have ended, and those of late receivers."""
         manifest = copy.manifest
-        if manifest.version == self._last[0] and manifest.digest != self._last[1]:
+        if manifest.version == self._last_commit[0] and manifest.digest != self._last_commit[1]:
             raise ValueError(
-                f"version {manifest.version} is committed with digest {self._last[1]} and other weights; raise the version"
+                f"version {manifest.version} is committed with digest {self._last_commit[1]} and other weights; raise the version"
             )
         handshakes = [
             Handshake(
@@ -270,7 +270,7 @@ class WeightPublisher:
     async def _await_late(self) -> LateReport:
         late = self._late
         if late is None:
-            return LateReport(version=self._last[0], acked=(), failed={})
+            return LateReport(version=self._last_commit[0], acked=(), failed={})
         await asyncio.wait([late.delivery])
         if not late.delivery.cancelled() and (error := late.delivery.exception()) is not None:
             raise error
@@ -288,7 +288,7 @@ class WeightPublisher:
             self._run(_cancel(late.delivery))
 
     def _commit(self, copy: HostCopy) -> None:
-        self._last = (copy.manifest.version, copy.manifest.digest)
+        self._last_commit = (copy.manifest.version, copy.manifest.digest)
         self._pull_server.commit(copy)
 
     def _client(self, receiver: ReceiverAddress) -> RpcClient:
@@ -320,11 +320,11 @@ def _report(
     """Return the report of a sync. `handshakes` have ended; those of `late` receivers have not."""
     acked = [handshake for handshake in handshakes if handshake.acknowledged]
     if sum(handshake.counts for handshake in acked) < min_acks:
-        missing = "; ".join(handshake.describe() for handshake in (*handshakes, *late) if handshake not in acked)
+        unacknowledged = "; ".join(handshake.describe() for handshake in (*handshakes, *late) if handshake not in acked)
         total = len(handshakes) + len(late)
         raise DeadlineExceeded(
             f"version {copy.manifest.version} must be acknowledged by {min_acks} receivers, got {len(acked)} of {total}"
-            f"{': ' + missing if missing else ''}; start more rollouts or lower minReplicas"
+            f"{': ' + unacknowledged if unacknowledged else ''}; start more rollouts or lower minReplicas"
         )
     now = time.monotonic()
     kinds = {handshake.transport for handshake in handshakes if handshake.transport}
@@ -350,7 +350,7 @@ def _report(
 
 def _bytes(copy: HostCopy, acked: Sequence[Handshake]) -> int:
     """Return the largest number of bytes that a receiver of `acked` needed; the size of the version if no receiver needed any."""
-    needed = [handshake for handshake in acked if handshake.transport]
-    if copy.patch is not None and needed and all(handshake.patched for handshake in needed):
+    recipients = [handshake for handshake in acked if handshake.transport]
+    if copy.patch is not None and recipients and all(handshake.patched for handshake in recipients):
         return copy.patch.nbytes
     return copy.manifest.total_bytes

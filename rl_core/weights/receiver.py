@@ -152,10 +152,10 @@ class WeightReceiver:
             self._start_timer(offer.deadline)
             layout = Layout.of(manifest.entries, offer.bucket_bytes)
             # Processes of an engine read a whole version from the publisher's memory: nothing is kept here to be patched.
-            whole = offer.keep and offer.source is not None and isinstance(self._target, RankTarget)
-            self._states.offer(manifest, layout, retain=offer.keep and not whole)
+            reads_whole = offer.keep and offer.source is not None and isinstance(self._target, RankTarget)
+            self._states.offer(manifest, layout, retain=offer.keep and not reads_whole)
             answer = await self._accept(manifest)
-            patch = offer.patch if not whole else None
+            patch = offer.patch if not reads_whole else None
             if isinstance(answer, ReceiverReady) and patch is not None:
                 if self._states.accepts(patch.base):
                     answer = await self._load(manifest, layout, patch)

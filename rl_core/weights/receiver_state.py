@@ -58,8 +58,8 @@ class VersionStates:
 
     def newest(self) -> tuple[int, int] | None:
         """Return (epoch, version) of the newest version that is loaded or offered; None if there is none."""
-        known = (manifest for manifest in (self.loaded, self.offered) if manifest is not None)
-        return max(((manifest.epoch, manifest.version) for manifest in known), default=None)
+        manifests = (manifest for manifest in (self.loaded, self.offered) if manifest is not None)
+        return max(((manifest.epoch, manifest.version) for manifest in manifests), default=None)
 
     def serves(self, digest: str) -> bool:
         """Return whether the version with `digest` is being served."""

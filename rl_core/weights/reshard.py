@@ -63,30 +63,31 @@ def plan_reshard(
     """
     boxes: dict[str, dict[Ranges, list[int]]] = defaultdict(dict)
     shapes: dict[str, tuple[int, ...]] = {}
-    for one in sources:
-        _check(one, shapes)
-        if prod(_size(one.ranges)):
-            boxes[one.name].setdefault(one.ranges, []).append(one.rank)
-    offered = {name: _Offered(held) for name, held in boxes.items()}
+    for source in sources:
+        _check(source, shapes)
+        if prod(_size(source.ranges)):
+            boxes[source.name].setdefault(source.ranges, []).append(source.rank)
+    source_slices = {name: _SourceSlices(ranks_of) for name, ranks_of in boxes.items()}
     planned: dict[int, int] = defaultdict(int)
     transfers = []
-    for one in sorted(destinations, key=lambda one: (one.name, one.rank, one.ranges)):
-        _check(one, shapes)
+    for destination in sorted(destinations, key=lambda piece: (piece.name, piece.rank, piece.ranges)):
+        _check(destination, shapes)
+        own_node = None if nodes is None else nodes[destination.rank]
 
-        def preference(rank: int, node: Any = None if nodes is None else nodes[one.rank]) -> tuple[bool, int, int]:
+        def preference(rank: int, node: Any = own_node) -> tuple[bool, int, int]:
             return nodes is not None and nodes[rank] != node, planned[rank], rank
 
-        for rank, ranges in _cover(one, offered.get(one.name, _Offered({})), preference):
+        for rank, ranges in _cover(destination, source_slices.get(destination.name, _SourceSlices({})), preference):
             planned[rank] += prod(_size(ranges))
-            transfers.append(Transfer(rank, one.rank, one.name, ranges))
+            transfers.append(Transfer(rank, destination.rank, destination.name, ranges))
     return tuple(transfers)
 
 
-class _Offered:
+class _SourceSlices:
     """The slices of one tensor that the source ranks hold."""
 
-    def __init__(self, held: Mapping[Ranges, list[int]]) -> None:
-        self._boxes = sorted(held.items())
+    def __init__(self, slices: Mapping[Ranges, list[int]]) -> None:
+        self._boxes = sorted(slices.items())
         self._starts = [ranges[0][0] for ranges, _ in self._boxes if ranges]
         self._reach = list(itertools.accumulate((ranges[0][1] for ranges, _ in self._boxes if ranges), max))
         """Running maximum of the interval ends along the first dimension."""
@@ -98,60 +99,62 @@ class _Offered:
             if corner and self._reach[index] <= corner[0]:
                 return  # nor does any box before it
             ranges, ranks = self._boxes[index]
-            if all(low <= at < high for at, (low, high) in zip(corner, ranges, strict=True)):
+            if all(low <= position < high for position, (low, high) in zip(corner, ranges, strict=True)):
                 yield from ((rank, ranges) for rank in ranks)
 
-    def gap(self, part: Ranges) -> Ranges:
-        """Return a box in `part` that begins at its first element and that no source overlaps. The caller knows that no source has this element."""
+    def gap(self, box: Ranges) -> Ranges:
+        """Return a box in `box` that begins at its first element and that no source overlaps. The caller knows that no source has this element."""
         for ranges, _ in self._boxes:
-            if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(part, ranges, strict=True)):
-                ends = [(a, c if c > a else b) for (a, b), (c, _) in zip(part, ranges, strict=True)]
-                dim = next(dim for dim, (before, after) in enumerate(zip(part, ends, strict=True)) if before != after)
-                part = (*part[:dim], ends[dim], *part[dim + 1 :])
-        return part
+            if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(box, ranges, strict=True)):
+                ends = [(a, c if c > a else b) for (a, b), (c, _) in zip(box, ranges, strict=True)]
+                dim = next(dim for dim, (before, after) in enumerate(zip(box, ends, strict=True)) if before != after)
+                box = (*box[:dim], ends[dim], *box[dim + 1 :])
+        return box
 
 
-def _cover(wanted: TensorSlice, offered: _Offered, preference: Callable[[int], Any]) -> Iterator[tuple[int, Ranges]]:
-    """Yield (rank, part) for parts that make up `wanted`. Each part is the largest that the preferred rank has from the part's first element."""
-    left = [wanted.ranges]
-    while left:
-        part = left.pop()
-        if not prod(_size(part)):
+def _cover(
+    destination: TensorSlice, sources: _SourceSlices, preference: Callable[[int], Any]
+) -> Iterator[tuple[int, Ranges]]:
+    """Yield (rank, box) for boxes that make up `destination`. Each box is the largest that the preferred rank has from the box's first element."""
+    uncovered = [destination.ranges]
+    while uncovered:
+        box = uncovered.pop()
+        if not prod(_size(box)):
             continue
-        corner = [start for start, _ in part]
-        holders = [(rank, _common(part, ranges)) for rank, ranges in offered.at(corner)]
+        corner = [start for start, _ in box]
+        holders = [(rank, _intersection(box, ranges)) for rank, ranges in sources.at(corner)]
         if not holders:
-            missing = offered.gap(part)
+            gap = sources.gap(box)
             raise ValueError(
-                f"{wanted.name!r} must be held by a source at {_text(missing)}, got none; {_text(wanted.ranges)} is wanted"
+                f"{destination.name!r} must be held by a source at {_text(gap)}, got none; {_text(destination.ranges)} is wanted"
             )
-        rank, taken = min(holders, key=lambda one: (preference(one[0]), -prod(_size(one[1]))))
-        yield rank, taken
-        left += reversed(list(_rest(part, taken)))
+        rank, overlap = min(holders, key=lambda holder: (preference(holder[0]), -prod(_size(holder[1]))))
+        yield rank, overlap
+        uncovered += reversed(list(_remainder(box, overlap)))
 
 
-def _common(first: Ranges, second: Ranges) -> Ranges:
+def _intersection(first: Ranges, second: Ranges) -> Ranges:
     return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
 
 
-def _rest(part: Ranges, taken: Ranges) -> Iterator[Ranges]:
-    """Yield boxes that make up `part` without `taken`. Both boxes begin at the same element."""
-    for dim, ((_, stop), (_, end)) in enumerate(zip(part, taken, strict=True)):
+def _remainder(box: Ranges, overlap: Ranges) -> Iterator[Ranges]:
+    """Yield boxes that make up `box` without `overlap`. Both begin at the same element."""
+    for dim, ((_, stop), (_, end)) in enumerate(zip(box, overlap, strict=True)):
         if end < stop:
-            yield (*taken[:dim], (end, stop), *part[dim + 1 :])
+            yield (*overlap[:dim], (end, stop), *box[dim + 1 :])
 
 
-def _check(one: TensorSlice, shapes: dict[str, tuple[int, ...]]) -> None:
-    shape = shapes.setdefault(one.name, one.shape)
-    if one.shape != shape:
+def _check(tensor_slice: TensorSlice, shapes: dict[str, tuple[int, ...]]) -> None:
+    shape = shapes.setdefault(tensor_slice.name, tensor_slice.shape)
+    if tensor_slice.shape != shape:
         raise ValueError(
-            f"{one.name!r} must have one shape, got {list(shape)} and {list(one.shape)} for {_text(one.ranges)}"
+            f"{tensor_slice.name!r} must have one shape, got {list(shape)} and {list(tensor_slice.shape)} for {_text(tensor_slice.ranges)}"
         )
-    fits = len(one.ranges) == len(shape) and all(
-        0 <= start <= stop <= size for (start, stop), size in zip(one.ranges, shape, strict=True)
+    fits = len(tensor_slice.ranges) == len(shape) and all(
+        0 <= start <= stop <= size for (start, stop), size in zip(tensor_slice.ranges, shape, strict=True)
     )
     if not fits:
-        raise ValueError(f"slices of {one.name!r} must lie in {list(shape)}, got {_text(one.ranges)}")
+        raise ValueError(f"slices of {tensor_slice.name!r} must lie in {list(shape)}, got {_text(tensor_slice.ranges)}")
 
 
 def _size(ranges: Ranges) -> tuple[int, ...]:
@@ -196,9 +199,9 @@ class Exchange:
         for work in self.works:
             work.wait()
         for message, places in self.arriving:
-            parts = message.split([place.numel() for place in places])
-            for place, part in zip(places, parts, strict=True):
-                place.copy_(part.view(place.shape))
+            chunks = message.split([place.numel() for place in places])
+            for place, values in zip(places, chunks, strict=True):
+                place.copy_(values.view(place.shape))
         self.sent.clear()
         self.arriving.clear()
 
@@ -223,24 +226,26 @@ def execute(
     exchange, operations = Exchange(), list[dist.P2POp]()
     outgoing: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     incoming: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    for one in plan:
-        dtype = dtypes[one.name]
-        if one.source == rank:
-            part = next(box for box in held[one.name] if box.has(one.ranges)).part(one.ranges)
-            if one.destination == rank:
-                room[one.name].part(one.ranges).copy_(part)
+    for transfer in plan:
+        dtype = dtypes[transfer.name]
+        if transfer.source == rank:
+            tensor = next(
+                tensor_slice for tensor_slice in held[transfer.name] if tensor_slice.has(transfer.ranges)
+            ).part(transfer.ranges)
+            if transfer.destination == rank:
+                room[transfer.name].part(transfer.ranges).copy_(tensor)
             else:
-                outgoing[one.destination, dtype].append(part.reshape(-1).to(dtype))
-        elif one.destination == rank:
-            incoming[one.source, dtype].append(room[one.name].part(one.ranges))
-    for (other, dtype), places in incoming.items():
+                outgoing[transfer.destination, dtype].append(tensor.reshape(-1).to(dtype))
+        elif transfer.destination == rank:
+            incoming[transfer.source, dtype].append(room[transfer.name].part(transfer.ranges))
+    for (peer, dtype), places in incoming.items():
         message = torch.empty(sum(place.numel() for place in places), dtype=dtype, device=device)
         exchange.arriving.append((message, places))
-        operations.append(dist.P2POp(dist.irecv, message, other))
-    for (other, _), parts in outgoing.items():
+        operations.append(dist.P2POp(dist.irecv, message, peer))
+    for (peer, _), parts in outgoing.items():
         message = torch.cat(parts)
         exchange.sent.append(message)
-        operations.append(dist.P2POp(dist.isend, message, other))
+        operations.append(dist.P2POp(dist.isend, message, peer))
     if operations:
         # Together: sent one by one, NCCL would make a communicator for each pair of ranks, and could not overlap them.
         exchange.works += dist.batch_isend_irecv(operations)

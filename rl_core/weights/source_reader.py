@@ -101,10 +101,12 @@ class SourceReader:
         from rl_core.weights.device_buffer import mapped  # needs torch
 
         self.opened = False
-        with mapped(source.handles[0], self._device) as whole:
+        with mapped(source.handles[0], self._device) as memory:
             self.opened = True
             buckets = assembly.layout.buckets
-            yield assembly.device_tensors((one, whole[one.start : one.start + one.nbytes]) for one in buckets)
+            yield assembly.device_tensors(
+                (bucket, memory[bucket.start : bucket.start + bucket.nbytes]) for bucket in buckets
+            )
 
     def _group_receiver(self) -> "GroupReceiver":
         if self._group is None:

@@ -67,29 +67,31 @@ def stored_parts(model: Any) -> dict[str, StoredPart]:
     names = list(starts)
     bounds = torch.tensor([*starts.values(), end])
     probes = {name: torch.arange(starts[name], bounds[i + 1]).view(sizes[name]) for i, name in enumerate(names)}
-    found: dict[str, StoredPart] = {}
-    taken = dict.fromkeys(names, 0)
+    parts: dict[str, StoredPart] = {}
+    covered = dict.fromkeys(names, 0)
     for stored, values in revert_weight_conversion(model, dict(probes)).items():
         owner = names[int(torch.bucketize(values.reshape(-1)[0], bounds, right=True)) - 1]
-        taken[owner] += values.numel()
+        covered[owner] += values.numel()
         box = _box(probes[owner], values, starts[owner])
         if box is None:
             raise ConfigError(
                 f"a model folder must have rectangular parts of each parameter, got {stored}, which {type(model).__name__} makes of {owner} in "
                 "another way; choose another model"
             )
-        scale = [whole // size for whole, size in zip(shapes[owner], sizes[owner], strict=True)]
-        kept = _kept(tuple(stop - start for start, stop in box), tuple(values.shape))
+        scale = [full_size // size for full_size, size in zip(shapes[owner], sizes[owner], strict=True)]
+        dims = _stored_dims(tuple(stop - start for start, stop in box), tuple(values.shape))
         part = StoredPart(
-            owner, tuple((start * k, stop * k) for (start, stop), k in zip(box, scale, strict=True)), kept
+            owner,
+            tuple((start * factor, stop * factor) for (start, stop), factor in zip(box, scale, strict=True)),
+            dims,
         )
         if stored != owner or part.shape != shapes[owner]:
-            found[stored] = part
-    if lost := [name for name, count in taken.items() if count != probes[name].numel()]:
+            parts[stored] = part
+    if incomplete := [name for name, count in covered.items() if count != probes[name].numel()]:
         raise ConfigError(
-            f"a model folder must have all of each parameter, {type(model).__name__} leaves out parts of {lost}"
+            f"a model folder must have all of each parameter, {type(model).__name__} leaves out parts of {incomplete}"
         )
-    return found
+    return parts
 
 
 def _box(probe: Tensor, values: Tensor, start: int) -> tuple[tuple[int, int], ...] | None:
@@ -107,7 +109,7 @@ def _box(probe: Tensor, values: Tensor, start: int) -> tuple[tuple[int, int], ..
     return box if same else None
 
 
-def _kept(sizes: tuple[int, ...], stored: tuple[int, ...]) -> tuple[int, ...]:
+def _stored_dims(sizes: tuple[int, ...], stored: tuple[int, ...]) -> tuple[int, ...]:
     """Return the dimensions of a part with shape `sizes` that the stored tensor, of shape `stored`, has too.
 
     These are all dimensions, or those with more than one element.
@@ -117,10 +119,10 @@ def _kept(sizes: tuple[int, ...], stored: tuple[int, ...]) -> tuple[int, ...]:
 
 def in_folder(names: Iterable[str], parts: Mapping[str, StoredPart]) -> list[str]:
     """Return the names that the parameters and buffers `names` have in the folder, in the same order."""
-    of: dict[str, list[str]] = {}
+    stored_names: dict[str, list[str]] = {}
     for stored, part in parts.items():
-        of.setdefault(part.parameter, []).append(stored)
-    return [stored for name in names for stored in of.get(name, [name])]
+        stored_names.setdefault(part.parameter, []).append(stored)
+    return [stored for name in names for stored in stored_names.get(name, [name])]
 
 
 def views(tensors: Mapping[str, Tensor], parts: Mapping[str, StoredPart]) -> dict[str, Tensor]:

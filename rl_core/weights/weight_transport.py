@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_TRANSFERS = 2
-"""A patch that does not hold at a receiver is followed by the whole version."""
+"""Maximum number of transfers to one receiver. A patch that fails verification is followed by the whole version."""
 
 
 Place = tuple[str, str]
@@ -38,9 +38,9 @@ Place = tuple[str, str]
 
 def maps_devices(cfg: RLJobSpec, device: str) -> bool:
     """Return whether receivers map memory of the trainer's devices, of which `device` is one: the transport is `DeviceIpc`."""
-    transport, whole = cfg.weights.transport, cfg.weights.syncer != "patch" and not sends_adapters(cfg)
+    transport, sends_whole = cfg.weights.transport, cfg.weights.syncer != "patch" and not sends_adapters(cfg)
     shared = transport == "auto" and cfg.placement.mode != "disaggregated"
-    return transport == "ipc" or (shared and device != "cpu" and whole)
+    return transport == "ipc" or (shared and device != "cpu" and sends_whole)
 
 
 class WeightTransport(Protocol):
@@ -87,7 +87,7 @@ class PointToPoint:
             seconds += deadlines.transfer(copy.manifest.total_bytes)
         offer = make_offer(copy, source, deadlines, patch)
         if self._relays is not None and source is None:
-            # It may wait for its turn, and what it cannot read back from its engine it keeps for others.
+            # The receiver may have to wait for a free sender. It keeps the tensors that cannot be read back from its engine, to relay them.
             offer = replace(offer, keep=True, deadline=deadlines.sync_seconds)
         handshake.start(offer, seconds)
 
@@ -192,10 +192,16 @@ class DeviceIpc:
 
     def _take(self, places: Sequence[Place]) -> "list[Handle]":
         """Return one unused handle for each of `places`; an empty result if one of them has no copy of the version."""
-        own = self._place if self._device_buffer.is_allocated else None
-        if any(len(self.handles.get(place, ())) < n for place, n in Counter(places).items() if place != own):
+        publisher_place = self._place if self._device_buffer.is_allocated else None
+        if any(
+            len(self.handles.get(place, ())) < count
+            for place, count in Counter(places).items()
+            if place != publisher_place
+        ):
             return []
-        return [self._device_buffer.handle() if place == own else self.handles[place].pop() for place in places]
+        return [
+            self._device_buffer.handle() if place == publisher_place else self.handles[place].pop() for place in places
+        ]
 
     def _put_back(self, unopened: "Iterable[tuple[Place, Handle]]") -> None:
         """Take back handles that no process has opened, so that they are released: torch keeps the memory of each until then."""
@@ -217,8 +223,8 @@ class DeviceIpc:
         transfer = WeightTransfer(digest=copy.manifest.digest, source=DeviceSource(handles=tuple(handles)))
         await handshake.transfer(transfer, deadlines.transfer(copy.manifest.total_bytes))
         if handshake.opened is not None:
-            given = enumerate(zip(places, handles, strict=True))
-            self._put_back(one for number, one in given if number not in handshake.opened)
+            numbered = enumerate(zip(places, handles, strict=True))
+            self._put_back(pair for number, pair in numbered if number not in handshake.opened)
         if not handshake.live:
             return
         if self._wanted == "ipc":
@@ -273,7 +279,7 @@ class Broadcast:
         try:
             await asyncio.gather(*(handshake.offered() for handshake in handshakes))
             ready = [handshake.ready for handshake in handshakes if handshake.live and handshake.ready is not None]
-            backend = self._backend([device for one in ready for device in one.devices])
+            backend = self._backend([device for answer in ready for device in answer.devices])
             if backend is not None:
                 await self._broadcast(backend, handshakes, copy, deadlines)
         finally:
@@ -293,10 +299,10 @@ class Broadcast:
             if not ready:
                 return
             await sender.send(copy, ready, deadlines.transfer(copy.manifest.total_bytes))
-            again = [handshake for handshake in ready if handshake.live]
-            for handshake in again:
+            unfinished = [handshake for handshake in ready if handshake.live]
+            for handshake in unfinished:
                 self.start(handshake, copy, deadlines)
-            await asyncio.gather(*(handshake.offered() for handshake in again))
+            await asyncio.gather(*(handshake.offered() for handshake in unfinished))
         for handshake in handshakes:
             if handshake.live:
                 handshake.fail(f"the process group ended in every generation: {handshake.reason}")
@@ -318,11 +324,11 @@ class Broadcast:
 
     def _backend(self, devices: list[str]) -> str | None:
         """Return the backend for receivers on `devices` (UUIDs or "cpu"); None if they are served point to point."""
-        own = [self._device_uuid or self._device, *devices]
-        possible = "cpu" not in own and len(set(own)) == len(own)
+        member_devices = [self._device_uuid or self._device, *devices]
+        possible = "cpu" not in member_devices and len(set(member_devices)) == len(member_devices)
         if self._wanted == "nccl" and not possible:
             raise ConfigError(
-                f"weights.transport nccl needs a device of its own per member, got {own}; use auto or zmq"
+                f"weights.transport nccl needs a device of its own per member, got {member_devices}; use auto or zmq"
             )
         return "gloo" if self._wanted == "gloo" else "nccl" if possible and devices else None
 
