@@ -28,7 +28,7 @@ PADDING_LIMIT = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _DenseBatch:
     """Consecutive rows that form one dense batch [R, W]."""
 
     start: int
@@ -36,7 +36,7 @@ class _Run:
     rows: int
     width: int
     dense: Tensor | None
-    """[R * W] index into the run's tokens, any token at padding; None when all rows are W long."""
+    """[R * W] index into the tokens of the batch, any token at padding; None when all rows are W long."""
     real: Tensor | None
     """[tokens] index of each token in the dense batch."""
 
@@ -56,42 +56,42 @@ class PackedLayout:
         self.cu_seqlens = cu_seqlens
         self.lengths = tuple(int(length) for length in lengths)
         self.max_length = max(self.lengths, default=0)
-        self._runs: tuple[_Run, ...] | None = None
+        self._dense_batches: tuple[_DenseBatch, ...] | None = None
 
     @property
-    def dense_batches(self) -> tuple[_Run, ...]:
+    def dense_batches(self) -> tuple[_DenseBatch, ...]:
         """The rows, divided into dense batches of consecutive rows of similar length."""
-        if self._runs is None:
-            self._runs = tuple(_runs(self.lengths, self.cu_seqlens.device))
-        return self._runs
+        if self._dense_batches is None:
+            self._dense_batches = tuple(_dense_batches(self.lengths, self.cu_seqlens.device))
+        return self._dense_batches
 
 
-def _runs(lengths: Sequence[int], device: torch.device) -> list[_Run]:
-    runs: list[_Run] = []
+def _dense_batches(lengths: Sequence[int], device: torch.device) -> list[_DenseBatch]:
+    batches: list[_DenseBatch] = []
     first = start = 0
     while first < len(lengths):
         last, width, tokens = first, 0, 0
         while last < len(lengths):
-            wider, more = max(width, lengths[last]), tokens + lengths[last]
-            if last > first and wider * (last + 1 - first) > PADDING_LIMIT * more:
+            new_width, new_tokens = max(width, lengths[last]), tokens + lengths[last]
+            if last > first and new_width * (last + 1 - first) > PADDING_LIMIT * new_tokens:
                 break
-            last, width, tokens = last + 1, wider, more
-        runs.append(_run(lengths[first:last], start, width, device))
+            last, width, tokens = last + 1, new_width, new_tokens
+        batches.append(_dense_batch(lengths[first:last], start, width, device))
         first, start = last, start + tokens
-    return runs
+    return batches
 
 
-def _run(lengths: Sequence[int], start: int, width: int, device: torch.device) -> _Run:
+def _dense_batch(lengths: Sequence[int], start: int, width: int, device: torch.device) -> _DenseBatch:
     rows, tokens = len(lengths), sum(lengths)
     if tokens == rows * width:
-        return _Run(start, tokens, rows, width, None, None)
+        return _DenseBatch(start, tokens, rows, width, None, None)
     lengths_R = torch.tensor(lengths)
     real_RW = torch.arange(width) < lengths_R[:, None]
     real = real_RW.reshape(-1).nonzero().squeeze(1)
     # Padding points at its row's last token, near in memory; what is computed there is dropped.
     columns = torch.minimum(torch.arange(width)[None], lengths_R[:, None] - 1)
     dense = (columns + (lengths_R.cumsum(0) - lengths_R)[:, None]).reshape(-1)
-    return _Run(start, tokens, rows, width, dense.to(device), real.to(device))
+    return _DenseBatch(start, tokens, rows, width, dense.to(device), real.to(device))
 
 
 def packed_attention(
@@ -127,8 +127,8 @@ def packed_attention(
         return _varlen(query, key, value, packed, scaling, window)[None], None
     attend = _eager if kernel == "eager" else _sdpa
     outputs = [
-        _dense(run, query, key, value, partial(attend, scale=scaling, dropout=dropout, window=window))
-        for run in packed.dense_batches
+        _dense(dense_batch, query, key, value, partial(attend, scale=scaling, dropout=dropout, window=window))
+        for dense_batch in packed.dense_batches
     ]
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 
@@ -169,7 +169,11 @@ def needs_enable_gqa(varlen_attn: Callable[..., Any]) -> bool:
 
 
 def _dense(
-    run: _Run, query: Tensor, key: Tensor, value: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    dense_batch: _DenseBatch,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Return the output [tokens, A, D] of one run from the packed [L, A, D] states.
 
@@ -177,14 +181,14 @@ def _dense(
     """
 
     def batch(states_LAD: Tensor) -> Tensor:
-        part = states_LAD.narrow(0, run.start, run.tokens)
-        if run.dense is not None:
-            part = part.index_select(0, run.dense)
-        return part.view(run.rows, run.width, *part.shape[1:]).transpose(1, 2)
+        states = states_LAD.narrow(0, dense_batch.start, dense_batch.tokens)
+        if dense_batch.dense is not None:
+            states = states.index_select(0, dense_batch.dense)
+        return states.view(dense_batch.rows, dense_batch.width, *states.shape[1:]).transpose(1, 2)
 
     output = attend(batch(query), batch(key), batch(value))
-    output = output.transpose(1, 2).reshape(run.rows * run.width, *query.shape[1:])
-    return output if run.real is None else output.index_select(0, run.real)
+    output = output.transpose(1, 2).reshape(dense_batch.rows * dense_batch.width, *query.shape[1:])
+    return output if dense_batch.real is None else output.index_select(0, dense_batch.real)
 
 
 def _sdpa(

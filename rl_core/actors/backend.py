@@ -51,12 +51,14 @@ class DetachedScores(NamedTuple):
     @classmethod
     def on_cpu(cls, scores: "Sequence[DetachedScores]") -> "list[DetachedScores]":
         """Return `scores` on the CPU. They are copied together, so that the device is waited for once."""
-        moved = iter(to_host(tensor for one in scores for tensor in one if tensor is not None))
-        return [cls(*(None if tensor is None else next(moved) for tensor in one)) for one in scores]
+        host_tensors = iter(to_host(tensor for batch_scores in scores for tensor in batch_scores if tensor is not None))
+        return [
+            cls(*(None if tensor is None else next(host_tensors) for tensor in batch_scores)) for batch_scores in scores
+        ]
 
 
 Objective = Callable[[Scores, Columns, LossNormalizers], LossResult]
-"""Computes the part of an optimizer step's loss that one micro-batch contributes. The loss is the sum of these micro_batches over all micro-batches
+"""Computes the part of an optimizer step's loss that one micro-batch contributes. The loss is the sum of these parts over all micro-batches
 and ranks.
 """
 Proceed = Callable[[], None]

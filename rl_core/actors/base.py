@@ -364,9 +364,9 @@ async def receive_groups(
     records: list[PromptGroupRecord] = []
     deadline = time.monotonic() + limit
     while len(records) < wanted:
-        left = max(deadline - time.monotonic(), 0.001)
+        remaining = max(deadline - time.monotonic(), 0.001)
         try:
-            received = await channel.get_some_async(wanted - len(records), key=key, timeout=left)
+            received = await channel.get_some_async(wanted - len(records), key=key, timeout=remaining)
         except ChannelClosed:
             break
         except DeadlineExceeded as error:
@@ -384,7 +384,7 @@ def rollout_metrics(records: Sequence[PromptGroupRecord]) -> dict[str, float]:
     """Return the groups' `rollout_metrics`, aggregated and named `rollout/*`. Values that are not finite numbers are left out."""
     finite = []
     for record in records:
-        # An empty histogram: all samples are masked. No reward is not a reward of 0.
+        # An empty histogram means that all samples are masked. The reward metrics are then left out: a missing reward is not a reward of 0.
         unrewarded = record.rollout_metrics.get(f"{REWARD}histogram") == []
         values = record.rollout_metrics.items()
         numbers = {name: float(v) for name, v in values if isinstance(v, int | float) and math.isfinite(v)}

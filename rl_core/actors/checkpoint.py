@@ -148,18 +148,18 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, str, int], Tensor] = {}
-        self._written: concurrent.futures.Future[dict[str, str]] | None = None
+        self._writing: concurrent.futures.Future[dict[str, str]] | None = None
         self._copied = threading.Event()
         """Not set while the thread reads model and optimizer."""
         self._copied.set()
 
     def write(self, part: RankPart, folder: Path) -> "concurrent.futures.Future[dict[str, str]]":
         """Start to copy and write the part; return a future of the result of `RankPart.write`. Waits until the previous part is written."""
-        if self._written is not None:
-            concurrent.futures.wait([self._written])  # it is written from the same memory
+        if self._writing is not None:
+            concurrent.futures.wait([self._writing])  # it is written from the same memory
         self._copied.clear()
-        self._written = begin(lambda: self._copy_of(part).write(folder))
-        return self._written
+        self._writing = begin(lambda: self._copy_of(part).write(folder))
+        return self._writing
 
     def wait_copied(self) -> None:
         """Wait until the background thread has copied model and optimizer.
@@ -181,19 +181,22 @@ class BackgroundWriter:
 
     def _copy(self, kind: str, boxes: Boxes) -> Boxes:
         copied = {
-            name: [(self._held((kind, name, number), tensor), offset) for number, (tensor, offset) in enumerate(parts)]
+            name: [
+                (self._copy_to_buffer((kind, name, number), tensor), offset)
+                for number, (tensor, offset) in enumerate(parts)
+            ]
             for name, parts in boxes.items()
         }
         for device in {tensor.device for parts in boxes.values() for tensor, _ in parts if tensor.is_cuda}:
             torch.cuda.synchronize(device)
         return copied
 
-    def _held(self, key: tuple[str, str, int], tensor: Tensor) -> Tensor:
-        held = self._memory.get(key)
-        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-            held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._memory[key] = held
-        return held.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+    def _copy_to_buffer(self, key: tuple[str, str, int], tensor: Tensor) -> Tensor:
+        buffer = self._memory.get(key)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._memory[key] = buffer
+        return buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
 
 
 def _boxes(slices: Slices) -> Boxes:

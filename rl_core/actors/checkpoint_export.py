@@ -66,10 +66,10 @@ class CheckpointExport:
     def _merged(self, settings: LoraSpec) -> Iterator[tuple[str, Tensor]]:
         """Yield the merged tensors of the model, one at a time."""
         for name, stored, _ in hf.stored_readers(self._stored, self._model, self._path, self._aliases):
-            # Rounded before adapters are added, as the trainer rounds what is frozen.
+            # The weight is rounded before adapters are added, because the trainer rounds frozen weights too.
             weight = torch.empty_like(self._stored[name], device="cpu", dtype=self._dtype(name)).copy_(stored[:])
-            (part,) = lora.MergedSlices({name: [LocalSlice.of_whole(weight)]}, self._adapters, settings.scale)[name]
-            yield name, part.tensor
+            (merged,) = lora.MergedSlices({name: [LocalSlice.of_whole(weight)]}, self._adapters, settings.scale)[name]
+            yield name, merged.tensor
 
     def _dtype(self, name: str) -> torch.dtype:
         """Return the type in which the tensor `name` is exported."""

@@ -36,8 +36,8 @@ def allocator_settings(cfg: RLJobSpec, environ: Mapping[str, str]) -> str | None
     rollouts share the device they are off: weights are handed over by CUDA IPC, which maps ordinary segments into another process without
     further rights.
     """
-    chosen = any(name in environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    return None if chosen or cfg.placement.mode != "disaggregated" else "expandable_segments:True"
+    is_configured = any(name in environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return None if is_configured or cfg.placement.mode != "disaggregated" else "expandable_segments:True"
 
 
 def check_memory(cfg: RLJobSpec, available: int) -> None:

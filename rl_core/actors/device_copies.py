@@ -20,16 +20,16 @@ class DeviceCopies:
     """The copies of one version. Every rank creates one; all methods but `free` are collective."""
 
     def __init__(
-        self, ranks: Ranks, layout: Layout, places: Sequence[Place], wanted: Sequence[int], *, seconds: float
+        self, ranks: Ranks, layout: Layout, places: Sequence[Place], handle_counts: Sequence[int], *, seconds: float
     ) -> None:
         """Allocate memory for a version of `layout` on each device from which handles are wanted.
 
-        `places` and `wanted`: device of each rank and number of its handles. `seconds`: longest time of a weight sync. A device without
+        `places` and `handle_counts`: device of each rank and number of its handles. `seconds`: longest time of a weight sync. A device without
         enough free memory gets no copy and no handles.
         """
-        self._ranks, self._places, self._wanted, self._seconds = ranks, places, wanted[ranks.rank], seconds
+        self._ranks, self._places, self._num_handles, self._seconds = ranks, places, handle_counts[ranks.rank], seconds
         self._buffer = DeviceBuffer(optional=True)
-        if self._wanted:
+        if self._num_handles:
             self._buffer.allocate(layout.nbytes, str(ranks.device))
         self._unused: list[Handle] = []
         """Handles of this rank's copy that no engine has opened."""
@@ -39,8 +39,10 @@ class DeviceCopies:
 
     def broadcast(self, bucket: Bucket, tensors: Iterable[Tensor]) -> None:
         """Copy `bucket` to the devices. `tensors` are those of the bucket on rank 0, and are not used elsewhere."""
-        kept = self._buffer.part(bucket) if self._buffer.is_allocated else None
-        memory = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._ranks.device) if kept is None else kept
+        own_copy = self._buffer.part(bucket) if self._buffer.is_allocated else None
+        memory = (
+            torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._ranks.device) if own_copy is None else own_copy
+        )
         if self._ranks.rank == 0:
             write(tensors, bucket, memory)
         dist.broadcast(memory, 0)
@@ -48,10 +50,10 @@ class DeviceCopies:
     def collect_handles(self) -> None:
         """Collect the handles of all copies in `handles`, once all buckets were broadcast."""
         if self._buffer.is_allocated:
-            self._unused = [self._buffer.handle() for _ in range(self._wanted)]
-        for place, given in zip(self._places, self._ranks.gather(_packed(self._unused)), strict=True):
-            if given:
-                self.handles[place] = _unpacked(given)
+            self._unused = [self._buffer.handle() for _ in range(self._num_handles)]
+        for place, packed in zip(self._places, self._ranks.gather(_packed(self._unused)), strict=True):
+            if packed:
+                self.handles[place] = _unpacked(packed)
         self._complete = True
 
     def await_end(self) -> None:
@@ -59,8 +61,8 @@ class DeviceCopies:
         if not self._complete:
             return
         with self._ranks.collectives_within(self._seconds):
-            left = self._ranks.gather([_packed(self.handles.get(place, ())) for place in self._places])[0]
-        self._unused = _unpacked(left[self._ranks.rank])
+            unopened = self._ranks.gather([_packed(self.handles.get(place, ())) for place in self._places])[0]
+        self._unused = _unpacked(unopened[self._ranks.rank])
 
     def free(self) -> None:
         """Free this rank's copy of the weights on its device. Other ranks need not call it."""
@@ -69,8 +71,11 @@ class DeviceCopies:
 
 def _packed(handles: Iterable[Handle]) -> list[list[int | str | bool]]:
     """Return `handles` as JSON can hold them."""
-    return [[part.hex() if isinstance(part, bytes) else part for part in handle] for handle in handles]
+    return [[element.hex() if isinstance(element, bytes) else element for element in handle] for handle in handles]
 
 
 def _unpacked(handles: list[list[int | str | bool]]) -> list[Handle]:
-    return [tuple(bytes.fromhex(part) if isinstance(part, str) else part for part in handle) for handle in handles]
+    return [
+        tuple(bytes.fromhex(element) if isinstance(element, str) else element for element in handle)
+        for handle in handles
+    ]

@@ -77,17 +77,17 @@ class EmbodiedFSDPActor(Actor):
         received: list[Trajectory] = []
         with self.waiting("trajectories", ROLLOUT):
             while len(received) < len(expected):
-                left = max(deadline - time.monotonic(), 0.001)
+                remaining = max(deadline - time.monotonic(), 0.001)
                 try:
-                    found = await _get_from_any(input_channel, keys, left)
+                    items = await _get_from_any(input_channel, keys, remaining)
                 except DeadlineExceeded as error:
-                    came = {(one.sender * self.options.stages + one.stage, one.part) for one in received}
-                    missing = sorted({sender for sender, _ in set(expected) - came})
+                    arrived = {(part.sender * self.options.stages + part.stage, part.part) for part in received}
+                    missing = sorted({sender for sender, _ in set(expected) - arrived})
                     raise DeadlineExceeded(
                         f"{len(expected)} trajectories of collection {request.number} must come within {limit:.0f} s, got {len(received)}; "
                         f"senders {missing} are missing"
                     ) from error
-                received += [record_of(Trajectory, one) for one in found]
+                received += [record_of(Trajectory, item) for item in items]
                 self.record_progress("trajectories")
         self.load_trajectories(received)
 
@@ -98,7 +98,7 @@ class EmbodiedFSDPActor(Actor):
         DataError for wrong fields, shapes that do not match, two trajectories of one sender, stage and part, and for a number of decisions
         other than that of a step.
         """
-        received, options = [record_of(Trajectory, one) for one in trajectories], self.options
+        received, options = [record_of(Trajectory, trajectory) for trajectory in trajectories], self.options
         require_each_once(received)
         merged = merge_trajectories(received)
         if len(merged.rewards) != (decisions := options.rollout_epochs * options.decisions):
@@ -129,8 +129,8 @@ class EmbodiedFSDPActor(Actor):
             prepared.inputs if valid.all() else {name: tensor[valid] for name, tensor in prepared.inputs.items()}
         )
         self.engine.load_prepared(prepared, version=self.global_step)
-        found = {"advantages": prepared.advantages, "returns": prepared.returns}
-        rows = {name: tensor[:, 0].reshape(shape) for name, tensor in found.items() if tensor is not None}
+        columns = {"advantages": prepared.advantages, "returns": prepared.returns}
+        rows = {name: tensor[:, 0].reshape(shape) for name, tensor in columns.items() if tensor is not None}
         return rows | {name: torch.tensor(float(stat)) for name, stat in prepared.metrics.items()}
 
     def _prepare(self, trajectory: Trajectory) -> PreparedBatch:

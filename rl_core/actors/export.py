@@ -104,13 +104,13 @@ def _write_weights(staging: Path, plans: Sequence[TensorPlan], tensors: Iterator
         file_name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         with (staging / file_name).open("wb") as file:
             file.write(header((plan.name, plan.dtype, plan.shape) for plan in shard))
-            waiting = 0
+            unsynced_bytes = 0
             for plan in shard:
                 _write_tensor(file, plan, *next(tensors))
-                waiting += plan.nbytes
-                if waiting >= SYNC_BYTES:
+                unsynced_bytes += plan.nbytes
+                if unsynced_bytes >= SYNC_BYTES:
                     _sync(file)
-                    waiting = 0
+                    unsynced_bytes = 0
             _sync(file)
         weight_map |= dict.fromkeys((plan.name for plan in shard), file_name)
     if len(shards) > 1:
@@ -143,15 +143,15 @@ def _write_tensor(file: IO[bytes], plan: TensorPlan, name: str, tensor: Tensor) 
 
 
 def _replace(staging: Path, target: Path) -> None:
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    backup = target.with_name(f".{target.name}.old")
+    shutil.rmtree(backup, ignore_errors=True)
     if target.exists():
-        target.rename(old)
+        target.rename(backup)
     try:
         staging.rename(target)
     except OSError:
-        if old.exists():
-            old.rename(target)
+        if backup.exists():
+            backup.rename(target)
         raise
     sync_folder(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(backup, ignore_errors=True)

@@ -84,7 +84,8 @@ def _difference(config: Mapping[str, Any]) -> float:
     model.set_attn_implementation("eager")
     rows = [_log_probs(model, row[:length]) for row, length in zip(ids, LENGTHS, strict=True)]
     return max(
-        float((ours[1 : len(theirs) + 1] - theirs).abs().max()) for ours, theirs in zip(packed, rows, strict=True)
+        float((packed_row[1 : len(reference) + 1] - reference).abs().max())
+        for packed_row, reference in zip(packed, rows, strict=True)
     )
 
 

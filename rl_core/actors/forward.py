@@ -57,16 +57,16 @@ class PackedBatch:
             name: getattr(packed, name) for name in ("input_ids", "position_ids", "cu_seqlens", "lengths", "source")
         }
         # The number of tokens to score is known here, on the CPU; a device would have to be asked for it.
-        others = {"targets": scored_tokens(pack_values(mask, packed), packed.cu_seqlens)}
+        extras = {"targets": scored_tokens(pack_values(mask, packed), packed.cu_seqlens)}
         if candidates is not None:
-            others["candidates"] = pack_values(candidates, packed)
-        moved = to_device(rows | others, device)
-        packed = replace(packed, **{name: moved[name] for name in rows})
+            extras["candidates"] = pack_values(candidates, packed)
+        on_device = to_device(rows | extras, device)
+        packed = replace(packed, **{name: on_device[name] for name in rows})
         return cls(
             rows=packed,
             layout=PackedLayout(packed.cu_seqlens, packed.padded_lengths, kernel=attention),
-            targets=moved["targets"],
-            candidates=moved.get("candidates"),
+            targets=on_device["targets"],
+            candidates=on_device.get("candidates"),
             width=input_ids.shape[1],
         )
 
@@ -135,7 +135,7 @@ def _score_packed(
 
     A tuple of tensors that are no views: FSDP hangs its hooks on them.
     """
-    log_probs = entropy = values = others = hidden = None
+    log_probs = entropy = values = candidate_log_probs = hidden = None
     wants_log_probs, wants_entropy, wants_values = wanted
     if wants_log_probs:
         hidden = _hidden(model.model, input_ids, position_ids, packed)
@@ -149,15 +149,16 @@ def _score_packed(
             entropy=wants_entropy,
             candidates=candidates,
         )
-        log_probs, entropy, others = (
-            None if part is None else part.clone() for part in (scores.log_probs, scores.entropy, scores.candidates)
+        log_probs, entropy, candidate_log_probs = (
+            None if tensor is None else tensor.clone()
+            for tensor in (scores.log_probs, scores.entropy, scores.candidates)
         )
     if wants_values:
         decoder, head = decoder_and_head(model)
         if hidden is None or decoder is not model.model:
             hidden = _hidden(decoder, input_ids, position_ids, packed)
         values = hidden_values(hidden, head.weight, targets=targets).clone()
-    return log_probs, entropy, values, others
+    return log_probs, entropy, values, candidate_log_probs
 
 
 def _hidden(decoder: Any, input_ids: Tensor, position_ids: Tensor, packed: PackedLayout) -> Tensor:

@@ -49,11 +49,11 @@ def _of_compile(spec: RLJobSpec) -> Iterator[str]:
 
 
 def _of_reference(spec: RLJobSpec) -> Iterator[str]:
-    field, every = "algorithm.referenceUpdateSteps", spec.algorithm.reference_update_steps
-    if every is not None and not spec.algorithm.needs_reference:
-        yield f"{field} needs algorithm.loss.klCoefficient or rewardKlCoefficient above 0, got {every} without; set one or remove it"
-    if every is not None and spec.model.lora is not None:
-        yield f"{field} must be null with model.lora, whose reference policy is the model without adapters, got {every}; remove one"
+    field, interval = "algorithm.referenceUpdateSteps", spec.algorithm.reference_update_steps
+    if interval is not None and not spec.algorithm.needs_reference:
+        yield f"{field} needs algorithm.loss.klCoefficient or rewardKlCoefficient above 0, got {interval} without; set one or remove it"
+    if interval is not None and spec.model.lora is not None:
+        yield f"{field} must be null with model.lora, whose reference policy is the model without adapters, got {interval}; remove one"
 
 
 def _of_experts(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator[str]:

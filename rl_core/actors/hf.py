@@ -123,9 +123,8 @@ def _on_meta(model_class: Any, settings: Any, dtype: torch.dtype) -> "PreTrained
         torch.set_default_dtype(default)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            module.padding_idx = (
-                None  # packed rows have no padding: its token, once sampled, trains like any other, as under megatron
-            )
+            # Packed rows have no padding. A sampled padding token is trained like any other token, as under megatron.
+            module.padding_idx = None
     return model
 
 
@@ -137,12 +136,12 @@ def decoder_layer_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Return alias -> name of every parameter that is the same object as an earlier one."""
-    first: dict[int, str] = {}
+    names_by_id: dict[int, str] = {}
     aliases: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in first:
-            aliases[name] = first[id(parameter)]
-        first.setdefault(id(parameter), name)
+        if id(parameter) in names_by_id:
+            aliases[name] = names_by_id[id(parameter)]
+        names_by_id.setdefault(id(parameter), name)
     return aliases
 
 
@@ -181,8 +180,8 @@ def load_weights(
     if slices is None:
         slices = {name: [LocalSlice.of_whole(tensor)] for name, tensor in stored_tensors(model).items()}
     for name, stored, where in stored_readers(slices, model, folder, aliases):
-        for place in {name, f"{SEPARATE}.{name}"} & slices.keys():
-            for part in slices[place]:
+        for target_name in {name, f"{SEPARATE}.{name}"} & slices.keys():
+            for part in slices[target_name]:
                 fill(part, stored, where)
     for name, parts in slices.items():
         for part in parts if HEAD in name else ():
@@ -289,20 +288,18 @@ def _unwrapped(name: str) -> str:
 
 
 def _match(
-    wanted: Sequence[str], files: Mapping[str, Path], aliases: Mapping[str, str], model: nn.Module, folder: Path
+    names: Sequence[str], files: Mapping[str, Path], aliases: Mapping[str, str], model: nn.Module, folder: Path
 ) -> dict[str, str]:
     """Return name in the model -> name in the files; a tied weight may be stored under any of its names."""
-    stored_as = {name: name for name in wanted if name in files}
+    stored_as = {name: name for name in names if name in files}
     for alias, name in aliases.items():
         if name not in stored_as and alias in files:
             stored_as[name] = alias
     ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     unused = [
-        name
-        for name in files
-        if name not in wanted and name not in aliases and not any(p.search(name) for p in ignored)
+        name for name in files if name not in names and name not in aliases and not any(p.search(name) for p in ignored)
     ]
-    missing = sorted(set(wanted) - set(stored_as))
+    missing = sorted(set(names) - set(stored_as))
     if unused or missing:
         raise ConfigError(
             f"the weights in {folder} must fill the model of config.json exactly, got missing: {', '.join(missing) or 'none'};"

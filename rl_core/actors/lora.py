@@ -43,8 +43,8 @@ def attach_adapters(model: nn.Module, spec: LoraSpec) -> None:
     adapted = set()
     for name, module in list(model.named_modules()):
         match = _LAYER.search(name)
-        wanted = match and match[2] in spec.targets and (spec.layers is None or int(match[1]) in spec.layers)
-        if match and wanted and isinstance(module, nn.Linear):
+        is_target = match and match[2] in spec.targets and (spec.layers is None or int(match[1]) in spec.layers)
+        if match and is_target and isinstance(module, nn.Linear):
             _attach(module, spec)
             adapted.add(match[2])
     if absent_targets := sorted(set(spec.targets) - adapted):
@@ -112,7 +112,7 @@ class _MergedLinear(torch.autograd.Function):  # type: ignore[misc]
         products: Any,
     ) -> Tensor:
         wants_inputs, _, _, wants_down, wants_up, *_ = ctx.needs_input_grad
-        # The merged weight is made again in the backward pass: kept, it would be a second copy of the model.
+        # The merged weight is computed again in the backward pass. Keeping it would need a second copy of the model.
         ctx.save_for_backward(inputs if wants_down or wants_up else None, weight if wants_inputs else None, down, up)
         ctx.inputs_shape, ctx.scale, ctx.products = inputs.shape, scale, products
         product, _ = products
@@ -137,7 +137,7 @@ class _MergedLinear(torch.autograd.Function):  # type: ignore[misc]
 def _merged(weight: Tensor, down: Tensor | None, up: Tensor | None, scale: float) -> Tensor:
     if down is None or up is None:
         return weight
-    # A product of batches: selective checkpointing counts the other kinds, and is to count one for each layer.
+    # This is a batched product, because selective checkpointing counts plain products and must count one for each layer.
     return torch.baddbmm(weight[None], up[None], down[None], alpha=scale)[0]
 
 
@@ -165,14 +165,14 @@ def whole_adapters(shapes: Mapping[str, Sequence[int]], slices: Slices, ranks: R
     Each element must be in the `slices` of exactly one rank. This is not checked: elements of several ranks are added up, missing ones are 0.
     """
     flat = torch.zeros(sum(map(math.prod, shapes.values())), device=ranks.device)
-    views = _cut(flat, shapes)
+    views = _split_by_shape(flat, shapes)
     for name in shapes.keys() & slices.keys():
         for box in (box for part in slices[name] for box in part.boxes()):
             views[name][box.box] = box.tensor
-    return _cut(ranks.sum(flat), shapes)
+    return _split_by_shape(ranks.sum(flat), shapes)
 
 
-def _cut(flat: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+def _split_by_shape(flat: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
     parts = flat.split([math.prod(shape) for shape in shapes.values()])
     return {name: part.view(*shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
@@ -261,7 +261,7 @@ def folder_files(adapters: Mapping[str, Tensor], spec: LoraSpec, *, base: str) -
 
 
 def identity(spec: LoraSpec, *, base: str) -> dict[str, Any]:
-    """Return what adapters mean nothing without: their settings, and `base`, the digest of the weights below them."""
+    """Return the settings of adapters and `base`, the digest of the weights below them. Both must match for adapters to be loaded."""
     return {**spec.model_dump(mode="json", exclude={"dropout"}), "base": base}
 
 

@@ -173,7 +173,7 @@ class ModelManager(ResidentState, PublishedState):
         return ReferencePolicy(self._parameter_tensors(), self.dtype, make_room=self.residency.without_gradients)
 
     def _is_trained(self, name: str) -> bool:
-        """Return whether the parameter called `name` is trained at all: with adapters these and a value head, otherwise each."""
+        """Return whether the parameter called `name` is trained: with adapters only these and the value head, otherwise every parameter."""
         return self.cfg.model.lora is None or is_adapter_name(name) or HEAD in name.split(".")
 
     @property
@@ -203,8 +203,8 @@ class ModelManager(ResidentState, PublishedState):
 
     def renew_reference(self, step: int) -> None:
         """Copy the present weights to a reference policy with weights of its own, if that is due after training step `step`. Not collective."""
-        every = self.cfg.algorithm.reference_update_steps
-        if every is not None and step % every == 0 and isinstance(self._reference, ReferencePolicy):
+        interval = self.cfg.algorithm.reference_update_steps
+        if interval is not None and step % interval == 0 and isinstance(self._reference, ReferencePolicy):
             self.residency.require_loaded("renewing the reference policy")
             self.wait_for_readers()
             self._reference.renew()
@@ -348,8 +348,8 @@ class ModelManager(ResidentState, PublishedState):
             )
             if not in_background:
                 return part.write(Path(save_path))
-            written = self._background.write(part, Path(save_path))
-        return _awaited(written)
+            future = self._background.write(part, Path(save_path))
+        return _awaited(future)
 
     def wait_for_readers(self) -> None:
         """Wait until a background save has copied weights and moments. Not collective."""
@@ -360,10 +360,10 @@ class ModelManager(ResidentState, PublishedState):
 
         With `renewed` also none where it is the initial model, which no checkpoint needs.
         """
-        kept = self._reference
-        if not isinstance(kept, ReferencePolicy) or (renewed and not kept.is_renewed):
+        reference = self._reference
+        if not isinstance(reference, ReferencePolicy) or (renewed and not reference.is_renewed):
             return {}
-        return kept.slices(self._policy_slices())
+        return reference.slices(self._policy_slices())
 
     def _policy_slices(self) -> Slices:
         return {name: parts for name, parts in self.named_slices().items() if not is_critic_name(name)}
@@ -385,7 +385,7 @@ class ModelManager(ResidentState, PublishedState):
 
     @cached_property
     def _lora_identity(self) -> dict[str, Any] | None:
-        """What the adapters mean nothing without; None without adapters. Collective: rank 0 reads the weights."""
+        """Adapter settings and digest of their base, which a checkpoint must match; None without adapters. Collective: rank 0 reads the base."""
         lora = self.cfg.model.lora
         if lora is None:
             return None
@@ -426,14 +426,14 @@ class ModelManager(ResidentState, PublishedState):
         self.residency.require_loaded("get_model_state_dict")
         if not full_state_dict:
             stored = self._policy_slices()
-            held = {
+            tensors = {
                 name: parts[0].tensor if len(parts) == 1 else torch.cat([part.tensor for part in parts])
                 for name, parts in stored.items()
             }
         else:
             with self.ranks.guard("gathering the weights"):
-                held = self._whole_tensors()
-        return {name: tensor.to("cpu", copy=True) if cpu_offload else tensor for name, tensor in held.items()}
+                tensors = self._whole_tensors()
+        return {name: tensor.to("cpu", copy=True) if cpu_offload else tensor for name, tensor in tensors.items()}
 
     @property
     def _weight_dtype(self) -> str:
@@ -443,14 +443,14 @@ class ModelManager(ResidentState, PublishedState):
     def _whole_tensors(self) -> dict[str, Tensor]:
         """Return whole tensors by name on rank 0, where tied names share a tensor; {} on the other ranks."""
         source = self.version_source(self._weight_dtype, 1)
-        whole: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         if self.ranks.rank == 0:
             for bucket in source.buckets(str(self.compute_device)):
                 for index, tensor in zip(bucket.place.entries, bucket.tensors, strict=True):
-                    whole[source.entries[index].name] = tensor
-            whole |= {entry.name: whole[entry.alias_of] for entry in source.entries if entry.alias_of is not None}
+                    tensors[source.entries[index].name] = tensor
+            tensors |= {entry.name: tensors[entry.alias_of] for entry in source.entries if entry.alias_of is not None}
         source.finish()
-        return whole
+        return tensors
 
     def export_hf(self, path: str, *, dtype: str | None = None) -> None:
         """Write a Hugging Face model folder at `path` with weights in `dtype` (None: model.dtype).

@@ -85,9 +85,9 @@ class PolicyObjective:
             value = critic_loss(
                 scores.values, columns.returns, mask, old_values=columns.values, value_clip=clip, **shared
             )
-        taught = None
+        distillation = None
         if scores.candidates is not None:
-            taught = top_k_distillation_loss(scores.candidates, columns.teacher_log_probs, mask, **shared)
+            distillation = top_k_distillation_loss(scores.candidates, columns.teacher_log_probs, mask, **shared)
         return combine_losses(
             self._policy_loss(inputs),
             kl=kl,
@@ -97,7 +97,7 @@ class PolicyObjective:
             entropy_coefficient=self._spec.entropy_coefficient,
             value=value,
             value_coefficient=value_coefficient,
-            distillation=taught,
+            distillation=distillation,
         )
 
     def with_mismatch_metrics(self, scores: Scores, columns: Columns, normalizers: LossNormalizers) -> LossResult:
@@ -137,5 +137,5 @@ def _policy_options(algorithm: AlgorithmSpec) -> dict[str, Any]:
                 f"algorithm.loss.{to_camel(name)} needs a loss with a parameter {name}, got {loss.name} without; remove it or take it there"
             )
     clip_low, clip_high = loss.clip
-    given = {"clip_low": clip_low, "clip_high": clip_high, **bounds}
-    return {name: value for name, value in given.items() if name in accepted}
+    options = {"clip_low": clip_low, "clip_high": clip_high, **bounds}
+    return {name: value for name, value in options.items() if name in accepted}

@@ -187,27 +187,27 @@ def _shape_rewards(batch: TrainingBatch, algorithm: AlgorithmSpec, max_new_token
         rewards = shape_stop_properly(rewards, batch.truncated, coefficient=overlong.stop_properly_coefficient)
     valid, sample_mask = batch.valid, batch.sample_mask
     if overlong.filter:
-        valid, kept = overlong_filter(batch.valid, batch.truncated, keep_in_baseline=overlong.keep_in_baseline)
-        sample_mask = sample_mask & kept
+        valid, selected = overlong_filter(batch.valid, batch.truncated, keep_in_baseline=overlong.keep_in_baseline)
+        sample_mask = sample_mask & selected
     if algorithm.keep_per_group is not None:
-        kept = down_sample(rewards, batch.group_ids, keep=algorithm.keep_per_group, valid=valid & sample_mask)
-        valid, sample_mask = valid & kept, sample_mask & kept
+        selected = down_sample(rewards, batch.group_ids, keep=algorithm.keep_per_group, valid=valid & sample_mask)
+        valid, sample_mask = valid & selected, sample_mask & selected
     return _masked(replace(batch, rewards=rewards, valid=valid), sample_mask)
 
 
 def _correct_mismatch(prepared: PreparedBatch, algorithm: AlgorithmSpec) -> None:
     """Compare recomputed with sampled log-probabilities: mask rows that differ too much and compute importance weights of the others."""
-    batch, old = prepared.batch, prepared.old_log_probs
-    if old is None:
+    batch, recomputed = prepared.batch, prepared.old_log_probs
+    if recomputed is None:
         return
     if algorithm.sequence_error_threshold is not None:
-        agrees = sequence_error_mask(
-            batch.rollout_log_probs, old, batch.loss_mask, threshold=algorithm.sequence_error_threshold
+        within_threshold = sequence_error_mask(
+            batch.rollout_log_probs, recomputed, batch.loss_mask, threshold=algorithm.sequence_error_threshold
         )
-        prepared.batch = batch = _masked(batch, batch.sample_mask & agrees)
+        prepared.batch = batch = _masked(batch, batch.sample_mask & within_threshold)
     if algorithm.importance is not None:
         options: dict[str, Any] = algorithm.importance.model_dump()
-        prepared.weights, metrics = importance_weights(old, batch.rollout_log_probs, batch.loss_mask, **options)
+        prepared.weights, metrics = importance_weights(recomputed, batch.rollout_log_probs, batch.loss_mask, **options)
         prepared.metrics |= metrics
 
 

@@ -46,11 +46,11 @@ class StepProfiler:
                 running.stop()
                 self._write(running, step)
 
-    def _write(self, ended: profile, step: int) -> None:
+    def _write(self, profiler: profile, step: int) -> None:
         path = self._folder / f"step-{step:07d}-rank-{self._rank}.json.gz"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            ended.export_chrome_trace(str(path))
+            profiler.export_chrome_trace(str(path))
             logger.info("the profile of step %s is in %s", step, path)
         except OSError as error:
             logger.warning("step %s has no profile, the storage of %s refuses: %s", step, path, error)

@@ -58,8 +58,12 @@ class PublishedState(ABC):
         """
         self.residency.require_loaded("gathering the weights")
         slices, adapters = self._published_slices(), self.cfg.model.lora
-        given = slices if adapters is None else lora.MergedSlices(slices, self._whole_adapters(), adapters.scale)
-        return GatheredSource(self._entries(dtype), given, self.gathering, self.ranks, bucket_bytes=bucket_bytes)
+        source_slices = (
+            slices if adapters is None else lora.MergedSlices(slices, self._whole_adapters(), adapters.scale)
+        )
+        return GatheredSource(
+            self._entries(dtype), source_slices, self.gathering, self.ranks, bucket_bytes=bucket_bytes
+        )
 
     def publish_source(self, bucket_bytes: int, *, needs_base: bool) -> GatheredSource | AdapterSource:
         """Return the present weights as a source for the publisher. Every rank must call its `finish`. Collective.
@@ -89,7 +93,7 @@ class PublishedState(ABC):
     def _adapter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the policy's whole adapters by name."""
         tensors = self._whole_shapes().items()
-        return {name: one.shape for name, one in tensors if is_adapter_name(name) and not is_critic_name(name)}
+        return {name: tensor.shape for name, tensor in tensors if is_adapter_name(name) and not is_critic_name(name)}
 
     def _whole_adapters(self) -> dict[str, Tensor]:
         """Return the policy's adapters by name, float32; each rank gets whole ones. Collective."""

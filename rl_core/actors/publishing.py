@@ -52,15 +52,17 @@ def copy_to_devices(
     """
     if ranks.size == 1 or not isinstance(source, GatheredSource) or not maps_devices(cfg, worker.device):
         return None
-    own = next(iter(worker.worker_info.device_uuids), worker.device)
+    device_uuid = next(iter(worker.worker_info.device_uuids), worker.device)
     excluded = publisher.cannot_map if publisher is not None else frozenset()
-    everybody = ranks.gather([tokens.host_token(), own, sorted(excluded)])
-    places = [(host, device) for host, device, _ in everybody]
-    able = [receiver for receiver in receivers if receiver.name not in everybody[0][2]]
-    asked = Counter((receiver.host_token, device) for receiver in able for device in receiver.devices)
+    rank_infos = ranks.gather([tokens.host_token(), device_uuid, sorted(excluded)])
+    places = [(host, device) for host, device, _ in rank_infos]
+    mapping_receivers = [receiver for receiver in receivers if receiver.name not in rank_infos[0][2]]
+    handle_counts = Counter(
+        (receiver.host_token, device) for receiver in mapping_receivers for device in receiver.devices
+    )
     # Rank 0 has a buffer of its own. Of several ranks on a device the first one has the copy.
-    wanted = [asked[place] if rank and places.index(place) == rank else 0 for rank, place in enumerate(places)]
-    if not any(wanted):
+    counts = [handle_counts[place] if rank and places.index(place) == rank else 0 for rank, place in enumerate(places)]
+    if not any(counts):
         return None
-    source.copies = DeviceCopies(ranks, source.layout, places, wanted, seconds=cfg.runtime.deadlines.weight_sync)
+    source.copies = DeviceCopies(ranks, source.layout, places, counts, seconds=cfg.runtime.deadlines.weight_sync)
     return source.copies.handles

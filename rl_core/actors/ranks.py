@@ -63,9 +63,9 @@ class ParallelSizes:
         """
         inner = self.tensor * self.context
         return [
-            [(stage * self.data + share) * inner + place for share in range(self.data)]
+            [(stage * self.data + data_rank) * inner + inner_rank for data_rank in range(self.data)]
             for stage in range(self.pipeline)
-            for place in range(inner)
+            for inner_rank in range(inner)
         ]
 
     def replicas(self) -> list[list[int]]:
@@ -73,7 +73,9 @@ class ParallelSizes:
 
         The first rank of each list receives prompt groups.
         """
-        return [[rank for rank in range(self.world) if self.data_rank(rank) == share] for share in range(self.data)]
+        return [
+            [rank for rank in range(self.world) if self.data_rank(rank) == data_rank] for data_rank in range(self.data)
+        ]
 
 
 class Ranks:
@@ -95,18 +97,18 @@ class Ranks:
         """Seconds until a collective fails, at present; see `collectives_within`."""
         self._failures = 0
         self._hybrid: dict[int, DeviceMesh] = {}
-        self._meeting = rendezvous.join(self.size, rank, device, timeout) if self.size > 1 else None
+        self._rendezvous = rendezvous.join(self.size, rank, device, timeout) if self.size > 1 else None
         self._data_group = self._make_group(sizes.data_groups())
         """Process group of the data ranks with the same part of the model. None when it contains all ranks, or only this one."""
         self._replica = self._make_group(sizes.replicas())
         """Process group of this replica. None when it contains all ranks, or only this one."""
 
-    def _make_group(self, cut: Sequence[Sequence[int]]) -> Any:
-        """Return this rank's process group of those the ranks are cut into; None where it is all ranks, or this one alone."""
-        if self._meeting is None or len(cut) in (1, self.size):
+    def _make_group(self, partition: Sequence[Sequence[int]]) -> Any:
+        """Return this rank's process group in a `partition` of the ranks; None if the group is all ranks, or this one alone."""
+        if self._rendezvous is None or len(partition) in (1, self.size):
             return None
-        made = [(members, self._meeting.group(members)) for members in cut]
-        return next(group for members, group in made if self.rank in members)
+        groups = [(members, self._rendezvous.group(members)) for members in partition]
+        return next(group for members, group in groups if self.rank in members)
 
     @property
     def data_size(self) -> int:
@@ -147,8 +149,8 @@ class Ranks:
 
         A single rank first creates a process group of its own, on loopback.
         """
-        meeting = self._meeting or rendezvous.join(1, 0, self.device, self._timeout)
-        with meeting.listening():
+        joined = self._rendezvous or rendezvous.join(1, 0, self.device, self._timeout)
+        with joined.listening():
             yield
 
     @contextmanager
@@ -157,13 +159,13 @@ class Ranks:
 
         For work in which ranks read or write files between collectives: the slowest disk may be minutes behind the others.
         """
-        before, self._timeout = self._timeout, seconds
+        previous, self._timeout = self._timeout, seconds
         rendezvous.limit_collectives(seconds)
         try:
             yield
         finally:
-            self._timeout = before
-            rendezvous.limit_collectives(before)
+            self._timeout = previous
+            rendezvous.limit_collectives(previous)
 
     @contextmanager
     def guard(self, doing: str) -> Iterator[None]:
@@ -228,12 +230,14 @@ class Ranks:
         """
         if self.data_size == 1:
             return rows
-        given = torch.tensor(counts, dtype=torch.int64)
-        taken = torch.empty_like(given)
-        dist.all_to_all_single(taken, given, group=self._data_group)
-        arrived = rows.new_empty(int(taken.sum()), *rows.shape[1:])
-        dist.all_to_all_single(arrived, rows.contiguous(), taken.tolist(), given.tolist(), group=self._data_group)
-        return arrived
+        send_counts = torch.tensor(counts, dtype=torch.int64)
+        receive_counts = torch.empty_like(send_counts)
+        dist.all_to_all_single(receive_counts, send_counts, group=self._data_group)
+        received = rows.new_empty(int(receive_counts.sum()), *rows.shape[1:])
+        dist.all_to_all_single(
+            received, rows.contiguous(), receive_counts.tolist(), send_counts.tolist(), group=self._data_group
+        )
+        return received
 
     # Among the ranks that train the same rows -----------------------------------------------------------------------
 
@@ -249,14 +253,14 @@ class Ranks:
         """
         if self.replica_size == 1:
             return data
-        giver = self.sizes.replicas()[self.data_rank][0]
+        source_rank = self.sizes.replicas()[self.data_rank][0]
         size = torch.tensor(-1 if data is None else len(data), dtype=torch.int64)
-        dist.broadcast(size, giver, group=self._replica)
+        dist.broadcast(size, source_rank, group=self._replica)
         if size <= 0:
             return None if size < 0 else b""
-        given = data if self.receives and data is not None else bytes(int(size))
-        content = torch.frombuffer(bytearray(given), dtype=torch.uint8)
-        dist.broadcast(content, giver, group=self._replica)
+        payload = data if self.receives and data is not None else bytes(int(size))
+        content = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        dist.broadcast(content, source_rank, group=self._replica)
         return bytes(content.numpy())
 
     # A rank that is gone ----------------------------------------------------------------------------------------------
@@ -275,9 +279,9 @@ class Ranks:
 
     def _roll_call(self) -> list[int]:
         """Return the ranks that do not show up within `ROLL_CALL_SECONDS`; rank 0 when its store is gone."""
-        if self._meeting is None:
+        if self._rendezvous is None:
             return []
-        store = self._meeting.store
+        store = self._rendezvous.store
         self._failures += 1
         keys = [f"rljob/alive/{self._failures}/{rank}" for rank in range(self.size)]
         deadline = time.monotonic() + ROLL_CALL_SECONDS
@@ -299,9 +303,9 @@ def _gather(structure: Any, size: int, group: Any) -> list[Any]:
     longest = max(int(length) for length in sizes)
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: data.numel()] = data
-    parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
-    dist.all_gather(parts, padded, group=group)
-    return [json.loads(part[: int(length)].numpy().tobytes()) for part, length in zip(parts, sizes, strict=True)]
+    buffers = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(buffers, padded, group=group)
+    return [json.loads(buffer[: int(length)].numpy().tobytes()) for buffer, length in zip(buffers, sizes, strict=True)]
 
 
 def _of_collective(error: RuntimeError) -> bool:

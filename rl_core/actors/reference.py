@@ -46,12 +46,12 @@ class ReferencePolicy:
         trained = [live.clone() for live in self._live]
         try:
             for live, held in zip(self._live, self._held, strict=True):
-                # Moved before it is cast: the other way round torch would cast on the host.
+                # The tensor is moved before it is cast. Otherwise torch would cast it on the host.
                 live.copy_(held.to(live.device, non_blocking=True))
             yield
         finally:
-            for live, kept in zip(self._live, trained, strict=True):
-                live.copy_(kept)
+            for live, saved in zip(self._live, trained, strict=True):
+                live.copy_(saved)
 
     def renew(self) -> None:
         """Copy the model's present weights."""
@@ -72,8 +72,8 @@ class ReferencePolicy:
     def restore(self, weights: Slices, values: Slices) -> None:
         """Set the reference policy's values of `weights` to `values`, which have the layout of the result of `slices`."""
         for name, parts in self._views(weights).items():
-            for part, read in zip(parts, values[name], strict=True):
-                part.tensor.copy_(read.tensor)
+            for part, saved in zip(parts, values[name], strict=True):
+                part.tensor.copy_(saved.tensor)
         self.is_renewed = True
 
     def _views(self, weights: Slices) -> Slices:

@@ -45,8 +45,8 @@ class Rendezvous(NamedTuple):
         return _listening_on(self.address)
 
 
-_meetings: dict[int, Rendezvous] = {}
-"""By world size; a process has one process group in its life, and finds it again here."""
+_joined: dict[int, Rendezvous] = {}
+"""The rendezvous of this process by world size. A process joins one process group in its life; later calls of `join` return it."""
 
 
 def join(size: int, rank: int, device: torch.device, timeout: float) -> Rendezvous:
@@ -57,22 +57,22 @@ def join(size: int, rank: int, device: torch.device, timeout: float) -> Rendezvo
     """
     limit = timedelta(seconds=timeout)
     if dist.is_initialized():
-        if size not in _meetings or dist.get_rank() != rank:
+        if size not in _joined or dist.get_rank() != rank:
             raise ConfigError(
                 f"this process must have no process group but that of actor rank {rank} of {size}, got one as rank {dist.get_rank()} of "
                 f"{dist.get_world_size()}; make none beside it"
             )
-        return _meetings[size]
+        return _joined[size]
     _raise_file_limit()
-    meeting = Rendezvous(dist.HashStore(), LOOPBACK) if size == 1 else _meet(size, rank, limit)
+    rendezvous = Rendezvous(dist.HashStore(), LOOPBACK) if size == 1 else _connect(size, rank, limit)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        with _listening_on(meeting.address):
-            dist.init_process_group(backend, store=meeting.store, rank=rank, world_size=size, timeout=limit)
+        with _listening_on(rendezvous.address):
+            dist.init_process_group(backend, store=rendezvous.store, rank=rank, world_size=size, timeout=limit)
     except (dist.DistError, RuntimeError) as error:
         raise InfrastructureError(f"actor rank {rank} of {size} could not join the process group: {error}") from error
-    _meetings[size] = meeting
-    return meeting
+    _joined[size] = rendezvous
+    return rendezvous
 
 
 def limit_collectives(seconds: float) -> None:
@@ -81,7 +81,7 @@ def limit_collectives(seconds: float) -> None:
         dist.set_timeout(timedelta(seconds=seconds), group)
 
 
-def _meet(size: int, rank: int, limit: timedelta) -> Rendezvous:
+def _connect(size: int, rank: int, limit: timedelta) -> Rendezvous:
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
@@ -110,11 +110,11 @@ def _meet(size: int, rank: int, limit: timedelta) -> Rendezvous:
 
 
 def _await_all(store: dist.Store, size: int, rank: int, limit: timedelta) -> None:
-    keys = [f"rljob/joined/{other}" for other in range(size)]
+    keys = [f"rljob/joined/{peer}" for peer in range(size)]
     try:
         store.wait(keys, limit)
     except dist.DistError as error:
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
         raise InfrastructureError(
             f"actor rank {rank} of {size} waited {limit.total_seconds():.0f} s for ranks {', '.join(map(str, missing))}; they did not start"
         ) from error
@@ -125,14 +125,14 @@ def _address_towards(host: str, port: int, limit: timedelta) -> str:
     deadline = time.monotonic() + limit.total_seconds()
     while True:
         try:
-            family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
             break
         except socket.gaierror:
             if time.monotonic() > deadline:
                 raise
             time.sleep(RESOLVE_SECONDS)
     with socket.socket(family, kind) as probe:
-        probe.connect(place)  # sends nothing: a datagram socket only chooses its route
+        probe.connect(target)  # sends nothing: a datagram socket only chooses its route
         return str(probe.getsockname()[0])
 
 
@@ -149,7 +149,9 @@ def _listening_on(address: str) -> Iterator[None]:
 
     The variable is put back: process groups made later, such as that of the weights, choose for themselves.
     """
-    names = [name for name, held in psutil.net_if_addrs().items() if address in {entry.address for entry in held}]
+    names = [
+        name for name, addresses in psutil.net_if_addrs().items() if address in {entry.address for entry in addresses}
+    ]
     if INTERFACE in os.environ or not names:
         if not names:
             logger.warning("no interface has the address %s; gloo chooses where it listens", address)

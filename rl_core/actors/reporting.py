@@ -24,9 +24,9 @@ class StepMetrics:
     def __init__(self, counts: OptimizerCounts) -> None:
         """Start a step. `counts` are the actor's running counters; the metrics contain their values at the end of the step."""
         self._counts = counts
-        self._before = replace(counts)
+        self._counts_at_start = replace(counts)
         self._stats: list[Mapping[str, Stat]] = []
-        self._last: list[Mapping[str, Stat]] | None = None
+        self._last_step_stats: list[Mapping[str, Stat]] | None = None
         self._norms: list[float] = []
         self._rate = 0.0
         self._seconds: dict[str, float] = {}
@@ -36,7 +36,7 @@ class StepMetrics:
     @property
     def nothing_ended(self) -> bool:
         """Whether no mini-batch of the step has ended yet, be it applied, skipped or empty. Equal on all ranks."""
-        return self._counts == self._before
+        return self._counts == self._counts_at_start
 
     @contextmanager
     def timing(self, what: str) -> Iterator[None]:
@@ -57,8 +57,8 @@ class StepMetrics:
         `stats` holds those of its micro-batches and is empty on a rank that computes no loss. `norm` is the gradient norm, equal on all
         ranks; `rate` the learning rate.
         """
-        self._last = list(stats)
-        self._stats.extend(self._last)
+        self._last_step_stats = list(stats)
+        self._stats.extend(self._last_step_stats)
         self._norms.append(norm)
         self._rate = rate
 
@@ -69,9 +69,9 @@ class StepMetrics:
         needs.
         """
         bounds = {"maxPolicyRatio": ("ratio_mean", ratio), "maxPolicyKl": ("approx_kl", kl)}
-        if self._last is None or all(bound is None for _, bound in bounds.values()):
+        if self._last_step_stats is None or all(bound is None for _, bound in bounds.values()):
             return False
-        values = finish_stats(_over_ranks(ranks, merge_stats(self._last)))
+        values = finish_stats(_over_ranks(ranks, merge_stats(self._last_step_stats)))
         for field, (metric, bound) in bounds.items():
             if bound is not None and metric not in values:
                 raise ConfigError(
@@ -88,13 +88,13 @@ class StepMetrics:
         stats = _over_ranks(ranks, merge_stats(self._stats))
         unmeasured = {name for name, stat in stats.items() if name.startswith(MISMATCH) and not stat.count}
         metrics = finish_stats({name: stat for name, stat in stats.items() if name not in unmeasured})
-        updates = max(self._counts.attempted - self._before.attempted, 0)
+        updates = max(self._counts.attempted - self._counts_at_start.attempted, 0)
         for name in ("loss", "policy_loss", "value_loss"):
             if name in metrics:
                 # Sums over the parts of one optimizer step; several steps are averaged.
                 metrics[name] /= max(updates, 1)
         finite = [norm for norm in self._norms if norm == norm and abs(norm) != float("inf")]
-        applied = self._counts.applied - self._before.applied
+        applied = self._counts.applied - self._counts_at_start.applied
         metrics |= {
             "grad_norm": sum(finite) / len(finite) if finite else (self._norms or [0.0])[-1],
             "lr": self._rate,
@@ -114,7 +114,7 @@ def _over_ranks(ranks: Ranks, stats: dict[str, Stat]) -> dict[str, Stat]:
     if ranks.size == 1:
         return stats
     parts = [
-        {name: Stat(kind, *torch.tensor(numbers, dtype=torch.float64)) for name, (kind, *numbers) in part.items()}
-        for part in ranks.gather(read_stats(stats))
+        {name: Stat(kind, *torch.tensor(numbers, dtype=torch.float64)) for name, (kind, *numbers) in rank_stats.items()}
+        for rank_stats in ranks.gather(read_stats(stats))
     ]
     return merge_stats(parts)

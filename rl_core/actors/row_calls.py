@@ -41,12 +41,12 @@ class RowCalls:
 
         Raises as `ask`, and DataError for an answer of another shape.
         """
-        found = torch.zeros(batch.input_ids.shape)
+        values = torch.zeros(batch.input_ids.shape)
         answers = self.ask([group] * len(batch), batch, method, *options)
         for index, (answer, length) in enumerate(zip(answers, batch.lengths.tolist(), strict=True)):
-            place_row(found, index, answer, length, of=f"group {group}")
-        found[~batch.loss_mask] = 0
-        return found
+            place_row(values, index, answer, length, of=f"group {group}")
+        values[~batch.loss_mask] = 0
+        return values
 
     def call(self, group: str, method: str, /, *args: Any) -> Any:
         """Return `method(*args)` of a member of `group`. Raises as `ask`."""
@@ -63,40 +63,40 @@ class RowCalls:
     async def _ask(
         self, groups: Sequence[str], rows: Sequence[np.ndarray], method: str, options: tuple[Any, ...]
     ) -> list[Any]:
-        parts = list(_parts(groups, rows))
+        parts = list(_rows_of_calls(groups, rows))
         calls = [
             self._callers.call(
-                groups[part[0]], method, [rows[index] for index in part], *options, seconds=self._seconds
+                groups[indices[0]], method, [rows[index] for index in indices], *options, seconds=self._seconds
             )
-            for part in parts
+            for indices in parts
         ]
-        found: list[Any] = [None] * len(rows)
-        for part, answers in zip(parts, await asyncio.gather(*calls), strict=True):
-            for index, answer in zip(part, answers, strict=True):
-                found[index] = answer
-        return found
+        results: list[Any] = [None] * len(rows)
+        for indices, answers in zip(parts, await asyncio.gather(*calls), strict=True):
+            for index, answer in zip(indices, answers, strict=True):
+                results[index] = answer
+        return results
 
 
-def place_row(whole: Tensor, index: int, values: np.ndarray, length: int, *, of: str) -> None:
-    """Write the `values` of a row of `length` tokens into `whole` [B, S, ...] at `index`.
+def place_row(target: Tensor, index: int, values: np.ndarray, length: int, *, of: str) -> None:
+    """Write the `values` of a row of `length` tokens into `target` [B, S, ...] at `index`.
 
     Raises DataError, which names the group `of`, for values of another shape.
     """
-    wanted = (length, *whole.shape[2:])
-    if values.shape != wanted:
-        raise DataError(f"{of} must return values of shape {wanted} for a row of {length} tokens, got {values.shape}")
-    whole[index, :length] = torch.from_numpy(np.array(values)).to(whole.dtype)
+    expected = (length, *target.shape[2:])
+    if values.shape != expected:
+        raise DataError(f"{of} must return values of shape {expected} for a row of {length} tokens, got {values.shape}")
+    target[index, :length] = torch.from_numpy(np.array(values)).to(target.dtype)
 
 
-def _parts(groups: Sequence[str], rows: Sequence[np.ndarray]) -> Iterator[list[int]]:
+def _rows_of_calls(groups: Sequence[str], rows: Sequence[np.ndarray]) -> Iterator[list[int]]:
     """Yield the indices of the rows of each call: rows of one group with at most PART_TOKENS, or one longer row."""
     for group in sorted(set(groups)):
-        part: list[int] = []
+        indices: list[int] = []
         tokens = 0
         for index in (index for index, name in enumerate(groups) if name == group):
-            if part and tokens + len(rows[index]) > PART_TOKENS:
-                yield part
-                part, tokens = [], 0
-            part.append(index)
+            if indices and tokens + len(rows[index]) > PART_TOKENS:
+                yield indices
+                indices, tokens = [], 0
+            indices.append(index)
             tokens += len(rows[index])
-        yield part
+        yield indices

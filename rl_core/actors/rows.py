@@ -53,8 +53,8 @@ class Columns:
 
     def __post_init__(self) -> None:
         for name, column in self.present().items():
-            of_candidates = () if name not in OF_CANDIDATES or self.candidates is None else self.candidates.shape[2:]
-            shape = (*self.input_ids.shape, *of_candidates)
+            candidate_shape = () if name not in OF_CANDIDATES or self.candidates is None else self.candidates.shape[2:]
+            shape = (*self.input_ids.shape, *candidate_shape)
             if column.shape != shape or column.dtype != COLUMN_DTYPES[name]:
                 raise ValueError(
                     f"column {name} must be {COLUMN_DTYPES[name]} {list(shape)}, got {column.dtype} {list(column.shape)}"
@@ -73,7 +73,7 @@ class Columns:
         return Columns(**to_device(self.present(), device))
 
 
-COLUMN_NAMES = tuple(one.name for one in fields(Columns))
+COLUMN_NAMES = tuple(column.name for column in fields(Columns))
 OF_CANDIDATES = ("candidates", "teacher_log_probs")
 """The columns with a dimension K."""
 INTEGERS = ("input_ids", "loss_mask", "candidates")
@@ -104,14 +104,14 @@ class StepRows:
         width, present = max(lengths, default=1), self.columns.input_ids.shape[1]
         if width == present and len(indices) == len(self.numbers) and list(indices) == list(range(len(indices))):
             return self
-        chosen = torch.from_numpy(np.array(indices, np.int64))
+        index_tensor = torch.from_numpy(np.array(indices, np.int64))
         return StepRows(
             numbers=list(map(self.numbers.__getitem__, indices)),
             lengths=lengths,
             columns=self.columns.each(
-                lambda column: (column if width == present else column[:, :width]).index_select(0, chosen)
+                lambda column: (column if width == present else column[:, :width]).index_select(0, index_tensor)
             ),
-            inputs={name: tensor.index_select(0, chosen) for name, tensor in self.inputs.items()},
+            inputs={name: tensor.index_select(0, index_tensor) for name, tensor in self.inputs.items()},
         )
 
     def masked_row(self) -> "StepRows":
@@ -135,16 +135,18 @@ def number_rows(
     row by number, and the numbers of this rank's rows. Groups are ordered by name and rows of a group keep their order, so that numbers do
     not depend on the order of arrival.
     """
-    held = ranks.gather_over_data_ranks([list(group_texts), list(row_groups), list(lengths)])
-    keys = [[natural_key(text) for text in texts] for texts, _, _ in held]
-    places = {key: place for place, key in enumerate(sorted({key for of_rank in keys for key in of_rank}))}
-    row_places = [
-        places[of_rank[group]] for of_rank, (_, groups, _) in zip(keys, held, strict=True) for group in groups
+    gathered = ranks.gather_over_data_ranks([list(group_texts), list(row_groups), list(lengths)])
+    keys = [[natural_key(text) for text in texts] for texts, _, _ in gathered]
+    positions = {key: position for position, key in enumerate(sorted({key for rank_keys in keys for key in rank_keys}))}
+    row_positions = [
+        positions[rank_keys[group]]
+        for rank_keys, (_, groups, _) in zip(keys, gathered, strict=True)
+        for group in groups
     ]
-    order = np.argsort(np.array(row_places, np.int64), kind="stable")
+    order = np.argsort(np.array(row_positions, np.int64), kind="stable")
     numbers = np.argsort(order)
-    begin = sum(len(row_lengths) for _, _, row_lengths in held[: ranks.data_rank])
-    all_lengths = np.array([length for _, _, row_lengths in held for length in row_lengths], np.int64)[order]
+    begin = sum(len(row_lengths) for _, _, row_lengths in gathered[: ranks.data_rank])
+    all_lengths = np.array([length for _, _, row_lengths in gathered for length in row_lengths], np.int64)[order]
     return all_lengths.tolist(), numbers[begin : begin + len(lengths)].tolist()
 
 
@@ -156,23 +158,25 @@ def move_rows(ranks: Ranks, rows: StepRows, destination: Sequence[int]) -> StepR
     if ranks.data_size == 1:
         return _ascending(rows)
     order = sorted(range(len(rows.numbers)), key=lambda index: (destination[rows.numbers[index]], rows.numbers[index]))
-    going = [[index for index in order if destination[rows.numbers[index]] == rank] for rank in range(ranks.data_size)]
-    row_counts = [len(part) for part in going]
-    token_counts = [sum(rows.lengths[index] for index in part) for part in going]
-    heads = torch.tensor([[rows.numbers[i], rows.lengths[i]] for i in order], dtype=torch.int64).view(-1, 2)
+    outgoing = [
+        [index for index in order if destination[rows.numbers[index]] == rank] for rank in range(ranks.data_size)
+    ]
+    row_counts = [len(indices) for indices in outgoing]
+    token_counts = [sum(rows.lengths[index] for index in indices) for indices in outgoing]
+    row_headers = torch.tensor([[rows.numbers[i], rows.lengths[i]] for i in order], dtype=torch.int64).view(-1, 2)
     present = rows.columns.present()
-    arrived = ranks.exchange_over_data_ranks(heads, row_counts)
+    received_headers = ranks.exchange_over_data_ranks(row_headers, row_counts)
     columns: dict[str, Tensor] = {}
     for names, dtype in ((INTEGERS, torch.int64), (FLOATS, torch.float32)):
         shapes = {name: present[name].shape[2:] for name in names if name in present}
         tokens = ranks.exchange_over_data_ranks(_flat(rows, order, list(shapes), dtype), token_counts)
-        columns |= _unflat(arrived[:, 1], tokens, shapes)
-    chosen = torch.tensor(order, dtype=torch.int64)
+        columns |= _unflat(received_headers[:, 1], tokens, shapes)
+    order_tensor = torch.tensor(order, dtype=torch.int64)
     inputs = {
-        name: ranks.exchange_over_data_ranks(tensor.index_select(0, chosen), row_counts)
+        name: ranks.exchange_over_data_ranks(tensor.index_select(0, order_tensor), row_counts)
         for name, tensor in sorted(rows.inputs.items())
     }
-    numbers, lengths = arrived.unbind(1)
+    numbers, lengths = received_headers.unbind(1)
     received = StepRows(numbers=numbers.tolist(), lengths=lengths.tolist(), columns=Columns(**columns), inputs=inputs)
     expected = sorted(number for number, rank in enumerate(destination) if rank == ranks.data_rank)
     if sorted(received.numbers) != expected:
@@ -190,21 +194,21 @@ def _ascending(rows: StepRows) -> StepRows:
 
 def _flat(rows: StepRows, order: Sequence[int], names: Sequence[str], dtype: torch.dtype) -> Tensor:
     """Return [N, values]: the columns `names` at the real tokens of the rows in `order`, side by side."""
-    chosen, present = torch.tensor(order, dtype=torch.int64), rows.columns.present()
-    real_BS = _real(torch.tensor(rows.lengths, dtype=torch.int64)[chosen], rows.columns.input_ids.shape[1])
-    parts = [present[name].index_select(0, chosen)[real_BS].to(dtype) for name in names]
-    return torch.cat([part if part.dim() == 2 else part[:, None] for part in parts], dim=1)
+    order_tensor, present = torch.tensor(order, dtype=torch.int64), rows.columns.present()
+    real_BS = _real(torch.tensor(rows.lengths, dtype=torch.int64)[order_tensor], rows.columns.input_ids.shape[1])
+    values = [present[name].index_select(0, order_tensor)[real_BS].to(dtype) for name in names]
+    return torch.cat([value if value.dim() == 2 else value[:, None] for value in values], dim=1)
 
 
 def _unflat(lengths: Tensor, tokens: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
     """Return the columns of `shapes`, each [B, S, *shape], from their values side by side at the tokens [N, values] of rows of `lengths`."""
     real_BS = _real(lengths, int(lengths.max()) if len(lengths) else 1)
     columns = {}
-    for (name, shape), part in zip(
+    for (name, shape), values in zip(
         shapes.items(), tokens.split([math.prod(shape) for shape in shapes.values()], dim=1), strict=True
     ):
         padded = tokens.new_zeros(*real_BS.shape, *shape)
-        padded[real_BS] = part.reshape(len(part), *shape)
+        padded[real_BS] = values.reshape(len(values), *shape)
         columns[name] = padded.to(COLUMN_DTYPES[name])
     return columns
 

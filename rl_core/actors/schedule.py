@@ -38,8 +38,8 @@ class OptimizerCounts:
 
 def peak_rate(spec: OptimizerSpec, *, critic: bool) -> float:
     """Return the peak learning rate of the policy or of the critic."""
-    own = spec.value_learning_rate if critic else None
-    return spec.learning_rate if own is None else own
+    critic_rate = spec.value_learning_rate if critic else None
+    return spec.learning_rate if critic_rate is None else critic_rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

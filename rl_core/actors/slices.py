@@ -40,8 +40,8 @@ class LocalSlice:
         """
         offset = []
         for width in (prod(shape[dim + 1 :]) for dim in range(len(shape))):
-            at, start = divmod(start, width)
-            offset.append(at)
+            index, start = divmod(start, width)
+            offset.append(index)
         return cls(tensor=tensor, shape=shape, offset=tuple(offset), replicated=False, is_range=True)
 
     @property
@@ -62,7 +62,7 @@ class LocalSlice:
         if not self.is_range:
             return [self]
         widths = (prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
-        start = sum(at * width for at, width in zip(self.offset, widths, strict=True))
+        start = sum(index * width for index, width in zip(self.offset, widths, strict=True))
         return [
             LocalSlice(tensor=part, shape=self.shape, offset=offset, replicated=self.replicated)
             for part, offset in _boxes(self.tensor, self.shape, start)
@@ -70,17 +70,17 @@ class LocalSlice:
 
     def part(self, part: StoredPart) -> "list[LocalSlice]":
         """Return what this slice has of `part` of the tensor, as boxes of the stored tensor: one without elements where it has none."""
-        found = []
+        pieces = []
         for box in self.boxes():
-            low = [max(start, at) for (start, _), at in zip(part.box, box.offset, strict=True)]
+            low = [max(start, first) for (start, _), first in zip(part.box, box.offset, strict=True)]
             high = [min(stop, end) for (_, stop), (_, end) in zip(part.box, box.ranges, strict=True)]
             if any(stop <= start for start, stop in zip(low, high, strict=True)):
                 continue
-            inside = (slice(a - at, b - at) for a, b, at in zip(low, high, box.offset, strict=True))
-            tensor = box.tensor[tuple(inside)]
-            found.append((tensor.view([tensor.shape[dim] for dim in part.kept]), low))
-        if not found:
-            found = [(self.tensor.new_empty((0,) * len(part.kept)), [start for start, _ in part.box])]
+            index_in_box = (slice(a - first, b - first) for a, b, first in zip(low, high, box.offset, strict=True))
+            tensor = box.tensor[tuple(index_in_box)]
+            pieces.append((tensor.view([tensor.shape[dim] for dim in part.kept]), low))
+        if not pieces:
+            pieces = [(self.tensor.new_empty((0,) * len(part.kept)), [start for start, _ in part.box])]
         return [
             LocalSlice(
                 tensor=tensor,
@@ -88,7 +88,7 @@ class LocalSlice:
                 offset=tuple(low[dim] - part.box[dim][0] for dim in part.kept),
                 replicated=self.replicated,
             )
-            for tensor, low in found
+            for tensor, low in pieces
         ]
 
 

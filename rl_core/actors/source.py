@@ -30,23 +30,25 @@ class GatheringPlan:
 
         Collective. Raises ValueError when no rank stores some part of a tensor.
         """
-        own = {
+        local_boxes = {
             name: [list(parts[0].shape), [box.ranges for part in parts for box in part.boxes()]]
             for name, parts in slices.items()
         }
-        everybody = ranks.gather(own)
-        offered = [
+        boxes_of_ranks = ranks.gather(local_boxes)
+        stored_slices = [
             TensorSlice(rank, name, tuple(shape), tuple((start, stop) for start, stop in ranges))
-            for rank, stored in enumerate(everybody)
+            for rank, stored in enumerate(boxes_of_ranks)
             for name, (shape, boxes) in stored.items()
             for ranges in boxes
         ]
-        shapes = {name: tuple(shape) for stored in everybody for name, (shape, _) in stored.items()}
-        whole = [TensorSlice(0, name, shape, tuple((0, size) for size in shape)) for name, shape in shapes.items()]
+        shapes = {name: tuple(shape) for stored in boxes_of_ranks for name, (shape, _) in stored.items()}
+        whole_tensors = [
+            TensorSlice(0, name, shape, tuple((0, size) for size in shape)) for name, shape in shapes.items()
+        ]
         self.transfers: dict[str, list[Transfer]] = {name: [] for name in shapes}
-        """By name."""
-        # As if each rank were a node: what rank 0 stores itself does not travel.
-        for transfer in plan_reshard(offered, whole, nodes=range(ranks.size)):
+        """Transfers to rank 0 by tensor name."""
+        # Every rank counts as a node of its own, so that rank 0 keeps the elements that it stores instead of receiving them.
+        for transfer in plan_reshard(stored_slices, whole_tensors, nodes=range(ranks.size)):
             self.transfers[transfer.name].append(transfer)
 
     def is_complete_on_rank0(self, name: str) -> bool:
@@ -95,19 +97,19 @@ class GatheredSource:
 
     def _gather(self) -> "Iterator[tuple[Bucket, _Gathered]]":
         """Yield every bucket once it has arrived, while the next one is being transferred."""
-        under_way: tuple[Bucket, _Gathered] | None = None
+        pending: tuple[Bucket, _Gathered] | None = None
         for place in self.layout.buckets:
             members = [self.entries[index] for index in place.entries]
             started = place, _Gathered(members, self._slices, self._plan, self._ranks)
-            if under_way is not None:
-                yield self._arrived(*under_way)
-            under_way = started
-        if under_way is not None:
-            yield self._arrived(*under_way)
+            if pending is not None:
+                yield self._complete_bucket(*pending)
+            pending = started
+        if pending is not None:
+            yield self._complete_bucket(*pending)
         if self.copies is not None:
             self.copies.collect_handles()
 
-    def _arrived(self, place: Bucket, gathered: "_Gathered") -> "tuple[Bucket, _Gathered]":
+    def _complete_bucket(self, place: Bucket, gathered: "_Gathered") -> "tuple[Bucket, _Gathered]":
         """Wait until rank 0 has the whole bucket, broadcast it to the ranks that keep a copy of the weights, if any, and return it."""
         gathered.wait()
         if self.copies is not None:
@@ -121,19 +123,19 @@ class _Gathered:
     def __init__(self, members: Sequence[SourceEntry], slices: Slices, plan: GatheringPlan, ranks: Ranks) -> None:
         self._slices = slices
         self._dtypes = {entry.name: getattr(torch, entry.dtype) for entry in members}
-        cut = [entry for entry in members if not plan.is_complete_on_rank0(entry.name)]
-        self._whole: dict[str, Tensor] = {}
-        """Of the tensors that are put together, on rank 0."""
+        sharded = [entry for entry in members if not plan.is_complete_on_rank0(entry.name)]
+        self._assembled: dict[str, Tensor] = {}
+        """Memory for the tensors that are assembled from several boxes, by name; on rank 0 only."""
         if ranks.rank == 0:
-            self._whole = {
+            self._assembled = {
                 entry.name: torch.empty(entry.shape, dtype=self._dtypes[entry.name], device=ranks.device)
-                for entry in cut
+                for entry in sharded
             }
         self._exchange = execute(
-            [transfer for entry in cut for transfer in plan.transfers[entry.name]],
+            [transfer for entry in sharded for transfer in plan.transfers[entry.name]],
             rank=ranks.rank,
-            held={entry.name: _held(slices[entry.name]) for entry in cut if entry.name in slices},
-            room={name: Held(tuple((0, n) for n in whole.shape), whole) for name, whole in self._whole.items()},
+            held={entry.name: _held(slices[entry.name]) for entry in sharded if entry.name in slices},
+            room={name: Held(tuple((0, n) for n in tensor.shape), tensor) for name, tensor in self._assembled.items()},
             dtypes=self._dtypes,
             device=ranks.device,
         )
@@ -148,10 +150,10 @@ class _Gathered:
         return tuple(self._tensor(name, dtype) for name, dtype in self._dtypes.items())
 
     def _tensor(self, name: str, dtype: torch.dtype) -> Tensor:
-        if (whole := self._whole.get(name)) is None:
+        if (tensor := self._assembled.get(name)) is None:
             (stored,) = self._slices[name]
-            whole = storage_alias(stored.tensor.reshape(stored.shape).to(dtype))
-        return whole
+            tensor = storage_alias(stored.tensor.reshape(stored.shape).to(dtype))
+        return tensor
 
 
 def _held(parts: Sequence[LocalSlice]) -> list[Held]:

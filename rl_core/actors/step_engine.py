@@ -97,8 +97,8 @@ class StepEngine:
         self._objective.version = version
         ordered = sorted(records, key=lambda record: natural_key(record.group_id))
         limits = {"max_length": self._model.max_length, "micro_batch_tokens": self._micro_batch_tokens}
-        aged = version if self._algorithm.needs_ages else None
-        self.prepared = preparation.collate(ordered, version=aged, **limits)
+        age_version = version if self._algorithm.needs_ages else None
+        self.prepared = preparation.collate(ordered, version=age_version, **limits)
         self._not_broadcast = self._records = ordered
         self._forget_samples()
         self._cancellation.begin()
@@ -120,25 +120,25 @@ class StepEngine:
         meanwhile, its groups are dropped.
         """
         prepared, algorithm = self._require_batch("compute_log_probs"), self._algorithm
-        wanted = {"log_probs": algorithm.recompute_log_probs, "values": algorithm.critic_of_actor is not None}
+        requested = {"log_probs": algorithm.recompute_log_probs, "values": algorithm.critic_of_actor is not None}
         try:
-            if wanted["log_probs"] and self._inference is not None:
+            if requested["log_probs"] and self._inference is not None:
                 prepared.old_log_probs = self._ask_inference(prepared.collated)
                 fallbacks = torch.tensor(float(self._fallbacks))
                 prepared.metrics["inference_fallbacks"] = Stat("mean", fallbacks, torch.tensor(1.0))
-                wanted["log_probs"] = prepared.old_log_probs is None
+                requested["log_probs"] = prepared.old_log_probs is None
             if self._critic is not None:
                 prepared.values = self._ask_critic(prepared.collated)
-            if any(wanted.values()):
-                log_probs, values = self._scored(prepared.collated, **wanted)
-                prepared.old_log_probs = log_probs if wanted["log_probs"] else prepared.old_log_probs
-                prepared.values = values if wanted["values"] else prepared.values
+            if any(requested.values()):
+                log_probs, values = self._scored(prepared.collated, **requested)
+                prepared.old_log_probs = log_probs if requested["log_probs"] else prepared.old_log_probs
+                prepared.values = values if requested["values"] else prepared.values
             if algorithm.needs_reference:
                 prepared.ref_log_probs = self.score_reference(prepared.collated)
             if self._teachers is not None:
                 prepared.teacher = self._ask_teachers(prepared.collated)
         except StepCancelled:
-            self._leave()
+            self._discard_step()
 
     def compute_advantages(self) -> dict[str, float]:
         """Compute the advantages of the step's groups; return this rank's metrics of rewards, groups and advantages."""
@@ -158,33 +158,33 @@ class StepEngine:
     def _ask_critic(self, batch: TrainingBatch) -> Tensor:
         """Return the values of `batch` from the group that holds the critic."""
         assert self._critic is not None
-        found = [self._critic.values(batch, self._objective.version)] if self._ranks.receives else None
-        (values,) = self._in_replica(found, "handing out the values of the critic")
+        answer = [self._critic.values(batch, self._objective.version)] if self._ranks.receives else None
+        (values,) = self._in_replica(answer, "handing out the values of the critic")
         assert values is not None
         return values
 
-    def _in_replica(self, found: Sequence[Tensor | None] | None, doing: str) -> Sequence[Tensor | None]:
-        """Return what the first rank of the replica has `found`, on all ranks of it. `doing` is for error messages."""
+    def _in_replica(self, tensors: Sequence[Tensor | None] | None, doing: str) -> Sequence[Tensor | None]:
+        """Broadcast the `tensors` of the first rank of the replica to all its ranks and return them. `doing` is for error messages."""
         if self._ranks.replica_size == 1:
-            assert found is not None
-            return found
+            assert tensors is not None
+            return tensors
         with self._ranks.guard(doing):
-            answer = self._ranks.broadcast_in_replica(None if found is None else _packed(list(found)))
+            answer = self._ranks.broadcast_in_replica(None if tensors is None else _packed(list(tensors)))
         assert answer is not None
         return [None if part is None else torch.as_tensor(part) for part in _unpacked(answer)]
 
     def _ask_teachers(self, batch: TrainingBatch) -> TeacherScores:
         """Return the teachers' scores of `batch`. One rank of a replica asks, and the others get its answer."""
         assert self._teachers is not None
-        found = self._teachers(batch, self._records) if self._ranks.receives else None
-        return TeacherScores(*self._in_replica(found, "handing out the teachers' answers"))
+        scores = self._teachers(batch, self._records) if self._ranks.receives else None
+        return TeacherScores(*self._in_replica(scores, "handing out the teachers' answers"))
 
     def _ask_inference(self, batch: TrainingBatch) -> Tensor | None:
         """Return the old log-probabilities from the inference group; None on all ranks when one of them got no answer."""
         assert self._inference is not None
-        found = self._inference(batch, self._objective.version) if self._ranks.receives else None
+        log_probs = self._inference(batch, self._objective.version) if self._ranks.receives else None
         with self._ranks.guard("handing out the answers of the inference group"):
-            answer = self._ranks.broadcast_in_replica(None if found is None else _packed([found]))
+            answer = self._ranks.broadcast_in_replica(None if log_probs is None else _packed([log_probs]))
             unanswered = torch.tensor(float(answer is None))
             if self._reduce is not None:
                 unanswered = self._reduce(unanswered)
@@ -208,17 +208,20 @@ class StepEngine:
         columns = Columns(input_ids=batch.input_ids, loss_mask=batch.loss_mask)
         rows = StepRows(numbers=list(range(len(lengths))), lengths=lengths, columns=columns)
         with self._ranks.guard("scoring"):
-            cuts = self._cut(lengths)
+            micro_batches = self._cut(lengths)
             scored_parts = self._backend.score_rows(
-                _parts(rows, cuts), proceed=self._cancellation.check, log_probs=log_probs, values=values
+                _rows_of_micro_batches(rows, micro_batches),
+                proceed=self._cancellation.check,
+                log_probs=log_probs,
+                values=values,
             )
         scored = DetachedScores(
-            *(torch.zeros(batch.input_ids.shape) if wanted else None for wanted in (log_probs, values))
+            *(torch.zeros(batch.input_ids.shape) if is_requested else None for is_requested in (log_probs, values))
         )
-        for cut, part in zip(cuts, scored_parts, strict=bool(scored_parts)):
-            for whole, tokens in zip(scored, part, strict=True):
-                if cut and whole is not None and tokens is not None:
-                    whole[cut, : tokens.shape[1]] = tokens
+        for indices, micro_scores in zip(micro_batches, scored_parts, strict=bool(scored_parts)):
+            for destination, tokens in zip(scored, micro_scores, strict=True):
+                if indices and destination is not None and tokens is not None:
+                    destination[indices, : tokens.shape[1]] = tokens
         return scored
 
     def score_reference(self, batch: TrainingBatch) -> Tensor:
@@ -265,7 +268,7 @@ class StepEngine:
                 seconds = time.perf_counter() - started
                 metrics = report.finish(self._ranks, tokens=sum(all_lengths), seconds=seconds)
         except StepCancelled:
-            self._leave()
+            self._discard_step()
             return None
         self.prepared, self._records = None, []
         return metrics
@@ -282,12 +285,14 @@ class StepEngine:
             seed=(algorithm.seed, step, epoch),
         )
         report.imbalance = plan.imbalance
-        mine = move_rows(self._ranks, rows, plan.destination)
-        alone = self._ranks.data_size == 1  # then the numbers are those of the places
-        place = {} if alone else dict(zip(mine.numbers, range(len(mine.numbers)), strict=True))
-        for shares in plan.minibatches:
-            chosen = shares[self._ranks.data_rank]
-            self._train_minibatch(mine.take(chosen if alone else [place[number] for number in chosen]), report)
+        own_rows = move_rows(self._ranks, rows, plan.destination)
+        single_rank = self._ranks.data_size == 1  # row numbers are then positions
+        position = {} if single_rank else dict(zip(own_rows.numbers, range(len(own_rows.numbers)), strict=True))
+        for minibatch in plan.minibatches:
+            row_numbers = minibatch[self._ranks.data_rank]
+            self._train_minibatch(
+                own_rows.take(row_numbers if single_rank else [position[number] for number in row_numbers]), report
+            )
             if report.exceeds(self._ranks, ratio=algorithm.max_policy_ratio, kl=algorithm.max_policy_kl):
                 break
 
@@ -297,8 +302,8 @@ class StepEngine:
         if normalizers.tokens == 0:
             self._model.counts.empty += 1
             return
-        cuts = self._cut(rows.lengths)
-        report.add({"perf/padding_waste": _padding_waste(rows.lengths, cuts)})
+        micro_batches = self._cut(rows.lengths)
+        report.add({"perf/padding_waste": _padding_waste(rows.lengths, micro_batches)})
 
         def proceed() -> None:
             if report.nothing_ended:
@@ -306,11 +311,11 @@ class StepEngine:
             self._progress()
 
         objective: Objective = self._objective.with_mismatch_metrics if report.nothing_ended else self._objective
-        parts = _parts(rows, cuts)
+        micro_batch_rows = _rows_of_micro_batches(rows, micro_batches)
         if self.sampler is not None:
-            objective = self.sampler.watching(objective, parts)
+            objective = self.sampler.watching(objective, micro_batch_rows)
         with report.timing("forward_backward"):
-            stats = self._backend.forward_backward(parts, objective, normalizers, proceed=proceed)
+            stats = self._backend.forward_backward(micro_batch_rows, objective, normalizers, proceed=proceed)
         with report.timing("optimizer"):
             norm, rates = self._model.optimizer_step()
         report.add_step(stats, norm=norm, rate=rates[0])
@@ -318,14 +323,17 @@ class StepEngine:
     def _cut(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return the micro-batches of this rank's rows, as many as on the other ranks; the rows of each are sorted longest first."""
         agree = self._ranks.all_reduce_max if self._ranks.data_size > 1 else None
-        cuts = plan_microbatches(lengths, token_budget=self._micro_batch_tokens, agree=agree)
+        micro_batches = plan_microbatches(lengths, token_budget=self._micro_batch_tokens, agree=agree)
         if min(lengths, default=1) == max(lengths, default=1):
-            return cuts
+            return micro_batches
         sizes = np.asarray(lengths, np.int64)
         # Rows of like length side by side make attention's dense batches tight.
-        return [np.array(cut, np.int64)[np.argsort(-sizes[cut], kind="stable")].tolist() for cut in cuts]
+        return [
+            np.array(indices, np.int64)[np.argsort(-sizes[indices], kind="stable")].tolist()
+            for indices in micro_batches
+        ]
 
-    def _leave(self) -> None:
+    def _discard_step(self) -> None:
         self.prepared, self._records = None, []
         self._forget_samples()
         self._cancellation.restore()
@@ -373,12 +381,12 @@ def _unpacked(data: bytes) -> Any:
     return frames.decode(parts, copy=True)
 
 
-def _parts(rows: StepRows, cuts: Sequence[Sequence[int]]) -> list[StepRows]:
+def _rows_of_micro_batches(rows: StepRows, micro_batches: Sequence[Sequence[int]]) -> list[StepRows]:
     """Return the rows of each micro-batch. An empty micro-batch becomes one masked row, so that all ranks run equally many passes."""
-    return [rows.take(cut) if cut else rows.masked_row() for cut in cuts]
+    return [rows.take(indices) if indices else rows.masked_row() for indices in micro_batches]
 
 
-def _padding_waste(lengths: Sequence[int], cuts: Sequence[Sequence[int]]) -> Stat:
+def _padding_waste(lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> Stat:
     """Return the share of the computed tokens that belong to no row. Packed rows have no padding; an empty micro-batch has one token."""
-    idle = float(sum(not cut for cut in cuts))
+    idle = float(sum(not indices for indices in micro_batches))
     return Stat("mean", idle, idle + float(sum(lengths)))

@@ -45,22 +45,22 @@ def plan_pass(
     order = np.arange(len(lengths))
     if minibatches > 1:
         order = np.random.default_rng(list(seed)).permutation(len(lengths))
-    parts = [np.sort(part).tolist() for part in np.array_split(order, minibatches)]
+    batches = [np.sort(batch).tolist() for batch in np.array_split(order, minibatches)]
     if ranks == 1:
-        return PassPlan(minibatches=[[part] for part in parts], destination=[0] * len(lengths), imbalance=1.0)
+        return PassPlan(minibatches=[[batch] for batch in batches], destination=[0] * len(lengths), imbalance=1.0)
     costs = sequence_costs(lengths, linear=1.0, quadratic=1.0 / (12 * hidden_size))
-    cuts = [_deal(part, costs, ranks, balance) for part in parts]
+    assignments = [_deal(batch, costs, ranks, balance) for batch in batches]
     destination = np.zeros(len(lengths), np.int64)
-    for cut in cuts:
-        for rank, rows in enumerate(cut):
+    for assignment in assignments:
+        for rank, rows in enumerate(assignment):
             destination[rows] = rank
     loads = [np.flatnonzero(destination == rank).tolist() for rank in range(ranks)]
     imbalance = load_ratio(costs, loads) if lengths else 1.0
-    return PassPlan(minibatches=cuts, destination=destination.tolist(), imbalance=imbalance)
+    return PassPlan(minibatches=assignments, destination=destination.tolist(), imbalance=imbalance)
 
 
 def _deal(rows: list[int], costs: Sequence[float], ranks: int, balance: bool) -> list[list[int]]:
     if not balance:
-        return [list(part) for part in split_evenly(rows, ranks)]
-    # The heaviest part goes to rank 0 in every mini-batch otherwise; ranks wait for each other in each, so it costs nothing.
-    return [sorted(rows[index] for index in part) for part in karmarkar_karp([costs[row] for row in rows], ranks)]
+        return [list(indices) for indices in split_evenly(rows, ranks)]
+    # Rank 0 gets the heaviest set of each mini-batch. This costs nothing, because ranks wait for each other at the end of each mini-batch.
+    return [sorted(rows[index] for index in indices) for indices in karmarkar_karp([costs[row] for row in rows], ranks)]

@@ -35,7 +35,7 @@ class StepSampler:
         self._log_probs: dict[int, tuple[Tensor, Tensor]] = {}
         """Row number -> the trainer's log-probabilities and mask, [T], on the device."""
         self._step: tuple[PreparedBatch, list[PromptGroupRecord], list[int]] | None = None
-        """What `remember` was given."""
+        """The arguments of the last call of `remember`."""
 
     def clear(self) -> None:
         """Forget the last step."""
@@ -48,13 +48,13 @@ class StepSampler:
         """
         if not any(0 <= number < self._limit for rows in parts for number in rows.numbers):
             return objective
-        waiting = iter(parts)
+        remaining = iter(parts)
 
         def call(scores: Scores, columns: Columns, normalizers: LossNormalizers) -> LossResult:
-            rows = next(waiting, None)
+            rows = next(remaining, None)
             # A step that is cancelled ends with a masked row that is none of the parts.
-            known = rows is not None and columns.input_ids.shape == (len(rows.numbers), max(rows.lengths))
-            for index, number in enumerate(rows.numbers if rows is not None and known else ()):
+            has_rows = rows is not None and columns.input_ids.shape == (len(rows.numbers), max(rows.lengths))
+            for index, number in enumerate(rows.numbers if rows is not None and has_rows else ()):
                 if rows is not None and 0 <= number < self._limit and number not in self._log_probs:
                     length = rows.lengths[index]
                     log_probs = scores.log_probs[index, :length].detach().clone()
@@ -95,8 +95,8 @@ class StepSampler:
     def take(self) -> StepSamples:
         """Return the samples that were kept of the last step, and delete them here."""
         # Where the mask is false there is no log-probability.
-        known = to_host(values.float().where(mask, np.nan) for values, mask in self._log_probs.values())
-        log_probs = [(number, values.numpy()) for number, values in zip(self._log_probs, known, strict=True)]
+        host_log_probs = to_host(values.float().where(mask, np.nan) for values, mask in self._log_probs.values())
+        log_probs = [(number, values.numpy()) for number, values in zip(self._log_probs, host_log_probs, strict=True)]
         try:
             samples = self._samples()
         except Exception:

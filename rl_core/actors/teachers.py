@@ -18,7 +18,7 @@ from rl_core.workers.worker import Worker
 
 
 class TeacherScores(NamedTuple):
-    """What the teachers say of a batch. B rows, S tokens of the padded row, K candidates; zeros where nothing trains."""
+    """The teachers' scores of a batch. B rows, S tokens of the padded row, K candidates; zeros where nothing trains."""
 
     log_probs: Tensor
     """[B, S] float32, log-probabilities of the tokens."""
@@ -46,16 +46,16 @@ class Teachers:
         method, options = ("log_probs", ()) if self._spec.top_k is None else ("top_log_probs", (self._spec.top_k,))
         answers = self._calls.ask(groups, batch, method, self._temperature, *options)
         shape, count = batch.input_ids.shape, self._spec.top_k
-        parts = [torch.zeros(shape)]
+        tensors = [torch.zeros(shape)]
         if count is not None:
-            parts += [torch.zeros(*shape, count, dtype=torch.int64), torch.zeros(*shape, count)]
+            tensors += [torch.zeros(*shape, count, dtype=torch.int64), torch.zeros(*shape, count)]
         for index, length in enumerate(batch.lengths.tolist()):
             answer = answers[index]
-            for part, values in zip(parts, (answer,) if count is None else answer, strict=True):
-                place_row(part, index, values, length, of=f"teacher {groups[index]}")
-        for part in parts:
-            part[~batch.loss_mask] = 0
-        return TeacherScores(*parts, *[None] * (3 - len(parts)))
+            for tensor, values in zip(tensors, (answer,) if count is None else answer, strict=True):
+                place_row(tensor, index, values, length, of=f"teacher {groups[index]}")
+        for tensor in tensors:
+            tensor[~batch.loss_mask] = 0
+        return TeacherScores(*tensors, *[None] * (3 - len(tensors)))
 
     def _group(self, record: PromptGroupRecord) -> str:
         column = self._spec.column

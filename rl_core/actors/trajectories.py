@@ -29,13 +29,13 @@ def trained_mask(trajectory: Trajectory, options: EmbodiedOptions) -> Tensor:
     Actions that a person took are left out. If the policy ratio is computed for whole chunks, a chunk with such an action is left out.
     """
     width = trajectory.rewards.shape[2]
-    made = torch.arange(width) < trajectory.sub_steps.transpose(0, 1)[..., None]
-    mask = made & trajectory.valid.transpose(0, 1)[..., None]
+    executed = torch.arange(width) < trajectory.sub_steps.transpose(0, 1)[..., None]
+    mask = executed & trajectory.valid.transpose(0, 1)[..., None]
     if not options.auto_reset:
         mask &= embodied_loss_mask(trajectory.dones.transpose(0, 1))[0]
     if trajectory.intervene_flags is not None:
-        taken = trajectory.intervene_flags.transpose(0, 1)
-        mask &= ~(taken.any(dim=2, keepdim=True) if options.log_prob_level == "chunk" else taken)
+        interventions = trajectory.intervene_flags.transpose(0, 1)
+        mask &= ~(interventions.any(dim=2, keepdim=True) if options.log_prob_level == "chunk" else interventions)
     return mask
 
 
@@ -53,10 +53,10 @@ def prepare_rows(
     """
     rewards, dones = trajectory.rewards.transpose(0, 1), trajectory.dones.transpose(0, 1)
     mask_BNC = trained_mask(trajectory, options)
-    kept, metrics = _filtered(episode_scores(rewards, dones), mask_BNC.any(dim=2).any(dim=1), algorithm, options)
+    passed, metrics = _filtered(episode_scores(rewards, dones), mask_BNC.any(dim=2).any(dim=1), algorithm, options)
     if algorithm.critic_in_use is None and trajectory.intervene_flags is not None:
-        kept &= ~trajectory.intervene_flags.any(dim=0).any(dim=1)  # such a return is not the policy's alone
-    mask_BNC &= kept[:, None, None]
+        passed &= ~trajectory.intervene_flags.any(dim=0).any(dim=1)  # such a return is not the policy's alone
+    mask_BNC &= passed[:, None, None]
     decided_BN = mask_BNC.any(dim=2)
     values = trajectory.prev_values.transpose(0, 1)[..., 0].contiguous()
     critic = algorithm.critic_in_use
@@ -71,32 +71,32 @@ def prepare_rows(
         inputs = AdvantageInputs(
             mask=decided_BN,
             group_ids=groups,
-            valid=kept & decided_BN.any(dim=1),
+            valid=passed & decided_BN.any(dim=1),
             rewards=episode_scores(rewards, dones),
         )
         result = compute_advantages(algorithm.name, inputs, **shared)
         returns = None
-    old = by_level(_rows(trajectory.prev_logprobs), options.log_prob_level)
+    rollout_log_probs = by_level(_rows(trajectory.prev_logprobs), options.log_prob_level)
     mask = _level_mask(mask_BNC, trajectory.prev_logprobs.shape[-1], options.log_prob_level)
     metrics |= result.metrics
 
-    def wide(values_BN: Tensor) -> Tensor:
-        return values_BN.reshape(-1, 1).expand_as(old).contiguous()
+    def per_token(values_BN: Tensor) -> Tensor:
+        return values_BN.reshape(-1, 1).expand_as(rollout_log_probs).contiguous()
 
     prepared = PreparedBatch(
-        collated=(batch := _batch(trajectory, mask, old)),
+        collated=(batch := _batch(trajectory, mask, rollout_log_probs)),
         batch=batch,
-        advantages=wide(result.advantages),
+        advantages=per_token(result.advantages),
         metrics=metrics,
         inputs={name: _rows(tensor) for name, tensor in trajectory.forward_inputs.items()},
     )
     if critic is not None and returns is not None:
-        prepared.values, prepared.returns = wide(values[:, :-1]), wide(returns)
+        prepared.values, prepared.returns = per_token(values[:, :-1]), per_token(returns)
         explained = explained_variance(values[:, :-1].contiguous(), returns, decided_BN, reduce=reduce)
         metrics["explained_variance"] = Stat("mean", torch.tensor(explained), torch.tensor(1.0))
     if algorithm.needs_ages:
         ages = (version - trajectory.versions).clamp(min=0).float()
-        prepared.ages = wide(ages[None].expand(rewards.shape[0], -1))
+        prepared.ages = per_token(ages[None].expand(rewards.shape[0], -1))
     return prepared
 
 
@@ -107,15 +107,15 @@ def _filtered(
 
     `scores` [B] are the returns of episodes. The mean of a group is that of its `valid` ones: a lost episode has no return.
     """
-    every = torch.ones(len(scores), dtype=torch.bool)
+    all_pass = torch.ones(len(scores), dtype=torch.bool)
     if options.reward_filter is None:
-        return every, {}
+        return all_pass, {}
     low, high = options.reward_filter
     size = simulators_per_group(algorithm)
     counts = valid.reshape(-1, size).sum(dim=1)
     means = torch.where(valid, scores, 0.0).reshape(-1, size).sum(dim=1) / counts.clamp(min=1)
-    kept = ((means >= low) & (means <= high)).repeat_interleave(size)
-    return kept, {"groups/filtered": mean_stat((~kept).float(), valid)}
+    passed = ((means >= low) & (means <= high)).repeat_interleave(size)
+    return passed, {"groups/filtered": mean_stat((~passed).float(), valid)}
 
 
 def _level_mask(mask_BNC: Tensor, tokens: int, level: str) -> Tensor:

@@ -27,17 +27,17 @@ def to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, 
     buffer = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for name, tensor in tensors.items():
         _view(buffer[places[name]], tensor).copy_(tensor)
-    moved = buffer.to(device, non_blocking=True)
-    return {name: _view(moved[places[name]], tensor) for name, tensor in tensors.items()}
+    device_buffer = buffer.to(device, non_blocking=True)
+    return {name: _view(device_buffer[places[name]], tensor) for name, tensor in tensors.items()}
 
 
 def to_host(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return `tensors`, which have one type and device, on the CPU, with one copy for all of them."""
-    found = list(tensors)
-    if not found or found[0].device.type == "cpu":
-        return found
-    parts = torch.cat([tensor.reshape(-1) for tensor in found]).cpu().split([tensor.numel() for tensor in found])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, found, strict=True)]
+    sources = list(tensors)
+    if not sources or sources[0].device.type == "cpu":
+        return sources
+    parts = torch.cat([tensor.reshape(-1) for tensor in sources]).cpu().split([tensor.numel() for tensor in sources])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, sources, strict=True)]
 
 
 def _view(raw: Tensor, like: Tensor) -> Tensor:

@@ -45,8 +45,8 @@ class FSDPModelManager(ModelManager):
     model: "nn.Module"
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
-    _parts: Mapping[str, StoredPart] = MappingProxyType({})
-    """What the tensors of a model folder are that are no parameters of that name."""
+    _stored_parts: Mapping[str, StoredPart] = MappingProxyType({})
+    """The tensors of a model folder that are no whole parameters of the same name, by name; see `stored_parts`."""
 
     def __init__(self, cfg: RLJobSpec | Mapping[str, Any], world_size: int, rank: int) -> None:
         """Join the other ranks. `cfg` is the job's spec, or a mapping that is validated into one.
@@ -105,10 +105,10 @@ class FSDPModelManager(ModelManager):
         model = self.model_provider_func()
         self._set_modes(model)
         aliases = hf.tied_names(model)
-        self._parts = stored_parts(model)
+        self._stored_parts = stored_parts(model)
         self.sync_names = [
             (name, aliases.get(name))
-            for name in hf.stored_names(model, self._parts)
+            for name in hf.stored_names(model, self._stored_parts)
             if not is_critic_name(name) and not is_adapter_name(name)
         ]
         on_meta = any(parameter.is_meta for parameter in model.parameters())
@@ -123,7 +123,7 @@ class FSDPModelManager(ModelManager):
         methods = [SCORE] if hasattr(model, SCORE) else []
         model = self.strategy.wrap(model, device=self.compute_device, aliases=aliases, methods=methods)
         if on_meta:
-            slices = slices_in_folder(self.strategy.named_slices(model), self._parts)
+            slices = slices_in_folder(self.strategy.named_slices(model), self._stored_parts)
             hf.load_weights(model, self.cfg.model.path, aliases, slices=slices)
         self._round_frozen(model)
         stored = hf.named_parameters(model).items()
@@ -244,16 +244,16 @@ class FSDPModelManager(ModelManager):
 
     def _gradient_norm(self) -> float:
         self._clipped = self._models()
-        # To the CPU one by one: a rank without gradients of a model answers from there.
+        # The norms are moved to the CPU, because a rank without gradients of a model has its zero there.
         squares = torch.stack([self.strategy.local_squared_grad_norm(parameters).cpu() for parameters in self._clipped])
         self._norms = [math.sqrt(square) for square in self.ranks.sum_over_data_ranks(squares).tolist()]
         return math.hypot(*self._norms)
 
     def _apply_gradients(self, norm: float) -> None:
         clip = self.cfg.actor.grad_clip
-        for parameters, own in zip(self._clipped, self._norms, strict=True):
-            if clip is not None and own + 1e-6 > clip:
-                self.strategy.scale_grads(parameters, clip / (own + 1e-6))
+        for parameters, model_norm in zip(self._clipped, self._norms, strict=True):
+            if clip is not None and model_norm + 1e-6 > clip:
+                self.strategy.scale_grads(parameters, clip / (model_norm + 1e-6))
         self.optimizer.step()
 
     def _follow_schedule(self) -> None:
@@ -316,10 +316,10 @@ class FSDPModelManager(ModelManager):
             return super().get_model_state_dict(cpu_offload, full_state_dict)
         self.residency.require_loaded("get_model_state_dict")
         stored = hf.named_tensors(self.model)
-        tied = {name: other for name, other in self.sync_names if other is not None}
+        tied = {name: target for name, target in self.sync_names if target is not None}
         names = [*(name for name in stored if not is_critic_name(name)), *tied]
-        held = {name: self.strategy.shard(stored[tied.get(name, name)]) for name in names}
-        return {name: tensor.to("cpu", copy=True) if cpu_offload else tensor for name, tensor in held.items()}
+        tensors = {name: self.strategy.shard(stored[tied.get(name, name)]) for name in names}
+        return {name: tensor.to("cpu", copy=True) if cpu_offload else tensor for name, tensor in tensors.items()}
 
     @property
     def _weight_dtype(self) -> str:
@@ -327,25 +327,27 @@ class FSDPModelManager(ModelManager):
 
     def named_slices(self) -> Slices:
         """Return the parts of the weights that this rank stores, by Hugging Face name; tied weights once. Not collective."""
-        return slices_in_folder(self.strategy.named_slices(self.model), self._parts)
+        return slices_in_folder(self.strategy.named_slices(self.model), self._stored_parts)
 
     def master_slices(self) -> Slices:
         """Return the parameters that are trained, which are the float32 master weights here, and the buffers. Not collective."""
         frozen = {name for name in hf.named_parameters(self.model) if not self._is_trained(name)}
         slices = self.strategy.named_slices(self.model).items()
-        return slices_in_folder({name: part for name, part in slices if name not in frozen}, self._parts)
+        return slices_in_folder({name: part for name, part in slices if name not in frozen}, self._stored_parts)
 
     def moment_slices(self) -> Slices:
         """Return the parts of the optimizer's moments that this rank stores, sharing memory. Not collective."""
-        found: dict[str, Sequence[LocalSlice]] = {}
+        slices_by_name: dict[str, Sequence[LocalSlice]] = {}
         for moment in MOMENTS:
             slices = {
                 name: self.strategy.slice_of(self.optimizer.state[parameter][moment], like=parameter)
                 for name, parameter in hf.named_parameters(self.model).items()
                 if parameter in self.optimizer.state
             }
-            found |= {f"{name}.{moment}": parts for name, parts in slices_in_folder(slices, self._parts).items()}
-        return found
+            slices_by_name |= {
+                f"{name}.{moment}": parts for name, parts in slices_in_folder(slices, self._stored_parts).items()
+            }
+        return slices_by_name
 
     def _written(self, slices: Slices, *, updated: bool = True) -> Slices:
         if self.ranks.rank >= self.strategy.copy_size:
@@ -358,7 +360,7 @@ class FSDPModelManager(ModelManager):
         return {name: max(counter[name] for counter in counters) for name in counters[0]}
 
     def _resume(self, weights: Slices, moments: Slices, steps: Mapping[str, float]) -> None:
-        # The slices share memory with model and optimizer: filling them was all.
+        # The slices share memory with model and optimizer, so their values are loaded already.
         set_step_counters(self.model, self.optimizer, steps)
         resume_schedule(self.optimizer, self.scheduler, applied=self._applied_in_phase)
 

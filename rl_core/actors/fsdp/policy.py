@@ -21,7 +21,7 @@ from rl_core.policies.folder import load_policy
 FORWARD = "forward_train"
 """Method of a policy that the trainer calls; FSDP treats it as a forward method."""
 HIDDEN_SIZE, LONGEST = 64, 2**30
-"""What takes the place of the sizes of a language model: rows of a step cost the same, and have no limit of their own."""
+"""Stand-ins for the sizes of a language model: all rows of a step cost the same, and their length is not limited."""
 
 
 class PolicyModelManager(FSDPModelManager):

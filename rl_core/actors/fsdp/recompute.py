@@ -34,7 +34,7 @@ def selective_contexts() -> Callable[[], Any]:
     attention = ATTENTION | {_OPS.torch_attn._varlen_attn.default}
 
     def contexts() -> Any:
-        # Forward pass and recomputation count their products apart.
+        # Forward pass and recomputation count their products separately.
         counts = {False: 0, True: 0}
         return create_selective_checkpoint_contexts(partial(_policy, counts, products, attention))
 

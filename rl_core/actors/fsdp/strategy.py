@@ -213,8 +213,8 @@ class FSDP2Strategy(Strategy):
         tensor = tensor.detach()
         if isinstance(tensor, DTensor):
             return tensor
-        cut = [Replicate()] * (self._replicas > 1) + [Shard(0)]
-        return DTensor.from_local(tensor, self._mesh, cut, run_check=False)
+        placements = [Replicate()] * (self._replicas > 1) + [Shard(0)]
+        return DTensor.from_local(tensor, self._mesh, placements, run_check=False)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -223,39 +223,39 @@ def _offset(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ..
     return tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[1])
 
 
-class _Place(NamedTuple):
-    """What a rank has of a parameter in a flat one."""
+class _FlatRange(NamedTuple):
+    """The part of a parameter that a rank stores inside a flat parameter."""
 
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     start: int
-    """Number of the rank's first element."""
+    """Row-major index of the first element that the rank stores."""
 
 
 class FSDP1Strategy(Strategy):
-    """`FullyShardedDataParallel`: the parameters of a unit lie end to end in a flat one, which is cut into equal runs.
+    """`FullyShardedDataParallel`: the parameters of a unit are concatenated into a flat one, which is sharded into equal ranges.
 
-    The model's parameters are views of this rank's run, [elements]; one that lies with other ranks is empty.
+    The model's parameters are views [elements] of this rank's range. A parameter that other ranks store is empty.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """See `Strategy`."""
         super().__init__(*args, **kwargs)
-        self._places: dict[Tensor, _Place] = {}
+        self._places: dict[Tensor, _FlatRange] = {}
 
     def _wrap(
         self, model: nn.Module, device: torch.device, aliases: Mapping[str, str], methods: Sequence[str]
     ) -> nn.Module:
         layers, on_meta = hf.decoder_layer_classes(model), _on_meta(model)
-        # A layer gets its storage right before it is cut: a rank never holds more than one whole.
+        # A layer gets storage right before it is sharded, so that a rank never holds more than one whole layer.
         for name, module in list(model.named_modules()):
             if isinstance(module, layers):
                 parent, _, attribute = name.rpartition(".")
                 setattr(model.get_submodule(parent), attribute, self._unit(_placed(module, device), device))
         units = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
-        cut = {module for unit in units for module in unit.modules()}
+        wrapped = {module for unit in units for module in unit.modules()}
         for module in model.modules():
-            if module not in cut:
+            if module not in wrapped:
                 _placed(module, device, recurse=False)
         if on_meta:
             hf.retie(model, aliases)
@@ -265,7 +265,7 @@ class FSDP1Strategy(Strategy):
         for handle in _handles(root):
             flat = handle.flat_param
             for parameter, shape, info in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True):
-                self._places[parameter] = _Place(tuple(shape), info.intra_param_start_idx or 0)
+                self._places[parameter] = _FlatRange(tuple(shape), info.intra_param_start_idx or 0)
         return root
 
     def _unit(self, module: nn.Module, device: torch.device) -> nn.Module:
@@ -273,7 +273,7 @@ class FSDP1Strategy(Strategy):
         return FullyShardedDataParallel(
             module,
             device_mesh=self._mesh,
-            # One rank has nothing to cut; FSDP1 warns of anything else.
+            # A single rank has nothing to shard. FSDP1 warns about every other strategy.
             sharding_strategy=ShardingStrategy.NO_SHARD if self._ranks.size == 1 else sharding,
             mixed_precision=MixedPrecision(param_dtype=self._compute_dtype, reduce_dtype=torch.float32)
             if self._half
@@ -288,8 +288,8 @@ class FSDP1Strategy(Strategy):
         In half precision gradients are reduced with each micro-batch, because FSDP1 would otherwise accumulate them in half precision.
         """
         if isinstance(model, FullyShardedDataParallel) and self._accumulate and not is_last and not self._half:
-            held_back: AbstractContextManager[None] = model.no_sync()
-            return held_back
+            no_sync: AbstractContextManager[None] = model.no_sync()
+            return no_sync
         return nullcontext()
 
     def drop_grads(self, model: nn.Module) -> None:
@@ -349,7 +349,7 @@ def _on_meta(model: nn.Module) -> bool:
 
 
 def _placed(module: nn.Module, device: torch.device, *, recurse: bool = True) -> nn.Module:
-    """Return a module whose tensors have storage on `device`; what has values keeps them."""
+    """Return a module whose tensors have storage on `device`. Existing values are kept."""
     module._apply(
         lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device), recurse=recurse
     )

@@ -90,8 +90,8 @@ class MegatronBackend(TrainBackend):
     def _whole_rounds(self, micro_batches: Sequence[StepRows]) -> list[StepRows]:
         """Return the micro_batches, followed by masked ones up to a multiple of the stages where the pipeline schedule is interleaved."""
         parallel = self.manager.parallel
-        missing = -len(micro_batches) % parallel.pipeline if parallel.virtual_pipeline is not None else 0
-        return [*micro_batches, *(micro_batches[0].masked_row() for _ in range(missing))]
+        num_masked = -len(micro_batches) % parallel.pipeline if parallel.virtual_pipeline is not None else 0
+        return [*micro_batches, *(micro_batches[0].masked_row() for _ in range(num_masked))]
 
     def _from_last_stage(
         self, scored: list[DetachedScores], micro_batches: Sequence[StepRows], outputs: Outputs
@@ -103,9 +103,9 @@ class MegatronBackend(TrainBackend):
         if self.manager.parallel.pipeline == 1:
             return scored
         shapes = [rows.columns.input_ids.shape for rows in micro_batches]
-        nothing: list[Tensor | None] = [None] * len(micro_batches)
-        log_probs = _broadcast([s.log_probs for s in scored], shapes) if outputs.log_probs else nothing
-        values = _broadcast([s.values for s in scored], shapes) if outputs.values else nothing
+        absent: list[Tensor | None] = [None] * len(micro_batches)
+        log_probs = _broadcast([s.log_probs for s in scored], shapes) if outputs.log_probs else absent
+        values = _broadcast([s.values for s in scored], shapes) if outputs.values else absent
         return [DetachedScores(*pair) for pair in zip(log_probs, values, strict=True)]
 
     def _run(
@@ -144,7 +144,7 @@ class MegatronBackend(TrainBackend):
 
     def _forward_step(
         self,
-        rows_left: Iterator[StepRows],
+        row_iterator: Iterator[StepRows],
         stage: Any,
         *,
         finish: Finish,
@@ -157,7 +157,7 @@ class MegatronBackend(TrainBackend):
         Returns the hidden states of the stage and a function of the last stage's, which the schedule calls for the result.
         """
         proceed()
-        rows = next(rows_left)
+        rows = next(row_iterator)
         batch = self._pack(rows)
         hidden = stage(
             input_ids=batch.rows.input_ids,
@@ -187,11 +187,11 @@ class MegatronBackend(TrainBackend):
         hidden = hidden.transpose(0, 1)
         packed: list[Tensor | None] = [None, None, None, None]
         if outputs.log_probs:
-            of_policy, head = hidden[:1], model.output_weight
+            policy_hidden, head = hidden[:1], model.output_weight
             if manager.cfg.model.float32_head:
-                of_policy, head = of_policy.float(), head.float()
+                policy_hidden, head = policy_hidden.float(), head.float()
             scores = hidden_scores(
-                of_policy,
+                policy_hidden,
                 head,
                 batch.rows.input_ids,
                 temperature=manager.cfg.rollout.sampling.temperature,
@@ -249,4 +249,4 @@ def _broadcast(tensors: Sequence[Tensor | None], shapes: Sequence[torch.Size]) -
     sizes = [shape.numel() for shape in shapes]
     flat = torch.cat([t.reshape(-1) for t in tensors if t is not None]) if tensors else torch.empty(sum(sizes))
     dist.broadcast(flat, state.get_pipeline_model_parallel_last_rank(), group=state.get_pipeline_model_parallel_group())
-    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+    return [values.view(shape) for values, shape in zip(flat.split(sizes), shapes, strict=True)]

@@ -65,15 +65,15 @@ class RowMapping:
         """
         width, stop = prod(row_shape), start + len(elements)
         box_shape = (sum(map(len, self.rows)), *row_shape)
-        found: list[LocalSlice] = []
+        slices: list[LocalSlice] = []
         rows_before = 0
         for rows in self.rows:
             low, high = max(start, rows.start * width), min(stop, rows.stop * width)
             if low < high:
                 index_in_box = (rows_before - rows.start) * width + low
-                found += LocalSlice.of_range(elements[low - start : high - start], box_shape, index_in_box).boxes()
+                slices += LocalSlice.of_range(elements[low - start : high - start], box_shape, index_in_box).boxes()
             rows_before += len(rows)
-        return [self._in_whole_tensor(box) for box in found]
+        return [self._in_whole_tensor(box) for box in slices]
 
     def _in_whole_tensor(self, box: LocalSlice) -> LocalSlice:
         """Return a box whose offset counts from the first row of `rows` as a box of the whole tensor."""
@@ -131,18 +131,18 @@ class TensorParallelLayout:
         vocabulary is in no box.
         """
         flat = values.detach().view(-1)
-        found = {rows.name: rows.boxes(flat, start, shape[1:]) for rows in self.mappings(name, shape)}
-        return {name: boxes for name, boxes in found.items() if boxes}
+        by_name = {rows.name: rows.boxes(flat, start, shape[1:]) for rows in self.mappings(name, shape)}
+        return {name: boxes for name, boxes in by_name.items() if boxes}
 
     def mappings(self, name: str, shape: tuple[int, ...]) -> list[RowMapping]:
-        """Return for the rows of a parameter of that name and shape to which Hugging Face tensors they belong."""
+        """Return the Hugging Face tensors to which the rows of a parameter of that name and shape belong."""
         if name.startswith(OF_CRITIC):
             mappings = self.mappings(name.removeprefix(OF_CRITIC), shape)
             return [replace(mapping, name=OF_CRITIC + mapping.name) for mapping in mappings]
         if name in WHOLE:
             return [self._whole(WHOLE[name], shape)]
         if name in VOCABULARY:
-            # Of several ranks the last ones may have padding alone.
+            # The last ranks may have nothing but padding.
             offset = (min(self.rank * shape[0], self.vocabulary), 0)
             stored = EMBEDDING if self.tied else VOCABULARY[name]
             return [RowMapping(stored, (range(self.tokens),), offset, (self.vocabulary, *shape[1:]), cut_along=0)]
@@ -175,21 +175,23 @@ class TensorParallelLayout:
             "v_proj": (queries + self.head, group),
         }
         return [
-            self._rows(f"{prefix}self_attn.{part}.{kind}", tuple(range(at + low, at + high) for at in starts), row)
+            self._rows(
+                f"{prefix}self_attn.{part}.{kind}", tuple(range(start + low, start + high) for start in starts), row
+            )
             for part, (low, high) in parts.items()
         ]
 
-    def _adapter(self, name: str, shape: tuple[int, ...], part: str, *, by_inputs: bool) -> RowMapping:
+    def _adapter(self, name: str, shape: tuple[int, ...], matrix: str, *, by_inputs: bool) -> RowMapping:
         """Return the mapping of A or B of a layer whose inputs, or else its outputs, the ranks divide."""
-        if by_inputs and part == A:
+        if by_inputs and matrix == A:
             return self._columns(name, shape)
-        return self._whole(name, shape) if by_inputs or part == A else self._rows(name, (range(shape[0]),), shape[1:])
+        return self._whole(name, shape) if by_inputs or matrix == A else self._rows(name, (range(shape[0]),), shape[1:])
 
     def _columns(self, name: str, shape: tuple[int, ...]) -> RowMapping:
         """Return the mapping of a matrix of which each rank has equally many columns."""
         rows, columns = shape
-        offset, whole = (0, self.rank * columns), (rows, self.ranks * columns)
-        return RowMapping(name, (range(rows),), offset, whole, cut_along=1)
+        offset, whole_shape = (0, self.rank * columns), (rows, self.ranks * columns)
+        return RowMapping(name, (range(rows),), offset, whole_shape, cut_along=1)
 
     def _rows(self, name: str, ranges: tuple[range, ...], row: tuple[int, ...]) -> RowMapping:
         """Return the mapping of a tensor of which each rank has equally many rows."""
@@ -217,7 +219,7 @@ def global_parameters(model: Any) -> Mapping[str, Any]:
     """Return the parameters of one stage by name, layers counted over the whole model."""
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
 
-    def counted(match: re.Match[str]) -> str:
+    def global_name(match: re.Match[str]) -> str:
         return f"decoder.layers.{layers[int(match[1])]}.{match[2]}"
 
-    return {LAYER.sub(counted, name): parameter for name, parameter in model.named_parameters()}
+    return {LAYER.sub(global_name, name): parameter for name, parameter in model.named_parameters()}

@@ -45,7 +45,7 @@ def cpu_as_cuda() -> Iterator[None]:
 
 
 class _CudaIsCpu(TorchFunctionMode):  # type: ignore[misc]
-    """Rewrites what asks for `cuda` on the way into torch functions."""
+    """Replaces the device `cuda` by the CPU in the arguments of torch functions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -78,7 +78,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return (module, name, what stands there instead)."""
+    """Return (module, name of the attribute, replacement)."""
     from megatron.core.tensor_parallel import random
 
     def helping(answer: Callable[..., Any]) -> Callable[..., Any]:

@@ -38,7 +38,7 @@ class _Fused:
 
 def attach_adapters(model: Any, spec: LoraSpec, cut: TensorParallelLayout) -> None:
     """Add adapters to the layers that `spec` selects of a pipeline stage, and of a critic's own decoder in it. Values are not set."""
-    for decoder in (one.decoder for one in (model, getattr(model, SEPARATE, None)) if one is not None):
+    for decoder in (holder.decoder for holder in (model, getattr(model, SEPARATE, None)) if holder is not None):
         for layer in decoder.layers:
             if spec.layers is None or layer.layer_number - 1 in spec.layers:
                 for linear, fused in _linear_layers(layer, cut):
@@ -46,13 +46,13 @@ def attach_adapters(model: Any, spec: LoraSpec, cut: TensorParallelLayout) -> No
                         linear.add_module(ADAPTERS, Adapters(linear, fused, spec, cut.rank))
                         linear.register_forward_hook(_with_adapters)
     if model.config.recompute_granularity is not None and model.pre_process:
-        # megatron computes a part again, and its gradients, only where what it is given wants a gradient.
-        model.embedding.register_forward_hook(_wanting_gradients)
+        # megatron recomputes a part, and computes its gradients, only if its input requires a gradient.
+        model.embedding.register_forward_hook(_require_gradients)
 
 
 @contextmanager
 def dropout_drawn_from(*key: int) -> Iterator[None]:
-    """Let what adapters drop inside the block depend on `key` alone. The tensor-parallel ranks of a stage must give the same one."""
+    """Seed the dropout of adapters inside the block with `key` alone. The tensor-parallel ranks of a stage must pass the same key."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int.from_bytes(digest[:7], "big"))
@@ -79,7 +79,7 @@ def _with_adapters(layer: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor
     return getattr(layer, ADAPTERS)(inputs[0], output), bias
 
 
-def _wanting_gradients(_: Any, __: Any, output: Tensor) -> Tensor:
+def _require_gradients(_: Any, __: Any, output: Tensor) -> Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
@@ -91,7 +91,7 @@ class Adapters(nn.Module):  # type: ignore[misc]
         super().__init__()
         self._fused, self._scale, self._dropout = fused, spec.scale, spec.dropout
         self._sequence = layer.config.sequence_parallel
-        # Ranks with the same inputs drop the same ones.
+        # Ranks with the same inputs draw the same dropout mask.
         self._seed_offset = tensor_rank if fused.by_inputs or self._sequence else 0
         self.lora_enabled = True
         self._places: list[slice] = []
@@ -105,32 +105,32 @@ class Adapters(nn.Module):  # type: ignore[misc]
                 self.add_module(target, nn.ModuleDict({A: down, B: up}))
                 self._places.append(slice(start, start + width))
                 if self._sequence:
-                    # Of a whole matrix each rank has the gradient from its own tokens; megatron adds these up.
+                    # Each rank has the gradient of a whole matrix for its own tokens only. megatron sums these gradients.
                     (up if fused.by_inputs else down).weight.sequence_parallel = True
             start += width
 
     def forward(self, inputs: Tensor, output: Tensor) -> Tensor:
         """Return `output` [L, 1, O] of the layer for `inputs` [L, 1, I] with what the adapters add to it.
 
-        Under sequence parallelism what is whole in its last dimension has this rank's share of the L tokens.
+        Under sequence parallelism a tensor that is whole in its last dimension has only this rank's share of the L tokens.
         """
         if not self.lora_enabled:
             return output
         hidden = torch.cat([adapter[A](self._dropped(inputs)) for adapter in self._modules.values()], dim=-1)
-        arrived = self._exchanged(hidden * self._scale)
+        exchanged = self._exchanged(hidden * self._scale)
         weights = [adapter[B].weight for adapter in self._modules.values()]
         if self._fused.by_inputs:
-            return output + arrived @ weights[0].t()
-        return _AddedInPlace.apply(output, arrived, self._places, self._fused.groups, *weights)
+            return output + exchanged @ weights[0].t()
+        return _AddedInPlace.apply(output, exchanged, self._places, self._fused.groups, *weights)
 
     def _dropped(self, inputs: Tensor) -> Tensor:
         if not (self._dropout and self.training):
             return inputs
-        # The CPU's generator, see `dropout_drawn_from`, is set back by megatron where it computes a part again.
+        # The seed comes from the CPU's generator (see `dropout_drawn_from`), which megatron restores when it recomputes a part.
         seed = int(torch.randint(2**48, ())) + self._seed_offset
         generator = torch.Generator(inputs.device).manual_seed(seed)
-        kept = torch.empty(inputs.shape, dtype=torch.bool, device=inputs.device)
-        return inputs * kept.bernoulli_(1 - self._dropout, generator=generator) / (1 - self._dropout)
+        mask = torch.empty(inputs.shape, dtype=torch.bool, device=inputs.device)
+        return inputs * mask.bernoulli_(1 - self._dropout, generator=generator) / (1 - self._dropout)
 
     def _exchanged(self, hidden: Tensor) -> Tensor:
         """Return the outputs of A as this rank's B needs them: of all tokens, summed over the ranks where these divide the inputs."""
@@ -158,8 +158,8 @@ class _AddedInPlace(torch.autograd.Function):  # type: ignore[misc]
         ctx.save_for_backward(hidden, *weights)
         ctx.places, ctx.groups = places, groups
         runs = output.unflatten(-1, (groups, -1))
-        for part, place, weight in zip(hidden.chunk(len(weights), dim=-1), places, weights, strict=True):
-            runs[..., place] += (part @ weight.t()).unflatten(-1, (groups, -1))
+        for hidden_part, place, weight in zip(hidden.chunk(len(weights), dim=-1), places, weights, strict=True):
+            runs[..., place] += (hidden_part @ weight.t()).unflatten(-1, (groups, -1))
         ctx.mark_dirty(output)
         return output
 
@@ -168,9 +168,9 @@ class _AddedInPlace(torch.autograd.Function):  # type: ignore[misc]
         """Return the gradients of `output`, `hidden` and `weights`, given the gradient [L, 1, O] of the result."""
         hidden, *weights = ctx.saved_tensors
         runs = grad.unflatten(-1, (ctx.groups, -1))
-        of_hidden, of_weights = [], []
-        for part, place, weight in zip(hidden.chunk(len(weights), dim=-1), ctx.places, weights, strict=True):
+        hidden_grads, weight_grads = [], []
+        for hidden_part, place, weight in zip(hidden.chunk(len(weights), dim=-1), ctx.places, weights, strict=True):
             rows = runs[..., place].reshape(-1, len(weight))
-            of_hidden.append((rows @ weight).view(part.shape))
-            of_weights.append(rows.t() @ part.reshape(-1, part.shape[-1]))
-        return grad, torch.cat(of_hidden, dim=-1), None, None, *of_weights
+            hidden_grads.append((rows @ weight).view(hidden_part.shape))
+            weight_grads.append(rows.t() @ hidden_part.reshape(-1, hidden_part.shape[-1]))
+        return grad, torch.cat(hidden_grads, dim=-1), None, None, *weight_grads

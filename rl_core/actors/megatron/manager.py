@@ -64,7 +64,7 @@ class MegatronModelManager(ModelManager):
         return cpu.cpu_as_cuda() if self.compute_device.type == "cpu" else nullcontext()
 
     def dropout_context(self, *, forward_only: bool) -> AbstractContextManager[None]:
-        """Return a context manager of one pass over micro-batches: what adapters drop is then repeated by a resumed run."""
+        """Return a context manager of one pass over micro-batches. It seeds the dropout of adapters, so that a resumed run repeats it."""
         lora = self.cfg.model.lora
         if lora is None or not lora.dropout:
             return nullcontext()
@@ -74,7 +74,7 @@ class MegatronModelManager(ModelManager):
     # Set-up ---------------------------------------------------------------------------------------------------------
 
     def _set_up(self) -> None:
-        # Names, shapes and ties as transformers has them; it holds no memory.
+        # The template has the names, shapes and ties of the transformers model. It has no storage.
         self.template = hf.build_model(self._hf_config, dtype=self.dtype)
         aliases = hf.tied_names(self.template)
         self.sync_names = [(name, aliases.get(name)) for name in hf.stored_names(self.template, {})]
@@ -88,7 +88,7 @@ class MegatronModelManager(ModelManager):
             self.optimizer = build_optimizer(
                 self.cfg.actor, self.stages, dtype=self.dtype, distributed=self._distributed
             )
-            trained = {name: one for name, one in self._parameters().items() if one.requires_grad}
+            trained = {name: parameter for name, parameter in self._parameters().items() if parameter.requires_grad}
             self._shards = open_shards(self.optimizer, trained)
             self._set_rates()
             if self.cfg.model.lora is not None:
@@ -140,14 +140,14 @@ class MegatronModelManager(ModelManager):
         self.config.finalize_model_grads_func = library.finalize_model_grads
 
     def _settings(self) -> dict[str, Any]:
-        """Return what layout and device ask of megatron's configuration."""
+        """Return the settings of megatron's configuration that depend on the parallel layout and the device."""
         parallel = self.parallel
         settings: dict[str, Any] = {
             "tensor_model_parallel_size": parallel.tensor,
             "pipeline_model_parallel_size": parallel.pipeline,
             "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline,
             "sequence_parallel": parallel.sequence,
-            # Interleaved stages without it train on wrong gradients, and megatron does not tell.
+            # Without it, interleaved stages compute wrong gradients and megatron raises no error.
             "overlap_p2p_comm": parallel.virtual_pipeline is not None,
             "batch_p2p_comm": parallel.virtual_pipeline is None,
         }
@@ -158,7 +158,7 @@ class MegatronModelManager(ModelManager):
         return settings
 
     def _stage_numbers(self) -> list[int | None]:
-        """Return the numbers of this rank's runs of layers; None where it has one."""
+        """Return the numbers of this rank's virtual pipeline stages; [None] without virtual stages."""
         runs = self.parallel.virtual_pipeline
         return [None] if runs is None else list(range(runs))
 
@@ -185,7 +185,7 @@ class MegatronModelManager(ModelManager):
         places: dict[str, list[LocalSlice]] = {}
         for model in models:
             for name, parameter in global_parameters(model).items():
-                # megatron marks them when it draws weights itself; norms and clipping go by the marks.
+                # megatron sets these marks only when it initializes weights itself. The gradient norm and clipping depend on them.
                 library.mark_as_cut(parameter, self.cut.mappings(name, parameter.shape)[0].cut_along)
                 for stored_name, boxes in self.cut.boxes(name, parameter.shape, parameter).items():
                     places.setdefault(stored_name, []).extend(boxes)
@@ -208,11 +208,13 @@ class MegatronModelManager(ModelManager):
     # Steps ----------------------------------------------------------------------------------------------------------
 
     def _models(self) -> list[list[Tensor]]:
-        """Return what is updated of each model that is clipped by a norm of its own: the policy, and a critic that shares nothing with it."""
+        """Return the updated tensors of each model that is clipped by its own norm: the policy, and a critic with a decoder of its own."""
         shards, critic = self._shards.items(), self.cfg.algorithm.critic_of_actor
         if critic is None or not critic.separate:
             return [[shard.values for _, shard in shards]]
-        return [[shard.values for name, shard in shards if is_critic_name(name) is own] for own in (False, True)]
+        return [
+            [shard.values for name, shard in shards if is_critic_name(name) is is_critic] for is_critic in (False, True)
+        ]
 
     def _gradient_norm(self) -> float:
         with self.device_context():
@@ -220,20 +222,20 @@ class MegatronModelManager(ModelManager):
             trains = self._training()
             for name, shard in self._shards.items():
                 if name not in trains:
-                    shard.values.grad = None  # AdamW leaves alone what has no gradient
+                    shard.values.grad = None  # AdamW skips tensors without a gradient
             self._norms = [gradient_norm(self.optimizer, values) for values in self._models()]
         return math.hypot(*self._norms)
 
     def _apply_gradients(self, norm: float) -> None:
         clip = self.cfg.actor.grad_clip
         with self.device_context():
-            for values, own in zip(self._models(), self._norms, strict=True) if clip is not None else ():
-                library.clip_grad_by_total_norm_fp32(values, max_norm=clip, total_norm=own)
+            for values, model_norm in zip(self._models(), self._norms, strict=True) if clip is not None else ():
+                library.clip_grad_by_total_norm_fp32(values, max_norm=clip, total_norm=model_norm)
             self.optimizer.step_with_ready_grads()
 
     def _follow_schedule(self) -> None:
         if self.counts.applied == self.cfg.actor.critic_warmup_steps:
-            # Everything trains from here on, with an optimizer that has seen nothing.
+            # From here on all parameters are trained, with moments and step counters of zero.
             for shard in self._shards.values():
                 for state in shard.state.values():
                     state.zero_()
@@ -261,7 +263,7 @@ class MegatronModelManager(ModelManager):
 
     def moment_tensors(self) -> list[Tensor]:
         """Return the optimizer state that this rank stores, without the step counters. Not collective."""
-        # In float32 what is updated are the weights themselves, which have verbs of their own.
+        # In float32 the optimizer updates the weights themselves, which `weight_tensors` returns.
         weights = {tensor.untyped_storage()._cdata for tensor in self.weight_tensors()}
         values = [shard.values for shard in self._shards.values()]
         copies = [tensor for tensor in values if tensor.untyped_storage()._cdata not in weights]
@@ -320,24 +322,26 @@ class MegatronModelManager(ModelManager):
             for name, parts in self._boxes(self._training(), partial(_moment, moment)).items()
         }
 
-    def _boxes(self, shards: Mapping[str, OptimizerShard], of: Callable[[OptimizerShard], Tensor]) -> Slices:
-        """Return the boxes of what `of` takes from each of the `shards`, by Hugging Face name."""
+    def _boxes(self, shards: Mapping[str, OptimizerShard], tensor_of: Callable[[OptimizerShard], Tensor]) -> Slices:
+        """Return the boxes of the tensor that `tensor_of` returns for each of the `shards`, by Hugging Face name."""
         parameters = self._parameters()
         return {
             stored_name: boxes
             for name, shard in shards.items()
-            for stored_name, boxes in self.cut.boxes(name, parameters[name].shape, of(shard), shard.start).items()
+            for stored_name, boxes in self.cut.boxes(
+                name, parameters[name].shape, tensor_of(shard), shard.start
+            ).items()
         }
 
     def _written(self, slices: Slices, *, updated: bool = True) -> Slices:
-        # Of a run that a data rank updates no other one has the elements; the whole model each has.
+        # With the distributed optimizer only this data rank has the elements that it updates. Every data rank has the model's weights.
         if self.ranks.data_rank and not (self._distributed and updated):
             return {}
         return {name: parts for name, parts in slices.items() if self._gives(name, parts[0])}
 
     def _gives(self, name: str, part: LocalSlice) -> bool:
-        """Return whether this rank gives a tensor for the ranks of its model that have the same part of it."""
-        copied = EMBEDDING if self.cut.tied and self.stage_number else None  # the first stage gives it
+        """Return whether this rank writes a tensor on behalf of the ranks of its replica that have the same part of it."""
+        copied = EMBEDDING if self.cut.tied and self.stage_number else None  # the first stage writes it
         return (self.cut.rank == 0 or not part.replicated) and not (copied and name.startswith(copied))
 
     @property
@@ -347,39 +351,39 @@ class MegatronModelManager(ModelManager):
 
     def _step_counters(self) -> dict[str, float]:
         parameters = self._parameters()
-        own = {
+        counters = {
             mapping.name: float(shard.state["step"])
             for name, shard in self._training().items()
             for mapping in self.cut.mappings(name, parameters[name].shape)
         }
-        # Rank 0 writes them, and has one stage.
-        return {name: step for steps in self.ranks.gather(own) for name, step in steps.items()}
+        # Rank 0 writes the counters of all stages, and has only its own.
+        return {name: step for steps in self.ranks.gather(counters) for name, step in steps.items()}
 
     def _resume(self, weights: Slices, moments: Slices, steps: Mapping[str, float]) -> None:
         parameters = self._parameters()
         with self.device_context():
-            # The slices share memory with what is updated and with the moments; what is computed with follows it.
+            # The slices share memory with the master weights and the moments, which are loaded already. The model's weights are not.
             self._copy_masters()
             for name, shard in self._training().items():
                 shard.state["step"].fill_(steps[self.cut.mappings(name, parameters[name].shape)[0].name])
         self._set_rates()
 
     def _copy_masters(self) -> None:
-        """Copy what is updated to what is computed with."""
+        """Copy the master weights, which the optimizer updates, to the weights with which the model computes."""
         parameters = self._parameters()
         for name, shard in self._shards.items():
             flat = parameters[name].detach().view(-1)
             flat[shard.start : shard.start + shard.values.numel()].copy_(shard.values.detach().view(-1))
         if self._distributed:
             for stage in self.stages:
-                stage.start_param_sync(force_sync=True)  # each data rank has its own run
+                stage.start_param_sync(force_sync=True)  # each data rank has its own range
 
     def _whole_shapes(self) -> dict[str, WholeTensor]:
         stored = hf.named_tensors(self.template).items()
         return {name: WholeTensor(tuple(tensor.shape), tensor) for name, tensor in stored}
 
     def _published_slices(self) -> Slices:
-        # Of adapters the float32 weights that are updated.
+        # Adapters are published from the float32 master weights.
         updated = self.master_slices() if self.cfg.model.lora is not None else {}
         return {**self.named_slices(), **{name: parts for name, parts in updated.items() if is_adapter_name(name)}}
 

@@ -31,18 +31,18 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     policy's, [L, 2, H], so that one schedule runs both.
     """
 
-    _arrived: Any = (None,)
-    """What the stage before sent, as megatron hands it over."""
+    _stage_input: Any = (None,)
+    """Output of the previous stage, in a list of one as megatron sets it."""
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Receive the output of the previous stage, a tensor or a list of one."""
-        self._arrived = input_tensor if isinstance(input_tensor, list) else [input_tensor]
+        self._stage_input = input_tensor if isinstance(input_tensor, list) else [input_tensor]
 
     def decoders(self, *, log_probs: bool, values: bool) -> "list[PolicyModel]":
         """Return the models that compute the requested scores."""
         critic = getattr(self, SEPARATE, None)
-        wanted = [(self, True)] if critic is None else [(self, log_probs), (critic, values)]
-        return [model for model, asked in wanted if asked]
+        candidates = [(self, True)] if critic is None else [(self, log_probs), (critic, values)]
+        return [model for model, is_requested in candidates if is_requested]
 
     def forward(self, *, tokens: int, sent: int, log_probs: bool = True, values: bool = False, **inputs: Any) -> Tensor:
         """Return the hidden states that the requested scores need, those of the policy first.
@@ -52,14 +52,16 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         it need not tell each other shapes, for which they would wait for their devices.
         """
         running = self.decoders(log_probs=log_probs, values=values)
-        (arrived,) = self._arrived
-        parts = [arrived] * len(running) if arrived is None else arrived[:tokens].split(1, dim=1)
-        states = [model._run(part, inputs) for model, part in zip(running, parts, strict=True)]
+        (stage_input,) = self._stage_input
+        decoder_inputs = [stage_input] * len(running) if stage_input is None else stage_input[:tokens].split(1, dim=1)
+        states = [
+            model._run(decoder_input, inputs) for model, decoder_input in zip(running, decoder_inputs, strict=True)
+        ]
         hidden = states[0] if len(states) == 1 else torch.cat(states, dim=1)
         return hidden if self.post_process else pad(hidden, (0, 0, 0, 0, 0, sent - tokens))
 
-    def _run(self, arrived: Tensor | None, inputs: dict[str, Any]) -> Tensor:
-        self.decoder.set_input_tensor(arrived)
+    def _run(self, decoder_input: Tensor | None, inputs: dict[str, Any]) -> Tensor:
+        self.decoder.set_input_tensor(decoder_input)
         hidden: Tensor = super().forward(**inputs)
         return hidden
 
@@ -175,7 +177,7 @@ def build_model(
         holder.output_layer = None
         model.add_module(SEPARATE, holder)
     if critic is not None and holder.post_process:
-        # Every tensor rank has all of the head and the same hidden states: its gradients are equal, and none is added up.
+        # Every tensor rank has the whole head and the same hidden states. The head's gradients are therefore equal and are not summed.
         holder.add_module(HEAD, nn.Linear(hf.hidden_size, 1, bias=False))
     with torch.no_grad():
         for parameter in model.parameters():

@@ -48,11 +48,11 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
     )
-    of_its_own = library.ParamWithNamePredicate(name=CRITIC, fn=lambda _, name: is_critic_name(name))
+    critic_parameters = library.ParamWithNamePredicate(name=CRITIC, fn=lambda _, name: is_critic_name(name))
     groups = library.get_standard_config_overrides(config) | {
-        library.ParamKey(with_name_predicate=of_its_own): {CRITIC: True}
+        library.ParamKey(with_name_predicate=critic_parameters): {CRITIC: True}
     }
-    # Runs of float32 parameters are views of them; made with gradients on, each look at their `grad` would warn.
+    # The ranges of float32 parameters are views of them. If they were created with gradients enabled, reading their `grad` would warn.
     with torch.no_grad():
         optimizer = library.get_megatron_optimizer(config, stages, groups, use_gloo_process_groups=False)
     for group in optimizer.param_groups:
@@ -72,11 +72,11 @@ def open_shards(optimizer: "library.MegatronOptimizer", parameters: Mapping[str,
         if isinstance(chained, library.DistributedOptimizer):
             if parameter not in chained.model_param_group_index_map:
                 continue
-            group, place = chained.model_param_group_index_map[parameter]
-            values = chained.optimizer.param_groups[group]["params"][place]
+            group, index = chained.model_param_group_index_map[parameter]
+            values = chained.optimizer.param_groups[group]["params"][index]
             start = chained._get_model_param_range_map(parameter)["param"].start
         state = chained.optimizer.state[values]
-        # A counter for each: one that several parameters have is counted up once per parameter.
+        # Each parameter has a counter of its own. A shared one would be incremented once per parameter.
         state.update(
             step=torch.zeros((), dtype=torch.float32, device=values.device),
             **{moment: torch.zeros_like(values) for moment in MOMENTS},
@@ -93,12 +93,12 @@ def gradient_norm(optimizer: "library.MegatronOptimizer", values: Iterable[Tenso
     A parameter that several ranks store counts once.
     """
     (chained,) = optimizer.chained_optimizers
-    counted = [
+    grads = [
         tensor.grad
         for tensor in values
         if tensor.grad is not None
         and library.param_is_not_shared(tensor)
         and library.param_is_not_tensor_parallel_duplicate(tensor)
     ]
-    norm = library.get_grad_norm_fp32(counted, grad_stats_parallel_group=chained.get_grad_stats_parallel_group())
+    norm = library.get_grad_norm_fp32(grads, grad_stats_parallel_group=chained.get_grad_stats_parallel_group())
     return float(norm)
