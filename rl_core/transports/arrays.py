@@ -33,20 +33,20 @@ class ArrayCodec:
 
     def pack(self, key: str, arrays: Named) -> bytes:
         """Return a message. Arrays that are not contiguous are copied. Raises TypeError for one without numbers, FrameError beyond MAX_BYTES."""
-        laid = tuple((name, array.dtype.str, array.shape) for name, array in arrays.items())
-        layout = self._packed.get(laid)
+        layout_key = tuple((name, array.dtype.str, array.shape) for name, array in arrays.items())
+        layout = self._packed.get(layout_key)
         if layout is None:
             for name, array in arrays.items():
                 if array.dtype.kind not in KINDS:
                     raise TypeError(f"array {name} must have numbers, got {array.dtype}; convert it")
             if len(self._packed) >= MOST_LAYOUTS:
                 self._packed.clear()
-            layout = self._packed[laid] = msgpack.packb(laid)
-        named = key.encode()
-        parts = [b"", named, layout, *(array.tobytes() for array in arrays.values())]
+            layout = self._packed[layout_key] = msgpack.packb(layout_key)
+        encoded_key = key.encode()
+        parts = [b"", encoded_key, layout, *(array.tobytes() for array in arrays.values())]
         if (size := sum(map(len, parts))) > MAX_BYTES:
             raise FrameError(f"a message of arrays must have at most {MAX_BYTES} bytes, got {size}")
-        parts[0] = HEAD.pack(size, len(named), len(layout))
+        parts[0] = HEAD.pack(size, len(encoded_key), len(layout))
         return b"".join(parts)
 
     def unpack(self, body: Any, key_bytes: int, layout_bytes: int) -> tuple[str, dict[str, np.ndarray]]:

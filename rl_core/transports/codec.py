@@ -122,9 +122,8 @@ class Encoder:
             return self._frame(code, view(node))
         except ValueError as error:
             raise _Refused(ValueError, what, str(error)) from error
-        except (
-            RuntimeError
-        ) as error:  # of torch, about a tensor that has no plain memory (freed, wrapped by a transform)
+        except RuntimeError as error:
+            # torch raises it for a tensor that has no plain memory (freed, wrapped by a transform)
             raise _Refused(ValueError, what, f"cannot be read: {error}; send a plain dense tensor") from error
 
     def _enter(self, node: Any) -> None:

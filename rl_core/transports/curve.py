@@ -30,10 +30,10 @@ def callers_of_services(groups: Mapping[str, GroupKind] = BUILT_IN) -> dict[str,
 
     The services are "hub" (of the runner), "channel", "weights" (of a trainer), and the RPC server of each group by the name of the group.
     """
-    everybody = frozenset({"runner", "supervisor", *groups})
+    all_names = frozenset({"runner", "supervisor", *groups})
     return {
-        "hub": everybody,
-        "channel": everybody,
+        "hub": all_names,
+        "channel": all_names,
         "weights": frozenset(group.name for group in groups.values() if group.pulls_weights),
         **{group.name: group.callers | {"runner"} for group in groups.values()},
     }
@@ -51,10 +51,10 @@ class KeyRing:
         self.role = role
         self.callers = callers_of_services(groups)
         """Service -> names of the keys that may connect to it."""
-        secrets = self.folder / f"{role}.secret"
-        if not secrets.is_file():
+        secret_file = self.folder / f"{role}.secret"
+        if not secret_file.is_file():
             raise ConfigError(f"key folder {self.folder} must hold {role}.secret, got none; check RLJOB_CURVE_DIR")
-        self.secret = _read_key(secrets, private=True)
+        self.secret = _read_key(secret_file, private=True)
         self.public = zmq.curve_public(self.secret)
         self.publics = {path.stem: _read_key(path, private=False) for path in sorted(self.folder.glob("*.public"))}
         self._roles = {key: name for name, key in self.publics.items()}

@@ -28,10 +28,10 @@ SECRET_BYTES = 32
 SEND_SECONDS = 60
 """How long `Connection.send` waits for a peer that does not read."""
 SLICE = 0.05
-"""Seconds after which a wait looks whether it was cancelled or is over."""
+"""Seconds between two checks of a wait whether it was cancelled or is over."""
 BUFFER_BYTES, READ_BYTES = 2**20, 2**16
 CROWDED_SECONDS, YIELDED_SECONDS = 0.05, 0.001
-"""How long waits sleep after another process wanted the core of one that did not: it ran for longer than YIELDED_SECONDS in between."""
+"""For CROWDED_SECONDS waits sleep instead of polling, after a polling wait was interrupted by another process for over YIELDED_SECONDS."""
 BUSY_SECONDS = 0.001
 """Longest time for which a wait keeps its core busy. To wake a thread that sleeps takes about 0.05 ms, mostly at the cost of the sender."""
 CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
@@ -41,12 +41,12 @@ Message = dict[str, np.ndarray]
 
 def cores() -> float:
     """Return how many cores of the processor this container may use at once."""
-    here = len(os.sched_getaffinity(0))
+    usable_cores = len(os.sched_getaffinity(0))
     try:
         quota, period = CGROUP_CPU.read_text().split()
-        return min(here, int(quota) / int(period))
+        return min(usable_cores, int(quota) / int(period))
     except (OSError, ValueError):  # no cgroup of version 2, or one without a limit
-        return here
+        return usable_cores
 
 
 class Connection:
@@ -59,11 +59,11 @@ class Connection:
         self.descriptors: deque[int] = deque()
         """File descriptors that have come with messages, in the order in which they came. Whoever removes one must close it."""
         self._codec = ArrayCodec()
-        self._rest = b""
+        self._head_bytes = b""
         """The part of a message's head that has arrived."""
         self._body: bytearray | None = None
-        """A message whose end has not arrived; `_filled` bytes of it have, and `_parts` are the bytes of its key and layout."""
-        self._filled, self._parts = 0, (0, 0)
+        """A message whose end has not arrived; `_filled` bytes of it have, and `_key_and_layout_bytes` are the sizes of its key and layout."""
+        self._filled, self._key_and_layout_bytes = 0, (0, 0)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             end.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
@@ -103,7 +103,7 @@ class Connection:
         flags = 0 if wait else socket.MSG_DONTWAIT
         try:
             if self._body is not None:
-                return self._go_on(self.socket.recv_into(memoryview(self._body)[self._filled :], 0, flags))
+                return self._continue_message(self.socket.recv_into(memoryview(self._body)[self._filled :], 0, flags))
             data = self._read(flags)
         except BlockingIOError:
             return []
@@ -111,23 +111,23 @@ class Connection:
             raise EOFError(str(error)) from error
         if not data:
             raise EOFError("the other end closed the connection")
-        if self._rest:
-            data = self._rest + data
-        messages, begin = [], 0
-        while len(data) - begin >= HEAD.size:
-            size, key_bytes, layout_bytes = HEAD.unpack_from(data, begin)
+        if self._head_bytes:
+            data = self._head_bytes + data
+        messages, offset = [], 0
+        while len(data) - offset >= HEAD.size:
+            size, key_bytes, layout_bytes = HEAD.unpack_from(data, offset)
             if size > MAX_BYTES or key_bytes + layout_bytes > size:
                 raise FrameError(f"a message of arrays must have at most {MAX_BYTES} bytes, got {size}")
-            begin += HEAD.size
-            body = bytearray(data[begin : begin + size])
-            begin += (arrived := len(body))
+            offset += HEAD.size
+            body = bytearray(data[offset : offset + size])
+            offset += (arrived := len(body))
             if arrived < size:
                 body = bytearray(size)
-                body[:arrived] = data[begin - arrived :]
-                self._body, self._filled, self._parts = body, arrived, (key_bytes, layout_bytes)
+                body[:arrived] = data[offset - arrived :]
+                self._body, self._filled, self._key_and_layout_bytes = body, arrived, (key_bytes, layout_bytes)
                 break
             messages.append(self._codec.unpack(body, key_bytes, layout_bytes))
-        self._rest = data[begin:]
+        self._head_bytes = data[offset:]
         return messages
 
     def _read(self, flags: int) -> bytes:
@@ -137,7 +137,7 @@ class Connection:
         self.descriptors.extend(descriptors)
         return data
 
-    def _go_on(self, count: int) -> list[tuple[str, Message]]:
+    def _continue_message(self, count: int) -> list[tuple[str, Message]]:
         """Return the message of which `count` more bytes have arrived, once it is complete. The memory is that of the arrays."""
         if not count:
             raise EOFError("the other end closed the connection in the middle of a message")
@@ -145,7 +145,7 @@ class Connection:
         if self._body is None or self._filled < len(self._body):
             return []
         body, self._body = self._body, None
-        return [self._codec.unpack(body, *self._parts)]
+        return [self._codec.unpack(body, *self._key_and_layout_bytes)]
 
     @property
     def closed(self) -> bool:
@@ -222,10 +222,10 @@ class Mailbox:
 
         Raises InfrastructureError when the other end is gone or does not read; the connection is closed then.
         """
-        rest, deadline = memoryview(connection.pack(key, arrays)), time.monotonic() + self._seconds
-        while rest:
+        unsent, deadline = memoryview(connection.pack(key, arrays)), time.monotonic() + self._seconds
+        while unsent:
             try:
-                rest = rest[connection.socket.send(rest, socket.MSG_DONTWAIT) :]
+                unsent = unsent[connection.socket.send(unsent, socket.MSG_DONTWAIT) :]
             except BlockingIOError:
                 self._poll.modify(connection.socket, select.POLLIN | select.POLLOUT)
                 self.wait(SLICE)
@@ -248,8 +248,8 @@ class Mailbox:
 
     def take(self, key: str) -> tuple[Message, Connection] | None:
         """Return the oldest message of `key` and where it came from; None where there is none."""
-        waiting = self._arrived.get(key)
-        return waiting.popleft() if waiting else None
+        messages = self._arrived.get(key)
+        return messages.popleft() if messages else None
 
     def wait(self, seconds: float) -> bool:
         """Wait until something happens, at most `seconds`; return whether it did."""
@@ -271,18 +271,18 @@ class Mailbox:
 
         If the last wait was short, the thread polls for at most BUSY_SECONDS and lets other threads run in between, before it sleeps.
         """
-        begun = now = time.monotonic()
-        busy = min(seconds, BUSY_SECONDS) if self._busy and begun > self._crowded_until else 0.0
-        while not (events := self._poll.poll(0)) and now - begun < busy:
+        started = now = time.monotonic()
+        busy = min(seconds, BUSY_SECONDS) if self._busy and started > self._crowded_until else 0.0
+        while not (events := self._poll.poll(0)) and now - started < busy:
             os.sched_yield()
-            before, now = now, time.monotonic()
-            if now - before > YIELDED_SECONDS:
+            previous, now = now, time.monotonic()
+            if now - previous > YIELDED_SECONDS:
                 self._crowded_until = now + CROWDED_SECONDS
                 break
         if events or not seconds:
             return events
-        events = self._poll.poll(1000 * max(seconds - (now - begun), 0.0))
-        self._busy = self._has_cores and bool(events) and time.monotonic() - begun < BUSY_SECONDS
+        events = self._poll.poll(1000 * max(seconds - (now - started), 0.0))
+        self._busy = self._has_cores and bool(events) and time.monotonic() - started < BUSY_SECONDS
         return events
 
     def close(self) -> None:

@@ -125,12 +125,12 @@ def tensor_view(buffer: memoryview, code: int, shape: tuple[int, ...], *, copy: 
         return torch.empty(shape, dtype=getattr(torch, NAMES[code]))
     owner = np.frombuffer(buffer, np.uint8)
     address: int = owner.__array_interface__["data"][0]
-    known = _TYPESTRS[code]
-    array = np.asarray(_Memory(owner, address, *((owner.shape, "|u1") if known is None else (shape, known))))
+    typestr = _TYPESTRS[code]
+    array = np.asarray(_Memory(owner, address, *((owner.shape, "|u1") if typestr is None else (shape, typestr))))
     if copy or address % ITEMSIZES[code]:
         array = array.copy()
     tensor = torch.from_numpy(array)
-    return tensor if known is not None else tensor.view(getattr(torch, NAMES[code])).reshape(shape)
+    return tensor if typestr is not None else tensor.view(getattr(torch, NAMES[code])).reshape(shape)
 
 
 def scalar_bytes(scalar: "np.generic") -> bytes:

@@ -141,10 +141,10 @@ def _packed(kind: str, obj: Any, limits: Limits, checksum: bool) -> tuple[dict[s
     return header, [buffer for _, _, buffer in encoder.frames] if table else []
 
 
-def _head(header: dict[str, Any], most: int) -> bytes:
+def _head(header: dict[str, Any], max_bytes: int) -> bytes:
     head = b"\x01" + _pack_header(header)
-    if len(head) > most:
-        raise ValueError(f"header must have at most {most} bytes, got {len(head)}; send fewer and larger arrays")
+    if len(head) > max_bytes:
+        raise ValueError(f"header must have at most {max_bytes} bytes, got {len(head)}; send fewer and larger arrays")
     return head
 
 

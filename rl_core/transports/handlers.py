@@ -61,7 +61,7 @@ class HandlerThreads:
     """
 
     def __init__(self, most: int, name: str, requests: Requests | None = None) -> None:
-        self._most, self._name, self._requests = most, name, requests
+        self._max_threads, self._name, self._requests = most, name, requests
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         """Guards the two below: functions are submitted and end on several threads."""
@@ -72,10 +72,10 @@ class HandlerThreads:
         """Run `work()` as soon as a thread is free."""
         with self._lock:
             self._unfinished += 1
-            new = self._threads < min(self._unfinished, self._most)
-            self._threads += new
+            starts_thread = self._threads < min(self._unfinished, self._max_threads)
+            self._threads += starts_thread
         self._put(work)
-        if new:
+        if starts_thread:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
     def run(self, work: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
@@ -96,7 +96,7 @@ class HandlerThreads:
     def close(self) -> None:
         """End the threads once everything that was submitted has run. What is submitted afterwards never runs."""
         with self._lock:
-            self._most = 0
+            self._max_threads = 0
             threads = self._threads
         for _ in range(threads):
             self._put(None)
@@ -110,7 +110,7 @@ class HandlerThreads:
         burst = 0  # functions that this thread has run without waiting
         while True:
             if self._queue.empty():
-                # after several at once the I/O thread receives the next ones, more of them at a time, while this thread runs the first
+                # after a burst the I/O thread receives the next requests: it reads several at a time while this thread runs the first one
                 if self._requests is not None and burst < 2:
                     self._requests.read_until(lambda: not self._queue.empty())
                 burst = 0
@@ -156,8 +156,8 @@ class HandlerRunner:
         with self._lock:
             self._unfinished += 1
             self._queue.append(running)
-            following = self._take_following()
-        self._start(following)
+            startable = self._take_startable()
+        self._start(startable)
 
     def limit(self, most: int) -> None:
         """Let at most `most` functions, and at most `most` coroutine functions, run at a time. `most` must be positive.
@@ -169,8 +169,8 @@ class HandlerRunner:
             self.threads.close()
             self.threads = HandlerThreads(most, "rljob-rpc", self._requests)
             self._most_coroutines = most
-            following = self._take_following()
-        self._start(following)
+            startable = self._take_startable()
+        self._start(startable)
 
     async def wait_idle(self) -> None:
         """Wait until no handler runs or waits to run."""
@@ -186,15 +186,15 @@ class HandlerRunner:
         """End the threads once the functions submitted so far have run. Nothing may be submitted afterwards: a function would never run."""
         self.threads.close()
 
-    def _take_following(self) -> "list[_Running]":
+    def _take_startable(self) -> "list[_Running]":
         """Take the coroutines for which there is room from the queue, and count them as running. With the lock."""
         room = max(self._most_coroutines - self._coroutines, 0)
-        following = [self._queue.popleft() for _ in range(min(room, len(self._queue)))]
-        self._coroutines += len(following)
-        return following
+        startable = [self._queue.popleft() for _ in range(min(room, len(self._queue)))]
+        self._coroutines += len(startable)
+        return startable
 
-    def _start(self, following: "list[_Running]") -> None:
-        for running in following:
+    def _start(self, startable: "list[_Running]") -> None:
+        for running in startable:
             HandlerLoop.shared().loop.call_soon_threadsafe(running.start)
 
     def _finished(self, is_coroutine: bool) -> None:
@@ -204,10 +204,10 @@ class HandlerRunner:
             if not self._unfinished:
                 on_idle, self._on_idle = self._on_idle, on_idle
             self._coroutines -= is_coroutine
-            following = self._take_following()
+            startable = self._take_startable()
         for wake in on_idle:
             wake()
-        self._start(following)
+        self._start(startable)
 
 
 class _Running:

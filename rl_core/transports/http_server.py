@@ -119,9 +119,8 @@ class HttpServer:
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
             logger.debug("a connection ended before its request was whole")
         except asyncio.CancelledError:
-            logger.debug(
-                "a connection was open when the loop ended"
-            )  # asyncio logs a handler that ends cancelled as a failure
+            # The cancellation ends here, because asyncio logs a handler that ends cancelled as a failure.
+            logger.debug("a connection was open when the loop ended")
         finally:
             self._open.pop(writer, None)
             writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()

@@ -15,7 +15,7 @@ Value = TypeVar("Value")
 class _Completions:
     """Completes futures of one event loop from other threads.
 
-    What is completed before the loop comes to it takes one wake-up of the loop together: each wake-up is a system call.
+    All futures that are completed before the loop runs share one wake-up of the loop, because each wake-up is a system call.
     """
 
     _by_loop: ClassVar["weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Completions]"] = (
@@ -58,10 +58,10 @@ class _Completions:
 async def wait_future(future: "concurrent.futures.Future[Value]") -> Value:
     """Wait for `future` and return its result. Cancelling the waiting task cancels the future, as with `asyncio.wrap_future`."""
     loop = asyncio.get_running_loop()
-    completions, ended = _Completions.of(loop), loop.create_future()
-    future.add_done_callback(lambda _: completions.complete(ended))
+    completions, completed = _Completions.of(loop), loop.create_future()
+    future.add_done_callback(lambda _: completions.complete(completed))
     try:
-        await ended
+        await completed
     except asyncio.CancelledError:
         future.cancel()
         raise

@@ -30,12 +30,12 @@ def batched(messages: Iterable[Sequence[Any]]) -> Iterator[Sequence[Any]]:
     Consecutive small messages become one, which `unbatched` divides.
     """
     for small, group in groupby(messages, is_small):
-        found = list(group)
-        for start in range(0, len(found), MOST_MESSAGES) if small else ():
-            heads = [message[0] for message in found[start : start + MOST_MESSAGES]]
+        consecutive = list(group)
+        for start in range(0, len(consecutive), MOST_MESSAGES) if small else ():
+            heads = [message[0] for message in consecutive[start : start + MOST_MESSAGES]]
             yield heads if len(heads) == 1 else [bytes((BATCH,)) + msgpack.packb(heads)]
         if not small:
-            yield from found
+            yield from consecutive
 
 
 def unbatched(frames: Sequence[Any]) -> list[Sequence[Any]]:

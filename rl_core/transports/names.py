@@ -23,14 +23,14 @@ async def numeric_address(address: str) -> str:
     host, port = split_address(address)
     if host == "localhost" or _is_ip_address(host):
         return address
-    found = _threads.run(lambda: socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM))
+    lookup = _threads.run(lambda: socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM))
     try:
-        (*_, place), *_ = await asyncio.wait_for(asyncio.wrap_future(found), LOOKUP_SECONDS)
+        (*_, socket_address), *_ = await asyncio.wait_for(asyncio.wrap_future(lookup), LOOKUP_SECONDS)
     except TimeoutError as error:
         raise InfrastructureError(f"the name {host} was not resolved within {LOOKUP_SECONDS:g} s") from error
     except OSError as error:
         raise InfrastructureError(f"the name {host} was not resolved: {error}") from error
-    return f"tcp://{place[0]}:{port}"
+    return f"tcp://{socket_address[0]}:{port}"
 
 
 def _is_ip_address(host: str) -> bool:

@@ -28,15 +28,15 @@ class PendingCalls:
 
     def begin(self) -> list[CallFuture]:
         """Move as many calls as the credit allows from the head of the queue to those in flight, and return them. The caller sends them."""
-        begun = []
+        started = []
         while self.queue and self._has_credit(self.queue[0]):
             call = self.queue.popleft()
             self.in_flight[call.id] = call
             self.credit_calls += not call.waits
             self._credit_bytes += call.nbytes
             call.sent = True
-            begun.append(call)
-        return begun
+            started.append(call)
+        return started
 
     def end(self, call: CallFuture) -> None:
         """Remove a call from those in flight, and free its credit. Does nothing if it is not in flight."""

@@ -122,7 +122,7 @@ class Connection:
         with self._lock:
             return not self._inbox and not any(self._calls)
 
-    # --- faces for rpc_client; any thread ---
+    # --- methods for rpc_client; on any thread ---
 
     def submit(self, call: CallFuture) -> None:
         """Send `call`, or queue it until the connection and its credit allow."""
@@ -229,8 +229,8 @@ class Connection:
             self._failed.append((call, self._closed(call)))
             return
         # A long poll goes at once: it may do what calls short of credit wait for.
-        first = call.waits and self._state is _State.READY
-        (self._calls.queue.appendleft if first else self._calls.queue.append)(call)
+        at_head = call.waits and self._state is _State.READY
+        (self._calls.queue.appendleft if at_head else self._calls.queue.append)(call)
         self._expect(call.deadline)
 
     def _drop_abandoned(self) -> None:
@@ -430,21 +430,21 @@ class Connection:
             self._flush()
 
     def _resume(self, running: set[int], finished: set[int], replaced: bool) -> None:
-        """After a reconnection, leave the calls that still run, send those again that never came or are idempotent, and fail the others."""
-        again = []
+        """After a reconnection, leave the calls that still run, send those again that never arrived or are idempotent, and fail the others."""
+        resent = []
         for call in list(self._calls.in_flight.values()):
             if call.id in running:
                 continue
             if call.idempotent or not (replaced or call.id in finished):
-                again.append(call)
+                resent.append(call)
                 continue
             self._calls.end(call)
             if not replaced:
                 self._send("cancel", None, call.id)
-            why = "the server was replaced by another" if replaced else "the answer was lost with the connection"
-            self._failed.append((call, self._lost(call, why)))
-        self.counters["resent"] += len(again)
-        self._calls.return_to_queue(again)
+            reason = "the server was replaced by another" if replaced else "the answer was lost with the connection"
+            self._failed.append((call, self._lost(call, reason)))
+        self.counters["resent"] += len(resent)
+        self._calls.return_to_queue(resent)
 
     def _disconnected(self) -> None:
         if self._state is _State.WAITING:  # lost before, or never there: what may have been received was lost then
@@ -479,9 +479,9 @@ class Connection:
             self._expiry, self._expiry_at = None, float("inf")
             now = self._io.clock()
             for call in [call for call in self._calls if call.deadline <= now]:
-                late = f"{call.method} at {self.peer} was not answered within {call.timeout:g} s; {self._whereabouts(call)}"
+                message = f"{call.method} at {self.peer} was not answered within {call.timeout:g} s; {self._whereabouts(call)}"
                 self._abandon(call)
-                self._failed.append((call, DeadlineExceeded(late)))
+                self._failed.append((call, DeadlineExceeded(message)))
             for call in self._calls:
                 self._expect(call.deadline)
 

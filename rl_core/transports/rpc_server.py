@@ -212,8 +212,10 @@ class RpcServer:
     def _drop(self, error: Exception) -> None:
         """Count and log a malformed message."""
         self.counters["malformed"] += 1
-        known = isinstance(error, (FrameError, IndexError))
-        logger.warning("dropped a malformed message at %s: %r", self.address, error, exc_info=None if known else error)
+        is_expected = isinstance(error, (FrameError, IndexError))
+        logger.warning(
+            "dropped a malformed message at %s: %r", self.address, error, exc_info=None if is_expected else error
+        )
 
     def _dispatch(self, routing_id: bytes, frame: Any, header: FrameHeader, parts: Sequence[Any]) -> None:
         """Handle a message that came in `frame`; `parts` are those behind its header."""
@@ -253,8 +255,8 @@ class RpcServer:
         )
         readable = shared is not None and tokens.shares_memory(hello.memory)
         with self._lock:
-            given_up = peer.calls.keys() - set(hello.pending) if peer.welcome else set()
-        for number in given_up:  # while the connection was lost
+            abandoned = peer.calls.keys() - set(hello.pending) if peer.welcome else set()
+        for number in abandoned:  # given up by the client while the connection was lost
             self._cancel(peer, number)
         with self._lock:  # a request that ends meanwhile would be in neither table
             if not peer.welcome:
@@ -281,8 +283,8 @@ class RpcServer:
         if role not in (None, SCRIPT_WORKERS) and caller is not None and caller.group != role:
             return f"the key is that of group {role}, the message says {caller.group}"
         if caller is not None and self._identity is not None and caller.uid != self._identity.uid:
-            own = self._identity
-            return f"this is job {own.job} ({own.uid}), not {caller.job} ({caller.uid})"
+            identity = self._identity
+            return f"this is job {identity.job} ({identity.uid}), not {caller.job} ({caller.uid})"
         return ""
 
     def _call(self, peer: Peer, header: FrameHeader, parts: Sequence[Any]) -> None:
@@ -357,12 +359,12 @@ class RpcServer:
     def _confirm(self) -> None:
         """Tell clients that calls were received which have run for RECEIPT_SECONDS, and schedule the next check for the others."""
         with self._dispatching, self._lock:
-            begun_before = self._io.clock() - rpc_wire.RECEIPT_SECONDS
-            begun = [call for peer in self._peers.values() for call in peer.calls.values() if call.begun]
-            calls = [call for call in begun if not call.confirmed]
-            self._confirming = any(call.came > begun_before for call in calls)
+            latest_start = self._io.clock() - rpc_wire.RECEIPT_SECONDS
+            running = [call for peer in self._peers.values() for call in peer.calls.values() if call.begun]
+            calls = [call for call in running if not call.confirmed]
+            self._confirming = any(call.came > latest_start for call in calls)
             for call in calls:
-                if call.came <= begun_before:
+                if call.came <= latest_start:
                     call.confirmed = True
                     self._send(call.peer, "received", call.id)
             if self._confirming:
@@ -380,11 +382,11 @@ class RpcServer:
 
     def _answer(self, call: IncomingCall, kind: str, value: Any) -> bool:
         """Encode an answer on the thread of the handler, and send it; return whether `value` could be encoded."""
-        travels = True
+        is_encodable = True
         try:
             parts = self._encode(kind, value, call.id)
         except (TypeError, ValueError) as error:
-            travels, parts = False, self._encode("error", rpc_wire.pack_error(error), call.id)
+            is_encodable, parts = False, self._encode("error", rpc_wire.pack_error(error), call.id)
         peer = call.peer
         with self._lock:
             if peer.calls.get(call.id) is call:  # else it was answered before, or its caller is gone
@@ -398,7 +400,7 @@ class RpcServer:
                         self._io.call_soon(self._send_outbox, peer)
                 if len(peer.finished) > rpc_wire.REMEMBERED_IDS:
                     peer.finished.popitem(last=False)
-        return travels
+        return is_encodable
 
     def _send_outbox(self, peer: Peer) -> None:
         with self._lock:
@@ -456,9 +458,9 @@ class RpcServer:
     def _forget(self, peer: Peer) -> None:
         with self._lock:
             self._peers.pop(peer.routing_id, None)
-            begun = {call.id: None for call in peer.calls.values() if call.begun}
+            running = {call.id: None for call in peer.calls.values() if call.begun}
             answered = dict(list(peer.finished.items())[-_KEPT_IDS:])
-            self._forgotten[peer.routing_id] = OrderedDict({**answered, **begun})
+            self._forgotten[peer.routing_id] = OrderedDict({**answered, **running})
             if len(self._forgotten) > _MAX_LOST_CLIENTS:
                 self._forgotten.popitem(last=False)
             calls = list(peer.calls.values())

@@ -55,11 +55,11 @@ def pack_error(error: BaseException) -> PackedError:
     The traceback begins in the user's code if there is a line of it, and is empty for an error that was not raised. A long text is truncated,
     so that the error always fits into a message.
     """
-    known = public_type(error) if isinstance(error, RLJobError) else RLJobError
-    raised = error.__traceback__ is not None
-    trace = (own_frames(error) or "".join(traceback.format_exception(error)))[:MAX_TRACEBACK] if raised else ""
+    public_class = public_type(error) if isinstance(error, RLJobError) else RLJobError
+    was_raised = error.__traceback__ is not None
+    trace = (own_frames(error) or "".join(traceback.format_exception(error)))[:MAX_TRACEBACK] if was_raised else ""
     return PackedError(
-        type=(type(error) if known is RLJobError else known).__name__,
+        type=(type(error) if public_class is RLJobError else public_class).__name__,
         message=text_of(error),
         traceback=trace.encode("utf-8", "replace").decode(),
     )

@@ -31,7 +31,8 @@ RESERVE = 64 * 2**20
 """Bytes of /dev/shm left to others (NCCL, data loaders)."""
 IDLE_BYTES = (256 * 2**20, 2 * 2**30)
 """Bounds of the bytes kept in unused segments, which are a quarter of the store's capacity. `trim` deletes segments that stay unused."""
-_MAPPED = 256
+_MAX_MAPPINGS = 256
+"""Largest number of segments of other processes that a reader keeps mapped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class SegmentStore:
         if capacity is None:
             space = os.statvfs(directory)
             capacity = space.f_blocks * space.f_frsize
-        self._most_idle = min(max(capacity // 4, IDLE_BYTES[0]), IDLE_BYTES[1])
+        self._max_idle_bytes = min(max(capacity // 4, IDLE_BYTES[0]), IDLE_BYTES[1])
         self._owner = tokens.owner_name(uid, os.getpid())
         self._number = 0
         self._idle: OrderedDict[str, Segment] = OrderedDict()
@@ -135,10 +136,10 @@ class SegmentStore:
     def share(self, name: str, generation: int, holder: Hashable) -> bool:
         """Add a holder to a lent segment. A holder may be added several times. Returns False when the segment is not lent."""
         with self._lock:
-            entry = self._lent.get((name, generation))
-            if entry is None:
+            loan = self._lent.get((name, generation))
+            if loan is None:
                 return False
-            entry[1][holder] += 1
+            loan[1][holder] += 1
             return True
 
     def release(self, name: str, generation: int, holder: Hashable) -> bool:
@@ -147,10 +148,10 @@ class SegmentStore:
         It is free after the last release. Returns False when `holder` does not hold that generation.
         """
         with self._lock:
-            entry = self._lent.get((name, generation))
-            if entry is None or entry[1][holder] <= 0:
+            loan = self._lent.get((name, generation))
+            if loan is None or loan[1][holder] <= 0:
                 return False
-            entry[1][holder] -= 1
+            loan[1][holder] -= 1
             self._drop_if_free((name, generation))
             return True
 
@@ -160,13 +161,13 @@ class SegmentStore:
         They are never lent again, as the holder might still write to them.
         """
         with self._lock:
-            held = [key for key, (_, holders) in self._lent.items() if holders[holder] > 0]
-            for key in held:
+            keys = [key for key, (_, holders) in self._lent.items() if holders[holder] > 0]
+            for key in keys:
                 segment, holders = self._lent[key]
                 segment.tainted = True
                 holders[holder] = 0
                 self._drop_if_free(key)
-            return len(held)
+            return len(keys)
 
     def _drop_if_free(self, key: tuple[str, int]) -> None:
         segment, holders = self._lent[key]
@@ -192,8 +193,8 @@ class SegmentStore:
     def stats(self) -> dict[str, int]:
         """Return the bytes and the number of segments in the store, and its counters."""
         with self._lock:
-            held = {"bytes": self._total, "lent": len(self._lent), "idle": len(self._idle)}
-            return held | {name: self.counters[name] for name in ("created", "reused", "full")}
+            usage = {"bytes": self._total, "lent": len(self._lent), "idle": len(self._idle)}
+            return usage | {name: self.counters[name] for name in ("created", "reused", "full")}
 
     def close(self) -> None:
         """Delete all segments. Readers keep the memory that they have mapped."""
@@ -243,7 +244,7 @@ class SegmentStore:
     def _keep(self, segment: Segment) -> None:
         self._idle[segment.name] = segment
         self._idle_bytes += segment.size
-        while self._idle_bytes > self._most_idle and len(self._idle) > 1:
+        while self._idle_bytes > self._max_idle_bytes and len(self._idle) > 1:
             self._evict()
 
     def _evict(self, segment: Segment | None = None) -> bool:
@@ -333,5 +334,5 @@ class SegmentReader:
         """Drop mappings whose files their owners removed, and the oldest beyond a bound: a mapping pins its memory."""
         for name in [name for name in self._maps if not (self._directory / name).exists()]:
             del self._maps[name]
-        while len(self._maps) >= _MAPPED:
+        while len(self._maps) >= _MAX_MAPPINGS:
             self._maps.popitem(last=False)

@@ -43,8 +43,8 @@ class ColumnAddress:
     def unpack(cls, packed: np.ndarray) -> Self:
         """Return the address that `pack` encoded."""
         segment, arrays, column = msgpack.unpackb(packed.tobytes())
-        laid = tuple((name, code, tuple(shape), begin) for name, code, shape, begin in arrays)
-        return cls(segment=segment, arrays=laid, column=column)
+        layouts = tuple((name, code, tuple(shape), begin) for name, code, shape, begin in arrays)
+        return cls(segment=segment, arrays=layouts, column=column)
 
     def open(self) -> int:
         """Return a new descriptor of the segment. Raises InfrastructureError when its owner has removed it."""

@@ -132,12 +132,12 @@ class IoThread:
         self._epoll.register(number, select.EPOLLIN)
         self.call_soon(on_ready)  # a fresh pipe tells nothing until it was found empty once
 
-    def watch(self, number: int, wanted: bool) -> None:
-        """Watch the registered socket with this file descriptor, or leave it to another thread until it is wanted again.
+    def watch(self, number: int, enabled: bool) -> None:
+        """Watch the registered socket with this file descriptor, or, with `enabled` False, leave it to another thread.
 
         Any thread may call this, under a lock that keeps the socket registered.
         """
-        self._epoll.modify(number, select.EPOLLIN if wanted else 0)
+        self._epoll.modify(number, select.EPOLLIN if enabled else 0)
 
     def unregister(self, socket: zmq.Socket[Any]) -> None:
         """Stop watching `socket`. Call it on the I/O thread."""

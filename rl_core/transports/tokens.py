@@ -63,8 +63,8 @@ def open_own(path: Path, flags: int) -> int:
     return descriptor
 
 
-def _is_own(found: os.stat_result, is_kind: Callable[[int], bool] = stat.S_ISREG) -> bool:
-    return is_kind(found.st_mode) and found.st_uid == os.geteuid()
+def _is_own(status: os.stat_result, is_kind: Callable[[int], bool] = stat.S_ISREG) -> bool:
+    return is_kind(status.st_mode) and status.st_uid == os.geteuid()
 
 
 class Token:
@@ -77,9 +77,8 @@ class Token:
         self._secret = secrets.token_bytes(32)
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        os.write(
-            self._descriptor, self._secret
-        )  # after the lock: a token that is not empty and not locked is a dead one's
+        # Written after the file is locked: a token that is not empty and not locked belongs to a dead process.
+        os.write(self._descriptor, self._secret)
 
     @property
     def proof(self) -> MemoryProof:
@@ -109,9 +108,9 @@ def remove_orphans(*, directory: Path = DIRECTORY, now: Callable[[], float] = ti
     When all processes of a run are killed none is left to clean up, so each start calls this. `now` is the clock that file times are
     compared with.
     """
-    found, foreign = _entries(directory)
+    files_of_owners, foreign = _entries(directory)
     removed: list[str] = []
-    for owner, files in found.items():
+    for owner, files in files_of_owners.items():
         if not _lives(directory / f"{owner}-token", now() - max(files.values())):
             for name in files:
                 (directory / name).unlink(missing_ok=True)
@@ -129,26 +128,26 @@ def remove_engine_files(owner: str, *, directory: Path = DIRECTORY) -> None:
 
 def _entries(directory: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
     """Return this user's segments and tokens, owner -> name -> time of the last change, and all other names with our prefix."""
-    found: dict[str, dict[str, float]] = {}
+    files_of_owners: dict[str, dict[str, float]] = {}
     foreign = []
     with os.scandir(directory) as entries:
         for entry in entries:
-            of_engine = _ENGINE_FILE.fullmatch(entry.name)
-            if of_engine is None and (not entry.name.startswith("rljob-") or entry.name.startswith("rljob-host-")):
+            engine_match = _ENGINE_FILE.fullmatch(entry.name)
+            if engine_match is None and (not entry.name.startswith("rljob-") or entry.name.startswith("rljob-host-")):
                 continue
             try:
-                about = entry.stat(follow_symlinks=False)
+                status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:  # its owner removed it meanwhile
                 continue
-            is_file = of_engine or SEGMENT_NAME.fullmatch(entry.name) or _TOKEN_NAME.fullmatch(entry.name)
-            if _is_own(about, stat.S_ISREG if is_file else stat.S_ISSOCK) and (
+            is_file = engine_match or SEGMENT_NAME.fullmatch(entry.name) or _TOKEN_NAME.fullmatch(entry.name)
+            if _is_own(status, stat.S_ISREG if is_file else stat.S_ISSOCK) and (
                 is_file or _SOCKET_NAME.fullmatch(entry.name)
             ):
-                owner = of_engine.group(1) if of_engine else entry.name.rpartition("-")[0]
-                found.setdefault(owner, {})[entry.name] = about.st_mtime
+                owner = engine_match.group(1) if engine_match else entry.name.rpartition("-")[0]
+                files_of_owners.setdefault(owner, {})[entry.name] = status.st_mtime
             else:
                 foreign.append(entry.name)
-    return found, foreign
+    return files_of_owners, foreign
 
 
 def _lives(token: Path, age: float) -> bool:

@@ -25,7 +25,7 @@ MAX_UNAUTHENTICATED = 64
 PATIENCE_SECONDS = 1.0
 """Age, in seconds, below which a connection is not closed in favor of a newer one, so that many members can connect at the same time."""
 WARN_SECONDS = 60.0
-_STRANGER_BYTES = 260
+_UNAUTHENTICATED_BYTES = 260
 """Largest number of bytes sent before authentication: a greeting (64), a WELCOME (170) and a refusal (up to 15). READY needs a key."""
 _ACKNOWLEDGED = struct.Struct("=Q")
 _ACKNOWLEDGED_AT = 120
@@ -64,16 +64,16 @@ class UnauthenticatedConnections:
             if connection is not None:
                 self._pending[number] = (connection.getpeername(), self._io.clock())
         if len(self._pending) > MAX_UNAUTHENTICATED:
-            self._pending = {one: known for one, known in self._pending.items() if _is_stranger(one, known[0])}
+            self._pending = {fd: entry for fd, entry in self._pending.items() if _is_unauthenticated(fd, entry[0])}
         if len(self._pending) > MAX_UNAUTHENTICATED:
-            self._end_one()
+            self._close_one()
 
-    def _end_one(self) -> None:
+    def _close_one(self) -> None:
         now = self._io.clock()
         oldest, newest = next(iter(self._pending)), next(reversed(self._pending))
-        chosen = oldest if now - self._pending[oldest][1] > PATIENCE_SECONDS else newest
-        del self._pending[chosen]
-        with _borrowed(chosen) as connection:
+        evicted = oldest if now - self._pending[oldest][1] > PATIENCE_SECONDS else newest
+        del self._pending[evicted]
+        with _borrowed(evicted) as connection:
             if connection is not None:
                 connection.shutdown(network.SHUT_RDWR)  # ZeroMQ sees the end and closes it
         if now - self._warned >= WARN_SECONDS:
@@ -95,12 +95,14 @@ def _borrowed(number: int) -> Any:
         yield connection
 
 
-def _is_stranger(number: int, peer: Any) -> bool:
+def _is_unauthenticated(number: int, peer: Any) -> bool:
     """Return whether the connection with `peer` is there and has not finished its handshake."""
-    stranger = False
+    unauthenticated = False
     with _borrowed(number) as connection:
         if connection is not None and connection.getpeername() == peer:
             info = connection.getsockopt(network.IPPROTO_TCP, network.TCP_INFO, 256)
-            whole = len(info) >= _ACKNOWLEDGED_AT + _ACKNOWLEDGED.size  # else a kernel that does not tell
-            stranger = whole and _ACKNOWLEDGED.unpack_from(info, _ACKNOWLEDGED_AT)[0] <= _STRANGER_BYTES
-    return stranger
+            has_field = len(info) >= _ACKNOWLEDGED_AT + _ACKNOWLEDGED.size  # an old kernel does not report it
+            unauthenticated = (
+                has_field and _ACKNOWLEDGED.unpack_from(info, _ACKNOWLEDGED_AT)[0] <= _UNAUTHENTICATED_BYTES
+            )
+    return unauthenticated

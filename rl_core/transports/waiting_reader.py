@@ -38,7 +38,7 @@ class WaitingReader:
         """
         self._io, self._number, self._read = io, descriptor(socket), read
         self._closed, self._lock = closed, lock
-        self._taken = threading.Lock()
+        self._reader_lock = threading.Lock()
         """Held by the thread that reads the socket, so that only one does."""
         self._thread: int | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -56,7 +56,7 @@ class WaitingReader:
         which may be for another thread.
         """
         with Interrupts.deferred() as interrupts:
-            if not self._taken.acquire(blocking=False):
+            if not self._reader_lock.acquire(blocking=False):
                 return False
             try:
                 if not self._watch(False):
@@ -70,7 +70,7 @@ class WaitingReader:
                     self._watch(True)
                 return True
             finally:
-                self._taken.release()
+                self._reader_lock.release()
 
     def wake(self) -> None:
         """Let the thread that reads look at `done()`. Does nothing when no other thread reads."""
@@ -79,10 +79,10 @@ class WaitingReader:
 
     def _read_until(self, done: Callable[[], bool], deadline: float, interrupts: Interrupts) -> None:
         while not done() and not self._closed():
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 return
-            milliseconds = math.ceil(1000 * min(left, LONGEST_SLEEP))
+            milliseconds = math.ceil(1000 * min(remaining, LONGEST_SLEEP))
             for number, _ in interrupts.allowed(self._poll.poll, milliseconds):
                 if number == self._number:
                     self._read()
