@@ -58,12 +58,12 @@ def aggregate(
     """
     _check(values, mask, mode, max_tokens)
     trainable = _rows(mask)
-    kept = zero_outside(trainable, _rows(values))
+    masked = zero_outside(trainable, _rows(values))
     if mode == "seq-mean-token-mean":
         row_tokens = trainable.sum(dim=1).clamp(min=1)
-        total = (kept.sum(dim=1, dtype=torch.float64) / row_tokens).sum()
+        total = (masked.sum(dim=1, dtype=torch.float64) / row_tokens).sum()
     else:
-        total = kept.sum(dtype=torch.float64)
+        total = masked.sum(dtype=torch.float64)
     return (total / _divisor(trainable, mode, normalizers, max_tokens)).to(values.dtype)
 
 

@@ -27,11 +27,11 @@ def require_int64(**tensors: Tensor | None) -> None:
 
 def require_same_shape(**tensors: Tensor | None) -> None:
     """Raise ValueError naming two given tensors whose shapes differ."""
-    given = [(name, tuple(tensor.shape)) for name, tensor in tensors.items() if tensor is not None]
-    first, shape = given[0]
-    for name, other in given[1:]:
-        if other != shape:
-            raise ValueError(f"{first} and {name} must have equal shapes, got {shape} and {other}")
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items() if tensor is not None]
+    first_name, first_shape = shapes[0]
+    for name, other_shape in shapes[1:]:
+        if other_shape != first_shape:
+            raise ValueError(f"{first_name} and {name} must have equal shapes, got {first_shape} and {other_shape}")
 
 
 def require_token_mask(mask: Tensor) -> None:

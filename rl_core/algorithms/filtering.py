@@ -72,16 +72,16 @@ def down_sample(
     if strategy == "random" and generator is None:
         raise ValueError('strategy "random" needs a generator, got None; pass a seeded torch.Generator')
     clean, valid = checked_rewards(rewards, valid, group_ids=checked_group_ids(group_ids))
-    kept = torch.zeros_like(valid)
+    selected = torch.zeros_like(valid)
     for members in _members(group_ids, valid):
         if len(members) <= keep:
-            chosen = members
+            rows = members
         elif strategy == "random":
-            chosen = members[torch.randperm(len(members), generator=generator)[:keep]]
+            rows = members[torch.randperm(len(members), generator=generator)[:keep]]
         else:
-            chosen = members[_widest(clean[members].tolist(), keep)]
-        kept[chosen] = True
-    return kept
+            rows = members[_widest(clean[members].tolist(), keep)]
+        selected[rows] = True
+    return selected
 
 
 def _members(group_ids: Tensor, valid: Tensor) -> list[Tensor]:
@@ -97,11 +97,11 @@ def _widest(rewards: list[float], keep: int) -> list[int]:
     best_variance = -1.0
     for num_low in range(keep + 1):
         low = ascending[:num_low]
-        rest = sorted(ascending[num_low:], key=lambda row: (-rewards[row], row))
-        chosen = low + rest[: keep - num_low]
-        variance = _variance([rewards[row] for row in chosen])
+        descending = sorted(ascending[num_low:], key=lambda row: (-rewards[row], row))
+        rows = low + descending[: keep - num_low]
+        variance = _variance([rewards[row] for row in rows])
         if variance > best_variance * (1 + 1e-12):
-            best, best_variance = chosen, variance
+            best, best_variance = rows, variance
     return best
 
 

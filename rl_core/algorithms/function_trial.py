@@ -24,9 +24,9 @@ def require_call(kind: str, name: str) -> None:
     try:
         inspect.signature(function).bind(None, **{option: None for option in OPTIONS[kind] if option in accepted})
     except TypeError as error:
-        wanted = f"inputs and, where it has a parameter for them, {', '.join(OPTIONS[kind])}"
+        arguments = f"inputs and, where it has a parameter for them, {', '.join(OPTIONS[kind])}"
         raise ValueError(
-            f"must be a function of {wanted}, got {name!r}: {error}; give its other parameters a default"
+            f"must be a function of {arguments}, got {name!r}: {error}; give its other parameters a default"
         ) from error
 
 
@@ -64,22 +64,22 @@ def try_loss(algorithm: AlgorithmSpec) -> None:
 
     loss = algorithm.loss
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool)
-    old = torch.where(mask, torch.linspace(-2.0, -0.1, 6).reshape(2, 3), 0.0)
+    old_log_probs = torch.where(mask, torch.linspace(-2.0, -0.1, 6).reshape(2, 3), 0.0)
     accepted, _ = option_names(resolve("loss", loss.name))
     clip_low, clip_high = loss.clip
     options = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": loss.dual_clip}
     inputs = LossInputs(
-        log_probs=(old + 0.1).requires_grad_(),
+        log_probs=(old_log_probs + 0.1).requires_grad_(),
         advantages=torch.tensor([[1.0], [-0.5]]) * mask,
         mask=mask,
-        old_log_probs=old,
+        old_log_probs=old_log_probs,
         behavior_versions=torch.zeros(2, 3, dtype=torch.int64),
         current_version=1,
         max_tokens=3,
         aggregation=algorithm.aggregation,
     )
-    given = {name: value for name, value in options.items() if name in accepted}
-    compute_policy_loss(loss.name, inputs, **given).loss.backward()
+    accepted_options = {name: value for name, value in options.items() if name in accepted}
+    compute_policy_loss(loss.name, inputs, **accepted_options).loss.backward()
 
 
 def main(kind: str, text: str) -> None:

@@ -57,13 +57,13 @@ def _marked_answer(text: str) -> str | None:
 
 def _last_boxed(text: str) -> str | None:
     """Return the content of the last `boxed` command whose braces balance; one pass over the braces."""
-    opened: list[tuple[int, bool]] = []
+    open_braces: list[tuple[int, bool]] = []
     span: tuple[int, int] | None = None
     for brace in _BRACE.finditer(text):
         if brace.group() != "}":
-            opened.append((brace.end(), brace.group() != "{"))
-        elif opened:
-            start, is_boxed = opened.pop()
+            open_braces.append((brace.end(), brace.group() != "{"))
+        elif open_braces:
+            start, is_boxed = open_braces.pop()
             if is_boxed and (span is None or start > span[0]):
                 span = start, brace.start()
     return None if span is None else text[span[0] : span[1]]

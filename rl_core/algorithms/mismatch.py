@@ -42,30 +42,35 @@ def mismatch_stats(
     require_float32(train_log_probs=train_log_probs, rollout_log_probs=rollout_log_probs)
     require_same_shape(train_log_probs=train_log_probs, rollout_log_probs=rollout_log_probs, mask=mask)
     difference = torch.where(mask, train_log_probs.detach() - rollout_log_probs.detach(), 0.0).double()
-    divergence, size = torch.expm1(difference) - difference, difference.abs()
-    same = mask if ages is None else mask & (ages == 0)
-    count = same.sum()
+    divergence, magnitude = torch.expm1(difference) - difference, difference.abs()
+    own_version = mask if ages is None else mask & (ages == 0)
+    count = own_version.sum()
     low, high = (math.log(bound) if bound > 0 else -math.inf for bound in bounds)
     outside = (difference < low) | (difference > high)
-    largest = torch.where(same, size, 0.0).amax() if size.numel() else size.new_zeros(())
+    largest = torch.where(own_version, magnitude, 0.0).amax() if magnitude.numel() else magnitude.new_zeros(())
     stats = {
-        "kl": mean_stat(divergence, same, count),
-        "mean_abs_diff": mean_stat(size, same, count),
+        "kl": mean_stat(divergence, own_version, count),
+        "mean_abs_diff": mean_stat(magnitude, own_version, count),
         "max_ratio": Stat("max", largest.exp(), count),
-        "share_clipped": mean_stat(outside, same, count),
+        "share_clipped": mean_stat(outside, own_version, count),
     }
-    parts = _by_length(divergence, mask, same)
+    part_stats = _by_length(divergence, mask, own_version)
     oldest = min(max_age, OLDEST)
     if ages is not None:
         for age in range(1, oldest + 1):
-            old = mask & (ages == age if age < oldest else ages >= age)
-            parts |= {f"kl/age_{age}": mean_stat(divergence, old), f"abs_diff/age_{age}": mean_stat(size, old)}
-    return {f"{PREFIX}{name}": stat for name, stat in stats.items()} | {f"{PARTS}{n}": s for n, s in parts.items()}
+            aged = mask & (ages == age if age < oldest else ages >= age)
+            part_stats |= {
+                f"kl/age_{age}": mean_stat(divergence, aged),
+                f"abs_diff/age_{age}": mean_stat(magnitude, aged),
+            }
+    return {f"{PREFIX}{name}": stat for name, stat in stats.items()} | {f"{PARTS}{n}": s for n, s in part_stats.items()}
 
 
-def _by_length(divergence: Tensor, mask: Tensor, same: Tensor) -> dict[str, Stat]:
-    """Return the mean divergence over `same` by the number of tokens under `mask` in the row."""
-    places = torch.bucketize(mask.sum(-1), torch.tensor(LENGTHS[1:], device=mask.device), right=True)
-    totals = divergence.new_zeros(len(LENGTHS)).index_add_(0, places, torch.where(same, divergence, 0.0).sum(-1))
-    counts = totals.new_zeros(len(LENGTHS)).index_add_(0, places, same.sum(-1).to(totals.dtype))
-    return {f"kl/length_{low}": Stat("mean", totals[place], counts[place]) for place, low in enumerate(LENGTHS)}
+def _by_length(divergence: Tensor, mask: Tensor, own_version: Tensor) -> dict[str, Stat]:
+    """Return the mean divergence over `own_version` by the number of tokens under `mask` in the row."""
+    classes = torch.bucketize(mask.sum(-1), torch.tensor(LENGTHS[1:], device=mask.device), right=True)
+    totals = divergence.new_zeros(len(LENGTHS)).index_add_(
+        0, classes, torch.where(own_version, divergence, 0.0).sum(-1)
+    )
+    counts = totals.new_zeros(len(LENGTHS)).index_add_(0, classes, own_version.sum(-1).to(totals.dtype))
+    return {f"kl/length_{low}": Stat("mean", totals[index], counts[index]) for index, low in enumerate(LENGTHS)}

@@ -88,19 +88,19 @@ def register(kind: str, name: str, *, aliases: Iterable[str] = (), overwrite: bo
     Raises ValueError for an unknown kind, a name with a colon, or a taken name without `overwrite`.
     """
     table = _table(kind)
-    wanted = [_normal(spelling) for spelling in (name, *aliases)]
-    for spelling in wanted:
+    spellings = [_normal(spelling) for spelling in (name, *aliases)]
+    for spelling in spellings:
         if ":" in spelling:
             raise ValueError(f"a registered {kind} must have no ':' in its name, got {spelling!r}; use a plain name")
         if not overwrite and (spelling in table or spelling in _aliases[kind]):
             raise ValueError(f"{kind} {spelling!r} is already registered; choose another name or pass overwrite=True")
 
     def keep(function: F) -> F:
-        canonical, *others = wanted
-        for spelling in wanted:
+        canonical, *alternatives = spellings
+        for spelling in spellings:
             _aliases[kind].pop(spelling, None)
         table[canonical] = function
-        for spelling in others:
+        for spelling in alternatives:
             table.pop(spelling, None)
             _aliases[kind][spelling] = canonical
         return function
@@ -151,16 +151,16 @@ def names(kind: str) -> tuple[str, ...]:
 def option_names(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
     """Return the option names of a resolved function of inputs, and whether it takes any further ones."""
     parameters = list(inspect.signature(function).parameters.values())[1:]
-    anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return frozenset(parameter.name for parameter in parameters if parameter.kind in named), anything
+    return frozenset(parameter.name for parameter in parameters if parameter.kind in named), takes_any
 
 
 def require_options(kind: str, name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
     """Raise ValueError naming the options that the resolved `function` does not take."""
-    accepted, anything = option_names(function)
+    accepted, takes_any = option_names(function)
     unknown = sorted(set(options) - accepted)
-    if unknown and not anything:
+    if unknown and not takes_any:
         known = ", ".join(sorted(accepted)) or "none"
         raise ValueError(f"{kind} {name!r} must get known options ({known}), got {', '.join(unknown)}; remove them")
 
@@ -194,21 +194,21 @@ def _of_inputs(
 
     @functools.wraps(function)
     def of_inputs(inputs: Any, **options: Any) -> Any:
-        given = {name: getattr(inputs, name) for name in filled}
-        missing = sorted(name for name in needed if given[name] is None)
+        arguments = {name: getattr(inputs, name) for name in filled}
+        missing = sorted(name for name in needed if arguments[name] is None)
         if missing:
             raise ValueError(
                 f"{function.__name__} needs {', '.join(missing)} in {inputs_type.__name__}, got None; fill it"
             )
-        return function(**given, **fixed, **options)
+        return function(**arguments, **fixed, **options)
 
     options = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for name, parameter in parameters.items()
         if name not in filled and name not in fixed
     ]
-    first = inspect.Parameter("inputs", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=inputs_type)
-    of_inputs.__signature__ = inspect.Signature([first, *options])  # type: ignore[attr-defined]
+    inputs_parameter = inspect.Parameter("inputs", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=inputs_type)
+    of_inputs.__signature__ = inspect.Signature([inputs_parameter, *options])  # type: ignore[attr-defined]
     return of_inputs
 
 

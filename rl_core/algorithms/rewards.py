@@ -94,10 +94,10 @@ def shape_overlong(
         raise ValueError(f"buffer must be at least 1 token, got {buffer}")
     require_same_shape(rewards=rewards, lengths=lengths)
     excess = lengths.double() - (max_length - buffer)
-    added = (-excess / buffer * penalty).clamp(max=0.0)
+    penalties = (-excess / buffer * penalty).clamp(max=0.0)
     if cap is not None:
-        added = added.clamp(min=-cap)
-    return (rewards.double() + added).float()
+        penalties = penalties.clamp(min=-cap)
+    return (rewards.double() + penalties).float()
 
 
 def shape_stop_properly(rewards: Tensor, truncated: Tensor, *, coefficient: float) -> Tensor:

@@ -26,7 +26,7 @@ _LOWEST_LOG_PROB = -1e4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VocabularyShard:
-    """The tokens whose rows of the output weight this rank has; other ranks of its group have the others, as many rows each."""
+    """The tokens whose rows of the output weight this rank has. Each rank of the group has equally many rows."""
 
     start: int
     """First token."""
@@ -38,10 +38,10 @@ class VocabularyShard:
     """Replaces a tensor by its sum over the group; collective."""
 
     def place(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (row of each label here, whether it is here); the row of a label that is elsewhere is 0."""
+        """Return (row of each label in this shard, whether the label is in it); the row of a label of another shard is 0."""
         rows = labels - self.start
-        here = (rows >= 0) & (rows < self.tokens)
-        return rows.where(here, 0), here
+        is_local = (rows >= 0) & (rows < self.tokens)
+        return rows.where(is_local, 0), is_local
 
     def hide_padding(self, block: Tensor) -> None:
         """Set the padding columns of the float32 logits [n, rows] so that they get probability 0, in place."""
@@ -67,9 +67,9 @@ class ScoresFromHidden(torch.autograd.Function):  # type: ignore[misc]
         ctx.temperature, ctx.chunk_size, ctx.shard = temperature, chunk_size, shard
         scores = _Scores(labels, entropy, shard)
         with torch.autocast(hidden.device.type, enabled=False):  # as in the backward pass
-            for chunk in _parts(len(labels), chunk_size):
+            for chunk in _slices(len(labels), chunk_size):
                 logits = hidden[chunk] @ weight.T
-                for part in _parts(len(logits), _block_rows(logits, chunk_size)):
+                for part in _slices(len(logits), _block_rows(logits, chunk_size)):
                     scores.fill(_inner(chunk, part), _scaled(logits[part], temperature))
                 del logits  # before the next chunk's are made: two would be held
         ctx.save_for_backward(hidden, weight, *scores.saved())
@@ -86,9 +86,9 @@ class ScoresFromHidden(torch.autograd.Function):  # type: ignore[misc]
         hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         row_gradient = _RowGradient(tuple(saved), log_prob_grads, entropy_grads, ctx.temperature, ctx.shard)
-        for chunk in _parts(len(hidden), ctx.chunk_size):
+        for chunk in _slices(len(hidden), ctx.chunk_size):
             logits = hidden[chunk] @ weight.T
-            for part in _parts(len(logits), _block_rows(logits, ctx.chunk_size)):
+            for part in _slices(len(logits), _block_rows(logits, ctx.chunk_size)):
                 logits[part] = row_gradient(_inner(chunk, part), _scaled(logits[part], ctx.temperature))
             if hidden_gradient is not None:
                 torch.mm(logits, weight, out=hidden_gradient[chunk])
@@ -114,11 +114,11 @@ class _Scores:
         labels = self.labels[part]
         if self.shard is not None:
             self.shard.hide_padding(block)
-            labels, here = self.shard.place(labels)
+            labels, is_local = self.shard.place(labels)
         peak = block.amax(dim=1, keepdim=True)
         if self.shard is not None:
             self.shard.largest(peak)
-        chosen = block.gather(1, labels) - peak
+        label_logits = block.gather(1, labels) - peak
         block.sub_(peak)
         weighted = block.new_zeros(len(block))
         if self.entropies is None:
@@ -127,11 +127,11 @@ class _Scores:
             totals, sums = zip(*map(_normaliser_and_weighted_sum, block.split(_ENTROPY_ROWS)), strict=True)
             total, weighted = torch.cat(totals), torch.cat(sums)
         if self.shard is not None:
-            parts = torch.cat([chosen.where(here, 0.0), total[:, None], weighted[:, None]], dim=1)
-            self.shard.total(parts)
-            chosen, total, weighted = parts[:, :-2], parts[:, -2], parts[:, -1]
+            partials = torch.cat([label_logits.where(is_local, 0.0), total[:, None], weighted[:, None]], dim=1)
+            self.shard.total(partials)
+            label_logits, total, weighted = partials[:, :-2], partials[:, -2], partials[:, -1]
         self.peaks[part], self.totals[part] = peak.squeeze(1), total
-        self.log_probs[part] = chosen - total.log().unsqueeze(1)
+        self.log_probs[part] = label_logits - total.log().unsqueeze(1)
         if self.entropies is not None:
             self.entropies[part] = total.log() - weighted / total
 
@@ -160,31 +160,31 @@ class _RowGradient:
     ) -> None:
         self.labels, self.peaks, self.totals, self.entropies = saved
         self.shard = shard
-        given = torch.zeros_like(self.labels, dtype=torch.float32) if log_prob_grads is None else log_prob_grads
-        self.log_prob_grads = given / temperature
+        grads = torch.zeros_like(self.labels, dtype=torch.float32) if log_prob_grads is None else log_prob_grads
+        self.log_prob_grads = grads / temperature
         self.entropy_grads = None if entropy_grads is None else entropy_grads / temperature
 
     def __call__(self, part: slice, block: Tensor) -> Tensor:
         """Return the gradient at the unscaled logits in the place of float32 `block` [n, V]."""
-        at_labels, total = self.log_prob_grads[part], self.totals[part].unsqueeze(1)
-        labels, at_own_labels, at_label = self.labels[part], at_labels, at_labels.sum(dim=1, keepdim=True)
+        label_grads, total = self.log_prob_grads[part], self.totals[part].unsqueeze(1)
+        labels, local_grads, row_grad = self.labels[part], label_grads, label_grads.sum(dim=1, keepdim=True)
         if self.shard is not None:
             self.shard.hide_padding(block)
-            labels, here = self.shard.place(labels)
-            at_own_labels = at_labels.where(here, 0.0)
+            labels, is_local = self.shard.place(labels)
+            local_grads = label_grads.where(is_local, 0.0)
         shifted = block.sub_(self.peaks[part].unsqueeze(1))
         # The division by `total`, which turns exp into the softmax, rides on the per-row factors.
         if self.entropy_grads is None or self.entropies is None:
-            gradient = shifted.exp_().mul_(-at_label / total)
+            gradient = shifted.exp_().mul_(-row_grad / total)
         else:
-            at_entropy, entropy = self.entropy_grads[part].unsqueeze(1), self.entropies[part].unsqueeze(1)
+            entropy_grad, entropy = self.entropy_grads[part].unsqueeze(1), self.entropies[part].unsqueeze(1)
             weights = shifted.clamp_(min=_LOWEST_LOG_PROB).exp()
-            factor = shifted.add_(entropy - total.log()).mul_(-at_entropy / total).sub_(at_label / total)
+            factor = shifted.add_(entropy - total.log()).mul_(-entropy_grad / total).sub_(row_grad / total)
             gradient = factor.mul_(weights)
-        return gradient.scatter_add_(1, labels, at_own_labels)
+        return gradient.scatter_add_(1, labels, local_grads)
 
 
-def _parts(length: int, size: int) -> Iterator[slice]:
+def _slices(length: int, size: int) -> Iterator[slice]:
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
 

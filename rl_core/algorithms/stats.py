@@ -75,8 +75,8 @@ def merge_stats(parts: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
         if len(kinds) > 1:
             raise ValueError(f"metric {name!r} must have one kind in all parts, got {', '.join(sorted(kinds))}")
         kind, width = stats[0].kind, len(stats[0].parts())
-        own = list(itertools.islice(numbers, width * len(stats)))
-        totals, counts, *squares = (own[part::width] for part in range(width))
+        stat_numbers = list(itertools.islice(numbers, width * len(stats)))
+        totals, counts, *squares = (stat_numbers[part::width] for part in range(width))
         # NumPy's max and min return NaN if there is one, those of Python may not.
         total = float({"max": np.max, "min": np.min}.get(kind, sum)(totals))
         if any(counts) or kind not in EXTREMES:
@@ -102,17 +102,17 @@ def read_stats(stats: Mapping[str, Stat]) -> dict[str, tuple[Any, ...]]:
 def read_scalars(scalars: Sequence[Tensor | float]) -> list[float]:
     """Return 0-d tensors and numbers as numbers, with one transfer per device."""
     numbers = [0.0] * len(scalars)
-    elsewhere: dict[torch.device, list[int]] = {}
+    by_device: dict[torch.device, list[int]] = {}
     for index, scalar in enumerate(scalars):
         if not isinstance(scalar, Tensor):
             numbers[index] = float(scalar)
         elif scalar.is_cpu:
             numbers[index] = float(scalar.item())
         else:
-            elsewhere.setdefault(scalar.device, []).append(index)
-    for here in elsewhere.values():
-        together = torch.stack([torch.as_tensor(scalars[index], dtype=torch.float64) for index in here])
-        for index, number in zip(here, together.tolist(), strict=True):
+            by_device.setdefault(scalar.device, []).append(index)
+    for indices in by_device.values():
+        stacked = torch.stack([torch.as_tensor(scalars[index], dtype=torch.float64) for index in indices])
+        for index, number in zip(indices, stacked.tolist(), strict=True):
             numbers[index] = number
     return numbers
 
@@ -125,15 +125,15 @@ def mean_stat(values: Tensor, mask: Tensor, count: Tensor | None = None) -> Stat
 
 def mean_stats(values: Mapping[str, Tensor], mask: Tensor, count: Tensor) -> dict[str, Stat]:
     """Return `mean_stat` of several tensors by name, which have the shape of `mask`, in one pass. `count` is the number of true entries."""
-    kept = zero_outside(mask, torch.stack([one.detach() for one in values.values()]))
-    totals = kept.flatten(1).sum(dim=1, dtype=torch.float64).unbind()
+    masked = zero_outside(mask, torch.stack([tensor.detach() for tensor in values.values()]))
+    totals = masked.flatten(1).sum(dim=1, dtype=torch.float64).unbind()
     return {name: Stat("mean", total, count) for name, total in zip(values, totals, strict=True)}
 
 
 def std_stat(values: Tensor, mask: Tensor, count: Tensor | None = None) -> Stat:
     """Return the sample deviation of `values` where `mask`, exact over any number of parts; 0 for a single value."""
-    kept = torch.where(mask, values.detach(), 0).double()
-    return Stat("std", kept.sum(), mask.sum() if count is None else count, kept.square().sum())
+    masked = torch.where(mask, values.detach(), 0).double()
+    return Stat("std", masked.sum(), mask.sum() if count is None else count, masked.square().sum())
 
 
 def sum_stat(total: Tensor | float) -> Stat:
@@ -144,10 +144,10 @@ def sum_stat(total: Tensor | float) -> Stat:
 def extreme_stat(kind: Literal["max", "min"], values: Tensor, mask: Tensor, count: Tensor | None = None) -> Stat:
     """Return the largest or smallest of `values` where `mask`; without any, an infinity of count 0. `count` is as for `mean_stat`."""
     fill = float("-inf") if kind == "max" else float("inf")
-    kept = torch.where(mask, values.detach(), fill)
-    if not kept.numel():
-        kept = kept.new_full((1,), fill)
-    return Stat(kind, kept.max() if kind == "max" else kept.min(), mask.sum() if count is None else count)
+    masked = torch.where(mask, values.detach(), fill)
+    if not masked.numel():
+        masked = masked.new_full((1,), fill)
+    return Stat(kind, masked.max() if kind == "max" else masked.min(), mask.sum() if count is None else count)
 
 
 def extreme_stats(
@@ -180,7 +180,7 @@ def _detached(value: Tensor | float) -> Tensor | float:
 def _scalar(value: Tensor | float, device: torch.device | None) -> Tensor:
     """Return `value` as a float64 tensor on `device`; None keeps the device of `value`."""
     if not isinstance(value, Tensor):
-        # Written by the device: a copy of a number to it would wait for all work before.
+        # The device itself writes the number. A copy from the host would wait for all work that was queued before.
         return torch.full((), value, dtype=torch.float64, device=device)
     return value.to(device, torch.float64)
 

@@ -40,8 +40,10 @@ def check_functions(algorithm: AlgorithmSpec, *, search_path: str, seconds: floa
     for field, (kind, name) in named.items():
         if ":" not in name:
             continue
-        given = algorithm.model_dump_json(by_alias=True)
-        if problem := check_in_child(TRIAL, kind, name=name, given=given, search_path=search_path, seconds=seconds):
+        algorithm_json = algorithm.model_dump_json(by_alias=True)
+        if problem := check_in_child(
+            TRIAL, kind, name=name, given=algorithm_json, search_path=search_path, seconds=seconds
+        ):
             yield f"spec.{field}: {problem}"
 
 

@@ -80,9 +80,9 @@ class Channel:
         `worker` may be an object with a `channel_client` of its own. `timeout` is in seconds (None: 600). Raises DeadlineExceeded when the
         channel is not created in time.
         """
-        here = local_channels.find(name)
-        if here is not None and client is None:
-            return cls(name, here, local=True)
+        local_backend = local_channels.find(name)
+        if local_backend is not None and client is None:
+            return cls(name, local_backend, local=True)
         client = client or getattr(worker, "channel_client", None)
         backend = wait_sync(lambda: (client or current()).connect(name, _seconds(timeout)), "Channel.connect")
         return cls(name, backend, local=False)
@@ -133,11 +133,11 @@ class Channel:
         Waiting callers are served in order. `timeout` is in seconds (None: 600). Raises DeadlineExceeded, whose message has the depth and
         the producers that are not done, and ChannelClosed or ProducerLost if the channel is closed and empty.
         """
-        return self._take(TakeRequest(key=key, timeout=_seconds(timeout)), async_op, "Channel.get", self._one)
+        return self._take(TakeRequest(key=key, timeout=_seconds(timeout)), async_op, "Channel.get", self._load_one)
 
     async def get_async(self, key: Key = DEFAULT_KEY, timeout: float | None = None) -> Any:
         """Return the oldest item. If the call is cancelled, the item returns to the head of the queue."""
-        return await self._take_async(TakeRequest(key=key, timeout=_seconds(timeout)), self._one)
+        return await self._take_async(TakeRequest(key=key, timeout=_seconds(timeout)), self._load_one)
 
     async def get_some_async(self, most: int, key: Key = DEFAULT_KEY, timeout: float | None = None) -> list[Any]:
         """Remove and return the oldest items: at least one and at most `most`. Waits for the first only.
@@ -148,14 +148,14 @@ class Channel:
         if most < 1:
             raise ValueError(f"most must be at least 1, got {most}")
         items: list[Any] = await self._take_async(
-            TakeRequest(key=key, timeout=_seconds(timeout), most=most), self._many
+            TakeRequest(key=key, timeout=_seconds(timeout), most=most), self._load_many
         )
         return items
 
     def get_nowait(self, key: Key = DEFAULT_KEY) -> Any:
         """Return the oldest item. Raises ChannelEmpty if there is none, ChannelClosed if the channel is closed and empty."""
         request = TakeRequest(key=key, timeout=DEFAULT_TIMEOUT, nowait=True)
-        return self._take(request, False, "Channel.get_nowait", self._one)
+        return self._take(request, False, "Channel.get_nowait", self._load_one)
 
     def get_batch(
         self,
@@ -172,13 +172,13 @@ class Channel:
         so far. Raises DeadlineExceeded after `timeout` seconds (None: 600); the collected items then return to the queue in order.
         """
         request = _batch(target_weight, key, timeout, allow_oversize)
-        return self._take(request, async_op, "Channel.get_batch", self._many)
+        return self._take(request, async_op, "Channel.get_batch", self._load_many)
 
     async def get_batch_async(
         self, target_weight: float, key: Key = DEFAULT_KEY, timeout: float | None = None, allow_oversize: bool = False
     ) -> list[Any]:
         """As `get_batch`, as a coroutine. If the call is cancelled, the collected items return to the queue in order."""
-        items: list[Any] = await self._take_async(_batch(target_weight, key, timeout, allow_oversize), self._many)
+        items: list[Any] = await self._take_async(_batch(target_weight, key, timeout, allow_oversize), self._load_many)
         return items
 
     def _take(self, request: TakeRequest, async_op: bool, what: str, receive: Callable[[list[Delivery]], Any]) -> Any:
@@ -207,19 +207,20 @@ class Channel:
         if not future.cancel() and future.exception() is None:
             self._backend.requeue(future.result())
 
-    def _one(self, deliveries: list[Delivery]) -> Any:
-        return self._many(deliveries)[0]
+    def _load_one(self, deliveries: list[Delivery]) -> Any:
+        return self._load_many(deliveries)[0]
 
-    def _many(self, deliveries: list[Delivery]) -> list[Any]:
+    def _load_many(self, deliveries: list[Delivery]) -> list[Any]:
         items: list[Any] = []
         try:
             for delivery in deliveries:
                 items.append(self._backend.load(delivery))
-        except Exception:  # what cannot be decoded is gone: at the head it would stop every later get
-            bad = len(items)
-            self._backend.confirm([deliveries[bad].token])
-            self._backend.requeue(deliveries[:bad], loaded=True)
-            self._backend.requeue(deliveries[bad + 1 :])
+        except Exception:
+            # An item that cannot be decoded is deleted. At the head of the queue it would stop every later get.
+            index = len(items)
+            self._backend.confirm([deliveries[index].token])
+            self._backend.requeue(deliveries[:index], loaded=True)
+            self._backend.requeue(deliveries[index + 1 :])
             raise
         self._backend.confirm([delivery.token for delivery in deliveries])
         return items

@@ -73,9 +73,9 @@ class ChannelClient:
         """Mark one producer of this process for `channel` as done. Does nothing when there is none."""
         registrations = self._registrations.get(channel)
         if not registrations:
-            ended: Future[None] = Future()
-            ended.set_result(None)
-            return ended
+            completed: Future[None] = Future()
+            completed.set_result(None)
+            return completed
         return self.rpc.start_call("done", (channel, registrations.pop()), {}, idempotent=True)
 
     def set_epoch(self, epoch: int) -> None:
@@ -122,7 +122,7 @@ class RemoteBackend:
             self._client.receipts.put_back(receipts)
             raise
         if receipts:
-            future.add_done_callback(lambda done: self._client.receipts.restore(receipts, done))
+            future.add_done_callback(lambda take: self._client.receipts.restore(receipts, take))
         return future
 
     def waiting(self, what: str) -> AbstractContextManager[None]:

@@ -60,7 +60,7 @@ class ChannelCore:
         self.options.check_fits(self.name, put.nbytes)
         queue = self._queue(put.key)
         if self._is_closed(queue):
-            put.on_error(self._refused(put.key, queue))
+            put.on_error(self._refusal_error(put.key, queue))
             self._forget_idle(put.key, queue)
             return
         queue.puts.append(put)
@@ -89,7 +89,7 @@ class ChannelCore:
         if self._is_closed(queue):
             self.bytes -= put.nbytes
             self._pump_freed(now, put.key)
-            raise self._refused(put.key, queue)
+            raise self._refusal_error(put.key, queue)
         queue.items.append(Item(next(self._numbers), put.key, payload, put.nbytes, weight, now))
         self.counters["puts"] += 1
         self.put_wait_seconds += now - put.since
@@ -203,10 +203,10 @@ class ChannelCore:
                 queue.puts.remove(put)
         for token in [token for token, take in self._out.items() if take.client is client]:
             self._return(token)
-        lost = [producer for producer in self.producers if producer[0] is client]
-        for producer in lost:
+        lost_producers = [producer for producer in self.producers if producer[0] is client]
+        for producer in lost_producers:
             del self.producers[producer]
-        if lost:
+        if lost_producers:
             self._lost_producers.append(client.name)
             self._close_if_done(now)
         self._pump_all(now)
@@ -225,7 +225,7 @@ class ChannelCore:
             if self._is_closed(queue):
                 for put in list(queue.puts):
                     put.open = False
-                    put.on_error(self._refused(name, queue))
+                    put.on_error(self._refusal_error(name, queue))
                 queue.puts.clear()
         self._pump_all(now)
 
@@ -234,21 +234,24 @@ class ChannelCore:
     def tick(self, now: float) -> None:
         """End the puts and takes whose deadline has passed. Their `on_error` gets a DeadlineExceeded."""
         for operation in self._waiting.pop_overdue(now):
-            if not operation.waits:  # the error of one before it has made room for this one
+            if not operation.waits:  # the error of an earlier operation has made room for this one
                 continue
-            queue, of_what = self._queue(operation.key), f"channel {self.name!r} key {operation.key!r}"
+            queue, channel_text = self._queue(operation.key), f"channel {self.name!r} key {operation.key!r}"
             if isinstance(operation, Put):
                 operation.open = False
                 queue.puts.remove(operation)
-                what, reason = f"put on {of_what}", f" for room, {self.options.limits}"
+                operation_text, reason = f"put on {channel_text}", f" for room, {self.options.limits}"
             elif operation.target is None:
                 self._withdraw(operation, queue)
-                what, reason = f"get from {of_what}", ""
+                operation_text, reason = f"get from {channel_text}", ""
             else:
                 weight = math.fsum(operation.weight)
-                what, reason = f"get_batch from {of_what}", f" for items of weight {operation.target:g}, got {weight:g}"
+                operation_text, reason = (
+                    f"get_batch from {channel_text}",
+                    f" for items of weight {operation.target:g}, got {weight:g}",
+                )
                 self._withdraw(operation, queue)
-            waited = f"{what} waited {now - operation.since:.1f} s{reason}"
+            waited = f"{operation_text} waited {now - operation.since:.1f} s{reason}"
             operation.on_error(DeadlineExceeded(f"{waited}: {self._depth_text(queue)}"))
             self._pump(now, operation.key, queue)
 
@@ -324,11 +327,12 @@ class ChannelCore:
 
     def _pump(self, now: float, key: Key, queue: KeyQueue) -> None:
         """Grant room to waiting puts and serve waiting takes until neither is possible."""
-        if queue.pumping:  # from a callback; a loop per put that waits would nest as deep as there are puts
+        # A callback called this. The outer loop goes on; nested loops would be as deep as there are waiting puts.
+        if queue.pumping:
             return
         queue.pumping = True
         try:
-            while self._let_in(queue) or self._let_out(key, queue):
+            while self._grant_room(queue) or self._serve_takes(key, queue):
                 pass
         finally:
             queue.pumping = False
@@ -338,17 +342,17 @@ class ChannelCore:
         if queue.can_be_deleted and self._keys.get(key) is queue:
             del self._keys[key]
 
-    def _let_in(self, queue: KeyQueue) -> bool:
+    def _grant_room(self, queue: KeyQueue) -> bool:
         """Grant the free room to waiting puts; return whether a put was granted."""
-        moved = False
+        progressed = False
         while (put := self._next_put(queue)) is not None:
             queue.puts.remove(put)
             put.admitted = True
             queue.filling.add(put.client)
             self.bytes += put.nbytes
             put.on_room(put)
-            moved = True
-        return moved
+            progressed = True
+        return progressed
 
     def _next_put(self, queue: KeyQueue) -> Put | None:
         """Return the next put to grant room to, or None.
@@ -361,28 +365,28 @@ class ChannelCore:
                 return put if self._has_room(queue, put.nbytes) else None
         return None
 
-    def _let_out(self, key: Key, queue: KeyQueue) -> bool:
+    def _serve_takes(self, key: Key, queue: KeyQueue) -> bool:
         """Serve waiting takes; return whether one has ended or got an item."""
-        moved = False
+        progressed = False
         while queue.takes and self._serve(key, queue, queue.takes[0]):
-            moved = True
-        return moved
+            progressed = True
+        return progressed
 
     def _serve(self, key: Key, queue: KeyQueue, take: Take) -> bool:
         """Give stored items to the first waiting take; return whether it has ended or got an item."""
-        before = len(take.held)
+        num_held = len(take.held)
         if take.pick(queue.items) or (take.held and self._is_closed(queue)):
             queue.takes.popleft()
-            self._hand_out(take)
+            self._deliver(take)
             return True
         if self._is_closed(queue) and self._drained_for(take.client, queue, key):
             queue.takes.popleft()
             take.open = False
-            take.on_error(self._end(key, queue))
+            take.on_error(self._end_error(key, queue))
             return True
-        return len(take.held) > before
+        return len(take.held) > num_held
 
-    def _hand_out(self, take: Take) -> None:
+    def _deliver(self, take: Take) -> None:
         deliveries = []
         for item in take.held:
             delivery = Delivery(f"{self._prefix}-{next(self._tokens)}", item.payload)
@@ -395,7 +399,7 @@ class ChannelCore:
         take.on_items(take, deliveries)
 
     def _drained_for(self, client: Client, queue: KeyQueue, key: Key) -> bool:
-        """Whether a closed key has no item for `client`: none is stored, and no other client holds unconfirmed ones that may return."""
+        """Return whether a closed key has no item for `client`: none is stored, and no other client holds unconfirmed ones that may return."""
         if queue.items:
             return False
         return not any(take.key == key and take.client is not client for take in self._out.values())
@@ -417,14 +421,14 @@ class ChannelCore:
 
     def _close_if_done(self, now: float) -> None:
         if not self.producers:
-            lost = ", ".join(self._lost_producers)
-            self.close(now, error=ProducerLost(f"channel {self.name!r} lost its producers {lost}") if lost else None)
+            names = ", ".join(self._lost_producers)
+            self.close(now, error=ProducerLost(f"channel {self.name!r} lost its producers {names}") if names else None)
 
-    def _end(self, key: Key, queue: KeyQueue) -> Exception:
+    def _end_error(self, key: Key, queue: KeyQueue) -> Exception:
         error = queue.error if queue.closed else self._error
         return error or ChannelClosed(f"channel {self.name!r} key {key!r} is closed and drained")
 
-    def _refused(self, key: Key, queue: KeyQueue) -> ChannelClosed:
+    def _refusal_error(self, key: Key, queue: KeyQueue) -> ChannelClosed:
         error = queue.error if queue.closed else self._error
         return ChannelClosed(f"channel {self.name!r} key {key!r} is closed{f': {error}' if error else ''}")
 

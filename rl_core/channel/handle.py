@@ -39,7 +39,7 @@ class AsyncHandle(Generic[Value]):
         self._future = future
         self._receive = receive
         self._abandon = abandon
-        self._receipt = threading.Lock()
+        self._receive_lock = threading.Lock()
         """Guards the fields below: if several threads wait, the first one receives the value and the others return it too."""
         self._received = False
         self._value: Value | None = None
@@ -56,9 +56,9 @@ class AsyncHandle(Generic[Value]):
 
     def cancel(self) -> None:
         """Give up an operation whose result was not read. Items of a take return to the queue; a put is not undone."""
-        with self._receipt:
-            given_up, self._received = not self._received, True
-        if given_up:
+        with self._receive_lock:
+            is_abandoned, self._received = not self._received, True
+        if is_abandoned:
             self._error = CancelledError("the operation was given up")
             self._abandon(self._future)
 
@@ -88,7 +88,7 @@ class AsyncHandle(Generic[Value]):
         return self._take(outcome)
 
     def _take(self, outcome: Any) -> Value | None:
-        with self._receipt:
+        with self._receive_lock:
             if not self._received:
                 self._received = True
                 try:

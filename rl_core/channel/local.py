@@ -68,7 +68,7 @@ class LocalBackend:
         """Numbers of the producers that are not done."""
         self._numbers = itertools.count()
         self._timer: Timer | None = None
-        self._due = float("inf")
+        self._timer_deadline = float("inf")
 
     def put(self, request: PutRequest) -> "Future[None]":
         """Return a future that is done when the item is accepted."""
@@ -172,30 +172,30 @@ class LocalBackend:
         waiting = weakref.ref(operation)
 
         def done(finished: "Future[Any]") -> None:
-            if finished.cancelled() and (found := waiting()) is not None:
+            if finished.cancelled() and (target := waiting()) is not None:
                 with self._lock:
-                    undo(self._clock(), found)
+                    undo(self._clock(), target)
 
         future.add_done_callback(done)
 
     def _arm(self) -> None:
-        due = self._core.next_due()
-        if due < self._due:
+        deadline = self._core.next_due()
+        if deadline < self._timer_deadline:
             if self._timer is not None:
                 self._timer.cancel()
-            self._due = due
+            self._timer_deadline = deadline
             io = IoThread.shared()
             channel = weakref.ref(self)  # a deadline that was met keeps no channel alive until it would have passed
 
             def tick() -> None:
-                if (found := channel()) is not None:
-                    found._tick()
+                if (backend := channel()) is not None:
+                    backend._tick()
 
-            self._timer = io.call_at(io.clock() + due - self._clock(), tick)
+            self._timer = io.call_at(io.clock() + deadline - self._clock(), tick)
 
     def _tick(self) -> None:
         with self._lock:
-            self._timer, self._due = None, float("inf")
+            self._timer, self._timer_deadline = None, float("inf")
             self._core.tick(self._clock())
             self._arm()
 

@@ -75,7 +75,7 @@ class Take:
     def pick(self, items: deque[Item]) -> bool:
         """Move items that belong to this take from the head of `items` to it. Returns whether the take is complete."""
         if self.target is None:
-            self._pick_what_is_there(items)
+            self._pick_available(items)
             return bool(self.held)
         while items:
             if not self._fits(items[0].weight, self.target):
@@ -88,7 +88,7 @@ class Take:
                 return True
         return False
 
-    def _pick_what_is_there(self, items: deque[Item]) -> None:
+    def _pick_available(self, items: deque[Item]) -> None:
         nbytes = 0
         while items and len(self.held) < self.most and nbytes < MOST_BYTES:
             self.held.append(items.popleft())
@@ -144,11 +144,11 @@ class KeyQueue:
     def insert(self, items: Iterable[Item]) -> None:
         """Put returned items back to their former positions, before all that were accepted later."""
         for item in sorted(items, key=lambda item: item.number, reverse=True):
-            behind = []
+            earlier = []
             while self.items and self.items[0].number < item.number:
-                behind.append(self.items.popleft())
+                earlier.append(self.items.popleft())
             self.items.appendleft(item)
-            self.items.extendleft(reversed(behind))
+            self.items.extendleft(reversed(earlier))
 
 
 def add_exactly(parts: tuple[float, ...], number: float) -> tuple[float, ...]:
@@ -157,11 +157,11 @@ def add_exactly(parts: tuple[float, ...], number: float) -> tuple[float, ...]:
     `math.fsum` of them is the correctly rounded sum, so that ten times 0.1 gives 1.0. Source: Shewchuk, "Adaptive precision floating-point
     arithmetic" (1997).
     """
-    rest = []
-    for part in parts:
-        high = number + part
-        large, small = (number, part) if abs(number) >= abs(part) else (part, number)
+    partials = []
+    for partial in parts:
+        high = number + partial
+        large, small = (number, partial) if abs(number) >= abs(partial) else (partial, number)
         if low := small - (high - large):
-            rest.append(low)
+            partials.append(low)
         number = high
-    return (*rest, number)
+    return (*partials, number)

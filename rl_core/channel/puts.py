@@ -24,7 +24,7 @@ MARGIN = 5.0
 """Seconds by which the RPC timeout exceeds the server's own deadline, whose error is more specific."""
 COPY_THREADS = 2
 PIECE_BYTES = 16 * 2**20
-"""Bytes that a copy thread takes at a time of an item of which another one copies too."""
+"""Bytes that a copy thread copies at a time, if two threads copy one item."""
 
 
 class PutSender:
@@ -47,17 +47,17 @@ class PutSender:
             return LargePut(self, channel, parts, request, keys).future
         inline = [payload.inline(part) for part in parts]
         timeout = request.timeout + MARGIN
-        sent = [
+        calls = [
             self.rpc.start_call(
                 "put", (channel, key, request.weight, inline, request.timeout, request.nowait), {}, timeout=timeout
             )
             for key in keys
         ]
-        if len(sent) == 1:
-            return sent[0]
-        whole: Future[None] = Future()
-        chain(sent, whole)
-        return whole
+        if len(calls) == 1:
+            return calls[0]
+        combined: Future[None] = Future()
+        chain(calls, combined)
+        return combined
 
 
 class LargePut:
@@ -68,7 +68,7 @@ class LargePut:
     ) -> None:
         """Reserve room under `keys` for the encoded `parts` of an item. The copy follows when the server has granted it everywhere."""
         self.future: Future[None] = Future()
-        self._uplink = sender
+        self._sender = sender
         self._parts = parts
         self._request = request
         sizes = [memoryview(part).nbytes for part in parts]
@@ -77,7 +77,7 @@ class LargePut:
             sender.rpc.start_call("reserve", (channel, key, *shared, index == 0), {}, timeout=request.timeout + MARGIN)
             for index, key in enumerate(keys)
         ]
-        self.future.add_done_callback(lambda done: self._cancel() if done.cancelled() else None)
+        self.future.add_done_callback(lambda future: self._cancel() if future.cancelled() else None)
         when_all(self._granted, self._all_granted)
 
     def _cancel(self) -> None:
@@ -90,7 +90,7 @@ class LargePut:
         rooms = [granted.result() for granted in self._granted if not granted.cancelled() and not granted.exception()]
         if len(rooms) == len(self._granted):
             try:
-                self._uplink.copier.submit(self._write, rooms)
+                self._sender.copier.submit(self._write, rooms)
                 return
             except RuntimeError:
                 error = InfrastructureError("the item was not put: the client was closed")
@@ -100,19 +100,19 @@ class LargePut:
 
     def _abort(self, rooms: Sequence[Room]) -> None:
         for room in rooms:
-            self._uplink.rpc.start_call("abort", (room.ticket,), {}, idempotent=True)
+            self._sender.rpc.start_call("abort", (room.ticket,), {}, idempotent=True)
 
     def _write(self, rooms: Sequence[Room]) -> None:
-        rpc = self._uplink.rpc
+        rpc = self._sender.rpc
         try:
-            copier = self._uplink.copier
+            copier = self._sender.copier
             parts = [fill(copier, segment, part) for segment, part in zip(rooms[0].segments, self._parts, strict=True)]
             if self.future.cancelled():
                 self._abort(rooms)
                 return
             timeout = self._request.timeout + MARGIN
-            # The room with the memory comes last: the server takes that from this process with it. `waits`: puts that stand behind
-            # this one at the server may have taken all the credit.
+            # The room with the memory is handed over last, because the server then takes the memory from this process. `waits` is set
+            # because puts that wait at the server for this one may have taken all the credit.
             accepted = [
                 rpc.start_call("hand_over", (room.ticket, self._request.weight, parts), {}, timeout=timeout, waits=True)
                 for room in reversed(rooms)
@@ -137,26 +137,26 @@ def fill(copier: concurrent.futures.Executor, segment: SegmentPart | None, part:
             end = begin + PIECE_BYTES
             copy_into(target[begin:end], source[begin:end])
 
-    helping = None
+    helper = None
     if source.nbytes > PIECE_BYTES and len(os.sched_getaffinity(0)) > 1:
         with contextlib.suppress(RuntimeError):  # the client is being closed
-            helping = copier.submit(copy_pieces)
+            helper = copier.submit(copy_pieces)
     copy_pieces()
-    if helping is not None and not helping.cancel():  # it has not begun while the other thread copies another item
-        helping.result()
+    if helper is not None and not helper.cancel():  # it has not begun while the other thread copies another item
+        helper.result()
     return segment
 
 
 def when_all(futures: Sequence["Future[Any]"], call: Callable[[], None]) -> None:
     """Call `call` when all `futures` have ended, on the thread on which the last one ends."""
-    left, lock = len(futures), threading.Lock()
+    unfinished, lock = len(futures), threading.Lock()
 
     def ended(_: "Future[Any]") -> None:
-        nonlocal left
+        nonlocal unfinished
         with lock:
-            left -= 1
-            last = left == 0
-        if last:
+            unfinished -= 1
+            is_last = unfinished == 0
+        if is_last:
             call()
 
     for future in futures:
@@ -167,17 +167,17 @@ def chain(inner: Sequence["Future[Any]"], outer: "Future[None]") -> None:
     """Complete `outer` when all of `inner` have ended, with the first of their errors if there is one. If `outer` is cancelled, cancel them."""
 
     def all_ended() -> None:
-        if outer.cancelled() or any(one.cancelled() for one in inner) or not outer.set_running_or_notify_cancel():
+        if outer.cancelled() or any(future.cancelled() for future in inner) or not outer.set_running_or_notify_cancel():
             return
-        error = next((error for one in inner if (error := one.exception()) is not None), None)
+        error = next((error for future in inner if (error := future.exception()) is not None), None)
         if error is not None:
             outer.set_exception(error)
         else:
             outer.set_result(None)
 
-    def cancel(done: "Future[None]") -> None:
-        for one in inner if done.cancelled() else ():
-            one.cancel()
+    def cancel(completed: "Future[None]") -> None:
+        for future in inner if completed.cancelled() else ():
+            future.cancel()
 
     outer.add_done_callback(cancel)
     when_all(inner, all_ended)

@@ -46,7 +46,7 @@ _ELASTIC_METHODS = frozenset(
 )
 _GANG_METHODS = _ELASTIC_METHODS | {"register", "done"}
 _RUNNER_METHODS = _GANG_METHODS | {"close", "move", "server_stats"}
-_RECENT = 1_024
+_MAX_UNDOS = 1_024
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,11 @@ def channel_rights(groups: Iterable[GroupKind]) -> dict[str, dict[str, frozenset
 def allowed_methods(groups: Mapping[str, GroupKind]) -> dict[str, frozenset[str]]:
     """Return the methods that each key may call.
 
-    Who comes and goes is no producer that a channel waits for, and the runner alone closes channels, moves and deletes stored items.
+    Members of an elastic group cannot register as producers, because a channel would wait for those that leave. Only the runner closes
+    channels, and moves or deletes stored items.
     """
-    of_groups = {group.name: _ELASTIC_METHODS if group.elastic else _GANG_METHODS for group in groups.values()}
-    return {"runner": _RUNNER_METHODS, **of_groups}
+    group_methods = {group.name: _ELASTIC_METHODS if group.elastic else _GANG_METHODS for group in groups.values()}
+    return {"runner": _RUNNER_METHODS, **group_methods}
 
 
 def _check_own_messages(group: str, use: ChannelUse, key: Key) -> None:
@@ -119,7 +120,7 @@ class ChannelServer:
         """Request id -> function that undoes an answered request, for callers that have cancelled it meanwhile."""
         self._members: dict[str, Peer] = {}
         self._timer: Timer | None = None
-        self._due = math.inf
+        self._timer_deadline = math.inf
         self._io = IoThread.shared()
         self._memory = ProcessSharedMemory.shared(identity.uid if identity is not None else "")
         names = sorted(_RUNNER_METHODS)
@@ -167,7 +168,7 @@ class ChannelServer:
 
     def _tick_if_due(self) -> None:
         now = self._clock()
-        if now < self._due:
+        if now < self._timer_deadline:
             return
         for core in self._channels.values():
             core.tick(now)
@@ -178,23 +179,25 @@ class ChannelServer:
                 entry[1].fail(
                     DeadlineExceeded(f"channel {name!r} was not created in time; known: {sorted(self._channels)}")
                 )
-        self._due = math.inf
+        self._timer_deadline = math.inf
 
     def _arm(self) -> None:
-        due = min((core.next_due() for core in self._channels.values()), default=math.inf)
-        due = min([due, *(deadline for waiting in self._awaited.values() for deadline, _ in waiting)])
-        if due == self._due:
+        next_deadline = min((core.next_due() for core in self._channels.values()), default=math.inf)
+        next_deadline = min(
+            [next_deadline, *(deadline for waiting in self._awaited.values() for deadline, _ in waiting)]
+        )
+        if next_deadline == self._timer_deadline:
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._due = due
-        if due < math.inf:
-            self._timer = self._io.call_at(self._io.clock() + max(0.0, due - self._clock()), self._on_timer)
+        self._timer_deadline = next_deadline
+        if next_deadline < math.inf:
+            self._timer = self._io.call_at(self._io.clock() + max(0.0, next_deadline - self._clock()), self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
         self._tick_if_due()
-        self._due = math.inf
+        self._timer_deadline = math.inf
         self._arm()
 
     def _check_right(self, method: str, call: IncomingCall, args: tuple[Any, ...]) -> None:
@@ -202,10 +205,10 @@ class ChannelServer:
         group = call.caller.group if call.caller is not None else ""
         if self._rights is None or group == "runner":
             return
-        asked = [(args[0], USES[method])] if method in USES and args else []
+        uses = [(args[0], USES[method])] if method in USES and args else []
         if method in ("take", "confirm") and args and isinstance(args[-1], dict):
-            asked += [(channel, ChannelUse.TAKE) for channel in args[-1]]
-        for channel, use in asked:
+            uses += [(channel, ChannelUse.TAKE) for channel in args[-1]]
+        for channel, use in uses:
             holders = self._rights.get(channel)
             if holders is not None and use not in holders.get(group, ()):
                 raise ConfigError(f"the key of group {group} does not permit to {use} on channel {channel!r}")
@@ -312,23 +315,28 @@ class ChannelServer:
 
     def _hand_over(self, call: IncomingCall, ticket: int, weight: float, parts: list[Any]) -> None:
         """Accept the item of a reservation, whose segments the producer has filled."""
-        held = self._reservation(call, ticket)
-        if held is None:
+        reservation = self._reservation(call, ticket)
+        if reservation is None:
             raise InfrastructureError("the reservation of this item was given up: its producer was taken for lost")
-        own = {part for one in self._reservations.values() if one.peer is call.peer for part in one.room.segments}
-        foreign = [part for part in parts if isinstance(part, SegmentPart) and part not in own]
-        if foreign or payload.size(parts) != held.put.nbytes:
+        own_segments = {
+            part
+            for granted in self._reservations.values()
+            if granted.peer is call.peer
+            for part in granted.room.segments
+        }
+        foreign = [part for part in parts if isinstance(part, SegmentPart) and part not in own_segments]
+        if foreign or payload.size(parts) != reservation.put.nbytes:
             self._release_reservation(ticket)
             raise ConfigError(
-                f"the item has {payload.size(parts)} bytes in {len(parts)} parts, the reservation was for {held.put.nbytes} bytes"
+                f"the item has {payload.size(parts)} bytes in {len(parts)} parts, the reservation was for {reservation.put.nbytes} bytes"
             )
         del self._reservations[ticket]
         store = self._memory.store
         for loan in payload.loans(parts):
             store.share(loan.segment, loan.generation, self)
-        self._release_segments(held)
+        self._release_segments(reservation)
         try:
-            held.core.store(self._clock(), held.put, parts, weight)
+            reservation.core.store(self._clock(), reservation.put, parts, weight)
         except ChannelClosed:
             self._drop(parts)
             raise
@@ -341,19 +349,19 @@ class ChannelServer:
 
     def _reservation(self, call: IncomingCall, ticket: int) -> _Reservation | None:
         """Return the reservation of a ticket, None when the caller has none of that number."""
-        held = self._reservations.get(ticket)
-        return held if held is not None and held.peer is call.peer else None
+        reservation = self._reservations.get(ticket)
+        return reservation if reservation is not None and reservation.peer is call.peer else None
 
     def _release_reservation(self, ticket: int) -> None:
-        held = self._reservations.pop(ticket, None)
-        if held is not None:
-            self._release_segments(held)
-            held.core.cancel_put(self._clock(), held.put)
+        reservation = self._reservations.pop(ticket, None)
+        if reservation is not None:
+            self._release_segments(reservation)
+            reservation.core.cancel_put(self._clock(), reservation.put)
 
-    def _release_segments(self, held: _Reservation) -> None:
+    def _release_segments(self, reservation: _Reservation) -> None:
         """Take the segments of a reservation from its producer."""
-        for loan in payload.loans(held.room.segments):
-            self._memory.store.release(loan.segment, loan.generation, held.peer.loans)
+        for loan in payload.loans(reservation.room.segments):
+            self._memory.store.release(loan.segment, loan.generation, reservation.peer.loans)
 
     def _drop(self, parts: list[payload.Part]) -> None:
         for loan in payload.loans(parts):
@@ -389,7 +397,7 @@ class ChannelServer:
     def _remember(self, call: IncomingCall, undo: Callable[[], object]) -> None:
         undos = self._undos.setdefault(call.peer, OrderedDict())
         undos[call.id] = undo
-        if len(undos) > _RECENT:
+        if len(undos) > _MAX_UNDOS:
             undos.popitem(last=False)
 
     def _late_cancel(self, peer: Peer, number: int) -> None:
@@ -461,14 +469,14 @@ class ChannelServer:
         """A new incarnation of a member replaces the old one, whose items go back at once."""
         if peer.caller is None:
             return
-        old = self._members.get(peer.name)
+        previous = self._members.get(peer.name)
         if (
-            old is not None
-            and old is not peer
-            and old.caller is not None
-            and old.caller.incarnation < peer.caller.incarnation
+            previous is not None
+            and previous is not peer
+            and previous.caller is not None
+            and previous.caller.incarnation < peer.caller.incarnation
         ):
-            self._release(old)
+            self._release(previous)
         self._members[peer.name] = peer
 
     def _peer_lost(self, peer: Peer) -> None:
@@ -480,7 +488,7 @@ class ChannelServer:
     def _release(self, peer: Peer) -> None:
         for core in self._channels.values():
             core.client_lost(self._clock(), peer)
-        # after its waiting puts are forgotten: room given up before would be granted to the next of them
-        for ticket in [ticket for ticket, held in self._reservations.items() if held.peer is peer]:
+        # The room is released after the waiting puts of the peer are cancelled. Otherwise it would be granted to one of them.
+        for ticket in [ticket for ticket, reservation in self._reservations.items() if reservation.peer is peer]:
             self._release_reservation(ticket)
         self._arm()

@@ -361,9 +361,8 @@ class WeightReceiver:
         """End the sync: the publisher was silent for longer than any sync takes. It is dead, or it dropped this receiver."""
         self._expiry = None
         self._loader.cancel()
-        if (
-            not self._engine_lock.locked()
-        ):  # otherwise the holder of the lock sees the cancellation and abandons the sync
+        # If the lock is held, its holder sees the cancellation and abandons the sync.
+        if not self._engine_lock.locked():
             self._abandon("no COMMIT came")
 
     def _abandon(self, reason: str, *, touched: bool = False) -> None:

@@ -27,7 +27,7 @@ SELF_WHITENING = frozenset(
 )
 """Estimators that whiten themselves; whitening their result again would be a second time."""
 TOKEN_METRICS = frozenset(f"{name}/{kind}" for name in ("advantages", "returns") for kind in ("mean", "max", "min"))
-"""Made here for every estimator, over what trains."""
+"""Metrics that `compute_advantages` adds for every estimator, over trainable tokens."""
 
 
 def compute_advantages(
@@ -64,13 +64,13 @@ def compute_advantages(
         result = _checked_result(name, call("advantage", name, estimator, inputs, **options), inputs)
     else:  # a rank left without groups; few functions of users expect none, and nobody waits for them in a reduction
         result = AdvantageResult(torch.zeros_like(inputs.mask, dtype=torch.float32))
-    # Not every estimator looks at `valid`; an invalid row trains nothing whichever it is.
+    # Not every estimator reads `valid`. Invalid rows train nothing with any of them.
     trainable = _mask(inputs, result.advantages) & _valid_steps(inputs, result.advantages)
     advantages = torch.where(trainable, result.advantages.detach(), 0.0)
     if not torch.isfinite(advantages).all():
-        place = tuple((~torch.isfinite(advantages)).nonzero()[0].tolist())
+        index = tuple((~torch.isfinite(advantages)).nonzero()[0].tolist())
         raise DataError(
-            f"advantage {name!r} must be finite where it trains, got {advantages[place].item()} in row {place[0]}; "
+            f"advantage {name!r} must be finite where it trains, got {advantages[index].item()} in row {index[0]}; "
             "groups may have equal rewards or one valid row, so divide by no deviation that can be 0"
         )
     if clip is not None:
@@ -92,13 +92,13 @@ def _checked_result(name: str, result: Any, inputs: AdvantageInputs) -> Advantag
     if not isinstance(result, AdvantageResult):
         raise ConfigError(f"advantage {name!r} must return an AdvantageResult, got {type(result).__name__}; wrap it")
     require_stats("advantage", name, result.metrics, Stat)
-    given, wanted = result.advantages, inputs.mask
-    if not isinstance(given, Tensor):
-        raise ConfigError(f"advantage {name!r} must return a tensor, got {type(given).__name__}; make one")
-    of_steps = inputs.rewards is not None and inputs.rewards.dim() > 1
-    if given.dtype != torch.float32 or (given.shape != wanted.shape and not of_steps):
+    advantages, mask = result.advantages, inputs.mask
+    if not isinstance(advantages, Tensor):
+        raise ConfigError(f"advantage {name!r} must return a tensor, got {type(advantages).__name__}; make one")
+    has_step_rewards = inputs.rewards is not None and inputs.rewards.dim() > 1
+    if advantages.dtype != torch.float32 or (advantages.shape != mask.shape and not has_step_rewards):
         raise ConfigError(
-            f"advantage {name!r} must return float32 in the shape of the mask {tuple(wanted.shape)}, got {given.dtype} {tuple(given.shape)}; "
+            f"advantage {name!r} must return float32 in the shape of the mask {tuple(mask.shape)}, got {advantages.dtype} {tuple(advantages.shape)}; "
             "spread a row's value over its mask"
         )
     return result

@@ -46,17 +46,17 @@ def distill_advantages(
     an optimizer that normalizes gradients would make full steps of it.
     """
     teacher = opd_advantages(teacher_log_probs, log_probs, mask).advantages
-    rewarded = grpo_advantages(rewards, group_ids, mask, valid=valid)
+    grpo = grpo_advantages(rewards, group_ids, mask, valid=valid)
     if valid is not None:
         teacher = torch.where(per_row(valid, teacher), teacher, 0.0)
     trains = mask if valid is None else mask & per_row(valid, mask)
-    taught = torch.where(teacher.abs() > NOISE, teacher.abs(), 0.0).sum()
-    teacher = torch.where(taught > 0, teacher, 0.0)
-    added = reward_weight * rewarded.advantages.abs().sum()
+    teacher_sum = torch.where(teacher.abs() > NOISE, teacher.abs(), 0.0).sum()
+    teacher = torch.where(teacher_sum > 0, teacher, 0.0)
+    reward_sum = reward_weight * grpo.advantages.abs().sum()
     metrics = {
-        **rewarded.metrics,
+        **grpo.metrics,
         "distill/reverse_kl": mean_stat(-teacher, trains),
-        "distill/teacher_share": Stat("mean", taught, taught + added),
+        "distill/teacher_share": Stat("mean", teacher_sum, teacher_sum + reward_sum),
     }
-    advantages = reward_weight * rewarded.advantages
+    advantages = reward_weight * grpo.advantages
     return AdvantageResult(advantages if teacher_in_loss else teacher + advantages, None, metrics)

@@ -28,17 +28,17 @@ def embodied_gae_advantages(
     check_discounts(gamma, lam)
     require_float32(values=values)
     _check_trajectory(rewards, dones)
-    step_rewards, ended = _by_step(rewards.detach().double(), dones[:, 1:], level)
+    step_rewards, step_dones = _by_step(rewards.detach().double(), dones[:, 1:], level)
     if values.shape != (step_rewards.shape[0], step_rewards.shape[1] + 1):
-        wanted = (step_rewards.shape[0], step_rewards.shape[1] + 1)
+        expected = (step_rewards.shape[0], step_rewards.shape[1] + 1)
         raise ValueError(
-            f"values must have shape {wanted} for rewards {tuple(rewards.shape)}, got {tuple(values.shape)}"
+            f"values must have shape {expected} for rewards {tuple(rewards.shape)}, got {tuple(values.shape)}"
         )
-    worth = values.detach().double()
-    goes_on = (~ended).double()
-    deltas = step_rewards + gamma * worth[:, 1:] * goes_on - worth[:, :-1]
-    sums = decayed_suffix_sums(deltas, gamma * lam * goes_on)
-    advantages, returns = sums.float(), (sums + worth[:, :-1]).float()
+    values64 = values.detach().double()
+    not_done = (~step_dones).double()
+    deltas = step_rewards + gamma * values64[:, 1:] * not_done - values64[:, :-1]
+    sums = decayed_suffix_sums(deltas, gamma * lam * not_done)
+    advantages, returns = sums.float(), (sums + values64[:, :-1]).float()
     return AdvantageResult(advantages, returns)
 
 

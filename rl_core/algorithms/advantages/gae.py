@@ -34,13 +34,13 @@ def gae_advantages(
     require_token_mask(mask)
     require_float32(values=values)
     require_same_shape(token_rewards=token_rewards, values=values, mask=mask)
-    rewards, kept = (torch.where(mask, tensor.detach().double(), 0.0) for tensor in (token_rewards, values))
-    following = next_trainable(kept, mask, _after_last(bootstrap_values, mask))
-    deltas = torch.where(mask, rewards + gamma * following - kept, 0.0)
-    # A masked token hands on what follows it unchanged.
+    rewards, masked_values = (torch.where(mask, tensor.detach().double(), 0.0) for tensor in (token_rewards, values))
+    next_values = next_trainable(masked_values, mask, _after_last(bootstrap_values, mask))
+    deltas = torch.where(mask, rewards + gamma * next_values - masked_values, 0.0)
+    # A masked token passes on the sum of the tokens after it unchanged.
     sums = decayed_suffix_sums(deltas, torch.where(mask, gamma * lam, 1.0).double())
     advantages = torch.where(mask, sums, 0.0)
-    return AdvantageResult(advantages.float(), (advantages + kept).float())
+    return AdvantageResult(advantages.float(), (advantages + masked_values).float())
 
 
 def check_discounts(gamma: float, lam: float) -> None:

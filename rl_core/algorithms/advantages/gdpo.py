@@ -39,14 +39,16 @@ def gdpo_advantages(
     row = torch.zeros(group_ids.shape, dtype=torch.float32, device=mask.device)
     metrics: dict[str, Stat] = {}
     for name, factor in factors.items():
-        part = grpo_advantages(reward_components[name], group_ids, one_column, valid=valid, eps=eps)
-        row = row + factor * part.advantages.squeeze(1)
-        metrics |= {key: part.metrics[key] for key in _GROUP_METRICS}
+        component = grpo_advantages(reward_components[name], group_ids, one_column, valid=valid, eps=eps)
+        row = row + factor * component.advantages.squeeze(1)
+        metrics |= {key: component.metrics[key] for key in _GROUP_METRICS}
         metrics |= {
-            f"{key}/{name}": stat for key, stat in part.metrics.items() if key.startswith(("rewards/", "groups/zero"))
+            f"{key}/{name}": stat
+            for key, stat in component.metrics.items()
+            if key.startswith(("rewards/", "groups/zero"))
         }
-    trusted = one_column.squeeze(1) if valid is None else valid
-    advantages = broadcast_to_tokens(whiten(row, trusted, reduce=reduce), mask)
+    usable = one_column.squeeze(1) if valid is None else valid
+    advantages = broadcast_to_tokens(whiten(row, usable, reduce=reduce), mask)
     return AdvantageResult(advantages, None, metrics)
 
 

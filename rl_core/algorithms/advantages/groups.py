@@ -29,19 +29,21 @@ class GroupStatistics:
 
 def group_statistics(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> GroupStatistics:
     """Return the statistics of finite float64 `rewards` [B] by group, in two passes (no E[x^2] - E[x]^2)."""
-    groups, of_row = torch.unique(group_ids, return_inverse=True)
+    groups, row_groups = torch.unique(group_ids, return_inverse=True)
     num_groups = groups.shape[0]
 
     def summed(values: Tensor) -> Tensor:
         zeros = torch.zeros(num_groups, dtype=torch.float64, device=rewards.device)
-        return zeros.index_add_(0, of_row, torch.where(valid, values, 0).double())
+        return zeros.index_add_(0, row_groups, torch.where(valid, values, 0).double())
 
     sizes = summed(torch.ones_like(rewards))
-    mean = (summed(rewards) / sizes.clamp(min=1))[of_row]
-    equal = _all_equal(rewards, of_row, valid, num_groups)
+    mean = (summed(rewards) / sizes.clamp(min=1))[row_groups]
+    equal = _all_equal(rewards, row_groups, valid, num_groups)
     variance = summed((rewards - mean) ** 2) / (sizes - 1).clamp(min=1)
-    std = torch.where(equal, 0.0, variance.sqrt())[of_row]
-    return GroupStatistics(count=sizes[of_row], mean=mean, std=std, group_sizes=sizes, group_equal=equal & (sizes >= 2))
+    std = torch.where(equal, 0.0, variance.sqrt())[row_groups]
+    return GroupStatistics(
+        count=sizes[row_groups], mean=mean, std=std, group_sizes=sizes, group_equal=equal & (sizes >= 2)
+    )
 
 
 def checked_rewards(rewards: Tensor, valid: Tensor | None, **others: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -105,11 +107,11 @@ def token_metrics(name: str, values: Tensor | None, mask: Tensor) -> dict[str, S
     return {f"{name}/mean": mean_stat(values, mask), **extreme_stats(values, mask, prefix=f"{name}/")}
 
 
-def _all_equal(rewards: Tensor, of_row: Tensor, valid: Tensor, num_groups: int) -> Tensor:
+def _all_equal(rewards: Tensor, row_groups: Tensor, valid: Tensor, num_groups: int) -> Tensor:
     """Return [G] bool: the group's largest valid reward is its smallest (or it has none)."""
 
     def extreme(kind: str, fill: float) -> Tensor:
         start = torch.full((num_groups,), fill, dtype=rewards.dtype, device=rewards.device)
-        return start.scatter_reduce_(0, of_row, torch.where(valid, rewards, fill), kind)
+        return start.scatter_reduce_(0, row_groups, torch.where(valid, rewards, fill), kind)
 
     return extreme("amax", float("-inf")) <= extreme("amin", float("inf"))

@@ -51,7 +51,7 @@ def reinforce_plus_plus_advantages(
         clean, group_stats = _minus_group_mean(clean, group_ids, valid)
         metrics |= group_stats
     trainable = mask & valid.unsqueeze(1)
-    of_tokens, kl_stats = token_rewards(
+    shaped_rewards, kl_stats = token_rewards(
         clean,
         trainable,
         log_probs=log_probs,
@@ -60,7 +60,7 @@ def reinforce_plus_plus_advantages(
         kl_estimator=kl_estimator,
     )
     metrics |= kl_stats
-    returns = torch.where(trainable, suffix_sums(of_tokens), 0.0).float()
+    returns = torch.where(trainable, suffix_sums(shaped_rewards), 0.0).float()
     advantages = whiten_values(returns, trainable, reduce=reduce) if whiten else returns
     return AdvantageResult(advantages, returns, metrics)
 
@@ -91,8 +91,8 @@ def suffix_sums(values: Tensor) -> Tensor:
 
 
 def _terminal(rewards: Tensor, mask: Tensor) -> Tensor:
-    last = mask & (suffix_sums(mask.long()) == 1)
-    return torch.where(last, rewards.unsqueeze(1), 0.0)
+    is_last = mask & (suffix_sums(mask.long()) == 1)
+    return torch.where(is_last, rewards.unsqueeze(1), 0.0)
 
 
 def _minus_group_mean(rewards: Tensor, group_ids: Tensor | None, valid: Tensor) -> tuple[Tensor, dict[str, Stat]]:
@@ -109,5 +109,5 @@ def _token_kl(log_probs: Tensor | None, ref_log_probs: Tensor | None, mask: Tens
             f"kl_coefficient needs log_probs and ref_log_probs, got {missing} None; pass both or set it to 0"
         )
     require_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs, mask=mask)
-    kept = [torch.where(mask, values.detach(), 0.0) for values in (log_probs, ref_log_probs)]
-    return torch.where(mask, kl_penalty(*kept, estimator=estimator).double(), 0.0)
+    masked = [torch.where(mask, values.detach(), 0.0) for values in (log_probs, ref_log_probs)]
+    return torch.where(mask, kl_penalty(*masked, estimator=estimator).double(), 0.0)

@@ -20,10 +20,10 @@ def whiten(values: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Ten
     require_bool(mask=mask)
     require_same_shape(values=values, mask=mask)
     reduce = reduce or no_reduce
-    kept = torch.where(mask, values.detach(), 0.0).double()
-    total, count = reduce(torch.stack((kept.sum(), mask.sum().double()))).unbind()
+    masked = torch.where(mask, values.detach(), 0.0).double()
+    total, count = reduce(torch.stack((masked.sum(), mask.sum().double()))).unbind()
     count = count.clamp(min=1)
-    centred = torch.where(mask, kept - total / count, 0.0)
+    centred = torch.where(mask, masked - total / count, 0.0)
     variance = reduce((centred**2).sum()) / count
     return (centred / variance.clamp(min=_SMALLEST_VARIANCE).sqrt()).float()
 

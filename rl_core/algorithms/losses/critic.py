@@ -36,16 +36,16 @@ def critic_loss(
     require_bool(mask=mask)
     require_float32(values=values, returns=returns, old_values=old_values)
     require_same_shape(values=values, returns=returns, mask=mask, old_values=old_values)
-    kept, target = zero_outside(mask, values), zero_outside(mask, returns.detach())
-    token_loss = _huber(kept, target, huber_delta)
+    predicted, target = zero_outside(mask, values), zero_outside(mask, returns.detach())
+    token_loss = _huber(predicted, target, huber_delta)
     count = mask.sum(dtype=torch.float64)
-    metrics = mean_stats({"values": kept, "returns": target}, mask, count)
+    metrics = mean_stats({"values": predicted, "returns": target}, mask, count)
     if value_clip is not None and old_values is not None:
         old = zero_outside(mask, old_values.detach())
-        moved = kept - old
-        clipped = old + moved.clamp(-value_clip, value_clip)
+        change = predicted - old
+        clipped = old + change.clamp(-value_clip, value_clip)
         token_loss = torch.maximum(token_loss, _huber(clipped, target, huber_delta))
-        metrics["value_clip_ratio"] = mean_stat(moved.abs() > value_clip, mask, count)
+        metrics["value_clip_ratio"] = mean_stat(change.abs() > value_clip, mask, count)
     loss = weighted_aggregate(token_loss, mask, None, aggregation, normalizers, max_tokens)
     return LossResult(loss, {"value_loss": sum_stat(loss), **metrics})
 
@@ -60,19 +60,19 @@ def explained_variance(
     require_bool(mask=mask)
     require_float32(values=values, returns=returns)
     require_same_shape(values=values, returns=returns, mask=mask)
-    kept = torch.where(mask, returns.detach(), 0.0).double()
+    target = torch.where(mask, returns.detach(), 0.0).double()
     error = torch.where(mask, returns.detach() - values.detach(), 0.0).double()
-    sums = torch.stack((mask.sum().double(), kept.sum(), error.sum()))
-    count, kept_sum, error_sum = (reduce(sums) if reduce else sums).unbind()
+    sums = torch.stack((mask.sum().double(), target.sum(), error.sum()))
+    count, target_sum, error_sum = (reduce(sums) if reduce else sums).unbind()
     count = count.clamp(min=1)
     squares = torch.stack(
         [
-            torch.where(mask, x - total / count, 0.0).square().sum()
-            for x, total in ((kept, kept_sum), (error, error_sum))
+            torch.where(mask, tensor - total / count, 0.0).square().sum()
+            for tensor, total in ((target, target_sum), (error, error_sum))
         ]
     )
-    of_returns, of_error = (reduce(squares) if reduce else squares).tolist()
-    return 1.0 - of_error / of_returns if of_returns > 0 else 0.0
+    target_variation, error_variation = (reduce(squares) if reduce else squares).tolist()
+    return 1.0 - error_variation / target_variation if target_variation > 0 else 0.0
 
 
 def _check_bounds(value_clip: float | None, huber_delta: float | None, old_values: Tensor | None) -> None:

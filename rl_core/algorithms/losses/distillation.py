@@ -35,9 +35,9 @@ def top_k_distillation_loss(
     require_same_shape(mask=mask, **{"log_probs without candidates": log_probs[..., 0]})
     # Tokens that do not train have log-probability 0 for every candidate; any distribution serves there.
     trains = mask.unsqueeze(-1)
-    nothing = -float(log_probs.shape[-1] + 1)
+    filler = -float(log_probs.shape[-1] + 1)
     student, teacher = (
-        with_bin(torch.where(trains, values, nothing)) for values in (log_probs, teacher_log_probs.detach())
+        with_bin(torch.where(trains, values, filler)) for values in (log_probs, teacher_log_probs.detach())
     )
     values = (student.exp() * (student - teacher)).sum(dim=-1)
     loss = weighted_aggregate(values, mask, None, aggregation, normalizers, max_tokens)

@@ -40,11 +40,11 @@ def importance_weights(
     row_sum = difference.sum(dim=1, keepdim=True, dtype=torch.float64)
     exponent = row_sum if level == "sequence" else difference.double()
     ratio = exponent.exp().float().expand_as(difference)
-    judged = ratio
+    checked = ratio
     if mode == "seq-mask":
         tokens = mask.sum(dim=1, keepdim=True).clamp(min=1)
-        judged = (row_sum / tokens).exp().expand_as(difference)
-    outside = ~((judged >= low) & (judged <= high))
+        checked = (row_sum / tokens).exp().expand_as(difference)
+    outside = ~((checked >= low) & (checked <= high))
     weights = ratio.clamp(low, high) if mode == "tis" else torch.where(outside, 0.0, ratio)
     weights = torch.where(mask & torch.isfinite(ratio), weights, 0.0)
     return weights, _metrics(weights, outside, difference, mask)

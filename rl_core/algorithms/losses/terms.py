@@ -17,9 +17,9 @@ def entropy_term(
     max_tokens: int | None = None,
 ) -> LossResult:
     """Return the aggregated per-token `entropy` [B, T], to be subtracted. Metric `entropy` (token mean)."""
-    (kept,) = trainable_only(mask, log_probs=entropy)
-    total = weighted_aggregate(kept, mask, None, aggregation, normalizers, max_tokens)
-    return LossResult(total, {"entropy": mean_stat(kept, mask)})
+    (masked,) = trainable_only(mask, log_probs=entropy)
+    total = weighted_aggregate(masked, mask, None, aggregation, normalizers, max_tokens)
+    return LossResult(total, {"entropy": mean_stat(masked, mask)})
 
 
 def combine_losses(
