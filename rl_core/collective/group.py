@@ -88,14 +88,14 @@ class TensorGroup:
         return self._poison
 
     def broadcast(self, tensor: torch.Tensor, *, root: int = 0, timeout: float | None = None) -> None:
-        """Send `tensor` of `root` to everybody, into theirs. After an error leave the tensors alone: a zombie may write them.
+        """Broadcast `tensor` of `root` into those of the other members. After an error do not reuse them: a lost operation may still write to them.
 
         Raises InfrastructureError when the group is or gets aborted or released or a member is lost, DeadlineExceeded after
         `timeout` seconds (None = that of the formation). Either poisons the group.
         """
         options = dist.BroadcastOptions()
         limit = timeout if timeout is not None else self._timeout
-        # Else gloo gives it what was left of the formation's time.
+        # Without an own timeout, gloo gives the operation the time that was left when the group was formed.
         options.rootRank, options.rootTensor, options.timeout = root, 0, timedelta(seconds=limit)
         with self._changed:
             self._refuse_if_poisoned()
@@ -111,7 +111,7 @@ class TensorGroup:
             self.abort(str(error))
             raise error.with_traceback(None) from None
         finally:
-            # Gloo closes its connections when the last reference goes. A traceback that is kept, in a log record or a future, has some.
+            # Gloo closes its connections when the last reference is dropped. A traceback that is kept in a log record or a future holds some.
             del group, work
             with self._changed:
                 self._in_use = False
@@ -133,26 +133,26 @@ class TensorGroup:
         work.get_future().add_done_callback(finish)
         deadline = time.monotonic() + timeout
         while not (finished or self._poison):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise self._late(timeout)
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise self._deadline_error(timeout)
             with self._changed:
                 # not work.wait(): an abort does not end it
-                ended = self._changed.wait_for(lambda: finished or self._poison, min(left, RELEASE_SECONDS))
-            if not ended:
+                notified = self._changed.wait_for(lambda: finished or self._poison, min(remaining, RELEASE_SECONDS))
+            if not notified:
                 self._abort_if_released()
         if finished:
             work.wait()  # at once; raises its error
 
     def _poll(self, done: Callable[[], bool], timeout: float) -> None:
-        """Return once a device is `done`, which tells nobody, or the group is poisoned: abort ends its kernels."""
-        started = looked = time.monotonic()
+        """Poll until `done()` is true or the group is poisoned, because a device notifies nobody. An abort ends its kernels."""
+        started = checked = time.monotonic()
         while not done() and not self._poison:
             now = time.monotonic()
             if now - started > timeout:
-                raise self._late(timeout)
-            if now - looked > RELEASE_SECONDS:
-                looked = now
+                raise self._deadline_error(timeout)
+            if now - checked > RELEASE_SECONDS:
+                checked = now
                 self._abort_if_released()
             time.sleep(POLL_SECONDS)
 
@@ -166,7 +166,7 @@ class TensorGroup:
         if released:
             self.abort(f"{self.plan.members[0]} ended it: a member was lost")
 
-    def _late(self, timeout: float) -> DeadlineExceeded:
+    def _deadline_error(self, timeout: float) -> DeadlineExceeded:
         what = "received by all members" if self.rank == 0 else f"finished by {self.plan.members[0]}"
         return DeadlineExceeded(f"broadcast in group {self.plan.key} was not {what} within {timeout:g} s")
 
@@ -177,9 +177,9 @@ class TensorGroup:
                 return
             self._poison = reason or "aborted"
             self._changed.notify_all()
-            held, self._group = [self._group], None
+            holder, self._group = [self._group], None
         logger.warning("group %s is aborted: %s", self.plan.key, self._poison)
-        threading.Thread(target=self._bury, args=(held,), name="rljob-group-end", daemon=True).start()
+        threading.Thread(target=self._destroy, args=(holder,), name="rljob-group-end", daemon=True).start()
 
     def close(self) -> None:
         """Leave the group. An operation that runs in it ends with an error."""
@@ -187,19 +187,19 @@ class TensorGroup:
             in_use = self._in_use
             if not in_use:
                 self._poison = self._poison or "closed"
-                held, self._group = self._group, None
+                group, self._group = self._group, None
         if in_use:
             self.abort("closed")
         else:
-            del held  # outside the lock: this may join the threads of the group
+            del group  # outside the lock: this may join the threads of the group
 
-    def _bury(self, held: list[Any]) -> None:
-        """End the process group in `held`.
+    def _destroy(self, holder: list[Any]) -> None:
+        """End the process group in `holder`, a list of one.
 
-        Its last reference must go here: then its threads are joined, which may sit in a read until the timeout, and nobody else should wait
-        for that.
+        Its last reference must be dropped here, because that joins its threads. They may block in a read until the timeout, and no other
+        thread should wait for them.
         """
-        group = held.pop()
+        group = holder.pop()
         try:
             group.abort()
         except RuntimeError as error:
@@ -232,7 +232,7 @@ def _member_key(plan: GroupPlan, rank: int) -> str:
 
 
 def _meet(store: Any, plan: GroupPlan, rank: int, deadline: float) -> None:
-    keys = [_member_key(plan, other) for other in range(len(plan.members))]
+    keys = [_member_key(plan, peer) for peer in range(len(plan.members))]
     if store.compare_set(keys[rank], "", JOINED.decode()) == ABORTED:
         raise InfrastructureError(f"group {plan.key} was given up before {plan.members[rank]} joined")
     try:
@@ -245,22 +245,22 @@ def _meet(store: Any, plan: GroupPlan, rank: int, deadline: float) -> None:
 
 
 def _connect(store: Any, plan: GroupPlan, rank: int, deadline: float) -> Any:
-    left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+    remaining = timedelta(seconds=max(0.001, deadline - time.monotonic()))
     if plan.backend == "gloo":
-        return dist.ProcessGroupGloo(store, rank, len(plan.members), left)
+        return dist.ProcessGroupGloo(store, rank, len(plan.members), remaining)
     if plan.backend == "nccl":
         return _nccl(store, plan, rank)
     raise ConfigError(f"backend must be gloo or nccl, got {plan.backend!r}")
 
 
 def _nccl(store: Any, plan: GroupPlan, rank: int) -> Any:
-    """Return a group whose errors and deadlines are ours: NCCL's watchdog would end this process, the trainer's, when a peer is lost."""
+    """Return a group whose errors and deadlines this module handles: NCCL's watchdog would end this process when a peer is lost."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=1)
-    before = os.environ.get(ERROR_HANDLING)
+    previous = os.environ.get(ERROR_HANDLING)
     os.environ[ERROR_HANDLING] = "0"
     try:
         return dist.ProcessGroupNCCL(store, rank, len(plan.members), options)
     finally:
         del os.environ[ERROR_HANDLING]
-        os.environ.update({} if before is None else {ERROR_HANDLING: before})
+        os.environ.update({} if previous is None else {ERROR_HANDLING: previous})

@@ -92,10 +92,10 @@ class PairGroups:
         except (ConfigError, DeadlineExceeded, InfrastructureError) as error:
             raise NotFormed(str(error)) from error
         with self._lock:
-            wanted = self._plans.get(plan.name) == plan
-            if wanted:
+            is_current = self._plans.get(plan.name) == plan
+            if is_current:
                 self._groups[plan.name] = group
-        if not wanted:
+        if not is_current:
             group.abort("it was given up while it formed")
             raise NotFormed(f"group {plan.key} was given up while it formed")
         return group

@@ -17,15 +17,15 @@ Route = list[tuple[int, int]]
 def get_dst_ranks(batch: int, sources: int, destinations: int, src: int) -> Route:
     """Return where the rows of source `src` go. Raises ValueError when `batch` rows cannot be divided equally on both sides."""
     _check(batch, sources, destinations, src=src)
-    every = routes(batch // sources, env_workers=sources, rollouts=destinations)
-    return [(one.rollout, one.size) for one in every if one.env == src]
+    all_routes = routes(batch // sources, env_workers=sources, rollouts=destinations)
+    return [(route.rollout, route.size) for route in all_routes if route.env == src]
 
 
 def get_src_ranks(batch: int, sources: int, destinations: int, dst: int) -> Route:
     """Return where the rows of destination `dst` come from. It is the inverse of `get_dst_ranks`, and raises the same errors."""
     _check(batch, sources, destinations, dst=dst)
-    every = routes(batch // sources, env_workers=sources, rollouts=destinations)
-    return [(one.env, one.size) for one in every if one.rollout == dst]
+    all_routes = routes(batch // sources, env_workers=sources, rollouts=destinations)
+    return [(route.env, route.size) for route in all_routes if route.rollout == dst]
 
 
 def _check(batch: int, sources: int, destinations: int, *, src: int = 0, dst: int = 0) -> None:
@@ -82,8 +82,8 @@ def row_count(value: Any, key: str = "") -> int | None:
     """
     if not isinstance(value, Mapping):
         return _rows(value, key)
-    found = (row_count(part, f"{key}.{name}".strip(".")) for name, part in value.items())
-    return next((rows for rows in found if rows is not None), None)
+    counts = (row_count(part, f"{key}.{name}".strip(".")) for name, part in value.items())
+    return next((rows for rows in counts if rows is not None), None)
 
 
 def _merge(parts: list[Any], sizes: Sequence[int | None], key: str) -> Any:
