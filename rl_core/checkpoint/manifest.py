@@ -52,9 +52,9 @@ class Manifest:
         cls, folder: Path, *, step: int, epoch: int, digests: Mapping[str, str] | None = None, **details: Any
     ) -> "Manifest":
         """Return the manifest of the files that lie in `folder`; digests that are not in `digests` (name -> digest) are computed here."""
-        known = digests or {}
+        known_digests = digests or {}
         files = {
-            name: FileEntry(bytes=path.stat().st_size, digest=known.get(name) or file_digest(path))
+            name: FileEntry(bytes=path.stat().st_size, digest=known_digests.get(name) or file_digest(path))
             for name, path in relative_files(folder)
             if name != MANIFEST
         }
@@ -79,14 +79,13 @@ class Manifest:
                     f"{where} must have format {FORMAT}, got {version!r}; read it with the version of rljob that wrote it"
                 )
             entries: Mapping[str, Mapping[str, Any]] = fields.pop("files")
-            known = {
-                name.name for name in dataclass_fields(cls)
-            }  # a later version may write more, which nothing here needs
+            # A later version may write more fields, which this version does not need.
+            field_names = {own_field.name for own_field in dataclass_fields(cls)}
             return cls(
                 files={
                     name: FileEntry(bytes=entry["bytes"], digest=entry["digest"]) for name, entry in entries.items()
                 },
-                **{name: value for name, value in fields.items() if name in known},
+                **{name: value for name, value in fields.items() if name in field_names},
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(

@@ -22,16 +22,16 @@ UID = r"-[0-9a-f]{8}"
 FIELD = "checkpoint.resumeFrom"
 
 
-def find_source(wanted: ResumeFromSpec, *, output: Path, bounds: Sequence[Path]) -> Checkpoint:
+def find_source(spec: ResumeFromSpec, *, output: Path, bounds: Sequence[Path]) -> Checkpoint:
     """Return the undamaged checkpoint that `checkpoint.resumeFrom` names.
 
     `output` is the folder of this run; the folders of other runs are beside it. `bounds` are the folders that may contain the checkpoint,
     after links are resolved. Raises ConfigError for a path outside of them and for a checkpoint that does not exist, DataError for a
     damaged one.
     """
-    folders = [_by_path(wanted.path)] if wanted.path is not None else _by_name(wanted.job or "", output)
+    folders = [_by_path(spec.path)] if spec.path is not None else _by_name(spec.job or "", output)
     checkpoints = [
-        choose_checkpoint(_bounded(folder, bounds), str(wanted.step), field=f"{FIELD}.step") for folder in folders
+        choose_checkpoint(_bounded(folder, bounds), str(spec.step), field=f"{FIELD}.step") for folder in folders
     ]
     newest = max(checkpoints, key=lambda checkpoint: (checkpoint.path / MANIFEST).stat().st_mtime)
     _bounded(newest.path, bounds)
@@ -52,13 +52,13 @@ def _by_name(name: str, output: Path) -> list[Path]:
     """Return the folders of runs of that name beside `output`, but for itself, that hold checkpoints."""
     beside = output.resolve().parent
     pattern = re.compile(f"{re.escape(name)}({UID})?")
-    there = sorted(path for path in beside.iterdir() if path.is_dir()) if beside.is_dir() else []
-    named = [path for path in there if pattern.fullmatch(path.name) and path.resolve() != output.resolve()]
+    folders = sorted(path for path in beside.iterdir() if path.is_dir()) if beside.is_dir() else []
+    named = [path for path in folders if pattern.fullmatch(path.name) and path.resolve() != output.resolve()]
     runs = [path for path in named if CheckpointStore(path / CHECKPOINTS, keep=1).complete_steps()]
     if not runs:
-        others = ", ".join(path.name for path in there if path.resolve() != output.resolve()) or "nothing"
+        names = ", ".join(path.name for path in folders if path.resolve() != output.resolve()) or "nothing"
         raise ConfigError(
-            f"{FIELD}.job must name a run whose folder in {beside} holds a complete checkpoint, got {name}; there are: {others}. "
+            f"{FIELD}.job must name a run whose folder in {beside} holds a complete checkpoint, got {name}; there are: {names}. "
             f"Name one of them, or give {FIELD}.path"
         )
     return runs
@@ -87,19 +87,21 @@ def choose_checkpoint(folder: Path, step: str, *, field: str) -> Checkpoint:
     root = inner if inner.is_dir() else folder
     store = CheckpointStore(root, keep=1)
     if step == "latest":
-        chosen = store.newest_intact()
+        checkpoint = store.newest_intact()
     else:
-        chosen = store.best() if step == "best" else next((c for c in store.checkpoints() if str(c.step) == step), None)
-        if chosen is not None:
-            chosen.manifest.verify(chosen.path)
-    if chosen is None:
+        checkpoint = (
+            store.best() if step == "best" else next((c for c in store.checkpoints() if str(c.step) == step), None)
+        )
+        if checkpoint is not None:
+            checkpoint.manifest.verify(checkpoint.path)
+    if checkpoint is None:
         steps = ", ".join(map(str, store.complete_steps())) or "none"
         way_out = "name one of them" if steps != "none" else "name another run"
         reward = " with a reward" if step == "best" else ""
         raise ConfigError(
             f"{field} must be that of a complete checkpoint{reward} in {root}, got {step}; there are: {steps}; {way_out}"
         )
-    return chosen
+    return checkpoint
 
 
 def _of_step(store: CheckpointStore, folder: Path, step: str, field: str) -> Checkpoint:

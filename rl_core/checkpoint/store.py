@@ -74,7 +74,7 @@ class CheckpointStore:
         self.good_until: int | None = None
         """The newest checkpoint up to this step is not retired: a rule may find those after it wrong. None = all are good."""
         self._resumed: Path | None = None
-        self._begun: Path | None = None
+        self._last_staging: Path | None = None
         self._reported: set[Path] = set()
 
     # Writing ------------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class CheckpointStore:
                 staging.mkdir()
         except OSError as error:
             raise write_failure(f"checkpoint of step {step}", self.root, error) from error
-        self._begun = staging
+        self._last_staging = staging
         return staging
 
     def publish(
@@ -142,16 +142,16 @@ class CheckpointStore:
         except EpochFenced:
             self.abort(folder)
             raise
-        self._begun = None
+        self._last_staging = None
         self._retire()
         return Checkpoint(step=step, path=target, manifest=manifest)
 
     def abort(self, staging: str | os.PathLike[str] | None = None) -> None:
         """Remove a staging folder (None: the one begun last, if any); nothing happens when it is gone."""
-        if staging is None and self._begun is None:
+        if staging is None and self._last_staging is None:
             return
         shutil.rmtree(self._staging(staging), ignore_errors=True)
-        self._begun = None
+        self._last_staging = None
 
     def make_room(self) -> str | None:
         """Delete one checkpoint folder to free disk space, and return its name; None if nothing can be deleted.
@@ -233,8 +233,8 @@ class CheckpointStore:
                 self._raise_fence(epoch)
                 for path in newer:
                     name = f"{LOST}{path.name}"
-                    taken = sum(other.name.partition(".")[0] == name for other in self.root.iterdir())
-                    path.rename(self.root / (f"{name}.{taken}" if taken else name))
+                    num_used = sum(entry.name.partition(".")[0] == name for entry in self.root.iterdir())
+                    path.rename(self.root / (f"{name}.{num_used}" if num_used else name))
                 sync_folder(self.root)
         return [_step_of(path) for path in newer]
 
@@ -264,9 +264,9 @@ class CheckpointStore:
     # Inside -------------------------------------------------------------------------------------------------------
 
     def _staging(self, staging: str | os.PathLike[str] | None) -> Path:
-        if staging is None and self._begun is None:
+        if staging is None and self._last_staging is None:
             raise RuntimeError("publish needs a staging folder, got none; call begin(step, epoch) first")
-        return Path(staging) if staging is not None else Path(self._begun or "")
+        return Path(staging) if staging is not None else Path(self._last_staging or "")
 
     def _folders(self, pattern: re.Pattern[str]) -> list[Path]:
         if not self.root.is_dir():
@@ -303,19 +303,21 @@ class CheckpointStore:
         """Delete the checkpoints that retention does not keep. A failure is logged and does not fail the save."""
         checkpoints = self.checkpoints()
         lasting = [c for c in checkpoints if not c.manifest.passing]
-        kept = {c.path for c in (*lasting[-self.keep :], *checkpoints[-1:], *self._ranking(lasting)[: self.keep_best])}
+        kept_paths = {
+            c.path for c in (*lasting[-self.keep :], *checkpoints[-1:], *self._ranking(lasting)[: self.keep_best])
+        }
         try:
             for checkpoint in checkpoints:
-                if checkpoint.path not in kept and not self._is_needed(checkpoint, checkpoints):
+                if checkpoint.path not in kept_paths and not self._is_needed(checkpoint, checkpoints):
                     self._to_trash(checkpoint.path)
             self._empty_trash()
         except OSError as error:
             logger.warning("old checkpoints in %s could not be removed: %s", self.root, error)
 
-    def _is_needed(self, checkpoint: Checkpoint, all_of_them: list[Checkpoint]) -> bool:
+    def _is_needed(self, checkpoint: Checkpoint, checkpoints: list[Checkpoint]) -> bool:
         """Return whether a checkpoint is the one that was resumed from, or the last good one."""
         until = self.good_until
-        good = [c.step for c in all_of_them if until is not None and c.step <= until]
+        good = [c.step for c in checkpoints if until is not None and c.step <= until]
         return checkpoint.path.resolve() == self._resumed or checkpoint.step == max(good, default=None)
 
     def _to_trash(self, path: Path) -> None:
@@ -366,9 +368,9 @@ class CheckpointStore:
     def _raise_fence(self, epoch: int) -> None:
         self._check_fence(epoch)
         fence = self.root / FENCE
-        fresh = fence.with_suffix(".new")
-        write_file(fresh, str(epoch).encode())
-        fresh.rename(fence)
+        temporary = fence.with_suffix(".new")
+        write_file(temporary, str(epoch).encode())
+        temporary.rename(fence)
 
 
 def _step_of(published: Path) -> int:

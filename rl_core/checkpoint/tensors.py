@@ -31,7 +31,7 @@ CHUNK_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """What one file holds of a tensor."""
+    """The part of a tensor that one file holds."""
 
     values: Any
     """Reader of the tensor in the file: indexing reads no more than is asked for."""
@@ -53,11 +53,11 @@ def write_shard(folder: Path, parts: Mapping[str, Sequence[Box]], *, rank: int) 
     Returns file name -> digest. Raises OSError as the storage does.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    held = {name: [box for box in boxes if box[0].numel()] for name, boxes in parts.items()}
-    files, digests = max(map(len, held.values()), default=0), {}
+    nonempty = {name: [box for box in boxes if box[0].numel()] for name, boxes in parts.items()}
+    files, digests = max(map(len, nonempty.values()), default=0), {}
     for number in range(files):
         path = folder / f"shard-{rank + 1:05d}-model-{number + 1:05d}-of-{files:05d}.safetensors"
-        boxes = {name: boxes[number] for name, boxes in held.items() if len(boxes) > number}
+        boxes = {name: boxes[number] for name, boxes in nonempty.items() if len(boxes) > number}
         digests[path.name] = _write_file(path, boxes)
     if files:
         sync_folder(folder)
@@ -66,11 +66,11 @@ def write_shard(folder: Path, parts: Mapping[str, Sequence[Box]], *, rank: int) 
 
 def _write_file(path: Path, boxes: Mapping[str, Box]) -> str:
     """Write and sync a safetensors file; return its digest."""
-    # Wider types first: every tensor is then aligned to its own.
+    # Tensors of wider types come first, so that every tensor is aligned to its type.
     order = sorted(boxes, key=lambda name: (-boxes[name][0].element_size(), name))
     digest = blake3.blake3()
     with path.open("wb") as file:
-        # One tensor after the other: of one that is no plain host memory there is a copy, for the time of its pieces.
+        # Tensors are written one after the other. One that is not plain host memory is copied, until its chunks are written.
         content: Iterator[bytes | memoryview] = chain(
             [_header(boxes, order)], *(_chunks(boxes[name][0]) for name in order)
         )
@@ -90,10 +90,10 @@ def _header(boxes: Mapping[str, Box], order: Sequence[str]) -> bytes:
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a tensor in chunks that stay in the CPU cache between writing and hashing."""
-    held = tensor.detach().cpu().contiguous()
-    size = held.numel() * held.element_size()
-    # Not by `numpy()`: torch would never let the storage be resized again, as offloading does.
-    data = memoryview((ctypes.c_ubyte * size).from_address(held.data_ptr())).cast("B")
+    host_tensor = tensor.detach().cpu().contiguous()
+    size = host_tensor.numel() * host_tensor.element_size()
+    # `numpy()` is not used, because torch would then never let the storage be resized, as offloading does.
+    data = memoryview((ctypes.c_ubyte * size).from_address(host_tensor.data_ptr())).cast("B")
     for start in range(0, size, CHUNK_BYTES):
         yield data[start : start + CHUNK_BYTES]
 
@@ -109,8 +109,8 @@ def read_shards(folder: Path, parts: Mapping[str, Sequence[tuple[Tensor, tuple[i
             f"{folder} must hold the safetensors of a checkpoint, got none; choose another checkpoint"
         )
     try:
-        with ExitStack() as opened:
-            stored = _stored({file: opened.enter_context(safe_open(file, framework="pt")) for file in files})
+        with ExitStack() as stack:
+            stored = _stored({file: stack.enter_context(safe_open(file, framework="pt")) for file in files})
             for name, boxes in parts.items():
                 for _, _, shape in boxes:
                     _check_shape(folder, name, stored.get(name, []), shape)
@@ -129,30 +129,30 @@ def _stored(readers: Mapping[Path, Any]) -> dict[str, list[_Stored]]:
             raise DataError(f"{file} must have {SHARDING} in its header, got none; it is no part of a checkpoint")
         offsets = json.loads(metadata[SHARDING])
         for name in reader.keys():  # noqa: SIM118
-            held = _Stored(reader.get_slice(name), tuple(offsets[name]["saved_offsets"]))
-            stored.setdefault(name, []).append(held)
+            piece = _Stored(reader.get_slice(name), tuple(offsets[name]["saved_offsets"]))
+            stored.setdefault(name, []).append(piece)
     return stored
 
 
 def _check_shape(folder: Path, name: str, stored: list[_Stored], shape: tuple[int, ...]) -> None:
     if not stored:
         raise DataError(f"{folder} must hold tensor {name}, got none; the checkpoint belongs to another model")
-    whole = [max(ends) for ends in zip(*(held.end for held in stored), strict=True)]
-    if whole != list(shape):
+    full_shape = [max(ends) for ends in zip(*(piece.end for piece in stored), strict=True)]
+    if full_shape != list(shape):
         raise DataError(
-            f"tensor {name} in {folder} must have shape {list(shape)}, got {whole}; the checkpoint belongs to another model"
+            f"tensor {name} in {folder} must have shape {list(shape)}, got {full_shape}; the checkpoint belongs to another model"
         )
 
 
 def _fill(folder: Path, name: str, target: Tensor, offset: tuple[int, ...], stored: list[_Stored]) -> None:
-    """Copy into `target`, which begins at `offset`, what the files hold of its place."""
+    """Copy the stored elements into `target`, which begins at `offset` of the full tensor."""
     filled = 0
-    for held in stored:
-        starts = [max(pair) for pair in zip(offset, held.offset, strict=True)]
-        stops = [min(at + n, end) for at, n, end in zip(offset, target.shape, held.end, strict=True)]
+    for piece in stored:
+        starts = [max(pair) for pair in zip(offset, piece.offset, strict=True)]
+        stops = [min(begin + n, end) for begin, n, end in zip(offset, target.shape, piece.end, strict=True)]
         if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
             continue
-        values = held.values[_box(starts, stops, held.offset)] if starts else held.values[...]
+        values = piece.values[_box(starts, stops, piece.offset)] if starts else piece.values[...]
         if values.dtype != target.dtype:
             raise DataError(
                 f"tensor {name} in {folder} must be {target.dtype}, got {values.dtype}; resume with the saved model.dtype"
@@ -166,4 +166,4 @@ def _fill(folder: Path, name: str, target: Tensor, offset: tuple[int, ...], stor
 
 
 def _box(starts: list[int], stops: list[int], origin: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(start - at, stop - at) for start, stop, at in zip(starts, stops, origin, strict=True))
+    return tuple(slice(start - base, stop - base) for start, stop, base in zip(starts, stops, origin, strict=True))
