@@ -33,9 +33,8 @@ def compiled(kernel: Callable[..., Ints]) -> Callable[..., Ints]:
 
     try:
         return numba.njit(cache=True)(kernel)  # type: ignore[no-any-return]
-    except (
-        RuntimeError
-    ):  # numba's "no locator available": neither the package's nor the user's cache folder is writable
+    except RuntimeError:
+        # numba's "no locator available": neither the package's nor the user's cache folder is writable
         return numba.njit(kernel)  # type: ignore[no-any-return]
 
 
@@ -50,9 +49,9 @@ def largest_differencing(costs: Floats, order: Ints, parts: int, chunk: int) -> 
     """
     count = len(costs)
     states = count // chunk
-    total = costs.copy()  # of the bag known by this item
+    total = costs.copy()  # sum of the bag whose smallest member is this item
     following = np.full(count, -1)  # next member of the same bag
-    last = np.arange(count)  # last member of the bag known by this item
+    last = np.arange(count)  # last member of the bag whose smallest member is this item
     bags = np.full((states, parts), -1)
     used = np.full(states, chunk)
     heap = [(0.0, 0, 0) for _ in range(states)]
@@ -67,27 +66,27 @@ def largest_differencing(costs: Floats, order: Ints, parts: int, chunk: int) -> 
         _, other_lowest, right = heap[0]
         filled = used[left]
         for slot in range(used[right]):
-            bag, onto = bags[right, slot], parts - 1 - slot
-            if onto >= used[left]:
+            bag, target = bags[right, slot], parts - 1 - slot
+            if target >= used[left]:
                 bags[left, filled] = bag
                 filled += 1
                 continue
-            kept, joined = min(bag, bags[left, onto]), max(bag, bags[left, onto])
-            following[last[kept]] = joined
-            last[kept] = last[joined]
-            total[kept] += total[joined]
-            bags[left, onto] = kept
+            root, merged = min(bag, bags[left, target]), max(bag, bags[left, target])
+            following[last[root]] = merged
+            last[root] = last[merged]
+            total[root] += total[merged]
+            bags[left, target] = root
         used[left] = filled
         for slot in range(1, filled):  # insertion sort by (-sum, smallest member)
             bag = bags[left, slot]
-            to = slot
-            while to > 0:
-                before = bags[left, to - 1]
-                if total[before] > total[bag] or (total[before] == total[bag] and before < bag):
+            target_slot = slot
+            while target_slot > 0:
+                neighbor = bags[left, target_slot - 1]
+                if total[neighbor] > total[bag] or (total[neighbor] == total[bag] and neighbor < bag):
                     break
-                bags[left, to] = before
-                to -= 1
-            bags[left, to] = bag
+                bags[left, target_slot] = neighbor
+                target_slot -= 1
+            bags[left, target_slot] = bag
         smallest = total[bags[left, parts - 1]] if filled == parts else 0.0
         heapq.heapreplace(heap, (smallest - total[bags[left, 0]], min(lowest, other_lowest), left))
 

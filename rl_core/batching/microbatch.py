@@ -25,12 +25,12 @@ def plan_microbatches(
         return [list(range(len(lengths)))]
     values = np.asarray(lengths, np.int64).reshape(-1)
     _check_lengths(values, token_budget)
-    agreed = agree if agree is not None else int
-    count = agreed(1 if values.sum() <= token_budget else _best_fit(values, token_budget))
+    max_over_ranks = agree if agree is not None else int
+    count = max_over_ranks(1 if values.sum() <= token_budget else _best_fit(values, token_budget))
     while True:
         parts = karmarkar_karp(values.tolist(), count)
         exceeds = any(int(values[part].sum()) > token_budget for part in parts)
-        if not agreed(int(exceeds)):
+        if not max_over_ranks(int(exceeds)):
             return parts
         count += 1
 

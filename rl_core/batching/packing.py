@@ -54,20 +54,20 @@ def pack_rows(
         raise ValueError(f"multiple must be at least 1, got {multiple}")
     height, width = input_ids.shape
     device = input_ids.device
-    chosen = list(range(height)) if rows is None else [int(row) for row in rows]
+    row_numbers = list(range(height)) if rows is None else [int(row) for row in rows]
     all_lengths = [int(length) for length in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
-    for row in chosen:
+    for row in row_numbers:
         if not 0 <= row < height:
             raise ValueError(f"rows must be in [0, {height - 1}], got {row}")
         if not 1 <= all_lengths[row] <= width:
             raise ValueError(f"lengths[{row}] must be in [1, width {width}], got {all_lengths[row]}")
-    real = [all_lengths[row] for row in chosen]
+    real = [all_lengths[row] for row in row_numbers]
     padded = [length + -length % multiple for length in real]
     starts = torch.tensor([0, *padded], dtype=torch.int64).cumsum(0)
     size = int(starts[-1])
     segment = torch.repeat_interleave(torch.arange(len(padded)), torch.tensor(padded, dtype=torch.int64))
     position = torch.arange(size) - starts[segment]
-    origin = torch.tensor([*chosen, 0], dtype=torch.int64) * width
+    origin = torch.tensor([*row_numbers, 0], dtype=torch.int64) * width
     limit = torch.tensor([*real, 0], dtype=torch.int64)
     source = torch.where(position < limit[segment], origin[segment] + position, -1).to(device)
     flat = input_ids.reshape(-1)
@@ -79,7 +79,7 @@ def pack_rows(
         lengths=torch.tensor(real, dtype=torch.int64, device=device),
         padded_lengths=padded,
         max_length=max(real, default=0),
-        rows=chosen,
+        rows=row_numbers,
         source=source,
         shape=(height, width),
     )
@@ -119,5 +119,5 @@ def _gather(flat: Tensor, index: Tensor) -> Tensor:
     """Return flat[index], zeros where index is -1 (also for NaN and without gradient there)."""
     if not flat.shape[0]:
         return flat.new_zeros(index.shape[0], *flat.shape[1:])
-    kept = (index >= 0).reshape(-1, *[1] * (flat.dim() - 1))
-    return torch.where(kept, flat[index.clamp(min=0)], flat.new_zeros(()))
+    is_real = (index >= 0).reshape(-1, *[1] * (flat.dim() - 1))
+    return torch.where(is_real, flat[index.clamp(min=0)], flat.new_zeros(()))

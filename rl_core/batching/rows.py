@@ -64,10 +64,10 @@ def _read_message(message: Mapping[str, Any], record: PromptGroupRecord, where: 
     """Return token ids, loss mask, log-probabilities and versions of one message."""
     token_ids = np.asarray(_field(message, "token_ids", where), np.int64)
     count = len(token_ids)
-    given = message.get("generation_logprobs")
-    if message["role"] != "assistant" or given is None:
+    generation_log_probs = message.get("generation_logprobs")
+    if message["role"] != "assistant" or generation_log_probs is None:
         return token_ids, np.zeros(count, np.bool_), np.zeros(count, np.float32), np.full(count, -1, np.int64)
-    log_probs = _per_token(given, count, np.float32, "generation_logprobs", where)
+    log_probs = _per_token(generation_log_probs, count, np.float32, "generation_logprobs", where)
     mask = np.ones(count, np.bool_)
     if message.get("token_loss_mask") is not None:
         mask = _per_token(message["token_loss_mask"], count, np.float32, "token_loss_mask", where) != 0

@@ -74,13 +74,13 @@ def _explanation(extras: Mapping[str, Any] | None, columns: Mapping[str, Any] | 
 
 def _plain_info(info: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the values of `info` that are plain JSON and not too long."""
-    found: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     for key, value in (info or {}).items():
         if isinstance(value, float) and not math.isfinite(value):
             continue
         try:
             if len(json.dumps(value, allow_nan=False)) <= INFO_BYTES:
-                found[str(key)] = value
+                plain[str(key)] = value
         except (TypeError, ValueError, RecursionError):
             continue
-    return found
+    return plain

@@ -23,13 +23,13 @@ def merge_trajectories(trajectories: Sequence[Trajectory]) -> Trajectory:
 
     Raises DataError with field and sender for a tensor of another shape than the rest, and for other inputs of the policy.
     """
-    ordered = sorted(trajectories, key=lambda one: (one.sender, one.stage, one.part))
+    ordered = sorted(trajectories, key=lambda trajectory: (trajectory.sender, trajectory.stage, trajectory.part))
     first = ordered[0]
-    for one in ordered:
-        _require_shapes(one, first)
+    for trajectory in ordered:
+        _require_shapes(trajectory, first)
     if len(ordered) == 1:
         return first
-    return replace(_joined(ordered, dim=1), env_ids=torch.cat([one.env_ids for one in ordered]), part=0)
+    return replace(_joined(ordered, dim=1), env_ids=torch.cat([trajectory.env_ids for trajectory in ordered]), part=0)
 
 
 def _require_shapes(trajectory: Trajectory, first: Trajectory) -> None:
@@ -66,22 +66,22 @@ def _require_shapes(trajectory: Trajectory, first: Trajectory) -> None:
 
 def require_each_once(trajectories: Sequence[Trajectory]) -> None:
     """Raise DataError if two trajectories have the same sender, stage and part."""
-    seen: set[tuple[int, int, int]] = set()
-    for one in trajectories:
-        place = (one.sender, one.stage, one.part)
-        if place in seen:
+    keys: set[tuple[int, int, int]] = set()
+    for trajectory in trajectories:
+        key = (trajectory.sender, trajectory.stage, trajectory.part)
+        if key in keys:
             raise DataError(
-                f"sender, stage and part of each trajectory of a step must differ from those of the others, got {place} twice; sender "
-                f"{one.sender} must send each part once"
+                f"sender, stage and part of each trajectory of a step must differ from those of the others, got {key} twice; sender "
+                f"{trajectory.sender} must send each part once"
             )
-        seen.add(place)
+        keys.add(key)
 
 
 def join_epochs(epochs: Sequence[Trajectory]) -> Trajectory:
     """Return the trajectories of the rollout epochs of the same simulators as one of E * N decisions and E * (N + 1) observations."""
     if len(epochs) == 1:
         return epochs[0]
-    return replace(_joined(epochs, dim=0), versions=torch.cat([one.versions for one in epochs]))
+    return replace(_joined(epochs, dim=0), versions=torch.cat([epoch.versions for epoch in epochs]))
 
 
 def fold_epochs(trajectory: Trajectory, epochs: int, *, group: int = 1) -> Trajectory:
@@ -120,17 +120,18 @@ def _joined(trajectories: Sequence[Trajectory], dim: int) -> Trajectory:
     def joined(tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(tensors), dim=dim)
 
-    first, flags = trajectories[0], [one.intervene_flags for one in trajectories]
-    if any(one is not None for one in flags):
+    first, flags = trajectories[0], [trajectory.intervene_flags for trajectory in trajectories]
+    if any(tensor is not None for tensor in flags):
         flags = [
-            torch.zeros(one.rewards.shape, dtype=torch.bool) if given is None else given
-            for one, given in zip(trajectories, flags, strict=True)
+            torch.zeros(trajectory.rewards.shape, dtype=torch.bool) if tensor is None else tensor
+            for trajectory, tensor in zip(trajectories, flags, strict=True)
         ]
     return replace(
         first,
-        **{name: joined([getattr(one, name) for one in trajectories]) for name in TIME_FIRST},
+        **{name: joined([getattr(trajectory, name) for trajectory in trajectories]) for name in TIME_FIRST},
         forward_inputs={
-            name: joined([one.forward_inputs[name] for one in trajectories]) for name in first.forward_inputs
+            name: joined([trajectory.forward_inputs[name] for trajectory in trajectories])
+            for name in first.forward_inputs
         },
         intervene_flags=None if flags[0] is None else joined(flags),
     )
