@@ -78,8 +78,8 @@ class ActorCritic(Policy):
             spread = self.log_std.exp()
             actions = outputs + spread * torch.randn_like(outputs) if mode == "train" else outputs
             log_probs = torch.distributions.Normal(outputs, spread, validate_args=False).log_prob(actions)
-        kept = {self.observation: observed, "actions": actions}
-        return actions, {"prev_logprobs": log_probs, "forward_inputs": kept}
+        forward_inputs = {self.observation: observed, "actions": actions}
+        return actions, {"prev_logprobs": log_probs, "forward_inputs": forward_inputs}
 
     def forward_train(self, inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
         """Return log-probabilities, entropies [B, C, D] and values [B, 1]; see `Policy.forward_train`."""

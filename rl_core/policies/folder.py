@@ -49,8 +49,8 @@ def build_policy(config: bytes | str, *, seed: int = 0, origin: str = "config.js
             raise ConfigError(f"{origin}: policy {name} could not be built: {describe(error)}; correct it") from error
     lacking = [method for method in ("predict", "forward_train") if not callable(getattr(policy, method, None))]
     if lacking or not isinstance(policy, nn.Module):
-        wanted = "be a torch.nn.Module" if not lacking else f"define {' and '.join(lacking)}"
-        raise ConfigError(f"{origin}: policy {name} must {wanted}, got {type(policy).__name__}; write it")
+        requirement = "be a torch.nn.Module" if not lacking else f"define {' and '.join(lacking)}"
+        raise ConfigError(f"{origin}: policy {name} must {requirement}, got {type(policy).__name__}; write it")
     return policy
 
 

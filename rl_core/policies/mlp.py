@@ -58,19 +58,19 @@ class MLPPolicy(ActorCritic):
 
     def networks(self, observed: Tensor) -> tuple[Tensor, Tensor]:
         """Return outputs and values for states [B, S]."""
-        states = self._seen(observed)
+        states = self._normalized(observed)
         return _run(self.actor, states), _run(self.critic, states)
 
     def act(self, obs: dict[str, Tensor], mode: Mode = "train") -> tuple[Tensor, dict[str, Any]]:
         """Return what `predict` returns, without values."""
         observed = obs[self.observation]
-        return self._choose(observed, self._by_action(_run(self.actor, self._seen(observed))), mode)
+        return self._choose(observed, self._by_action(_run(self.actor, self._normalized(observed))), mode)
 
     def values(self, obs: dict[str, Tensor]) -> Tensor:
         """Return the values [B, 1] that `predict` returns."""
-        return _run(self.critic, self._seen(obs[self.observation]))
+        return _run(self.critic, self._normalized(obs[self.observation]))
 
-    def _seen(self, observed: Tensor) -> Tensor:
+    def _normalized(self, observed: Tensor) -> Tensor:
         """Return states [B, S] as the networks see them."""
         states = observed.to(self.critic[-1].weight.dtype)
         if self.normalize:
@@ -84,23 +84,27 @@ class MLPPolicy(ActorCritic):
         states = inputs["states"].double()
         sums = torch.cat([torch.tensor([float(len(states))]).double(), states.sum(dim=0), states.square().sum(dim=0)])
         sums = reduce(sums) if reduce is not None else sums
-        new, size = sums[0], states.shape[1]
-        if not new:
+        num_new, size = sums[0], states.shape[1]
+        if not num_new:
             return
-        mean, square = sums[1 : size + 1] / new, sums[size + 1 :] / new
-        share = (new / (self.count.double().cpu() + new)).item()
-        before, spread = self.mean.double().cpu(), self.variance.double().cpu()
-        apart = mean - before
-        merged = (1 - share) * spread + share * (square - mean.square()) + share * (1 - share) * apart.square()
-        self.mean.copy_(before + share * apart)
+        mean, square = sums[1 : size + 1] / num_new, sums[size + 1 :] / num_new
+        share = (num_new / (self.count.double().cpu() + num_new)).item()
+        old_mean, old_variance = self.mean.double().cpu(), self.variance.double().cpu()
+        difference = mean - old_mean
+        merged = (
+            (1 - share) * old_variance + share * (square - mean.square()) + share * (1 - share) * difference.square()
+        )
+        self.mean.copy_(old_mean + share * difference)
         self.variance.copy_(merged)
-        self.count.add_(new.item())
+        self.count.add_(num_new.item())
 
 
 def _run(network: nn.Sequential, states: Tensor) -> Tensor:
     """Return the outputs of a network. For networks this small a call of each layer as a module takes longer than its numbers do."""
-    for part in network:
-        states = functional.linear(states, part.weight, part.bias) if isinstance(part, nn.Linear) else states.tanh()
+    for module in network:
+        states = (
+            functional.linear(states, module.weight, module.bias) if isinstance(module, nn.Linear) else states.tanh()
+        )
     return states
 
 

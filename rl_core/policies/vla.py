@@ -63,28 +63,28 @@ class VLAPolicy(Policy):
 
     def predict(self, obs: dict[str, Tensor], mode: Mode = "train") -> tuple[Tensor, dict[str, Any]]:
         """Return actions [B, C, D] in (-1, 1); see `Policy.predict`. The tokens are chosen one after the other, with a KV cache."""
-        seen: dict[str, Tensor] = {name: obs[name] for name in ("pixels", "states", "instruction") if name in obs}
-        answer = self._language(self._prompt(seen), use_cache=True)
-        last = answer.last_hidden_state[:, -1]
-        values = self.value(last)
+        observed: dict[str, Tensor] = {name: obs[name] for name in ("pixels", "states", "instruction") if name in obs}
+        answer = self._language(self._prompt(observed), use_cache=True)
+        hidden = answer.last_hidden_state[:, -1]
+        values = self.value(hidden)
         tokens: list[Tensor] = []
         log_probs: list[Tensor] = []
-        for place in range(self.chunk * self.action_dim):
-            if place:
+        for index in range(self.chunk * self.action_dim):
+            if index:
                 answer = self._language(
                     self._embed(tokens[-1][:, None]), use_cache=True, past_key_values=answer.past_key_values
                 )
-                last = answer.last_hidden_state[:, -1]
-            token, log_prob = sample_discrete(self._logits(last), mode, eval_scale=self._eval_scale)
+                hidden = answer.last_hidden_state[:, -1]
+            token, log_prob = sample_discrete(self._logits(hidden), mode, eval_scale=self._eval_scale)
             tokens.append(token)
             log_probs.append(log_prob)
-        chosen = torch.stack(tokens, dim=1)
-        shape = (len(chosen), self.chunk, self.action_dim)
-        actions = ((chosen + 0.5) * (2 / self.bins) - 1).view(shape)
+        token_ids = torch.stack(tokens, dim=1)
+        shape = (len(token_ids), self.chunk, self.action_dim)
+        actions = ((token_ids + 0.5) * (2 / self.bins) - 1).view(shape)
         return actions, {
             "prev_logprobs": torch.stack(log_probs, dim=1).view(shape),
             "prev_values": values,
-            "forward_inputs": seen | {"tokens": chosen},
+            "forward_inputs": observed | {"tokens": token_ids},
         }
 
     def forward_train(self, inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
