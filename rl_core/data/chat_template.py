@@ -31,9 +31,9 @@ def render(
 ) -> str:
     """Return the conversation rendered by `source`; `variables` are those of the template, such as eos_token. Raises ConfigError."""
     # Some templates test `tools is none` and others `tools is defined`; transformers always defines them.
-    given = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt, **variables}
+    template_variables = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt, **variables}
     try:
-        return str(_compiled(source).render(messages=list(messages), **given))
+        return str(_compiled(source).render(messages=list(messages), **template_variables))
     except TemplateError as error:
         raise ConfigError(_error_text(str(error))) from error
     except Exception as error:  # expressions of a template raise as Python's do

@@ -194,8 +194,8 @@ def prompt_of(row: Row, data: DataSpec, *, task_name: str) -> Any:
     """
     if task_name == "nemo_gym" and data.prompt_key not in row:
         params = row.get(GYM_COLUMN)
-        given = params.get("input") if isinstance(params, Mapping) else None
-        return [{"role": "user", "content": given}] if isinstance(given, str) else given
+        model_input = params.get("input") if isinstance(params, Mapping) else None
+        return [{"role": "user", "content": model_input}] if isinstance(model_input, str) else model_input
     prompt = row.get(data.prompt_key)
     return [{"role": "user", "content": prompt}] if data.chat and isinstance(prompt, str) and prompt else prompt
 
@@ -224,13 +224,13 @@ def _beside(field: str, name: str) -> str:
 
 def _check_settings_of_messages(rows: Iterable[Row], data: DataSpec, *, field: str, task_name: str) -> None:
     """Raise ConfigError for settings of message lists if all prompts are texts: the settings would have no effect."""
-    given = [
+    settings = [
         name for name, text in (("systemPrompt", data.system_prompt), ("chatTemplate", data.chat_template)) if text
     ]
-    if given and not any(isinstance(prompt_of(row, data, task_name=task_name), list) for row in rows):
+    if settings and not any(isinstance(prompt_of(row, data, task_name=task_name), list) for row in rows):
         raise ConfigError(
-            f"{field} must hold message lists for data.{given[0]}, got text prompts, which are taken as they are; "
-            f"set data.chat: true, write prompts as lists of {{role, content}}, or remove data.{given[0]}"
+            f"{field} must hold message lists for data.{settings[0]}, got text prompts, which are taken as they are; "
+            f"set data.chat: true, write prompts as lists of {{role, content}}, or remove data.{settings[0]}"
         )
 
 
@@ -302,16 +302,16 @@ def _render(messages: list[dict[str, Any]], data: DataSpec, tokenizer: Tokenizer
     If the template does not render the first messages as a prefix of the whole text, or refuses them, their tokens go to the next message.
     The concatenated tokens are always those of the whole conversation.
     """
-    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, template=data.chat_template)
-    whole = head_of(whole, tokenizer, max_seq_len)
-    ids, starts = tokenizer.encode_with_offsets(whole)
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, template=data.chat_template)
+    text = head_of(text, tokenizer, max_seq_len)
+    ids, starts = tokenizer.encode_with_offsets(text)
     ends = [0]
     for count in range(1, len(messages)):
         try:
-            part = tokenizer.apply_chat_template(messages[:count], template=data.chat_template)
+            prefix = tokenizer.apply_chat_template(messages[:count], template=data.chat_template)
         except ConfigError:  # many templates require a user message, or one at the end
-            part = None
-        ends.append(max(ends[-1], len(part)) if part is not None and whole.startswith(part) else ends[-1])
+            prefix = None
+        ends.append(max(ends[-1], len(prefix)) if prefix is not None and text.startswith(prefix) else ends[-1])
     borders = [*np.searchsorted(np.asarray(starts), ends).tolist(), len(ids)]
     return [
         {

@@ -22,19 +22,19 @@ def example_rows(rows: Mapping[int, Row], data: DataSpec, *, field: str, task_na
     """
     if task_name in PROGRAMS:
         return {}
-    found: dict[str, EnvRow] = {}
-    seen: set[frozenset[str]] = set()
+    examples: dict[str, EnvRow] = {}
+    column_sets: set[frozenset[str]] = set()
     for number, row in ((index + 1, row) for index, row in rows.items()):
         columns = frozenset(name for name, value in row.items() if value is not None)
-        if (columns in seen and len(found) > 1) or len(found) == MOST:
+        if (columns in column_sets and len(examples) > 1) or len(examples) == MOST:
             continue
         if (messages := _messages(row.get(data.prompt_key))) and _usable(row, data, field=field, task_name=task_name):
-            seen.add(columns)
+            column_sets.add(columns)
             log = [*messages, {"role": "assistant", "content": COMPLETION}]
-            found[f"{field} row {number}"] = EnvRow(
+            examples[f"{field} row {number}"] = EnvRow(
                 key=f"example-{number}", messages=log, metadata=env_info(row, data), task_name=task_name
             )
-    return found
+    return examples
 
 
 def _usable(row: Row, data: DataSpec, *, field: str, task_name: str) -> bool:

@@ -30,11 +30,11 @@ def references(spec: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]
     sets = data.get("sets") if isinstance(data, dict) else None
     holders = [
         ("data", data),
-        *((f"data.sets.{n}", one) for n, one in enumerate(sets if isinstance(sets, list) else [])),
+        *((f"data.sets.{n}", data_set) for n, data_set in enumerate(sets if isinstance(sets, list) else [])),
     ]
-    found = [("model.path", model, "path")]
-    found += [(f"{field}.{key}", holder, key) for field, holder in holders for key in ("train", "validation")]
-    for field, holder, key in found:
+    candidates = [("model.path", model, "path")]
+    candidates += [(f"{field}.{key}", holder, key) for field, holder in holders for key in ("train", "validation")]
+    for field, holder, key in candidates:
         if isinstance(holder, dict) and isinstance(holder.get(key), str):
             yield field, holder, key
 
@@ -44,11 +44,11 @@ def fetch_references(job: RLJob) -> RLJob:
 
     Called by `rljob run` before it starts processes, and by the runner on a cluster. Raises ConfigError if a reference cannot be fetched.
     """
-    whole = job.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    for _, holder, key in references(whole["spec"]):
+    document = job.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    for _, holder, key in references(document["spec"]):
         if holder[key].startswith(HUB_SCHEME):
             holder[key] = str(fetch(holder[key]))
-    return RLJob.model_validate(whole)
+    return RLJob.model_validate(document)
 
 
 class HubReference(NamedTuple):
@@ -67,8 +67,8 @@ def parse(reference: str) -> HubReference:
     path, _, query = reference.removeprefix(HUB_SCHEME).partition("?")
     parts, options = path.split("/", 2), dict(parse_qsl(query))
     name, _, revision = parts[1].partition("@") if len(parts) > 1 else ("", "", "")
-    known = not query or (len(parts) == 2 and "split" in options and options.keys() <= {"split", "config"})
-    if not all(parts) or not name or not known:
+    is_valid_query = not query or (len(parts) == 2 and "split" in options and options.keys() <= {"split", "config"})
+    if not all(parts) or not name or not is_valid_query:
         raise ConfigError(
             "a hub reference must read hf://owner/name[@revision], and for data go on with /FILE or with ?split=SPLIT[&config=CONFIG], "
             f"got {reference}; correct it"
@@ -96,23 +96,23 @@ def _fetch(reference: str, model_files: list[str]) -> Path:
         raise ConfigError(
             f"{reference} needs huggingface-hub: pip install 'rljob[actor]', or use a local path"
         ) from error
-    wanted = parse(reference)
-    patterns = [f"{wanted.split}/*.parquet"] if wanted.split else model_files
+    parsed = parse(reference)
+    patterns = [f"{parsed.split}/*.parquet"] if parsed.split else model_files
     try:
-        if wanted.file:
-            return Path(hf_hub_download(wanted.repo, wanted.file, revision=wanted.revision, repo_type="dataset"))
-        kind = "dataset" if wanted.split else "model"
-        folder = snapshot_download(wanted.repo, revision=wanted.revision, repo_type=kind, allow_patterns=patterns)
+        if parsed.file:
+            return Path(hf_hub_download(parsed.repo, parsed.file, revision=parsed.revision, repo_type="dataset"))
+        kind = "dataset" if parsed.split else "model"
+        folder = snapshot_download(parsed.repo, revision=parsed.revision, repo_type=kind, allow_patterns=patterns)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
             f"{reference} must be reachable, got {type(error).__name__}: {_first_line(error)}; check name, revision and HF_ENDPOINT"
         ) from error
-    if not (Path(folder) / wanted.split).is_dir():
+    if not (Path(folder) / parsed.split).is_dir():
         raise ConfigError(
-            f"{reference} must be a split that the hub has as parquet, got no {patterns[0]} at revision {wanted.revision}; "
+            f"{reference} must be a split that the hub has as parquet, got no {patterns[0]} at revision {parsed.revision}; "
             "correct config or split, or name a file of the data set"
         )
-    return Path(folder) / wanted.split
+    return Path(folder) / parsed.split
 
 
 def fetch_config(reference: str) -> Path:
@@ -125,8 +125,8 @@ def hub_problem(reference: str, *, data: bool) -> str:
 
     Raises ConfigError for a malformed reference, and ConnectionError without an answer within ANSWER_S seconds.
     """
-    wanted = parse(reference)
-    if data and not (wanted.split or wanted.file.endswith(HUB_ENDINGS)):
+    parsed = parse(reference)
+    if data and not (parsed.split or parsed.file.endswith(HUB_ENDINGS)):
         return (
             f"must name a split, ?split=train, with &config=NAME if the data set has several configurations, or a file, /FILE with "
             f"{', '.join(HUB_ENDINGS)}, got {reference}; add it"
@@ -138,30 +138,30 @@ def hub_problem(reference: str, *, data: bool) -> str:
         raise ConnectionError("huggingface-hub is not installed (pip install 'rljob[actor]')") from error
     kind = "dataset" if data else "model"
     try:
-        info = HfApi().repo_info(wanted.repo, repo_type=kind, revision=wanted.revision, timeout=ANSWER_S)
+        info = HfApi().repo_info(parsed.repo, repo_type=kind, revision=parsed.revision, timeout=ANSWER_S)
     except RevisionNotFoundError:
-        return f"must be a {kind} with the revision {wanted.revision} on the hub, got none; correct it"
+        return f"must be a {kind} with the revision {parsed.revision} on the hub, got none; correct it"
     except Exception as error:  # the hub's client raises what its HTTP library does
         # Mirrors answer 404 without the header by which the client tells a missing repository from other errors.
         status = error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else 0
         if isinstance(error, HFValidationError) or status in REFUSALS:
-            return f"must be a {kind} of the hub that HF_TOKEN may read, got none named {wanted.repo}; check the name and the token"
+            return f"must be a {kind} of the hub that HF_TOKEN may read, got none named {parsed.repo}; check the name and the token"
         raise ConnectionError(f"the hub did not answer ({type(error).__name__}: {_first_line(error)})") from error
     files = [file.rfilename for file in info.siblings or ()]
-    if wanted.split:
+    if parsed.split:
         splits = {file.rpartition("/")[0] for file in files if file.endswith(".parquet")}
         return (
             ""
-            if wanted.split in splits
+            if parsed.split in splits
             else (
-                f"must be one of the CONFIG/SPLIT of {wanted.repo}, {', '.join(sorted(splits))}, got {wanted.split}; correct ?split and &config"
+                f"must be one of the CONFIG/SPLIT of {parsed.repo}, {', '.join(sorted(splits))}, got {parsed.split}; correct ?split and &config"
             )
         )
-    needed = wanted.file if data else "config.json"
+    needed = parsed.file if data else "config.json"
     return (
         ""
         if needed in files
-        else f"must be a {kind} with the file {needed}, got none in {wanted.repo}; correct the name"
+        else f"must be a {kind} with the file {needed}, got none in {parsed.repo}; correct the name"
     )
 
 

@@ -38,7 +38,7 @@ def generate_entries(task: str, size: int, seed: int, config: Mapping[str, Any] 
     """
     request = json.dumps({"task": task, "size": size, "seed": seed, "config": dict(config or {})})
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-P", "-m", "rl_core.data.reasoning_gym"],
             input=request.encode(),
             capture_output=True,
@@ -50,12 +50,12 @@ def generate_entries(task: str, size: int, seed: int, config: Mapping[str, Any] 
         raise DataError(
             f"reasoning-gym://{task} must generate {size} problems within {GENERATION_SECONDS:g} s; ask for fewer"
         ) from error
-    if done.returncode != 0:
-        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    if process.returncode != 0:
+        last_line = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise DataError(
-            f"reasoning-gym://{task} failed while it generated {size} problems: {last}; choose another task"
+            f"reasoning-gym://{task} failed while it generated {size} problems: {last_line}; choose another task"
         )
-    answer = frames.decode([done.stdout])
+    answer = frames.decode([process.stdout])
     if "error" in answer:
         raise ConfigError(answer["error"])
     entries: list[Entry] = answer["entries"]

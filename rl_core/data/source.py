@@ -67,10 +67,10 @@ def _grouped(problems: list[str]) -> list[str]:
         rows.setdefault(text if ROW in where else problem, []).append(where)
     lines = []
     for text, places in rows.items():
-        others = [place.rpartition(ROW)[2] for place in places[1:]]
-        shown = ", ".join(others[:3]) + ", ..." * (len(others) > 3)
-        lines.append(f"{places[0]}: {text} (and {len(others)} more rows: {shown})" if others else text)
-        if not others and ROW in places[0]:
+        row_numbers = [place.rpartition(ROW)[2] for place in places[1:]]
+        shown = ", ".join(row_numbers[:3]) + ", ..." * (len(row_numbers) > 3)
+        lines.append(f"{places[0]}: {text} (and {len(row_numbers)} more rows: {shown})" if row_numbers else text)
+        if not row_numbers and ROW in places[0]:
             lines[-1] = f"{places[0]}: {text}"
     return lines
 

@@ -77,27 +77,27 @@ class Tokenizer:
         try:
             backend = Backend.from_buffer(files["tokenizer.json"])
             config = json.loads(files.get("tokenizer_config.json", b"{}"))
-            more = [json.loads(files[name]) for name in ("generation_config.json", "config.json") if name in files]
+            configs = [json.loads(files[name]) for name in ("generation_config.json", "config.json") if name in files]
         except (ValueError, KeyError) as error:
             raise ConfigError(
                 f"tokenizer of {origin} must be readable, got {type(error).__name__}: {error}; save it again"
             ) from error
         except Exception as error:
             raise ConfigError(f"tokenizer.json of {origin} must be valid, got: {error}; save it again") from error
-        if not all(isinstance(settings, dict) for settings in (config, *more)):
+        if not all(isinstance(settings, dict) for settings in (config, *configs)):
             raise ConfigError(
                 f"the config files of {origin} must hold JSON objects, got another value in one; save them again"
             )
         specials = {
             key: text for key, value in config.items() if key.endswith("_token") and (text := _token_text(value))
         }
-        eos = cls._special_id(backend, specials.get("eos_token"), "eos_token_id", more)
+        eos = cls._special_id(backend, specials.get("eos_token"), "eos_token_id", configs)
         if eos is None:
             raise ConfigError(
                 f"tokenizer of {origin} must name an eos_token that is in its vocabulary, got {specials.get('eos_token')!r}; "
                 "set eos_token in tokenizer_config.json, generation cannot end without it"
             )
-        pad = cls._special_id(backend, specials.get("pad_token"), "pad_token_id", more)
+        pad = cls._special_id(backend, specials.get("pad_token"), "pad_token_id", configs)
         template = cls._template(files, config, origin)
         return cls(
             backend,
@@ -119,14 +119,14 @@ class Tokenizer:
                 ) from error
         template = config.get("chat_template")
         if isinstance(template, list):
-            named = [one for one in template if isinstance(one, Mapping) and one.get("name") == "default"]
+            named = [entry for entry in template if isinstance(entry, Mapping) and entry.get("name") == "default"]
             template = named[0].get("template") if named else None
         return template if isinstance(template, str) else None
 
     @staticmethod
     def _special_id(backend: Backend, text: str | None, key: str, configs: Sequence[Mapping[str, Any]]) -> int | None:
-        if text is not None and (found := backend.token_to_id(text)) is not None:
-            return int(found)
+        if text is not None and (token_id := backend.token_to_id(text)) is not None:
+            return int(token_id)
         for config in configs:
             value = config.get(key)
             if isinstance(value, list) and value:
