@@ -1,5 +1,5 @@
 """Optimizations for CPUs. They do not change results beyond rounding and are not used on accelerators.
 
 `machine`: which library of torch multiplies matrices faster here. `products`: the generating forward's products.
-`tuning`: the door for a process that trains; behind it `linear` (its linear layers) and `memory` (its freed memory).
+`tuning`: applies the optimizations to a process that trains: `linear` (its linear layers) and `memory` (its freed memory).
 """

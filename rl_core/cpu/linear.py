@@ -27,7 +27,7 @@ def _product(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None = None) ->
 
 
 def _transposed_product(left_MN: Tensor, right_MK: Tensor) -> Tensor:
-    """Return left transposed x right, [N, K]. The first operand is copied to be contiguous: the narrower one goes there."""
+    """Return left transposed x right, [N, K]. The first operand is copied to be contiguous, so the narrower one is passed first."""
     if left_MN.shape[1] <= right_MK.shape[1]:
         return _product(left_MN.t(), right_MK.t())
     return _product(right_MK.t(), left_MN.t()).t()
@@ -36,7 +36,7 @@ def _transposed_product(left_MN: Tensor, right_MK: Tensor) -> Tensor:
 class _OneDnnLinear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # As `nn.Linear`: of a frozen weight the inputs are not kept, and of inputs without a gradient the weight is not.
+        # As in `nn.Linear`, the inputs are saved only if the weight needs a gradient, and the weight only if the inputs need one.
         wants_inputs, wants_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(inputs if wants_weight else None, weight if wants_inputs else None)
         ctx.inputs_shape = inputs.shape

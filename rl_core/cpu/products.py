@@ -30,19 +30,19 @@ def padded_rows(rows: int) -> int:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x [N, in] @ weight [out, in].T + bias."""
-    if _worth_onednn(x, weight):
+    if _uses_onednn(x, weight):
         return _onednn(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
 def add_linear(hidden: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Return hidden [N, out] + x [N, in] @ weight [out, in].T."""
-    if _worth_onednn(x, weight):
+    if _uses_onednn(x, weight):
         return _onednn(x, weight, None).add_(hidden)
     return torch.addmm(hidden, x, weight.t())
 
 
-def _worth_onednn(x: Tensor, weight: Tensor) -> bool:
+def _uses_onednn(x: Tensor, weight: Tensor) -> bool:
     return x.shape[0] * weight.numel() >= ONEDNN_FROM and pads(x.dtype, x.device)
 
 
