@@ -59,7 +59,7 @@ def sample_line(
 ) -> tuple[bytes, Entry]:
     """Return the line of a sample and its index entry, whose `offset` is 0; `pieces` are the texts of its tokens, `wall` is the time."""
     ids = sample.token_ids
-    given = int(np.argmax(sample.mask != GIVEN)) if (sample.mask != GIVEN).any() else len(ids)
+    prompt_tokens = int(np.argmax(sample.mask != GIVEN)) if (sample.mask != GIVEN).any() else len(ids)
     value = {
         "split": split,
         "step": step,
@@ -77,8 +77,8 @@ def sample_line(
         "error": sample.error,
         "filtered": sample.filtered,
         "versions": list(sample.versions),
-        "prompt_tokens": given,
-        "response_tokens": len(ids) - given,
+        "prompt_tokens": prompt_tokens,
+        "response_tokens": len(ids) - prompt_tokens,
         "info": sample.info,
         "prompt_messages": sample.prompt_messages,
         "messages": [{"role": role, "content": content, "tokens": count} for role, content, count in sample.messages],
@@ -104,7 +104,7 @@ def sample_line(
         sample.index,
         reward,
         FILTERED if sample.filtered else sample.reason,
-        len(ids) - given,
+        len(ids) - prompt_tokens,
         epoch,
         version,
     )
@@ -134,19 +134,19 @@ def index_line(entry: Entry) -> bytes:
 def entry_of(line: bytes, offset: int) -> Entry | None:
     """Return the entry of a line of a data file that starts at `offset`; None for a line that is damaged."""
     try:
-        found = json.loads(line)
+        fields = json.loads(line)
         return Entry(
             offset,
             len(line),
-            int(found["step"]),
-            str(found["split"]),
-            str(found["group"]),
-            int(found["index"]),
-            found["reward"],
-            FILTERED if found.get("filtered") else str(found["reason"]),
-            int(found["response_tokens"]),
-            int(found["epoch"]),
-            int(found["version"]),
+            int(fields["step"]),
+            str(fields["split"]),
+            str(fields["group"]),
+            int(fields["index"]),
+            fields["reward"],
+            FILTERED if fields.get("filtered") else str(fields["reason"]),
+            int(fields["response_tokens"]),
+            int(fields["epoch"]),
+            int(fields["version"]),
         )
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

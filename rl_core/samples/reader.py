@@ -113,26 +113,26 @@ class SampleReader:
         size = file.path.stat().st_size
         if size < file.end:  # another file of the same name
             file.blocks, file.indexed, file.end = [], 0, 0
-        before = len(file.blocks)
+        num_blocks = len(file.blocks)
         for match in BLOCK.finditer(self._new_index_lines(file)):
-            last = int(match["last_begin"] or match["begin"]) + int(match["last_length"] or match["length"])
+            data_end = int(match["last_begin"] or match["begin"]) + int(match["last_length"] or match["length"])
             block = _Block(
                 file.path,
                 int(match["step"]),
                 match["split"].decode(),
                 int(match["epoch"]),
                 file.end,
-                min(last, size),
+                min(data_end, size),
                 match[0],
             )
-            if last > size:  # the data file was cut
-                last = max((entry.offset + entry.length for entry in block.entries()), default=file.end)
-            if last > file.end:
+            if data_end > size:  # the data file was cut
+                data_end = max((entry.offset + entry.length for entry in block.entries()), default=file.end)
+            if data_end > file.end:
                 file.blocks.append(block)
-                file.end = last
+                file.end = data_end
         if file.end < size:
             self._index_lines(file)
-        return len(file.blocks) != before
+        return len(file.blocks) != num_blocks
 
     def _new_index_lines(self, file: _File) -> bytes:
         index = file.path.with_suffix(INDEX)
@@ -156,28 +156,28 @@ class SampleReader:
                 file.end += len(line)
                 if (entry := entry_of(line, begin)) is not None:
                     key = entry.step, entry.split, entry.epoch
-                    last = file.blocks[-1] if file.blocks else None
-                    if last is None or last.lines or key != (last.step, last.split, last.epoch):
-                        last = _Block(file.path, *key, begin, file.end, b"")
-                        file.blocks.append(last)
-                    last.parsed.append(entry)
+                    block = file.blocks[-1] if file.blocks else None
+                    if block is None or block.lines or key != (block.step, block.split, block.epoch):
+                        block = _Block(file.path, *key, begin, file.end, b"")
+                        file.blocks.append(block)
+                    block.parsed.append(entry)
 
     def _by_step(self) -> dict[tuple[str, int], list[_Block]]:
         """Return the samples by split and step; those of a history that a later epoch trained anew are left out."""
         blocks = [block for file in self._files.values() for block in file.blocks]
-        first: dict[int, int] = {}
+        first_steps: dict[int, int] = {}
         for block in blocks:
             if block.split == TRAIN:
-                first[block.epoch] = min(block.step, first.get(block.epoch, block.step))
+                first_steps[block.epoch] = min(block.step, first_steps.get(block.epoch, block.step))
         end = {
-            epoch: min((step for later, step in first.items() if later > epoch), default=1 << 60)
+            epoch: min((step for later, step in first_steps.items() if later > epoch), default=1 << 60)
             for epoch in {block.epoch for block in blocks}
         }
-        found: dict[tuple[str, int], list[_Block]] = defaultdict(list)
+        blocks_by_step: dict[tuple[str, int], list[_Block]] = defaultdict(list)
         for block in blocks:
             if block.step < end[block.epoch]:
-                found[block.split, block.step].append(block)
-        return dict(found)
+                blocks_by_step[block.split, block.step].append(block)
+        return dict(blocks_by_step)
 
     def steps(self, split: str) -> list[int]:
         """Return the steps that have samples, in order."""
@@ -193,7 +193,7 @@ class SampleReader:
         """Return all samples of a split, by step."""
         with self._lock:
             steps = sorted(step for kind, step in self._steps if kind == split)
-            return [found for step in steps for found in _found(self._steps[split, step])]
+            return [sample for step in steps for sample in _found(self._steps[split, step])]
 
     @staticmethod
     def read(found: Found) -> dict[str, Any] | None:
@@ -210,13 +210,13 @@ class SampleReader:
         """
         folded = text.casefold()
         key = max(PLAIN.findall(folded), key=len, default="").encode()
-        for path, part in groupby(samples, key=lambda one: one.path):
+        for path, samples_of_file in groupby(samples, key=lambda sample: sample.path):
             try:
                 file = path.open("rb")
             except OSError:  # deleted to make room
                 continue
             with file:
-                for found in part:
+                for found in samples_of_file:
                     line = os.pread(file.fileno(), found.entry.length, found.entry.offset)
                     if _may_contain(line, key):
                         sample = _parsed(line)
@@ -270,5 +270,5 @@ def _parsed(data: bytes) -> Any:
 
 def worst_first(found: Iterable[Found]) -> list[Found]:
     """Return the samples by ascending reward; those without a reward are left out."""
-    rewarded = [one for one in found if one.entry.reward is not None]
-    return sorted(rewarded, key=lambda one: one.entry.reward or 0.0)
+    rewarded = [sample for sample in found if sample.entry.reward is not None]
+    return sorted(rewarded, key=lambda sample: sample.entry.reward or 0.0)

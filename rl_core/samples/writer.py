@@ -84,10 +84,10 @@ class SampleWriter:
         for path in sorted(self._folder.glob(f"*{DATA}")):
             if self._total <= self._limit or path == self._path:
                 return
-            for part in (path.with_suffix(INDEX), path):
+            for file_path in (path.with_suffix(INDEX), path):
                 with suppress(FileNotFoundError):
-                    self._total -= part.stat().st_size
-                    part.unlink()
+                    self._total -= file_path.stat().st_size
+                    file_path.unlink()
 
 
 def _end_last_line(path: Path) -> None:
