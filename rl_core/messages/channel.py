@@ -40,8 +40,8 @@ class ChannelOptions:
     @property
     def limits(self) -> str:
         """Return the options that are set, for error messages."""
-        set_ones = {"maxsize": self.maxsize or None, "max_bytes": self.max_bytes}
-        return ", ".join(f"{name} {value}" for name, value in set_ones.items() if value is not None) or "no limits"
+        options = {"maxsize": self.maxsize or None, "max_bytes": self.max_bytes}
+        return ", ".join(f"{name} {value}" for name, value in options.items() if value is not None) or "no limits"
 
     def check_equal(self, name: str, existing: "ChannelOptions") -> None:
         """Raise ConfigError when channel `name` exists with other options than these."""

@@ -68,7 +68,8 @@ class CollectionRequest:
 
     def address(self, env: int, rollout: int) -> str | None:
         """Return the address at which the env worker `env` listens for the rollout `rollout`, or None if they exchange messages by channels."""
-        return next((where for one, other, where in self.direct if (one, other) == (env, rollout)), None)
+        pair = (env, rollout)
+        return next((address for *indices, address in self.direct if tuple(indices) == pair), None)
 
     @property
     def prefix(self) -> str:

@@ -16,13 +16,16 @@ class _Registry:
         self.by_name: dict[str, type] = {}
         self.by_type: dict[type, str] = {}
         self.fields: dict[type, tuple[str, ...] | None] = {}
-        """What travels of a class, looked up once: messages are made and read many times a step. None: it says so itself."""
+        """Names of the fields of each class that are sent, looked up once because messages are encoded often. None: `wire_fields` returns them."""
 
     def add(self, cls: type, name: str) -> None:
-        known = self.by_name.get(name)
-        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        registered = self.by_name.get(name)
+        if registered is not None and (registered.__module__, registered.__qualname__) != (
+            cls.__module__,
+            cls.__qualname__,
+        ):
             raise ValueError(
-                f"record name {name!r} is taken by {known.__module__}.{known.__qualname__}; pass another name"
+                f"record name {name!r} is taken by {registered.__module__}.{registered.__qualname__}; pass another name"
             )
         self.by_name[name] = cls
         self.by_type[cls] = name

@@ -51,7 +51,7 @@ class DeviceMemory:
     """Memory of the sender, on the accelerator that both ends use, with the elements of the tensor in row-major order."""
 
     handle: tuple[int | bytes | bool, ...]
-    """What torch maps the memory by. Usable once."""
+    """Arguments by which torch maps the memory; usable once."""
     start: int
     """Byte at which the tensor starts in the mapped memory."""
 

@@ -92,7 +92,7 @@ class TensorPatch:
     dtype: str
     """Type on the wire: "float32", "bfloat16", ..."""
     count: int
-    """Elements that travel."""
+    """Number of elements that are sent."""
     gap_bytes: int
     """1, 2 or 4: size of a gap, the distance of a position from the one before it (the first: from 0). 0 = all elements, no gaps."""
     start: int
@@ -188,7 +188,7 @@ class DeviceSource:
 
     kind: ClassVar[str] = "ipc"
     handles: tuple[tuple[int | bytes | bool, ...], ...]
-    """What torch maps it by: for each of `ReceiverReady.devices` a handle of the memory there."""
+    """A handle by which torch maps the memory, for each of `ReceiverReady.devices`."""
 
 
 @record
@@ -230,7 +230,7 @@ class WeightOffer:
     patch: PatchSource | None = None
     """Where the patch is already, for receivers that serve its base."""
     keep: bool = False
-    """Whether later versions may come as patches: what the receiver cannot read back from its engine it keeps for them."""
+    """Whether later versions may be sent as patches. The receiver then keeps the tensors that it cannot read back from its engine."""
 
 
 @record
@@ -243,7 +243,7 @@ class WeightTransfer:
 
 @record
 class ReceiverReady:
-    """READY: the receiver serves nothing any more and waits for the data. After a patch that does not hold: for all of them."""
+    """READY: the receiver serves nothing any more and waits for the data. After a patch that failed verification it waits for the whole version."""
 
     have: tuple[int, str]
     """Version and digest that it can prove; (-1, "") for none."""
@@ -260,9 +260,9 @@ class ReceiverApplied:
     version: int
     digest: str
     loaded: bool
-    """Whether bytes had to move for it."""
+    """Whether bytes were loaded for it."""
     patched: bool = False
-    """Whether those were of a patch."""
+    """Whether these bytes were those of a patch."""
     opened: tuple[int, ...] = ()
     """Numbers of the handles of a `DeviceSource` that were opened."""
 
