@@ -267,13 +267,13 @@ class Ranks:
 
     def _lost(self, doing: str, error: Exception) -> InfrastructureError:
         missing = self._roll_call()
-        who = (
+        lost_ranks = (
             f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
             if missing
             else "unknown (all answer)"
         )
         return InfrastructureError(
-            f"{doing} failed on actor rank {self.rank} of {self.size}, missing: {who}: {str(error).splitlines()[0]};"
+            f"{doing} failed on actor rank {self.rank} of {self.size}, missing: {lost_ranks}: {str(error).splitlines()[0]};"
             " the actor gang restarts from its newest checkpoint"
         )
 

@@ -104,5 +104,5 @@ class LRSchedule:
             return self.peak
         start = self.total - self.decay if self.style == "wsd" else self.warmup
         progress = min(1.0, max(0.0, (step - start) / max(self.total - start, 1)))
-        shape = 1 - progress if self.style == "linear" else (1 + math.cos(math.pi * progress)) / 2
-        return self.floor + (self.peak - self.floor) * shape
+        multiplier = 1 - progress if self.style == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return self.floor + (self.peak - self.floor) * multiplier

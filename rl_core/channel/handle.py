@@ -70,29 +70,29 @@ class AsyncHandle(Generic[Value]):
         """
         refuse_on_event_loop("AsyncHandle.wait")
         try:
-            outcome = self._future.result(timeout)
+            result = self._future.result(timeout)
         except concurrent.futures.TimeoutError as error:
             if self._future.done():  # in the meantime, or with a deadline of its own
                 return self._take(self._future.result())
             raise DeadlineExceeded(f"the operation did not end within {timeout:g} s; it goes on") from error
-        return self._take(outcome)
+        return self._take(result)
 
     async def async_wait(self, timeout: float | None = None) -> Any:
         """Return the result as `wait` does, in a coroutine. Cancelling the waiting task does not cancel the operation."""
         try:
-            outcome = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._future)), timeout)
+            result = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._future)), timeout)
         except TimeoutError as error:
             if self._future.done():  # in the meantime, or with a deadline of its own
                 return self._take(self._future.result())
             raise DeadlineExceeded(f"the operation did not end within {timeout:g} s; it goes on") from error
-        return self._take(outcome)
+        return self._take(result)
 
-    def _take(self, outcome: Any) -> Value | None:
+    def _take(self, result: Any) -> Value | None:
         with self._receive_lock:
             if not self._received:
                 self._received = True
                 try:
-                    self._value = self._receive(outcome)
+                    self._value = self._receive(result)
                 except Exception as error:
                     self._error = error
                     raise

@@ -316,8 +316,8 @@ class CheckpointStore:
 
     def _is_needed(self, checkpoint: Checkpoint, checkpoints: list[Checkpoint]) -> bool:
         """Return whether a checkpoint is the one that was resumed from, or the last good one."""
-        until = self.good_until
-        good = [c.step for c in checkpoints if until is not None and c.step <= until]
+        last_good = self.good_until
+        good = [c.step for c in checkpoints if last_good is not None and c.step <= last_good]
         return checkpoint.path.resolve() == self._resumed or checkpoint.step == max(good, default=None)
 
     def _to_trash(self, path: Path) -> None:

@@ -99,13 +99,13 @@ class SampleReader:
             changed = self._files.keys() - paths.keys()
             for name in changed:
                 del self._files[name]
-            grown = False
+            has_grown = False
             for name, path in paths.items():
                 try:
-                    grown |= self._read(self._files.setdefault(name, _File(path)))
+                    has_grown |= self._read(self._files.setdefault(name, _File(path)))
                 except OSError as error:
                     logger.warning("samples in %s cannot be read: %s", path, error)
-            if grown or changed:
+            if has_grown or changed:
                 self._steps = self._by_step()
 
     def _read(self, file: _File) -> bool:

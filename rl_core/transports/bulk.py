@@ -82,10 +82,10 @@ class SharedTags:
 
     def tag_frame(self, number: int, chunk: memoryview) -> bytes:
         """Return the first frame of the message of a chunk: its kind and its authentication code. It is computed once."""
-        mark = self._marks.get(number)
-        if mark is None:
-            mark = self._marks[number] = _CHUNK + _tag(self.key, _CHUNK, number, chunk)
-        return mark
+        frame = self._marks.get(number)
+        if frame is None:
+            frame = self._marks[number] = _CHUNK + _tag(self.key, _CHUNK, number, chunk)
+        return frame
 
 
 class _Stream:
@@ -294,8 +294,8 @@ class BulkReceiver:
         frames = socket.recv_multipart(copy=False)
         if len(frames) != 2:
             raise FrameError(f"a bulk message must have 2 frames, got {len(frames)}")
-        mark, body = frames[0].bytes, frames[1].buffer
-        kind, tag = mark[:1], mark[1:]
+        tag_frame, body = frames[0].bytes, frames[1].buffer
+        kind, tag = tag_frame[:1], tag_frame[1:]
         if kind == _REFUSED:
             raise InfrastructureError(
                 f"the bulk stream from {self._address} ended after {self._number} chunks: {bytes(body).decode(errors='replace')}"
@@ -317,5 +317,5 @@ class BulkReceiver:
         if self._wake in ready:
             raise InfrastructureError(f"the bulk stream from {self._address} was given up after {self._number} chunks")
         if not ready:
-            late = f"sent nothing for {self._timeout:g} s after {self._number} chunks"
-            raise DeadlineExceeded(f"the bulk stream from {self._address} {late}")
+            message = f"sent nothing for {self._timeout:g} s after {self._number} chunks"
+            raise DeadlineExceeded(f"the bulk stream from {self._address} {message}")

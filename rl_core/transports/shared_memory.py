@@ -300,11 +300,11 @@ class SegmentReader:
     def _watch(self, window: "np.ndarray", on_release: Callable[[], None]) -> None:
         key = id(window)
 
-        def gone(_: Any) -> None:
+        def on_finalize(_: Any) -> None:
             self._watched.pop(key, None)
             on_release()
 
-        self._watched[key] = weakref.ref(window, gone)
+        self._watched[key] = weakref.ref(window, on_finalize)
 
     def _map(self, name: str) -> mmap.mmap:
         with self._lock:

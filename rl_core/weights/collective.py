@@ -53,8 +53,8 @@ class GroupSender:
             rank += _ranks(handshake)
         pending: set[asyncio.Future[Any]] = {broadcast, *transfers}
         while pending:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            reason = next((text for future in done if (text := self._broken(future, transfers))), "")
+            completed, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            reason = next((text for future in completed if (text := self._broken(future, transfers))), "")
             if reason and self._plan is plan:
                 self._abort(plan, reason)
 

@@ -31,8 +31,10 @@ class Deadlines:
     @classmethod
     def from_spec(cls, spec: RLJobSpec) -> "Deadlines":
         """Return the limits of a job."""
-        own = spec.runtime.deadlines
-        return cls(sync_seconds=own.weight_sync, silence_seconds=own.lost, collective_seconds=own.collective)
+        settings = spec.runtime.deadlines
+        return cls(
+            sync_seconds=settings.weight_sync, silence_seconds=settings.lost, collective_seconds=settings.collective
+        )
 
     @property
     def ready_seconds(self) -> float:
@@ -55,8 +57,8 @@ class Deadlines:
         It is the time that the slowest supported link needs, but at least `TRANSFER_SHARE` of the sync and at most what the other phases
         leave.
         """
-        left = self.sync_seconds - self.ready_seconds - self.commit_seconds
-        return min(max(self.sync_seconds * TRANSFER_SHARE, nbytes / SLOWEST_BYTES_PER_SECOND), left)
+        remaining = self.sync_seconds - self.ready_seconds - self.commit_seconds
+        return min(max(self.sync_seconds * TRANSFER_SHARE, nbytes / SLOWEST_BYTES_PER_SECOND), remaining)
 
     def straggler(self, nbytes: int) -> float:
         """Return how long receivers that have applied the version wait for slower ones.

@@ -327,7 +327,7 @@ def _report(
             f"{': ' + unacknowledged if unacknowledged else ''}; start more rollouts or lower minReplicas"
         )
     now = time.monotonic()
-    kinds = {handshake.transport for handshake in handshakes if handshake.transport}
+    transports = {handshake.transport for handshake in handshakes if handshake.transport}
     acks = [handshake.ack for handshake in acked if handshake.ack is not None]
     return PublishReport(
         version=copy.manifest.version,
@@ -336,7 +336,7 @@ def _report(
         failed={handshake.name: handshake.describe() for handshake in handshakes if handshake not in acked},
         seconds=now - started,
         bytes=_bytes(copy, acked),
-        transport="+".join(sorted(kinds)) or "none",
+        transport="+".join(sorted(transports)) or "none",
         copy_seconds=copied - started,
         sync_seconds=now - copied,
         apply_seconds=max((ack.apply_seconds for ack in acks), default=0.0),

@@ -103,10 +103,10 @@ def _box(probe: Tensor, values: Tensor, start: int) -> tuple[tuple[int, int], ..
     box = tuple((int(low), int(high) + 1) for low, high in zip(index.amin(1), index.amax(1), strict=True))
     part = probe[tuple(slice(*interval) for interval in box)]
     squeezed = [size for size in part.shape if size != 1]
-    same = squeezed == [size for size in values.shape if size != 1] and torch.equal(
+    is_equal = squeezed == [size for size in values.shape if size != 1] and torch.equal(
         part.reshape(-1), values.reshape(-1)
     )
-    return box if same else None
+    return box if is_equal else None
 
 
 def _stored_dims(sizes: tuple[int, ...], stored: tuple[int, ...]) -> tuple[int, ...]:

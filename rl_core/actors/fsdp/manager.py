@@ -198,12 +198,12 @@ class FSDPModelManager(ModelManager):
 
         Raises ConfigError when a model without a critic is to be warmed up.
         """
-        named = dict(model.named_parameters())
-        if enable_critic_warmup and not any(map(is_critic_name, named)):
+        parameters = dict(model.named_parameters())
+        if enable_critic_warmup and not any(map(is_critic_name, parameters)):
             raise ConfigError(
                 "critic warm-up needs a model with a value_head, got a policy; set enable_critic_warmup to False"
             )
-        for name, parameter in named.items():
+        for name, parameter in parameters.items():
             parameter.requires_grad_(self._is_trained(name) and (is_critic_name(name) or not enable_critic_warmup))
         self.strategy.follow_requires_grad(model)
         return build_adamw(model, self._rates, self.strategy.dims)
