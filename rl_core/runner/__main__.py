@@ -81,7 +81,7 @@ def main() -> int:
     configure_logging(identity)
     output = Path(os.environ["RLJOB_OUTPUT"])
     runner: Runner | None = None
-    ended = threading.Event()
+    run_ended = threading.Event()
     try:
         job = fetch_references(read_job(Path(identity.config)))
         output.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def main() -> int:
         elif not (output / "status.json").exists():  # `rljob status` and `rljob scale` work from the first second on
             write_status(output, runner.status())
         tasks = runner.periodic_tasks()
-        threading.Thread(target=tasks.run, args=(ended,), name="periodic-tasks", daemon=True).start()
+        threading.Thread(target=tasks.run, args=(run_ended,), name="periodic-tasks", daemon=True).start()
         summary = runner.execute()
         logger.info("%s", summary)
         code = end(runner, summary)
@@ -110,7 +110,7 @@ def main() -> int:
             write_status(output, {"schema": 1, "phase": "Failed", "epoch": identity.epoch, "failure": failure})
         else:
             runner.run.board.end(Phase.FAILED, failure)
-    ended.set()
+    run_ended.set()
     if runner is not None:
         runner.run.trackers.finish(outcome)
         write_status(output, runner.status())
@@ -145,7 +145,7 @@ def end(runner: Runner, summary: RunSummary) -> int:
 def failure_code(error: BaseException) -> int:
     """Return the exit code for an error; for an ExceptionGroup, the first code of its errors other than 3."""
     if isinstance(error, ExceptionGroup):
-        return next((code for inner in error.exceptions if (code := failure_code(inner)) != 3), 3)
+        return next((code for cause in error.exceptions if (code := failure_code(cause)) != 3), 3)
     return exit_code(error)
 
 

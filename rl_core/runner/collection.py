@@ -93,9 +93,9 @@ class Collection:
         """Run `episodes` episodes with the weights of `step` and without sampling; return them by env worker."""
         return self._repeat(lambda: self._request(step, episodes=episodes), at)
 
-    def _repeat(self, make: Callable[[], CollectionRequest], at: Wait) -> list[EpisodeStats]:
+    def _repeat(self, make: Callable[[], CollectionRequest], on_poll: Wait) -> list[EpisodeStats]:
         for attempt in range(MOST_REPEATS):
-            at()
+            on_poll()
             try:
                 return self._run_once(make())
             except (InfrastructureError, DeadlineExceeded) as error:
@@ -136,18 +136,20 @@ class Collection:
     def _direct(self, envs: tuple[int, ...], rollouts: tuple[int, ...]) -> tuple[tuple[int, int, str], ...]:
         """Return `CollectionRequest.direct`: the pairs of an env worker and a rollout that share a host."""
         hosts = {member.name: member.host_token for member in self._members(ROLLOUT)}
-        known, self._addresses, pairs = self._addresses, {}, []
+        old_addresses, self._addresses, pairs = self._addresses, {}, []
         for member in self._members(ENV):
-            near = [at for at, rank in enumerate(rollouts) if hosts.get(f"{ROLLOUT}:{rank}") == member.host_token]
-            if member.rank not in envs or not near:
+            local_ranks = [
+                index for index, rank in enumerate(rollouts) if hosts.get(f"{ROLLOUT}:{rank}") == member.host_token
+            ]
+            if member.rank not in envs or not local_ranks:
                 continue
-            address = known.get(member.id)
+            address = old_addresses.get(member.id)
             if address is None:
                 seconds = self._run.applied.spec.runtime.deadlines.rpc
                 call = self._run.cluster.submit(member.name, "direct_address", (), {}, timeout=seconds)
                 address = call.future.result().value
             self._addresses[member.id] = address
-            pairs += [(envs.index(member.rank), at, address) for at in near]
+            pairs += [(envs.index(member.rank), index, address) for index in local_ranks]
         return tuple(pairs)
 
     def _ranks(self, group: str, version: int | None = None) -> tuple[int, ...]:
@@ -169,10 +171,13 @@ class Collection:
         rollout is present, or if an env worker does not answer.
         """
         deadlines = self._run.applied.spec.runtime.deadlines
-        ahead = version > self._versions.committed  # then the rollouts wait for training and weight sync first
+        waits_for_weights = (
+            version > self._versions.committed
+        )  # then the rollouts wait for training and weight sync first
         try:
             return self._start(
-                self._request(step, version=version), longest_collection(deadlines) if ahead else deadlines.rollout
+                self._request(step, version=version),
+                longest_collection(deadlines) if waits_for_weights else deadlines.rollout,
             )
         except (InfrastructureError, DeadlineExceeded):
             return None
@@ -275,8 +280,8 @@ class Collection:
         try:
             return self._run.stops.wait(result, seconds)
         except WorkerErrors as errors:
-            _, others = errors.split((InfrastructureError, DeadlineExceeded))
-            if others is None:
+            _, fatal = errors.split((InfrastructureError, DeadlineExceeded))
+            if fatal is None:
                 raise InfrastructureError(str(errors)) from errors
             raise
 
@@ -304,13 +309,16 @@ class Collection:
         Gives up the calls to lost env workers, because these calls might never end. Raises InfrastructureError if a rollout or all env workers
         are gone, or any member of an evaluation.
         """
-        request, here = pending.request, {m.name for group in (ENV, ROLLOUT) for m in self._run.cluster.members(group)}
+        request, present = (
+            pending.request,
+            {m.name for group in (ENV, ROLLOUT) for m in self._run.cluster.members(group)},
+        )
         needed = [f"{ROLLOUT}:{rank}" for rank in request.rollouts]
         needed += [f"{ENV}:{rank}" for rank in request.envs if not pending.envs]
-        if gone := [name for name in needed if name not in here]:
-            raise InfrastructureError(f"{', '.join(gone)} left in the middle of a collection")
+        if absent := [name for name in needed if name not in present]:
+            raise InfrastructureError(f"{', '.join(absent)} left in the middle of a collection")
         for call in pending.envs:
-            if call.name not in here and not call.future.done():
+            if call.name not in present and not call.future.done():
                 call.give_up()
         if pending.envs and all(call.lost for call in pending.envs):
             raise InfrastructureError("all env workers left in the middle of a collection")

@@ -71,15 +71,15 @@ class DeviceLease:
         """
         with self._changed:
             self._wait(lambda: not self._moving and (not self._users or self.use is use), use)
-            before = self.use
+            previous = self.use
             self._users += 1
-            if before is not use:
+            if previous is not use:
                 self._moving, self.use = True, None
                 self.token += 1
                 self.since = self._clock()
         try:
-            if before is not use:
-                self._move(before, use)
+            if previous is not use:
+                self._move(previous, use)
             yield
         finally:
             self._leave()
@@ -107,10 +107,10 @@ class DeviceLease:
         """Return the seconds since the last hand-over began."""
         return self._clock() - self.since
 
-    def _move(self, before: Use | None, use: Use) -> None:
+    def _move(self, previous: Use | None, use: Use) -> None:
         done = False
         try:
-            self._hand_over(before, use, self.token)
+            self._hand_over(previous, use, self.token)
             done = True
         finally:
             with self._changed:
@@ -124,14 +124,14 @@ class DeviceLease:
             self._changed.notify_all()
 
     def _wait(self, free: Callable[[], bool], use: Use) -> None:
-        began = self._clock()
+        start = self._clock()
         while not free():
-            end = max([began, *self._shared_until]) + self._seconds
-            left = end - self._clock()
-            if left <= 0:
+            end = max([start, *self._shared_until]) + self._seconds
+            remaining = end - self._clock()
+            if remaining <= 0:
                 holder = "a hand-over" if self._moving else self.use or "nobody"
                 raise DeadlineExceeded(
                     f"the devices must be free for {use} within {self._seconds:.0f} s, got them held by {holder} for "
                     f"{self.seconds_in_use():.0f} s; raise runtime.deadlines.waitReady, or look why it does not end"
                 )
-            self._changed.wait(left)
+            self._changed.wait(remaining)

@@ -121,7 +121,7 @@ class Dispatcher:
         self._served: dict[str, int] = {}
         """Newest version that each process has acknowledged. It may be newer than the version in a poll that was sent earlier."""
         self._ticked = clock()
-        self._most = MOST_IN_ONE_ANSWER
+        self._max_leases = MOST_IN_ONE_ANSWER
         self._failed = False
 
     @contextmanager
@@ -255,10 +255,10 @@ class Dispatcher:
             for poll in self._polls.values():
                 self._workload.set_polling(poll.rollout, self._is_live(*poll.rollout))
         with self._lock:
-            ended = [poll for poll in overdue if self._polls.get(poll.name) is poll]
-            for poll in ended:
+            expired = [poll for poll in overdue if self._polls.get(poll.name) is poll]
+            for poll in expired:
                 self._remove(poll)
-        self._answer([(poll, []) for poll in ended])
+        self._answer([(poll, []) for poll in expired])
 
     # --- validation ------------------------------------------------------------------------------------------------
 
@@ -298,7 +298,7 @@ class Dispatcher:
             poll = next((poll for poll in polls.values() if self._is_live(*poll.rollout)), None)
             if poll is None:
                 return
-            leases = self._accounts.lease(min(poll.max_groups, self._most), poll.owner, served=version, now=now)
+            leases = self._accounts.lease(min(poll.max_groups, self._max_leases), poll.owner, served=version, now=now)
             if not leases:
                 return
             self._remove(poll)
@@ -344,7 +344,7 @@ class Dispatcher:
             )
             return
         with self._lock:
-            self._most = max(len(leases) // 2, 1)
+            self._max_leases = max(len(leases) // 2, 1)
             for lease in leases:
                 self._workload.ended(lease.token)
                 self._accounts.revert_lease(lease)

@@ -39,7 +39,9 @@ class DivergenceAlarm:
         `differences` are those of one check: absolute, one per token, in nats.
         """
         if self._exact or any(map(math.isnan, differences)):
-            largest = max(differences, default=0.0, key=lambda one: math.inf if math.isnan(one) else one)
+            largest = max(
+                differences, default=0.0, key=lambda difference: math.inf if math.isnan(difference) else difference
+            )
             return None if largest <= self._tolerance else (largest, self._tolerance)
         mean = fmean(differences) if differences else 0.0
         self._recent.append(mean)

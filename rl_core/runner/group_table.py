@@ -148,12 +148,12 @@ class GroupTable:
 
     def expired(self, now: float) -> list[Group]:
         """Return the groups whose leases ended at clock time `now` or before."""
-        found = []
+        groups = []
         for group in self._leased.values():
             if group.expires > now:
                 break
-            found.append(group)
-        return found
+            groups.append(group)
+        return groups
 
     def _enter(self, group: Group) -> None:
         state = group.state
@@ -177,9 +177,9 @@ class GroupTable:
         self._count_out(group, -1)
         if state is GroupState.LEASED:
             del self._leased[group.group_id]
-            held = self._of_owner[group.owner]
-            del held[group.group_id]
-            if not held:
+            owned = self._of_owner[group.owner]
+            del owned[group.group_id]
+            if not owned:
                 del self._of_owner[group.owner]
         elif state is GroupState.CONSUMED:
             of_step = self._of_step[group.step]

@@ -351,8 +351,8 @@ class PromptLedger:
         position = self._order.position(group_id, end=self._cursor)
         if position is None:
             raise KeyError(f"group {group_id!r} was never leased by this ledger")
-        ended = self._final.get(position)
-        state = "acknowledged, dropped or discarded" if ended is None else ended.value
+        outcome = self._final.get(position)
+        state = "acknowledged, dropped or discarded" if outcome is None else outcome.value
         raise ValueError(f"group {group_id} must be outstanding, got state {state}")
 
     def _finish(self, group: Group, state: GroupState) -> None:
@@ -443,21 +443,23 @@ class PromptLedger:
 
         Raises ConfigError, which is a ValueError, if the seed, the shuffling, or size and weight of the data sets differ from the saved ones.
         """
-        mine = {
+        expected = {
             "seed": self._seed,
             "shuffle": self._shuffle,
             "size": len(self.dataset),
             "parts": None,
         } | self._mixture()
-        wrong = {key: (state.get(key), value) for key, value in mine.items() if state.get(key) != value}
-        if wrong:
+        mismatches = {key: (state.get(key), value) for key, value in expected.items() if state.get(key) != value}
+        if mismatches:
             names = {
                 "seed": "algorithm.seed",
                 "shuffle": "data.shuffle",
                 "size": "prompts in data.train",
                 "parts": "data.sets",
             }
-            differences = ", ".join(f"{names[key]}: {saved} then, {now} now" for key, (saved, now) in wrong.items())
+            differences = ", ".join(
+                f"{names[key]}: {saved} then, {now} now" for key, (saved, now) in mismatches.items()
+            )
             raise ConfigError(
                 f"a run must be resumed with the prompts that it began with, got {differences}; restore them, or begin a new run in another folder"
             )
@@ -467,9 +469,9 @@ class PromptLedger:
         self._run, self._num_leases = secrets.token_hex(4), 0
         for position in range(self._low_water, self._cursor):
             if position not in self._final:
-                before = state["attempts"].get(str(position), {"leases": 0, "failures": {}})
+                attempts = state["attempts"].get(str(position), {"leases": 0, "failures": {}})
                 group = self._new_group(position)
-                group.leases, group.failures = int(before["leases"]), dict(before["failures"])
+                group.leases, group.failures = int(attempts["leases"]), dict(attempts["failures"])
                 self._table.add(group)
         self.counts = dict(state["counts"])
         self.consecutive_drops = int(state["consecutive_drops"])

@@ -52,10 +52,10 @@ class Members:
         self._cluster, self._strategies, self._roster, self._board = cluster, strategies, roster, board
         self._deadlines, self._fail, self._pauses = deadlines, fail, pauses
         self._changed = threading.Condition()
-        """Guards `_joining`, `_again` and `_ended`; notified when one of them changes and after each join."""
+        """Guards `_joining`, `_rejoining` and `_ended`; notified when one of them changes and after each join."""
         self._joining: set[str] = set()
         """Names of the members that are joining, each on a thread."""
-        self._again: dict[str, Member] = {}
+        self._rejoining: dict[str, Member] = {}
         """Members by name that join as soon as the thread that handles this name has ended."""
         self._in: set[Identity] = set()
         """Processes that have joined or are joining, and were not lost since."""
@@ -71,7 +71,7 @@ class Members:
             if self._ended:
                 return
             if member.name in self._joining:
-                self._again[member.name] = member
+                self._rejoining[member.name] = member
                 self._changed.notify_all()
                 return
             self._joining.add(member.name)
@@ -106,7 +106,7 @@ class Members:
         """Start no more joins. Joins in progress are not waited for; they end with the process."""
         with self._changed:
             self._ended = True
-            self._again.clear()
+            self._rejoining.clear()
             self._changed.notify_all()
 
     def _run_joins(self, member: Member) -> None:
@@ -115,7 +115,7 @@ class Members:
         while following is not None:
             self._bring_in(following)
             with self._changed:
-                following = self._again.pop(member.name, None)
+                following = self._rejoining.pop(member.name, None)
                 if following is None:
                     self._joining.discard(member.name)
                 self._changed.notify_all()
@@ -151,8 +151,8 @@ class Members:
     def _superseded(self, member: Member, pause: float) -> bool:
         """Wait `pause` seconds; return whether the join is obsolete, because `member` is lost or replaced or the run ends."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ended or member.name in self._again, pause)
-            if self._ended or member.name in self._again:
+            self._changed.wait_for(lambda: self._ended or member.name in self._rejoining, pause)
+            if self._ended or member.name in self._rejoining:
                 return True
         current = self._cluster.hub.get(member.name)
         return current is None or current.state.gone or current.incarnation != member.incarnation
@@ -193,11 +193,11 @@ class Members:
         A local run waits for all members, and raises DeadlineExceeded after `seconds`. In a cluster it waits without limit for at least one
         member of each group, and up to deadlines.hello for the others. `at()` is called between two checks.
         """
-        plain = [name for name, strategy in self._strategies.items() if not isinstance(strategy, PullingJoin)]
+        weightless = [name for name, strategy in self._strategies.items() if not isinstance(strategy, PullingJoin)]
         if not self._roster.patient:
-            self._cluster.wait_ready(plain, seconds, on_poll=at)
+            self._cluster.wait_ready(weightless, seconds, on_poll=at)
             return
-        for name in plain:
+        for name in weightless:
             self._wait(functools.partial(self._enough, name), at)
 
     def await_rollouts(self, version: int, *, begun: bool, limit: float, at: Point) -> None:
@@ -209,10 +209,12 @@ class Members:
         """
         roster = self._roster
 
-        def enough(waited: float) -> bool:
-            least = roster.least(ROLLOUT)
-            wanted = least if begun else roster.quorum(ROLLOUT, least, waited=waited, grace=self._deadlines.hello)
-            return roster.serving(ROLLOUT, version) >= wanted
+        def enough(elapsed: float) -> bool:
+            minimum = roster.least(ROLLOUT)
+            required = (
+                minimum if begun else roster.quorum(ROLLOUT, minimum, waited=elapsed, grace=self._deadlines.hello)
+            )
+            return roster.serving(ROLLOUT, version) >= required
 
         if enough(0.0):
             return
@@ -229,7 +231,7 @@ class Members:
         """
         roster = self._roster
 
-        def enough(waited: float) -> bool:
+        def enough(elapsed: float) -> bool:
             return roster.count(name) >= (roster.least(name) if roster.patient else len(roster.wanted(name)))
 
         if enough(0.0):
@@ -239,10 +241,10 @@ class Members:
                 enough, at, None if roster.patient else limit, lambda: f"the members of {name} must be here again"
             )
 
-    def _enough(self, group: str, waited: float) -> bool:
+    def _enough(self, group: str, elapsed: float) -> bool:
         roster = self._roster
-        least = roster.least(group)
-        return roster.count(group) >= roster.quorum(group, least, waited=waited, grace=self._deadlines.hello)
+        minimum = roster.least(group)
+        return roster.count(group) >= roster.quorum(group, minimum, waited=elapsed, grace=self._deadlines.hello)
 
     def _wait(
         self,
@@ -251,10 +253,10 @@ class Members:
         limit: float | None = None,
         describe: Callable[[], str] = lambda: "",
     ) -> None:
-        began = time.monotonic()
-        while not enough(waited := time.monotonic() - began):
+        start = time.monotonic()
+        while not enough(elapsed := time.monotonic() - start):
             at()
-            if limit is not None and waited > limit:
+            if limit is not None and elapsed > limit:
                 raise DeadlineExceeded(f"within {limit:.0f} s {describe()}")
             with self._changed:
                 self._changed.wait(timeout=LOOK)

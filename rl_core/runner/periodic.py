@@ -67,8 +67,8 @@ class PeriodicTasks:
         _, waiting = concurrent.futures.wait(self._stats, STATS_SECONDS)
         if waiting:
             return
-        ended, self._stats = self._stats, []
-        self._board.show_channels([stats.result() for stats in ended])
+        finished, self._stats = self._stats, []
+        self._board.show_channels([stats.result() for stats in finished])
 
     def _log_stall(self) -> None:
         stall = self._board.stall()

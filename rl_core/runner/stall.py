@@ -65,8 +65,8 @@ class StallDetector:
     def observe(self, progress: int) -> float:
         """Record the sum of the progress counters; return the seconds since it last changed."""
         now = self.clock()
-        if progress != self._seen:
-            self._seen, self._last = progress, now
+        if progress != self._last_progress:
+            self._last_progress, self._last = progress, now
         return now - self._last
 
     def reset(self) -> None:

@@ -37,8 +37,8 @@ class RewardSignal:
 
         Steps with a teacher train without rewards and are not counted.
         """
-        nothing = metrics.get(UNREWARDED, 0.0) > 0 and not {REWARD, TEACHER_SHARE} & metrics.keys()
-        self._silent = self._silent + 1 if nothing else 0
+        unrewarded = metrics.get(UNREWARDED, 0.0) > 0 and not {REWARD, TEACHER_SHARE} & metrics.keys()
+        self._silent = self._silent + 1 if unrewarded else 0
         if self._silent >= MOST_SILENT_STEPS:
             raise ConfigError(
                 f"env must give a reward to some sample of a step, got None for all samples of {self._silent} steps, so nothing is trained; "

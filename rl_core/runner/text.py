@@ -225,5 +225,5 @@ def load_data(job: RLJob, tokenizer: Tokenizer, limit: int) -> tuple[PromptDatas
 
 def mixture(data: DataSpec, sizes: Sequence[int]) -> list[Part]:
     """Return the data sets that are mixed, whose numbers of training prompts are `sizes`."""
-    weights = [one.weight for one in data.sets or () if one.weight is not None]
+    weights = [data_set.weight for data_set in data.sets or () if data_set.weight is not None]
     return [Part(size, weight) for size, weight in zip(sizes, whole_weights(weights) or sizes, strict=True)]

@@ -115,10 +115,10 @@ class TrainingProgram(Program):
     def save_if_due(self) -> None:
         """Report a checkpoint that was written in the background, and save one when it is due."""
         self.saving.settle()
-        if (due := self.saving.due()) is not None:
+        if (step := self.saving.due()) is not None:
             self.report.write()  # a run that resumes from the checkpoint must find the line of its step
             with self.report.measure("checkpoint"):
-                self.saving.try_save(due)
+                self.saving.try_save(step)
             self.report.trace()
 
     def idle(self) -> dict[str, float]:
