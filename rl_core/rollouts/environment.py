@@ -178,11 +178,11 @@ class RemoteEnvironment(EnvironmentInterface):
             self._clients[address] = _rpc_client(address, self._keys)
         return self._clients[address]
 
-    def _enqueue(self, sent: EnvRow) -> asyncio.Future[EnvAnswer]:
+    def _enqueue(self, env_row: EnvRow) -> asyncio.Future[EnvAnswer]:
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._send)
-        row = _Row(sent, loop.create_future())
+        row = _Row(env_row, loop.create_future())
         self._waiting.append(row)
         return row.answer
 

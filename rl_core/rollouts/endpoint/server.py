@@ -198,11 +198,11 @@ class Endpoint:
             return server_sent(text, event=RECORD_EVENT) if text else b""
 
         async with aclosing(events):
-            first = await anext(events)
+            first_event = await anext(events)
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             await response.prepare(request)
             try:
-                await response.write(take_records() + first)
+                await response.write(take_records() + first_event)
                 async for event in events:
                     await response.write(take_records() + event)
             except ConnectionError:
@@ -213,12 +213,12 @@ class Endpoint:
 
     def _warn_of_ignored(self, body: Mapping[str, Any]) -> None:
         """Log, once for each field, that the job's sampling settings are used in place of those of a request."""
-        given = {name for name in SETTINGS_OF_THE_JOB if body.get(name) is not None} - self._warned
-        if given:
-            self._warned |= given
+        ignored = {name for name in SETTINGS_OF_THE_JOB if body.get(name) is not None} - self._warned
+        if ignored:
+            self._warned |= ignored
             logger.warning(
                 "the request's %s is not applied: tokens are sampled with rollout.sampling of the job, as the trainer scores them",
-                ", ".join(sorted(given)),
+                ", ".join(sorted(ignored)),
             )
 
     async def _models(self, request: web.Request) -> web.StreamResponse:

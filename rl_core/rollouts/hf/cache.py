@@ -127,8 +127,8 @@ class KVCache:
         """
         live = self.end - self._low
         have_rows, have_columns = self.data.shape[2], self.data.shape[4]
-        need = window + (1 if grow else 0)
-        columns = have_columns if need + SLACK // 2 <= have_columns else self._columns(need)
+        num_needed = window + (1 if grow else 0)
+        columns = have_columns if num_needed + SLACK // 2 <= have_columns else self._columns(num_needed)
         capacity = have_rows if rows <= have_rows else max(rows, 2 * have_rows, FIRST_ROWS)
         end = live if grow else max(window, min(self.end, columns))
         if (capacity, columns) == (have_rows, have_columns):
@@ -145,11 +145,11 @@ class KVCache:
         self._set_mask(0, self.rows)
         self._refresh()
 
-    def _columns(self, need: int) -> int:
+    def _columns(self, num_needed: int) -> int:
         columns: int = max(FIRST_COLUMNS, self.data.shape[4])
-        while columns < need + SLACK // 2:
+        while columns < num_needed + SLACK // 2:
             columns *= 2
-        return max(min(columns, self._limit), need)
+        return max(min(columns, self._limit), num_needed)
 
     def _set_mask(self, first: int, end: int) -> None:
         if first == end:

@@ -99,8 +99,8 @@ def _import_only(architecture: str, package: Path) -> None:
     modules = [path for path in (package / "srt" / "models").iterdir() if not path.name.startswith("_")]
     defining = {path for path in modules if path.suffix == ".py" and f"class {architecture}(" in path.read_text()}
     if defining:  # others are left to SGLang
-        others = sorted(path.stem for path in modules if path not in defining)
-        os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)
+        disabled = sorted(path.stem for path in modules if path not in defining)
+        os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(disabled)
 
 
 def _free_ports(count: int) -> list[int]:

@@ -58,10 +58,10 @@ class ChildAdapters:
             await self._unload(offered)
         # SGLang compares as well, after the tensors were sent to its processes, but a difference ends them.
         tensors = self._loader.tensors(places)
-        wrong = sorted(name for name in digests.keys() | tensors.keys() if not _holds(tensors, digests, name))
-        if wrong:
+        mismatched = sorted(name for name in digests.keys() | tensors.keys() if not _holds(tensors, digests, name))
+        if mismatched:
             raise RuntimeError(
-                f"the tensors of an adapter must have the digests that were sent with them, {len(wrong)} have others: {wrong[:3]}"
+                f"the tensors of an adapter must have the digests that were sent with them, {len(mismatched)} have others: {mismatched[:3]}"
             )
         self._count += 1
         adapter = Adapter(f"version-{version}-{self._count}", version)
@@ -88,10 +88,10 @@ class ChildAdapters:
                 f"the adapter of version {version} must be loaded before it is served, got {self._offered}"
             )
         await self._manager.get_internal_state()  # a scheduler that died since the load does not answer
-        last, self._served, self._offered = self._served, self._offered, None
+        previous, self._served, self._offered = self._served, self._offered, None
         self._update()
-        if last is not None:
-            self._unloading = asyncio.ensure_future(self._unload(last))
+        if previous is not None:
+            self._unloading = asyncio.ensure_future(self._unload(previous))
 
     def pause(self) -> None:
         """Let no row begin until `resume`, so that rows which are aborted now and requested again use the adapter of then."""

@@ -110,12 +110,12 @@ class EngineServer:
 
     async def _last(self, key: int, answers: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
         """Return the last of the answers of a row; each holds all ids so far. Ids of the others are sent on as they come."""
-        sent = 0
+        num_sent = 0
         last: dict[str, Any] | None = None
         async for last in answers:
-            new = list(last["output_ids"][sent:])
+            new = list(last["output_ids"][num_sent:])
             if new and last["meta_info"]["finish_reason"] is None:
-                sent += len(new)
+                num_sent += len(new)
                 self._writer.write(pipe.pack(EngineTokens(key=key, ids=new)))
         if last is None:
             raise RuntimeError("the engine ended a row without an answer")
@@ -130,8 +130,8 @@ class EngineServer:
         self._ended.append(output)
 
     def _flush(self) -> None:
-        ended, self._ended = self._ended, []
-        self._writer.write(pipe.pack(EngineOutputs(outputs=ended)))
+        outputs, self._ended = self._ended, []
+        self._writer.write(pipe.pack(EngineOutputs(outputs=outputs)))
 
     # --- calls -------------------------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class SourceLoader:
         layout, wanted = Layout.of(manifest.entries, request.bucket_bytes), frozenset(request.wanted)
         proven_later = self._layout.names() if request.whole else frozenset()
         assembly = Assembly(manifest, layout, destinations={}, wanted=wanted, proven_later=proven_later)
-        problem, ended = "", False
+        problem, group_ended = "", False
         try:
             with self._reader.open(source, assembly) as tensors:
                 for count in _counts(manifest, layout, wanted):
@@ -63,10 +63,10 @@ class SourceLoader:
                 next(tensors, None)  # lets the source end
         except Exception as error:  # whatever the model's loader raises: SGLang's scheduler would end with it
             logger.exception("version %s could not be loaded", manifest.version)
-            problem, ended = f"{type(error).__name__}: {error}", self._reader.group_ended(source)
+            problem, group_ended = f"{type(error).__name__}: {error}", self._reader.group_ended(source)
             self._reader.leave_group(problem)  # the other processes of the engine would wait for this one
         opened = isinstance(source, DeviceSource) and self._reader.opened
-        return LoadReport(error=problem, ended=ended, opened=opened, group=self._reader.group, bad=assembly.bad)
+        return LoadReport(error=problem, ended=group_ended, opened=opened, group=self._reader.group, bad=assembly.bad)
 
     def _own(self, source: SharedSource | DeviceSource | GroupSource) -> SharedSource | DeviceSource | GroupSource:
         """Return the part of `source` that is for this process."""
@@ -79,7 +79,7 @@ class SourceLoader:
 
 def _counts(manifest: WeightManifest, layout: Layout, wanted: Container[str]) -> Iterator[int]:
     """Yield the number of wanted tensors of each bucket, those that share the bytes of another name included."""
-    given = [entry.alias_of or entry.name for entry in manifest.entries if entry.name in wanted]
+    tensor_names = [entry.alias_of or entry.name for entry in manifest.entries if entry.name in wanted]
     for bucket in layout.buckets:
         names = {manifest.entries[index].name for index in bucket.entries}
-        yield sum(name in names for name in given)
+        yield sum(name in names for name in tensor_names)

@@ -90,7 +90,7 @@ class ChildWeightLoader:
         manager = self._manager
         self.loading_source = True
         try:
-            began, loaded, ended, checked = await self._send_together(
+            begin_answers, loaded, end_answers, checked = await self._send_together(
                 (manager.begin_weight_update_communicator, BeginWeightUpdateReqInput()),
                 (manager.update_weights_from_tensor_communicator, request),
                 (manager.end_weight_update_communicator, EndWeightUpdateReqInput()),
@@ -98,7 +98,7 @@ class ChildWeightLoader:
             )
         finally:
             self.loading_source = False
-        for answers in (began, ended, checked):
+        for answers in (begin_answers, end_answers, checked):
             _require(FanOutCommunicator.merge_results(answers))
         ranks = [dict(rank.checksums) for answer in checked for rank in answer.payload]
         reports = [json.loads(rank.pop(scheduler.REPORT, "{}")) for rank in ranks]
@@ -115,7 +115,7 @@ class ChildWeightLoader:
 
         async def send(_: None) -> list[Any]:
             answers.extend(await asyncio.gather(*(communicator(request) for communicator, request in requests)))
-            return [answer for each in answers for answer in each]
+            return [answer for answers_of_request in answers for answer in answers_of_request]
 
         # SGLang's own calls take the same lock for each request: generation cannot be resumed in between.
         await self._manager._weight_update_session_call(send, None)
