@@ -58,8 +58,8 @@ def _confine(hidden: Iterable[str]) -> None:
 
 
 def _cover(folder: str, flags: int, options: str) -> None:
-    wanted = ctypes.c_ulong(flags | _MS_NOSUID | _MS_NODEV)
-    _check(_libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", wanted, options.encode()))
+    mount_flags = ctypes.c_ulong(flags | _MS_NOSUID | _MS_NODEV)
+    _check(_libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", mount_flags, options.encode()))
 
 
 def _drop_capabilities() -> None:

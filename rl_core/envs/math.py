@@ -58,8 +58,8 @@ class MathEnvironment(EnvironmentInterface):
         rewards: list[float | None] = []
         answers: list[str | None] = []
         for row, (log, metadata) in enumerate(zip(message_log_batch, metadata_batch, strict=True)):
-            right, answer = self._score(row, last_assistant_text(log), metadata)
-            rewards.append(self.config.correct if right else self.config.incorrect)
+            is_correct, answer = self._score(row, last_assistant_text(log), metadata)
+            rewards.append(self.config.correct if is_correct else self.config.incorrect)
             answers.append(answer)
         return single_turn_return(rewards, metadata_batch, answers)
 
@@ -122,8 +122,8 @@ def compare_numeric(completion: str, truth: str, *, tolerance: float = 1e-6) -> 
         answer = _last_number(final_answer(completion))
         if answer is None:
             return False, None
-        bound = Decimal(str(tolerance)) * max(Decimal(1), abs(expected[0]))
-        return bool(abs(answer[0] - expected[0]) <= bound), answer[1]
+        allowed_error = Decimal(str(tolerance)) * max(Decimal(1), abs(expected[0]))
+        return bool(abs(answer[0] - expected[0]) <= allowed_error), answer[1]
 
 
 def _last_number(text: str) -> tuple[Decimal, str] | None:
@@ -131,8 +131,8 @@ def _last_number(text: str) -> tuple[Decimal, str] | None:
     matches = NUMBER.findall(text.replace("\u2212", "-"))  # the minus of typeset text
     if not matches:
         return None
-    over, _, under = matches[-1].replace(",", "").partition("/")
-    value = Decimal(over) / Decimal(under) if under else Decimal(over)
+    numerator, _, denominator = matches[-1].replace(",", "").partition("/")
+    value = Decimal(numerator) / Decimal(denominator) if denominator else Decimal(numerator)
     return (value, matches[-1]) if value.is_finite() else None
 
 

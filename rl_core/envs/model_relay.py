@@ -85,8 +85,8 @@ class ModelRelay:
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(), timeout=timeout
         )
-        bound: int = runner.addresses[0][1]
-        return bound
+        bound_port: int = runner.addresses[0][1]
+        return bound_port
 
     def close(self) -> None:
         """Stop listening and drop the calls in progress; idempotent."""

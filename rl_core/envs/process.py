@@ -127,7 +127,7 @@ class EnvProcess:
 
     @classmethod
     async def _spawn(cls, label: str, hidden: list[str], *, quiet: bool, call_member: CallMember | None) -> Self:
-        near, far = socket.socketpair()
+        own_end, child_end = socket.socketpair()
         printed, output = os.pipe()
         mark = f"{MARK}={uuid.uuid4().hex}"
         try:
@@ -138,11 +138,11 @@ class EnvProcess:
                     "-u",
                     "-m",
                     "rl_core.envs.confined",
-                    str(far.fileno()),
+                    str(child_end.fileno()),
                     str(os.getpid()),
                     *hidden,
                 ),
-                pass_fds=(far.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -150,13 +150,13 @@ class EnvProcess:
                 env=child_environment(os.environ) | dict([mark.split("=")]),
             )
         except OSError as error:
-            near.close()
+            own_end.close()
             os.close(printed)
             raise InfrastructureError(f"{label}: a process could not be started: {error}") from error
         finally:
-            far.close()
+            child_end.close()
             os.close(output)
-        reader, writer = await asyncio.open_connection(sock=near)
+        reader, writer = await asyncio.open_connection(sock=own_end)
         relay = PipeCopier(printed, lambda data: None) if quiet else PipeCopier(printed)
         return cls(process, reader, writer, relay, label, mark, call_member)
 
@@ -169,7 +169,7 @@ class EnvProcess:
             answer = await self._exchange(rows, deadline)
             if isinstance(answer, EnvFailure):
                 return answer
-            if not isinstance(answer, list) or not all(isinstance(one, EnvAnswer) for one in answer):
+            if not isinstance(answer, list) or not all(isinstance(row_answer, EnvAnswer) for row_answer in answer):
                 raise InfrastructureError(self._unexpected_answer(answer))
             if len(answer) != len(rows):
                 raise InfrastructureError(
@@ -250,12 +250,12 @@ class EnvProcess:
         await asyncio.wait({self._ended}, timeout=LAST_ANSWER_SECONDS)
         code = self._process.returncode
         if code is None:
-            how = "closed its connection"
+            exit_text = "closed its connection"
         elif code < 0:
-            how = f"was killed by {processes.signal_name(-code)}"
+            exit_text = f"was killed by {processes.signal_name(-code)}"
         else:
-            how = f"ended with exit code {code}"
-        return f"{self._label}: process {self.pid} {how} before it answered; see the env log for its last output"
+            exit_text = f"ended with exit code {code}"
+        return f"{self._label}: process {self.pid} {exit_text} before it answered; see the env log for its last output"
 
     async def kill(self) -> None:
         """Kill the child and the processes that it started, and reap it."""

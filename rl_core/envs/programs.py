@@ -94,11 +94,11 @@ class ProgramEnvironment(EnvironmentInterface):
         result = AgentResult(run="", error="", late=False, parts={}, unavailable=False, generated=[])
         try:
             async with asyncio.timeout(request["seconds"]) as limit:
-                returned = await self._returned(row, request, result)
-            reward, result["parts"] = read_reward(returned)
-            if text := explanation_of(returned):
+                scored = await self._returned(row, request, result)
+            reward, result["parts"] = read_reward(scored)
+            if text := explanation_of(scored):
                 result["explanation"] = text
-            result["generated"] = returned.generated if isinstance(returned, ScoredRun) else []
+            result["generated"] = scored.generated if isinstance(scored, ScoredRun) else []
         except TimeoutError as error:
             if not limit.expired():
                 return None, self._failed(result, error)

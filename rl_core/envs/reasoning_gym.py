@@ -72,8 +72,8 @@ class ReasoningGymEnvironment(EnvironmentInterface):
             raise RolloutDataFailure(
                 f"environment reasoning_gym, row {row}: the scorer of {problem['task']} failed on {answer!r}: {describe(error)}"
             ) from error
-        least = self.config.min_score
-        return 0.0 if least is not None and score < least else score
+        min_score = self.config.min_score
+        return 0.0 if min_score is not None and score < min_score else score
 
     def _scored(self, score: Scorer, answer: str | None, entry: dict[str, Any]) -> float:
         """Return the score of `answer`. An answer that the scorer fails on is scored as missing.

@@ -188,13 +188,13 @@ class SessionRouter:
 
     async def step_rows(self, rows: Sequence[EnvRow]) -> list[EnvAnswer | EnvFailure]:
         """Return one answer per row, in order. A row whose program runs here already is answered by that run."""
-        sessions, fresh, moved = [], [], []
+        sessions, fresh, to_move = [], [], []
         for row in rows:
             request: AgentRequest = (row.metadata or {})[REQUEST]
             endpoint = _Endpoint(request["base_url"], request["api_key"])
             session = self._sessions.get(row.key)
             if session is not None and session.continues(request):
-                moved.append((session, endpoint))
+                to_move.append((session, endpoint))
             else:
                 if session is not None:
                     self._forget(session)
@@ -206,7 +206,7 @@ class SessionRouter:
             sessions.append(session)
         if fresh:
             self._spawn(self._run(fresh))
-        moves = [self._spawn(self._move(session, endpoint)) for session, endpoint in moved]
+        moves = [self._spawn(self._move(session, endpoint)) for session, endpoint in to_move]
         # The answer of a run is worth nothing without the calls that led to it.
         await asyncio.gather(*map(asyncio.shield, moves))
         return list(await asyncio.gather(*(asyncio.shield(session.answer) for session in sessions)))
@@ -252,9 +252,9 @@ class SessionRouter:
         self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        ended = [session for session in self._sessions.values() if session.ended]
-        size = sum(session.bytes for session in ended)
-        for session in ended:
+        ended_sessions = [session for session in self._sessions.values() if session.ended]
+        size = sum(session.bytes for session in ended_sessions)
+        for session in ended_sessions:
             if size > KEPT_BYTES:
                 size -= session.bytes
                 self._forget(session)
@@ -378,15 +378,15 @@ async def _pass_events(
             return False
         return True
 
-    rest = b""
+    buffer = b""
     try:
         async for chunk in answer.content.iter_any():
-            *events, rest = (rest + chunk).split(b"\n\n")
+            *events, buffer = (buffer + chunk).split(b"\n\n")
             for event in events:
                 if event.startswith(_EVENT):
                     keep(event.removeprefix(_EVENT))
-            others = b"".join(event + b"\n\n" for event in events if not event.startswith(_EVENT))
-            if others and not await send(others):
+            passed = b"".join(event + b"\n\n" for event in events if not event.startswith(_EVENT))
+            if passed and not await send(passed):
                 break
     except (aiohttp.ClientError, OSError, _Lost) as error:
         if not response.prepared:

@@ -55,9 +55,9 @@ def answer_from_arrays(arrays: Arrays) -> SimulatorAnswer:
     """Return the answer that `answer_to_arrays` converted to `arrays`."""
     parts: dict[str, dict[str, np.ndarray]] = {"obs": {}, "final_obs": {}, "frames": {}}
     for name, array in arrays.items():
-        outer, dot, inner = name.partition(".")
+        part, dot, field = name.partition(".")
         if dot:
-            parts[outer][inner] = array
+            parts[part][field] = array
     if "rewards" not in arrays:
         return SimulatorAnswer(obs=parts["obs"], frames=list(parts["frames"].values()))
     terminated, truncated, *successes = arrays["ends"].tolist()
