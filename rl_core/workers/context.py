@@ -136,9 +136,9 @@ class WorkerContext:
 
     def set_state(self, state: str) -> None:
         """Report a new state to the hub at once. A retired process ignores all states except draining and drained."""
-        wanted = MemberState(state)
-        if not self.retired or wanted in (MemberState.DRAINING, MemberState.DRAINED):
-            self.state = wanted
+        new_state = MemberState(state)
+        if not self.retired or new_state in (MemberState.DRAINING, MemberState.DRAINED):
+            self.state = new_state
             self._on_change()
 
     def retire(self) -> None:
@@ -174,20 +174,20 @@ class WorkerContext:
 
     def heartbeat(self) -> Heartbeat:
         """Return a heartbeat with the present state, counters and gauges."""
-        memory, read = processes.memory_bytes(os.getpid()), self._read_metrics()
+        memory, read_metrics = processes.memory_bytes(os.getpid()), self._read_metrics()
         with self._lock:
             wait = min(self._waits.values(), key=lambda w: w.since, default=None)
-            waited = 0.0 if wait is None else self._clock() - wait.since
+            wait_seconds = 0.0 if wait is None else self._clock() - wait.since
             return Heartbeat(
                 state=self.state,
                 policy_version=self.policy_version,
                 digest=self.digest,
                 weights_proof=self.weights_proof,
                 progress=dict(self._progress),
-                metrics={**self._metrics, **read},
+                metrics={**self._metrics, **read_metrics},
                 wait=None
                 if wait is None
-                else DeclaredWait(what=wait.text(), on=wait.on, since_seconds=waited, cause=wait.cause),
+                else DeclaredWait(what=wait.text(), on=wait.on, since_seconds=wait_seconds, cause=wait.cause),
                 memory_bytes=memory,
                 view_version=self._view_version,
             )
@@ -212,13 +212,15 @@ class WorkerContext:
             return
         with self._lock:
             self._view_version = view.version
-            left = [
+            departed = [
                 self._members[m.name]
                 for m in view.members
                 if m.name in self._members and _left(self._members[m.name], m)
             ]
             self._members.update({m.name: m for m in view.members})
-            clients = [(member, self._peers.pop(member.address)) for member in left if member.address in self._peers]
+            clients = [
+                (member, self._peers.pop(member.address)) for member in departed if member.address in self._peers
+            ]
             wakes = list(self._waiting_for_view)
         for member, client in clients:
             client.fail(f"{member.name} is lost")
@@ -254,9 +256,9 @@ class WorkerContext:
         Members of a job see those of their own group only if they may call them. Their own number tells them the size.
         """
         with self._lock:
-            seen = [m for m in self._members.values() if m.group == group]
-        own = self.identity.world_size if group == self.identity.group else 0
-        return max((m.world_size for m in [m for m in seen if not m.state.gone] or seen), default=own)
+            members = [m for m in self._members.values() if m.group == group]
+        default = self.identity.world_size if group == self.identity.group else 0
+        return max((m.world_size for m in [m for m in members if not m.state.gone] or members), default=default)
 
     async def view_changed(self) -> None:
         """Wait until the hub reports a change of the members. The wait has no timeout; the caller sets one."""
@@ -287,10 +289,10 @@ class WorkerContext:
 
     def replace_hub(self, client: RpcClient) -> None:
         """Use `client` for the hub from now on and close earlier clients. Calls under way on them fail."""
-        earlier, self._silent = [*self._silent, *([self.hub] if self.hub is not None else [])], []
+        old_clients, self._silent = [*self._silent, *([self.hub] if self.hub is not None else [])], []
         self.hub = client
-        for each in earlier:
-            each.close()
+        for old_client in old_clients:
+            old_client.close()
 
     def reconnect_hub(self, client: RpcClient) -> None:
         """Use `client` for a hub that is silent, because it may connect to a restarted runner.

@@ -108,7 +108,7 @@ class Hub:
         before it is called for the loss that `sweep` has found. Acquired before `_lock`."""
         self._watchers: list[Callable[[Change], None]] = []
         self._joined: list[Callable[[Member], object]] = []
-        self._lost: list[Callable[[Member, str], object]] = []
+        self._loss_listeners: list[Callable[[Member, str], object]] = []
         self._queue: queue.SimpleQueue[Change | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._cycles = ReceiveCycles(self.get, clock=clock)
@@ -157,7 +157,7 @@ class Hub:
         if self.started:
             raise RuntimeError("hub.add_listeners must be called before hub.start; a late listener would miss members")
         self._joined += [joined] if joined is not None else []
-        self._lost += [lost] if lost is not None else []
+        self._loss_listeners += [lost] if lost is not None else []
 
     def start(self) -> "Hub":
         """Start to serve and to check for silent members; return self. Raises ConfigError when the port is in use."""
@@ -320,9 +320,9 @@ class Hub:
                 calls = [functools.partial(listener, member) for listener in self._joined]
             else:
                 drained = member.state is MemberState.DRAINED
-                level, what = (logging.INFO, "has left") if drained else (logging.WARNING, "is lost")
-                logger.log(level, "%s %s: %s", member.name, what, change.reason)
-                calls = [functools.partial(listener, member, change.reason) for listener in self._lost]
+                level, text = (logging.INFO, "has left") if drained else (logging.WARNING, "is lost")
+                logger.log(level, "%s %s: %s", member.name, text, change.reason)
+                calls = [functools.partial(listener, member, change.reason) for listener in self._loss_listeners]
             for call in calls:
                 self._guarded(call, change)
 
@@ -337,8 +337,11 @@ class Hub:
 
 def visible_groups(groups: Iterable[GroupKind]) -> dict[str, frozenset[str]]:
     """Return for each group the names of the groups whose members it sees. These are the groups that it may call."""
-    known = list(groups)
-    return {viewer.name: frozenset(group.name for group in known if viewer.name in group.callers) for viewer in known}
+    all_groups = list(groups)
+    return {
+        viewer.name: frozenset(group.name for group in all_groups if viewer.name in group.callers)
+        for viewer in all_groups
+    }
 
 
 def _bindable(address: str) -> str:

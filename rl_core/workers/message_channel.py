@@ -60,9 +60,9 @@ class MessageChannel:
         """Start to store `message` for each of `receivers`. It is written to shared memory once. The future is done when all have it."""
         keys = [_key(self.name, receiver, transfer) for receiver in receivers]
         if not keys:
-            nothing: Future[None] = Future()
-            nothing.set_result(None)
-            return nothing
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
         return self.backend.put_copies(PutRequest(item=message, weight=0.0, key=keys[0], timeout=timeout), keys)
 
     def note_send(self, handle: "AsyncHandle[Any] | Future[None]") -> None:
@@ -97,10 +97,10 @@ class Watch:
     def present(cls, context: WorkerContext, name: str) -> "Watch":
         """Watch the present process of the member `name`, or the next one if it is gone."""
         member = context.member(name)
-        known = member is not None and not member.state.gone
-        if not known:
+        is_present = member is not None and not member.state.gone
+        if not is_present:
             context.wait_view_changed(0.0)  # the last heartbeat may be older than the replacement
-        return cls(context, name, member.incarnation if known and member is not None else None)
+        return cls(context, name, member.incarnation if is_present and member is not None else None)
 
     @property
     def lost(self) -> bool:
@@ -145,7 +145,7 @@ class Receipt:
         `convert_at_once` the message is converted in a thread as soon as it arrives, else when it is waited for.
         """
         self._messages, self._sender, self._timeout, self._convert = messages, sender, timeout, convert
-        self._what = what
+        self._description = what
         self._began = time.monotonic()
         self._asked = self._began + DEADLOCK_SECONDS - ASK_SECONDS
         self._watch = Watch.present(messages.context, sender) if watch is None else watch
@@ -213,7 +213,7 @@ class Receipt:
 
     def _message(self) -> Any:
         context = self._messages.context
-        with context.waiting(self._what, self._sender):
+        with context.waiting(self._description, self._sender):
             while not self._handle.done():
                 with contextlib.suppress(DeadlineExceeded):
                     return self._handle.wait(LOOK_SECONDS)
@@ -227,7 +227,7 @@ class Receipt:
 
     async def _message_async(self) -> Any:
         context = self._messages.context
-        with context.waiting(self._what, self._sender):
+        with context.waiting(self._description, self._sender):
             while not self._handle.done():
                 with contextlib.suppress(DeadlineExceeded):
                     return await self._handle.async_wait(LOOK_SECONDS)
@@ -242,7 +242,7 @@ class Receipt:
     def check(self) -> None:
         """End the receive with the error of `Watch.check` if there is one. Messages that the sender has stored were received before."""
         try:
-            self._watch.check(f"{self._messages.name} waited {self._waited:.1f} s for {self._what} of it")
+            self._watch.check(f"{self._messages.name} waited {self._waited:.1f} s for {self._description} of it")
         except BaseException:
             self._handle.cancel()
             raise
@@ -250,7 +250,7 @@ class Receipt:
     def _asks(self) -> bool:
         """Return whether to ask the hub for a cycle of receives. False while this worker is sending, because its messages may end the cycle."""
         now = time.monotonic()
-        if self._what != MESSAGE or now - self._asked < ASK_SECONDS or self._messages.sending:
+        if self._description != MESSAGE or now - self._asked < ASK_SECONDS or self._messages.sending:
             return False
         self._asked = now
         return True
@@ -275,13 +275,13 @@ class Receipt:
     def _late(self) -> DeadlineExceeded:
         group = self._sender.rpartition(":")[0]
         context = self._messages.context
-        seen = sorted({member.group for member in context.members()})
+        groups = sorted({member.group for member in context.members()})
         return DeadlineExceeded(
-            f"{self._messages.name} must receive {self._what} of {self._sender} within {self._timeout:g} s, got none"
+            f"{self._messages.name} must receive {self._description} of {self._sender} within {self._timeout:g} s, got none"
             + (
                 ""
                 if context.world_size_of(group)
-                else f"; it has seen no member of group {group}, but of {', '.join(seen)}"
+                else f"; it has seen no member of group {group}, but of {', '.join(groups)}"
             )
         )
 

@@ -85,7 +85,7 @@ class WorkerGroupFuncResult:
         self._default_timeout = default_timeout
         self._settle = settle
         self._clock = clock
-        self._began = clock()
+        self._start = clock()
         self._cancelled = False
         self._failed_at: float | None = None
         self._consumed = False
@@ -202,15 +202,15 @@ class WorkerGroupFuncResult:
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _deadline_wait(self, timeout: float | None) -> DeadlineWait:
-        what = f"{self.group}.{self.method}"
+        description = f"{self.group}.{self.method}"
         if timeout is None:
-            return DeadlineWait(what, self._default_timeout, began=self._began, clock=self._clock)
-        return DeadlineWait(what, timeout, clock=self._clock)
+            return DeadlineWait(description, self._default_timeout, began=self._start, clock=self._clock)
+        return DeadlineWait(description, timeout, clock=self._clock)
 
     def _wait(self, wait: DeadlineWait) -> None:
-        only = next(iter(self._calls.values())).future if len(self._calls) == 1 else None
+        single = next(iter(self._calls.values())).future if len(self._calls) == 1 else None
         for version, pause in self._changes(wait):
-            if isinstance(only, CallFuture) and only.read_until_done(pause) and (self.done() or not only.done()):
+            if isinstance(single, CallFuture) and single.read_until_done(pause) and (self.done() or not single.done()):
                 continue
             changed = threading.Event()
             with self._woken(version, changed.set) as unchanged:
@@ -249,11 +249,11 @@ class WorkerGroupFuncResult:
             first_failure = failed and self._failed_at is None
             if first_failure:
                 self._failed_at = self._clock()
-            ended = not self._running
+            all_done = not self._running
         if first_failure:
             with _failures_lock:
                 _failures.add(self)
-        if ended or first_failure:
+        if all_done or first_failure:
             self._announce_change()
 
     def _announce_change(self) -> None:
@@ -270,18 +270,20 @@ class WorkerGroupFuncResult:
     def _names(self) -> str:
         """Describe the ranks that have not ended, and the failures of other calls, which may be the reason."""
         with _failures_lock:
-            others = [call for call in _failures if call is not self and not call._received and not call._cancelled]
-        failures = [f"{call.group}.{call.method} failed: {_summary(call._errors()[0])}" for call in others]
+            failed_calls = [
+                call for call in _failures if call is not self and not call._received and not call._cancelled
+            ]
+        failures = [f"{call.group}.{call.method} failed: {_summary(call._errors()[0])}" for call in failed_calls]
         return "; ".join([*(call.describe() for call in self._missing()), *failures])
 
     def _errors(self) -> list[Exception]:
-        ended = [call.future for call in self._calls.values() if call.future.done()]
-        return [error for future in ended if (error := _error_of(future)) is not None]
+        done = [call.future for call in self._calls.values() if call.future.done()]
+        return [error for future in done if (error := _error_of(future)) is not None]
 
     def _outcome(self, wait: DeadlineWait) -> list[Any]:
         self._received = self._received or self.done() or self._failed_at is not None
         if self._cancelled:
-            raise CallCancelled(f"{self.group}.{self.method} was cancelled after {self._clock() - self._began:.1f} s")
+            raise CallCancelled(f"{self.group}.{self.method} was cancelled after {self._clock() - self._start:.1f} s")
         if not self._running and self._failed_at is None:
             return [call.future.result().value for call in self._calls.values()]
         # The frames that read an answer explain nothing, and each error would be printed with them.
@@ -296,7 +298,7 @@ class WorkerGroupFuncResult:
         if self._missing():
             raise DeadlineExceeded(
                 f"{self.group}.{self.method} must end on {len(self._calls)} ranks within {wait.seconds:g} s, "
-                f"missing after {self._clock() - self._began:.1f} s: {self._names()}"
+                f"missing after {self._clock() - self._start:.1f} s: {self._names()}"
             )
         return [call.future.result().value for call in self._calls.values()]
 

@@ -65,8 +65,8 @@ class ExitCode(IntEnum):
     @classmethod
     def of(cls, code: int) -> int:
         """Return `code` if it is one of these codes or that of a signal, else INFRASTRUCTURE."""
-        known = code in (cls.DONE, cls.CONFIG, cls.DATA) or processes.is_signalled(code)
-        return code if known else cls.INFRASTRUCTURE
+        is_own = code in (cls.DONE, cls.CONFIG, cls.DATA) or processes.is_signalled(code)
+        return code if is_own else cls.INFRASTRUCTURE
 
 
 class Supervisor:
@@ -202,7 +202,7 @@ class Supervisor:
         env |= {"RLJOB_INCARNATION": f"{attempt}.{restarts}", "PYTHONUNBUFFERED": "1"}
         child = Child(
             process.name,
-            [sys.executable if word == "python" else word for word in process.command],
+            [sys.executable if argument == "python" else argument for argument in process.command],
             env,
             on_output=lambda line: self._relay(process.name, line),
             on_event=self._forward,
@@ -283,12 +283,12 @@ class Supervisor:
     def _on_launcher(self) -> None:
         assert self._launcher is not None
         try:
-            gone = not self._launcher.recv(4096)
+            launcher_gone = not self._launcher.recv(4096)
         except BlockingIOError:
             return
         except ConnectionError:
-            gone = True
-        if gone:
+            launcher_gone = True
+        if launcher_gone:
             assert self._loop is not None
             self._loop.remove_reader(self._launcher)
             logger.error("the launcher is gone: ending the pod")
@@ -345,8 +345,8 @@ class Supervisor:
             await asyncio.sleep(0.05)
 
     def _orphans(self) -> set[int]:
-        ours = {child.pid for child in self._children.values() if child.running}
-        return processes.children() - ours - self._foreign
+        own_pids = {child.pid for child in self._children.values() if child.running}
+        return processes.children() - own_pids - self._foreign
 
     def _kill_orphans(self) -> None:
         """Kill and reap the descendants of ended children. The kernel has made them children of this process."""

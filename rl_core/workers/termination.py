@@ -67,8 +67,8 @@ def encode(
         "code": int(code),
         "summary": None if summary is None else shorten(summary),
     }
-    room = LIMIT - _size({**fixed, "tail": ""})
-    return _json({**fixed, "tail": _end(tail, room)})
+    max_bytes = LIMIT - _size({**fixed, "tail": ""})
+    return _json({**fixed, "tail": _end(tail, max_bytes)})
 
 
 def read_summary(folder: Path, *, epoch: int) -> dict[str, Any] | None:
@@ -97,12 +97,12 @@ def shorten(status: Mapping[str, Any]) -> dict[str, Any]:
     while _size(kept_fields) > SUMMARY_LIMIT:
         del kept_fields[max(kept_fields, key=lambda field: _size(kept_fields[field]))]
     metrics = status.get("metrics")
-    kept: dict[str, Any] = {}
+    selected: dict[str, Any] = {}
     for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
-        if _size({**kept_fields, "metrics": {**kept, name: value}}) > SUMMARY_LIMIT:
+        if _size({**kept_fields, "metrics": {**selected, name: value}}) > SUMMARY_LIMIT:
             break
-        kept[name] = _plain(value)
-    return {**kept_fields, "metrics": kept} if kept else kept_fields
+        selected[name] = _plain(value)
+    return {**kept_fields, "metrics": selected} if selected else kept_fields
 
 
 def _plain(value: Any) -> Any:

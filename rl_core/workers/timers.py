@@ -31,8 +31,8 @@ class Timers:
     def pop(self) -> dict[str, float]:
         """Return the sums of seconds by tag, and reset them."""
         with self._lock:
-            taken, self._seconds = self._seconds, {}
-        return taken
+            seconds, self._seconds = self._seconds, {}
+        return seconds
 
 
 PROCESS = Timers()
