@@ -87,7 +87,7 @@ class RunnerFiles:
                     exchange.request(method, path, body=body or None, headers=dict(call.headers))
                 response = exchange.getresponse()
                 text = response.read()
-                given = call.verify(response.status, dict(response.getheaders()), text)
+                proof = call.verify(response.status, dict(response.getheaders()), text)
             answer = json.loads(text)
         except (OSError, ValueError, http.client.HTTPException, NotTheRunner) as error:
             raise InfrastructureError(
@@ -103,4 +103,4 @@ class RunnerFiles:
             raise InfrastructureError(
                 f"the runner in pod {pod} refused {method} {path}: {text[:500].decode(errors='replace')}"
             )
-        return answer, given
+        return answer, proof

@@ -32,8 +32,8 @@ def until_overdue(view: JobView) -> float | None:
     record, spec = view.record, view.spec
     ran = runtime_seconds(record, view.now)
     limits = [spec.active_deadline_seconds, None if _has_begun(view) else spec.start_deadline_seconds]
-    left = [max(limit - ran, 0) for limit in limits if limit is not None]
-    return float(min(left)) if left else None
+    remaining = [max(limit - ran, 0) for limit in limits if limit is not None]
+    return float(min(remaining)) if remaining else None
 
 
 def until_deleted(record: Record, ttl: int | None, now: float) -> float | None:

@@ -148,11 +148,11 @@ def pod_failures_status(failures: Mapping[str, PodFailures]) -> list[dict[str, A
     return [
         {
             "name": name,
-            **({"uid": ended.uid} if ended.uid else {}),
-            **({"times": [to_text(at) for at in ended.times]} if ended.times else {}),
-            **({"backoffSeconds": int(ended.backoff)} if ended.backoff else {}),
+            **({"uid": entry.uid} if entry.uid else {}),
+            **({"times": [to_text(seconds) for seconds in entry.times]} if entry.times else {}),
+            **({"backoffSeconds": int(entry.backoff)} if entry.backoff else {}),
         }
-        for name, ended in sorted(failures.items())
+        for name, entry in sorted(failures.items())
     ]
 
 
@@ -211,10 +211,10 @@ def _role(value: Object) -> RoleRecord:
 
 def _ends(value: Object) -> PodFailures:
     times = value.get("times")
-    read_times = [to_seconds(at) for at in times] if isinstance(times, list) else []
+    read_times = [to_seconds(seconds) for seconds in times] if isinstance(times, list) else []
     return PodFailures(
         uid=str(value.get("uid") or ""),
-        times=tuple(at for at in read_times if at is not None),
+        times=tuple(seconds for seconds in read_times if seconds is not None),
         backoff=float(_count(value.get("backoffSeconds"))),
     )
 

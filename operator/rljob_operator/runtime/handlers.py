@@ -98,13 +98,13 @@ def connection(configuration: Configuration) -> kopf.ConnectionInfo:
     They carry no expiration: when a token has been renewed on disk, the old one's 401 makes kopf log in again.
     """
     token = configuration.api_key.get("BearerToken", "")
-    scheme, _, rest = token.partition(" ")
+    scheme, _, credentials = token.partition(" ")
     return kopf.ConnectionInfo(
         server=configuration.host,
         ca_path=configuration.ssl_ca_cert,
         insecure=not configuration.verify_ssl,
         scheme="Bearer" if token else None,
-        token=(rest or scheme) if token else None,
+        token=(credentials or scheme) if token else None,
         certificate_path=configuration.cert_file,
         private_key_path=configuration.key_file,
     )

@@ -36,7 +36,7 @@ class KeptDefaults:
 
     async def _read(self, key: JobKey) -> str:
         try:
-            found = await self._cluster.read(kinds.CONFIG_MAP, key.namespace, naming.config_map(key.name))
+            config_map = await self._cluster.read(kinds.CONFIG_MAP, key.namespace, naming.config_map(key.name))
         except NotFound:
             return ""
-        return str((found.get("data") or {}).get(DEFAULTS_KEY, ""))
+        return str((config_map.get("data") or {}).get(DEFAULTS_KEY, ""))

@@ -45,7 +45,7 @@ class Leadership:
         self._duration = duration
         self._name = name
         self._on_change = on_change
-        self._seen: tuple[str, str] = ("", "")
+        self._last_seen: tuple[str, str] = ("", "")
         """Holder and renewal time last read."""
         self._seen_at = 0.0
         self._held: dict[str, Any] | None = None
@@ -83,12 +83,12 @@ class Leadership:
 
     async def release(self) -> None:
         """Release the Lease, so that a standby need not wait until it expires. A failure is ignored; the Lease then expires."""
-        held, self._held = self._held, None
-        if held is None:
+        lease, self._held = self._held, None
+        if lease is None:
             return
         self._on_change(False)
         try:
-            await self._give_back(held)
+            await self._give_back(lease)
         except Conflict:  # a renewal was on its way when this replica was to stop
             await self._give_back_newest()
         except ApiError as error:
@@ -110,10 +110,10 @@ class Leadership:
         """Renew the Lease, retrying while the API server does not answer; return the loop time, in seconds, at which the renewal began."""
         loop = asyncio.get_running_loop()
         while True:
-            began = loop.time()
+            start = loop.time()
             try:
                 await self._renew()
-                return began
+                return start
             except LeaseLost:
                 self._lose()
                 raise
@@ -163,8 +163,8 @@ class Leadership:
         spec = lease.get("spec") or {}
         holder, renewed = spec.get("holderIdentity") or "", spec.get("renewTime") or ""
         now = asyncio.get_running_loop().time()
-        if (holder, renewed) != self._seen:
-            self._seen, self._seen_at = (holder, renewed), now
+        if (holder, renewed) != self._last_seen:
+            self._last_seen, self._seen_at = (holder, renewed), now
         patience = float(spec.get("leaseDurationSeconds") or self._duration)
         if holder and holder != self._identity and now - self._seen_at < patience:
             return False
