@@ -8,7 +8,7 @@ from rl_core.plan.groups import ACTOR
 
 def critic_spec(spec: RLJobSpec, *, group: str) -> RLJobSpec:
     """Return the spec by which the critic of a job trains: a model with a value head, on the devices of `group`, without a policy."""
-    (place,) = [one for one in spec.groups if one.name == group]
+    (place,) = [candidate for candidate in spec.groups if candidate.name == group]
     critic, optimizer = spec.algorithm.critic_in_use or CriticSpec(), spec.actor.optimizer
     rate = optimizer.value_learning_rate or optimizer.learning_rate
     actor = {

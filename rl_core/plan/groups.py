@@ -234,9 +234,9 @@ def elastic_block(spec: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def group_blocks(spec: Any) -> dict[str, dict[str, Any]]:
     """Return the block of each group by name in `spec`, a job as it was written, before validation. Malformed blocks are left out."""
-    written = spec if isinstance(spec, Mapping) else {}
-    declared = written.get("groups")
-    blocks = {name: written.get(name) or {} for name in BUILT_IN}
+    job_fields = spec if isinstance(spec, Mapping) else {}
+    declared = job_fields.get("groups")
+    blocks = {name: job_fields.get(name) or {} for name in BUILT_IN}
     for block in declared if isinstance(declared, list) else []:
         if isinstance(block, dict) and isinstance(block.get("name"), str):
             blocks.setdefault(block["name"], block)

@@ -71,9 +71,9 @@ class ModelFacts:
         layer = _layer_parameters(config, hidden, heads, kv_heads, head_dim)
         embedding = vocab * hidden
         untied = 0 if config.get("tie_word_embeddings", config.get("model_type") == "gpt2") else embedding
-        counted = sum(map(prod, stored_shapes(file.parent).values()))
+        num_stored = sum(map(prod, stored_shapes(file.parent).values()))
         return cls(
-            parameters=counted or embedding + untied + layers * layer + hidden,
+            parameters=num_stored or embedding + untied + layers * layer + hidden,
             layer=layer,
             hidden=hidden,
             layers=layers,

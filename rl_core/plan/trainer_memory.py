@@ -27,7 +27,7 @@ ENTROPY_TOKENS = 128
 
 def trainer_phases(job: RLJobSpec, facts: ModelFacts, *, logits: bool = True) -> dict[str, Parts]:
     """Return phase -> part -> bytes on the device of a training process. `logits`: whether it computes any; a critic alone does not."""
-    held = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
+    state = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
     gather = _gathered(job, facts)
     copy = _publisher_copy(job, facts)
     # Other devices of the trainer get their copies from one bucket more.
@@ -41,21 +41,21 @@ def trainer_phases(job: RLJobSpec, facts: ModelFacts, *, logits: bool = True) ->
     no_gradient = {"activations": max(0, _forward_bytes(job, facts) - scoring), "logits": scoring}
     if job.actor.offload.grads or job.placement.mode != "disaggregated":
         # Released before, they are allocated for the training that follows, as zeros.
-        no_gradient["gradients"] = held.get("gradients") or held["optimizer"] * GRADIENT_BYTES // MOMENT_BYTES
+        no_gradient["gradients"] = state.get("gradients") or state["optimizer"] * GRADIENT_BYTES // MOMENT_BYTES
     elif _has_reference(job) and job.actor.backend != "megatron":
         # The trained weights, while the model has those of the reference policy. Gradients that are allocated give their place to them.
-        no_gradient["reference"] = held["weights"] // _models(job)
+        no_gradient["reference"] = state["weights"] // _models(job)
     train = {
-        "gradients": held.get("gradients") or _fsdp_gradients(job, facts),
+        "gradients": state.get("gradients") or _fsdp_gradients(job, facts),
         "activations": _activation_bytes(job, facts, training),
         "logits": training,
     }
     return {
-        "load": held | gather,
-        "train": held | gather | train,
-        "logprob": held | gather | no_gradient,
-        "sync": held | gather | buckets | copy,
-        "idle": held,
+        "load": state | gather,
+        "train": state | gather | train,
+        "logprob": state | gather | no_gradient,
+        "sync": state | gather | buckets | copy,
+        "idle": state,
     }
 
 
@@ -99,21 +99,21 @@ def trainer_host(job: RLJobSpec, facts: ModelFacts) -> int:
     They are the version of the weights that rank 0 keeps for rollouts that join later, the shards of a reference policy, and the copy from
     which an asynchronous checkpoint is written.
     """
-    held = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
-    found = facts.parameters * WIDTH[job.model.dtype]
+    state = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
+    total = facts.parameters * WIDTH[job.model.dtype]
     if _has_reference(job):
-        found += held["weights"] // _models(job) * WIDTH[job.model.dtype] // _stored_width(job)
-    return found + checkpoint_copy(job, facts)
+        total += state["weights"] // _models(job) * WIDTH[job.model.dtype] // _stored_width(job)
+    return total + checkpoint_copy(job, facts)
 
 
 def checkpoint_copy(job: RLJobSpec, facts: ModelFacts) -> int:
     """Return the bytes of the copy in host memory from which an asynchronous checkpoint is written; 0 without such checkpoints."""
     if not job.checkpoint.asynchronous:
         return 0
-    held = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
-    copied = held["optimizer"] * (MASTER_BYTES + MOMENT_BYTES) // MOMENT_BYTES
+    state = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
+    copied = state["optimizer"] * (MASTER_BYTES + MOMENT_BYTES) // MOMENT_BYTES
     if job.algorithm.needs_reference and job.algorithm.reference_update_steps is not None:
-        copied += held["weights"] // _models(job) * MASTER_BYTES // _stored_width(job)
+        copied += state["weights"] // _models(job) * MASTER_BYTES // _stored_width(job)
     return copied
 
 
@@ -159,8 +159,8 @@ def _megatron_state(job: RLJobSpec, facts: ModelFacts) -> Parts:
     trained = _models(job) * (adapters or stage)
     updated = -(-trained // (job.actor.data_parallel if job.actor.optimizer.distributed else 1))
     weights = _models(job) * (stage + adapters) * width
-    held = {"weights": weights, "gradients": trained * GRADIENT_BYTES, "optimizer": updated * MOMENT_BYTES}
-    return held if width == MASTER_BYTES else held | {"master": updated * MASTER_BYTES}
+    state = {"weights": weights, "gradients": trained * GRADIENT_BYTES, "optimizer": updated * MOMENT_BYTES}
+    return state if width == MASTER_BYTES else state | {"master": updated * MASTER_BYTES}
 
 
 def _stage_parameters(job: RLJobSpec, facts: ModelFacts) -> int:
@@ -176,8 +176,8 @@ def _stage_adapters(job: RLJobSpec, facts: ModelFacts) -> int:
     lora, parallel = job.model.lora, job.actor.parallel
     if lora is None:
         return 0
-    each = facts.layers // parallel.pipeline
-    stages = Counter(layer // each for layer in adapted_layers(job, facts.layers))
+    layers_per_stage = facts.layers // parallel.pipeline
+    stages = Counter(layer // layers_per_stage for layer in adapted_layers(job, facts.layers))
     widths = _target_widths(facts)
     parts = [
         widths[target][0] // (parallel.tensor if target in BY_INPUTS else 1)
@@ -196,9 +196,9 @@ def _gathered(job: RLJobSpec, facts: ModelFacts) -> Parts:
     """Return the unsharded parameters during a pass: those outside the layers, the current layer and the prefetched one."""
     if not _wrapped(job):
         return {}
-    outside = facts.parameters - facts.layers * facts.layer
+    other_parameters = facts.parameters - facts.layers * facts.layer
     layer = facts.layer + _layer_adapters(job, facts)
-    return {"gather": (outside + 2 * layer) * WIDTH[job.model.dtype]}
+    return {"gather": (other_parameters + 2 * layer) * WIDTH[job.model.dtype]}
 
 
 def _publisher_copy(job: RLJobSpec, facts: ModelFacts) -> Parts:
@@ -242,16 +242,17 @@ def _activation_bytes(job: RLJobSpec, facts: ModelFacts, logits: int) -> int:
         gradients += MASTER_BYTES * 3 * facts.hidden  # its norms in half precision are computed in float32
     gradients *= _tokens(job, facts)
     targets = None if lora is None else frozenset(lora.targets)
-    trained, again = _kept_bytes(job, facts, targets)
+    trained, recomputed = _kept_bytes(job, facts, targets)
     frozen, _ = _kept_bytes(job, facts, frozenset())
     lowest = trained
     if targets is not None and not job.actor.gradient_checkpointing:
         lowest = _lowest_layer_bytes(job, facts, targets)
     kept = max(
-        one.trained * trained + one.frozen * frozen + one.lowest * lowest for one in kept_layers(job, facts.layers)
+        counts.trained * trained + counts.frozen * frozen + counts.lowest * lowest
+        for counts in kept_layers(job, facts.layers)
     )
     # Before there are logits, a layer that keeps nothing works too. Nor is a layer computed again while there are any.
-    return max(int(_models(job) * kept) + max(0, again + gradients - logits), _forward_bytes(job, facts) - logits)
+    return max(int(_models(job) * kept) + max(0, recomputed + gradients - logits), _forward_bytes(job, facts) - logits)
 
 
 def _kept_bytes(job: RLJobSpec, facts: ModelFacts, targets: frozenset[str] | None) -> tuple[int, int]:
@@ -264,8 +265,8 @@ def _kept_bytes(job: RLJobSpec, facts: ModelFacts, targets: frozenset[str] | Non
     inputs //= parallel.tensor if parallel.sequence else 1
     if job.actor.gradient_checkpointing_mode == "full":
         return inputs, layer
-    again = _recomputed_bytes(job, facts, layer, targets)
-    return layer - again + (0 if job.actor.backend == "megatron" else inputs), again
+    recomputed = _recomputed_bytes(job, facts, layer, targets)
+    return layer - recomputed + (0 if job.actor.backend == "megatron" else inputs), recomputed
 
 
 def _recomputed_bytes(job: RLJobSpec, facts: ModelFacts, layer: int, targets: frozenset[str] | None) -> int:
@@ -341,13 +342,13 @@ def _lowest_layer_bytes(job: RLJobSpec, facts: ModelFacts, targets: frozenset[st
         return _layer_bytes(job, facts, targets)
     width, parallel = WIDTH[job.model.dtype], job.actor.parallel
     inner = facts.inner // parallel.tensor
-    kept = 0 if job.model.lora is None or _merges(job) else width * job.model.lora.rank * len(targets)
+    kept_width = 0 if job.model.lora is None or _merges(job) else width * job.model.lora.rank * len(targets)
     if "o_proj" in targets:
-        kept += width * facts.heads * facts.head_dim // parallel.tensor
+        kept_width += width * facts.heads * facts.head_dim // parallel.tensor
     if targets == {"down_proj"}:
-        return _tokens(job, facts) * (kept + width * inner)
+        return _tokens(job, facts) * (kept_width + width * inner)
     per_inner = _inner_kept(targets) if job.actor.backend == "megatron" else 3 + ("down_proj" in targets)
-    return _tokens(job, facts) * (kept + facts.hidden * (MASTER_BYTES + width) + width * per_inner * inner)
+    return _tokens(job, facts) * (kept_width + facts.hidden * (MASTER_BYTES + width) + width * per_inner * inner)
 
 
 def _inner_kept(targets: frozenset[str] | None) -> int:
@@ -371,13 +372,13 @@ def _logit_bytes(job: RLJobSpec, facts: ModelFacts, *, gradient: bool) -> int:
     converting = block if width != MASTER_BYTES else 0  # float32 logits are scored in place
     # The head's weight and the hidden states in float32.
     converted = (vocabulary + _tokens(job, facts)) * facts.hidden * MASTER_BYTES if width != stored else 0
-    held = chunk * width + converting + converted
+    total = chunk * width + converting + converted
     if not gradient:
-        return held
+        return total
     weight = vocabulary * facts.hidden * (GRADIENT_BYTES + (stored if stored != MASTER_BYTES else 0))
     backward = (block if job.algorithm.loss.entropy_coefficient else 0) + (weight if job.model.lora is None else 0)
     # The entropy is a metric, and computed whether the loss has it or not.
-    return held + max(backward, MASTER_BYTES * min(tokens, ENTROPY_TOKENS) * vocabulary)
+    return total + max(backward, MASTER_BYTES * min(tokens, ENTROPY_TOKENS) * vocabulary)
 
 
 def _tokens(job: RLJobSpec, facts: ModelFacts) -> int:
