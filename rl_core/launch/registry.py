@@ -47,13 +47,13 @@ class ProcessRegistry:
 
     def remove(self, pid: int) -> None:
         """Note an ended process, and with it all that descend from it."""
-        gone, more = set(), {pid}
-        while more:
-            gone |= more
-            more = {child for child, parent in self._parents.items() if parent in gone} - gone
-        for ended in gone:
-            self._entries.pop(ended, None)
-            self._parents.pop(ended, None)
+        removed, descendants = set(), {pid}
+        while descendants:
+            removed |= descendants
+            descendants = {child for child, parent in self._parents.items() if parent in removed} - removed
+        for removed_pid in removed:
+            self._entries.pop(removed_pid, None)
+            self._parents.pop(removed_pid, None)
         self._write()
 
     def _write(self) -> None:
