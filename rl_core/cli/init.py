@@ -145,13 +145,13 @@ def inspect(reference: str) -> Model:
 
 def job_files(name: str, task: Task, model: Model, gpus: int) -> Iterator[tuple[str, str]]:
     """Yield (path, text) of each file of a new job in a folder `name`, for a machine with `gpus` accelerators."""
-    plain = "    # renders messages as lines of text; this model has no template of its own"
+    comment = "    # renders messages as lines of text; this model has no template of its own"
     values = {
         "title": task.title,
         "name": re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "job",
         "model": json.dumps(model.path),
         "dtype": "bfloat16" if gpus else "float32",
-        "chat_template": "" if model.has_chat_template else f'\n    chatTemplate: "{PLAIN_CHAT_TEMPLATE}"{plain}',
+        "chat_template": "" if model.has_chat_template else f'\n    chatTemplate: "{PLAIN_CHAT_TEMPLATE}"{comment}',
         "prompts": 16 if gpus else 4,
         "group": 8 if gpus else 4,
         "steps": 100 if gpus else 20,
@@ -179,9 +179,11 @@ def job_files(name: str, task: Task, model: Model, gpus: int) -> Iterator[tuple[
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
     """Write the files below `folder`. Raises ConfigError when one is there already, before anything is written."""
-    taken = [name for name in files if (folder / name).exists() or (folder / name).is_symlink()]
-    if taken:
-        raise ConfigError(f"{folder} must not hold {', '.join(taken)}: init overwrites nothing; choose another folder")
+    existing = [name for name in files if (folder / name).exists() or (folder / name).is_symlink()]
+    if existing:
+        raise ConfigError(
+            f"{folder} must not hold {', '.join(existing)}: init overwrites nothing; choose another folder"
+        )
     for name, text in files.items():
         path = folder / name
         try:

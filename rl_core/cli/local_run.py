@@ -37,17 +37,17 @@ class LocalRun:
         """`done`: the last step that the output folder held before, -1 for a new run."""
         self.output = output
         """Output folder, which `rljob view`, `rljob samples` and `rljob top` take."""
-        self._process, self._log, self._done = process, log, done
+        self._process, self._log, self._previous_step = process, log, done
 
     def follow(self) -> Iterator[dict[str, Any]]:
         """Yield the metrics of each step as it ends, until the run ends. Raises RunFailed."""
-        metrics, last = MetricColumns(self.output / "metrics.jsonl"), self._done
-        ended = False
-        while not ended:
-            ended = self._process.poll() is not None  # before the file is read: what the run wrote last counts
+        metrics, last_step = MetricColumns(self.output / "metrics.jsonl"), self._previous_step
+        finished = False
+        while not finished:
+            finished = self._process.poll() is not None  # before the file is read: what the run wrote last counts
             for line in metrics.lines():
-                if line["step"] > last:
-                    last = line["step"]
+                if line["step"] > last_step:
+                    last_step = line["step"]
                     yield line
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(POLL_S)
@@ -83,9 +83,9 @@ def start_run(job: RLJob, *, output: str | Path, code: str | Path = ".", resume:
     check_output(output, resume)
     file, log = (output.with_name(output.name + suffix) for suffix in (".yaml", ".log"))
     file.parent.mkdir(parents=True, exist_ok=True)
-    whole = with_absolute_paths(job, folder / file.name)
-    head = whole.model_dump(mode="json", by_alias=True, exclude={"spec"}, exclude_none=True)
-    file.write_text(yaml.safe_dump({**head, "spec": short(whole.spec)}, sort_keys=False))
+    absolute = with_absolute_paths(job, folder / file.name)
+    head = absolute.model_dump(mode="json", by_alias=True, exclude={"spec"}, exclude_none=True)
+    file.write_text(yaml.safe_dump({**head, "spec": short(absolute.spec)}, sort_keys=False))
     lines = MetricColumns(output / "metrics.jsonl").lines()
     command = [sys.executable, "-m", "rl_core.cli.main", "run", str(file), "--output", str(output), "--resume", resume]
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
