@@ -113,13 +113,13 @@ class Judge(Worker):
             )
         self._longest = length - self._config.max_new_tokens
         """Most tokens of a message to the judge."""
-        ends = model.generation_config.eos_token_id
+        eos = model.generation_config.eos_token_id
         engine = HFEngine(
             model,
             self._tokenizer,
             max_batch=self._config.max_batch,
             max_seq_len=length,
-            eos_token_ids=ends if isinstance(ends, list) else [] if ends is None else [ends],
+            eos_token_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
         )
         self._loop = EngineLoop(engine, on_tokens=lambda tokens: self.record_progress("judge_tokens", tokens))
         params = SamplingParams(
@@ -191,8 +191,8 @@ class Judge(Worker):
     def _read(self, answer: str) -> tuple[float | None, str]:
         """Return (score of `answer`, ""), or (None, why it has none)."""
         try:
-            found = self._parse(answer)
-            number = None if found is None else float(found)
+            parsed = self._parse(answer)
+            number = None if parsed is None else float(parsed)
         except Exception as error:  # noqa: BLE001 - code of the user may raise anything
             return None, f"the parser raised {describe(error)} for {shown(answer)}"
         if number is None:
@@ -216,5 +216,5 @@ def _parser(reference: str | None) -> Callable[[str], Any]:
 
 def marked_number(answer: str) -> float | None:
     """Return the number between the last <score> and </score> of `answer`, None where there is none."""
-    found = SCORE.findall(answer)
-    return float(found[-1]) if found else None
+    matches = SCORE.findall(answer)
+    return float(matches[-1]) if matches else None

@@ -107,8 +107,8 @@ def entries(targets: Tensor, scores: Tensor) -> Tensor:
 
 def after_nothing(values: Tensor) -> np.ndarray:
     """Return `values` [T - 1, ...] on the CPU after a first entry of 0, [T, ...]."""
-    whole: np.ndarray = torch.cat([values.new_zeros(1, *values.shape[1:]), values]).cpu().numpy()
-    return whole
+    padded_values: np.ndarray = torch.cat([values.new_zeros(1, *values.shape[1:]), values]).cpu().numpy()
+    return padded_values
 
 
 def padded(rows: Sequence[Sequence[int]], *, pad: int, device: str | torch.device) -> tuple[torch.Tensor, torch.Tensor]:
