@@ -63,19 +63,19 @@ def row_result(answer: Mapping[str, Any], tokenizer: Any = None) -> dict[str, An
     if not isinstance(output, Sequence) or not all(isinstance(item, Mapping) for item in output):
         raise GymProtocolFailure(f"an answer must have response.output, a list of objects, got {shown(response)}")
     log: list[dict[str, Any]] = []
-    seen: list[int] = []
+    path: list[int] = []
     for number, item in enumerate(_turns(output, incomplete=is_incomplete(answer))):
         prompt, generated, logprobs = _tokens(item, number)
-        if prompt[: len(seen)] != seen:
-            same = next((i for i, (a, b) in enumerate(zip(seen, prompt, strict=False)) if a != b), len(prompt))
+        if prompt[: len(path)] != path:
+            position = next((i for i, (a, b) in enumerate(zip(path, prompt, strict=False)) if a != b), len(prompt))
             raise RolloutDataFailure(
-                f"Non-contiguous messages found: the prompt of turn {number} must begin with the {len(seen)} tokens before it, got another "
-                f"token at position {same}; serve the model by an endpoint that keeps the ids of earlier turns"
+                f"Non-contiguous messages found: the prompt of turn {number} must begin with the {len(path)} tokens before it, got another "
+                f"token at position {position}; serve the model by an endpoint that keeps the ids of earlier turns"
             )
-        log.append({"role": "user", "content": "", "token_ids": prompt[len(seen) :]})
+        log.append({"role": "user", "content": "", "token_ids": prompt[len(path) :]})
         text = "" if tokenizer is None else tokenizer.decode(generated, skip_special_tokens=True)
         log.append({"role": "assistant", "content": text, "token_ids": generated, "generation_logprobs": logprobs})
-        seen = prompt + generated
+        path = prompt + generated
     if not log:
         raise GymProtocolFailure(
             f"an answer must have an output item with generation_token_ids, got {len(output)} items without; have the model server return "
@@ -153,5 +153,5 @@ def _without_tokens(answer: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of `answer` without the tokens of its turns, which the message log holds."""
     response = answer["response"]
     output = [{key: value for key, value in item.items() if key not in TOKEN_KEYS} for item in response["output"]]
-    rest = {key: value for key, value in answer.items() if key != "response"}
-    return {**copy.deepcopy(rest), "response": {**response, "output": output}}
+    other_fields = {key: value for key, value in answer.items() if key != "response"}
+    return {**copy.deepcopy(other_fields), "response": {**response, "output": output}}

@@ -135,8 +135,8 @@ class NemoGymEnvironment:
             except TimeoutError:
                 if not limit.expired():
                     raise
-                before = f" after {failures[-1]}" if failures else ""
-                return RowFailure(reason=f"no answer in {self._row_seconds:g} s{before}")
+                last_failure = f" after {failures[-1]}" if failures else ""
+                return RowFailure(reason=f"no answer in {self._row_seconds:g} s{last_failure}")
 
     async def _run_row(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[int, dict[str, Any] | RowFailure]:
         answer = await self.run_row(row)
