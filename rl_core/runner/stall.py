@@ -44,7 +44,7 @@ class StallDetector:
     """Reason of a stall by the group of the job that the run waits for."""
     program_place: Callable[[], str] = str
     """Returns the line of its own code that the user's program runs; "" if there is none."""
-    _seen: int = -1
+    _last_progress: int = -1
     _last: float = field(default=0.0)
     _steps: list[float] = field(default_factory=list)
 
