@@ -45,7 +45,7 @@ def main() -> int:
     die_with_parent(int(sys.argv[2]))
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="env child: %(levelname)s %(message)s")
     sock = socket.socket(fileno=int(sys.argv[1]))
-    sock.set_inheritable(False)  # a program started by user code must not keep the stream open
+    sock.set_inheritable(False)  # Programs that user code starts must not keep the stream open.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # text that cannot be encoded must not fail the call
     copy_pid = os.getpid()
@@ -116,7 +116,7 @@ def prepare_process(source: EnvSettings | SimulatorSettings) -> None:
 
 
 def _simulator_server(source: SimulatorSettings) -> "SimulatorServer":
-    from rl_core.envs.simulator import SimulatorServer  # gymnasium is imported where it is used only
+    from rl_core.envs.simulator import SimulatorServer  # gymnasium is imported only by processes that use it.
 
     prepare_process(source)
     return SimulatorServer(source)

@@ -133,7 +133,7 @@ class Command:
                 if process is not None:
                     processes.kill_group(process.pid, signal.SIGKILL)
                     code = await process.wait()
-                # What has left the group is found by its environment.
+                # Processes that have left the process group are found by their environment.
                 await asyncio.to_thread(processes.kill_with_environment, f"{MARK}={token}")
         return self._result(code, printed, errors)
 

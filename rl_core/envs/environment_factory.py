@@ -82,7 +82,7 @@ class EnvironmentFactory(ProgramEnvironment):
         reward = instance.get_reward()
         if inspect.iscoroutine(reward):
             reward = wait_for(reward, loop)
-        kind.give_back(instance)  # an instance of an episode that failed is not used again
+        kind.give_back(instance)  # The instance of a failed episode is not reused.
         return reward
 
     def _kind(self, row: Mapping[str, Any]) -> "_Kind":
@@ -101,7 +101,7 @@ class _Kind:
         self._factory = factory
         try:
             instance = factory()
-        except Exception as error:  # user code raises anything
+        except Exception as error:  # User code may raise anything.
             raise ConfigError(f"env.factory: {location} could not be built: {describe(error)}; correct it") from error
         methods = [name for name, _ in inspect.getmembers(type(instance), predicate=inspect.isfunction)]
         missing = [name for name in OWN_METHODS if name not in methods]
@@ -116,7 +116,7 @@ class _Kind:
     def take(self) -> Any:
         """Take an instance out of the pool for one episode. Creates a new one if all are in use."""
         try:
-            return self._free.pop()  # atomic: episodes run in threads
+            return self._free.pop()  # `pop` is atomic, which is needed because episodes run in threads.
         except IndexError:
             return self._factory()
 
@@ -135,7 +135,7 @@ def schema_of(tool: Callable[..., Any], where: str) -> dict[str, Any]:
         ) from error
     try:
         schema: dict[str, Any] = get_json_schema(tool)
-    except Exception as error:  # of its own, which are no ValueError
+    except Exception as error:  # The library raises exceptions of its own that are no ValueError.
         raise ConfigError(f"env.factory: {where}: a tool needs types and a docstring: {describe(error)}") from error
     return schema
 

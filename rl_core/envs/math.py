@@ -128,7 +128,7 @@ def compare_numeric(completion: str, truth: str, *, tolerance: float = 1e-6) -> 
 
 def _last_number(text: str) -> tuple[Decimal, str] | None:
     """Return the last number in `text` as value and text; None if there is none or it is not finite."""
-    matches = NUMBER.findall(text.replace("\u2212", "-"))  # the minus of typeset text
+    matches = NUMBER.findall(text.replace("\u2212", "-"))  # U+2212, the minus sign of typeset text.
     if not matches:
         return None
     numerator, _, denominator = matches[-1].replace(",", "").partition("/")
@@ -147,7 +147,8 @@ class MathVerify:
                 "env.options.comparator: math_verify needs the package math-verify: pip install 'rljob[env]', "
                 "or use comparator numeric or exact"
             ) from error
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own wall-clock limits are disabled
+        # The library would warn that its own wall-clock limits are disabled.
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
         self._parse, self._verify = math_verify.parse, math_verify.verify
         self._cpu_seconds = cpu_seconds
 
@@ -161,7 +162,7 @@ class MathVerify:
                 return bool(self._verify(expected, parsed, timeout_seconds=None, raise_on_error=True)), answer
         except CpuLimitReached:
             return False, None
-        except Exception as error:  # sympy raises anything
+        except Exception as error:  # sympy may raise anything.
             raise ValueError(
                 f"math-verify failed on {completion[-80:]!r} against {truth!r}: {type(error).__name__}: {error}"
             ) from error

@@ -156,7 +156,7 @@ class EnvPool:
                     entry.fail(RolloutTimeout, self._no_answer())
         finally:
             for entry in waiting:
-                entry.answer.cancel()  # drops rows of a cancelled caller; answered rows are not affected
+                entry.answer.cancel()  # Drops the rows of a cancelled caller; answered rows are not affected.
         return [entry.answer.result() for entry in waiting]
 
     def _waiting(self, row: EnvRow) -> WaitingRow:

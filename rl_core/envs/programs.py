@@ -157,7 +157,7 @@ class ProgramEnvironment(EnvironmentInterface):
             failure: BaseException | None = None
             try:
                 value = function()
-            except StopIteration as error:  # a future cannot hold it
+            except StopIteration as error:  # A future cannot hold this exception.
                 failure = RuntimeError(f"StopIteration: {error}")
             except BaseException as error:  # noqa: BLE001 - the user's code raises anything, also SystemExit
                 failure = error

@@ -68,7 +68,7 @@ class ReasoningGymEnvironment(EnvironmentInterface):
             score = self._scored(scorer(problem["task"], problem.get("config")), answer, problem["entry"])
         except ConfigError as error:
             raise RolloutDataFailure(f"environment reasoning_gym, row {row}: {error}") from error
-        except Exception as error:  # 100 scorers of a library
+        except Exception as error:  # Any of the library's 100 scorers may raise anything.
             raise RolloutDataFailure(
                 f"environment reasoning_gym, row {row}: the scorer of {problem['task']} failed on {answer!r}: {describe(error)}"
             ) from error

@@ -88,7 +88,7 @@ def _make_user_env(reference: str, options: Any) -> EnvironmentInterface:
         )
     try:
         env: EnvironmentInterface = cls() if takes_nothing else cls(options)
-    except Exception as error:  # user code may raise anything
+    except Exception as error:  # User code may raise anything.
         raise ConfigError(
             f"env.type: {reference} could not be built: {describe(error)}; correct its __init__"
         ) from error

@@ -80,7 +80,7 @@ class RewardEnvironment(EnvironmentInterface):
         columns = self._columns(message_log_batch, metadata_batch)
         try:
             scores = self._function(prompts, completions, **columns)
-        except Exception as error:  # user code may raise anything
+        except Exception as error:  # User code may raise anything.
             raise self._failure(error) from error
         if inspect.isawaitable(scores):
             return self._await_scores(scores, metadata_batch)
@@ -89,7 +89,7 @@ class RewardEnvironment(EnvironmentInterface):
     async def _await_scores(self, scores: Awaitable[Any], metadata_batch: Metadata) -> EnvironmentReturn:
         try:
             result = await scores
-        except Exception as error:  # user code may raise anything
+        except Exception as error:  # User code may raise anything.
             raise self._failure(error) from error
         return self._answer(result, metadata_batch)
 

@@ -61,10 +61,10 @@ def _values(scores: Any, rows: int, label: str) -> Sequence[Any]:
 def _score(value: Any, place: str) -> float | None:
     if value is None:
         return None
-    is_text = isinstance(value, str | bytes | bytearray)  # text is no score, although float() would accept "1"
+    is_text = isinstance(value, str | bytes | bytearray)  # A text is not a score, although float() would accept "1".
     try:
         number = float(None if is_text else value)  # type: ignore[arg-type]
-    except Exception as error:  # OverflowError, or any exception of a class of the user
+    except Exception as error:  # float() raises OverflowError, and a class of the user may raise anything.
         raise RolloutDataFailure(f"{place}: a score must be a number or None, got {shown(value)}") from error
     if not abs(number) <= LARGEST:
         raise RolloutDataFailure(f"{place}: a score must be finite, got {number}; return None where it does not apply")

@@ -156,7 +156,7 @@ class SessionRouter:
         """Listen on a free port of loopback."""
         app = web.Application(client_max_size=BODY_BYTES)
         app.router.add_route("*", "/{path:.*}", self._answer)
-        # handler_cancellation: a row whose client is gone leaves the engine.
+        # handler_cancellation: when a client disconnects, its row is dropped from the engine.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_SECONDS)
         await self._runner.setup()
         await web.TCPSite(self._runner, HOST, 0, backlog=1024).start()
@@ -207,7 +207,7 @@ class SessionRouter:
         if fresh:
             self._spawn(self._run(fresh))
         moves = [self._spawn(self._move(session, endpoint)) for session, endpoint in to_move]
-        # The answer of a run is worth nothing without the calls that led to it.
+        # The answer of a run cannot be trained without the calls that led to it.
         await asyncio.gather(*map(asyncio.shield, moves))
         return list(await asyncio.gather(*(asyncio.shield(session.answer) for session in sessions)))
 
@@ -340,7 +340,7 @@ class SessionRouter:
         run = session.run
 
         def keep(record: bytes) -> None:
-            if session.endpoint is not endpoint:  # it was moved meanwhile, without this call
+            if session.endpoint is not endpoint:  # The session was moved meanwhile, without this call.
                 raise _Lost("the session was moved")
             if session.run == run:
                 session.keep(_Call(request.path, body, record))
@@ -348,7 +348,7 @@ class SessionRouter:
         async with self._http.request(
             request.method, endpoint.url(request.path), data=io.BytesIO(body), headers=headers, allow_redirects=False
         ) as answer:
-            if answer.status in (401, 503):  # it has closed the session, or lost its engine
+            if answer.status in (401, 503):  # The rollout has closed the session, or lost its engine.
                 raise _Lost(f"status {answer.status}")
             if answer.content_type == "text/event-stream":
                 return await _pass_events(request, answer, keep)

@@ -63,7 +63,7 @@ def make_simulator(settings: SimulatorSettings) -> Any:
         raise ConfigError(
             f"env.options.id: {name} needs a package that is not installed: {error}; install rljob[env]"
         ) from error
-    except Exception as error:  # gymnasium and user code raise anything
+    except Exception as error:  # gymnasium and user code may raise anything.
         raise ConfigError(f"env.options.id: {name} could not be built: {describe(error)}; correct it") from error
 
 
@@ -106,7 +106,7 @@ class Simulator:
         obs: Observation = {}
         for index, action in enumerate(
             actions.tolist() if actions.ndim == 1 else actions
-        ):  # numbers of Python are quicker
+        ):  # Numbers of Python are faster than arrays here.
             answer = self._step(self._action(action))
             if type(answer) is not tuple or len(answer) != 5:
                 raise RolloutDataFailure(

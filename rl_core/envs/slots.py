@@ -96,7 +96,7 @@ class LocalSlots:
 def _close(simulator: Simulator) -> None:
     try:
         simulator.close()
-    except Exception:  # a simulator raises anything, and one that has failed may not be able to close
+    except Exception:  # A simulator may raise anything, and one that has failed may be unable to close.
         logger.warning("a simulator raised as it was closed", exc_info=True)
 
 

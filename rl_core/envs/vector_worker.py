@@ -99,7 +99,7 @@ class EnvWorker(Worker):
             await self._open(exchange, request)
             return await (self._evaluate if request.mode == "eval" else self._collect)(exchange, request)
         except Exception:
-            exchange.disconnect()  # tells the rollouts that no observations follow
+            exchange.disconnect()  # Tells the rollouts that no observations follow.
             raise
         finally:
             exchange.close()

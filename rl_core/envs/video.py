@@ -50,7 +50,7 @@ class Camera:
     def _frame(self) -> np.ndarray:
         try:
             frame = np.asarray(self._env.render())
-        except Exception as error:  # a simulator raises anything
+        except Exception as error:  # A simulator may raise anything.
             raise ConfigError(
                 f"env.options.videos: the simulator could not render: {describe(error)}; install what it needs or set videos to 0"
             ) from error

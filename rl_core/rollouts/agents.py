@@ -156,7 +156,8 @@ class AgentRolloutImpl(AsyncRolloutImpl):
             self._fill(sample, branch, agent.cut if index == 0 else None)
             if text := result.get("explanation"):
                 sample.env_info = {EXPLANATION: text}
-            session = agent.session if index == 0 else None  # once for the episode
+            # These counters are per episode, so only its first sample reports them.
+            session = agent.session if index == 0 else None
             metrics = sample.metrics() | {name: getattr(session, name, 0) for name in ("branches", "unspliced")}
             completion = sample.completion(default_version=self.policy_version)
             completion.metrics["reward_share"] = share

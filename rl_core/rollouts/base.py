@@ -223,7 +223,7 @@ class RolloutWorkerBase(WeightMethods):
         """
         built = self._parts
         if built is None:
-            return  # the engine is not built: nothing is on the device
+            return  # The engine is not built yet, so nothing is on the device.
         await built.residency.move_to(parts, token)
         if built.residency.complete and built.receiver.state is ReceiverState.SERVING:
             built.loop.open()

@@ -268,7 +268,7 @@ class RemoteEnvironment(EnvironmentInterface):
         except (TypeError, ValueError) as error:
             if isinstance(
                 error, RLJobError
-            ):  # raised by the env worker; other errors say that the rows cannot be encoded
+            ):  # The env worker raised it. Any other error means that the rows cannot be encoded.
                 raise
             if len(rows) == 1:
                 return [RolloutDataFailure(f"sample {rows[0].key} cannot be sent to an env worker: {error}")]

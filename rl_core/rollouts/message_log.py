@@ -17,7 +17,8 @@ from rl_core.api.records import Completion
 
 def as_token_tensor(ids: Any) -> Tensor:
     """Return `ids` (tensor, array or list, possibly empty or [1, T]) as a 1-D int64 tensor."""
-    tensor = ids if isinstance(ids, Tensor) else torch.tensor(ids)  # copied: arrays off the wire are read-only
+    # Copied, because arrays that were received are read-only.
+    tensor = ids if isinstance(ids, Tensor) else torch.tensor(ids)
     return tensor.reshape(-1).to(torch.int64)
 
 

@@ -214,7 +214,7 @@ class MultiStepRolloutWorker(WeightMethods):
         """
         self._stop()
         served = Served()
-        served.set_running_or_notify_cancel()  # else `work`, when it is cancelled, would cancel it
+        served.set_running_or_notify_cancel()  # Otherwise a cancellation of `work` would cancel this future too.
         working = self._working = self._thread.submit(work(served))
         try:
             if request.version is not None:

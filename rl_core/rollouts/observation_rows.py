@@ -34,7 +34,8 @@ class ObservationRows:
         self._shared = shared
         self._rows = {name: torch.from_numpy(array) for name, array in shared.arrays.items()}
         for rows in self._rows.values():
-            rows[FINAL_ROW] = 0  # a policy also sees the final observations of episodes that go on
+            # The policy reads this row of all simulators, also of those whose episode has not ended.
+            rows[FINAL_ROW] = 0
         self._row = -1
         """Row of the latest observations."""
 

@@ -35,7 +35,7 @@ class TrajectoryRecorder:
             return
         if output.lost is not None:
             self._lost[len(self._rewards)] = output.lost
-            rewards = rewards.masked_fill(output.lost[:, None], 0.0)  # the end of a lost episode has no bootstrap
+            rewards = rewards.masked_fill(output.lost[:, None], 0.0)  # The end of a lost episode is not bootstrapped.
         self._rewards.append(rewards)
         sub_steps = output.sub_steps
         self._sub_steps.append(torch.full((len(rewards),), rewards.shape[1]) if sub_steps is None else sub_steps)
@@ -66,7 +66,7 @@ class TrajectoryRecorder:
             _ends(list(parts), self._rewards[0]) for parts in zip(*self._ends, strict=True)
         )
         if self._auto_reset:
-            dones[0] = False  # the end of the episode before belongs to the trajectory before
+            dones[0] = False  # The end of the previous episode belongs to the previous trajectory.
         flags = None
         if any(flag is not None for flag in self._flags):
             empty = torch.zeros(self._rewards[0].shape, dtype=torch.bool)

@@ -174,7 +174,7 @@ class RolloutLoop:
             if not self._gate.is_set():
                 with self._waiting("weights", "actor", WaitCause.WEIGHTS):
                     await self._gate.wait()
-                continue  # it may have closed again before this loop woke up
+                continue  # The gate may have closed again before this loop woke up.
             if self._groups and self._room():
                 await asyncio.sleep(GATHER_S)
             max_groups = self._room()

@@ -173,7 +173,7 @@ class EnvConnections:
         Raises InfrastructureError if an env worker cannot be reached.
         """
         request, index = envs.request, envs.index
-        self._mailbox.wait(0.0)  # notices which connections have ended
+        self._mailbox.wait(0.0)  # Updates `closed` of connections that have ended.
         self._mailbox.keep(request.prefix)
         self._by_address = {address: one for address, one in self._by_address.items() if not one.closed}
         exchange = DirectChannel(self._mailbox, get_from=observations, put_to=actions, seconds=seconds)

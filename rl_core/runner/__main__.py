@@ -72,7 +72,7 @@ def read_peer(identity: Identity) -> Peer | None:
 def main() -> int:
     """Run to the end; return the exit code (0 done, 2 configuration, 3 infrastructure, 4 data)."""
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # where does it wait: kill -USR1 PID, then read the log
+    faulthandler.register(signal.SIGUSR1)  # `kill -USR1 PID` writes the stacks of all threads to the log.
     try:
         identity = Identity.from_env()
     except ConfigError as error:
@@ -91,7 +91,8 @@ def main() -> int:
         serve(runner, port, read_peer(identity), in_cluster=identity.in_cluster)
         if (
             identity.in_cluster
-        ):  # the supervisor reports this file at the pod's end: that of an earlier epoch must not be taken for ours
+            # The supervisor reports this file when the pod ends. A file of an earlier epoch must not be reported for this one.
+        ):
             write_json(output / "status.json", runner.status())
         elif not (output / "status.json").exists():  # `rljob status` and `rljob scale` work from the first second on
             write_status(output, runner.status())
@@ -101,7 +102,7 @@ def main() -> int:
         logger.info("%s", summary)
         code = end(runner, summary)
         outcome = "Finished" if code == 0 else "Failed"
-    except Exception as error:  # also a bug: the status must say why the run ended
+    except Exception as error:  # Bugs included: the status must say why the run ended.
         logger.exception("the run failed")
         code, outcome = failure_code(error), "Failed"
         message = str(error) if isinstance(error, RLJobError | ExceptionGroup) else describe(error)
@@ -153,4 +154,4 @@ if __name__ == "__main__":
     code = main()
     logging.shutdown()
     sys.stdout.flush()
-    os._exit(code)  # sockets' and pools' threads hold no state worth waiting for
+    os._exit(code)  # The threads of sockets and pools have nothing left to store.

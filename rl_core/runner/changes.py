@@ -118,12 +118,13 @@ def for_elastic_roles(spec: RLJobSpec) -> RLJobSpec:
     for path in ("checkpoint", *OPERATOR_FIELDS):
         fields.pop(path)
     del fields["algorithm"]["steps"], fields[ACTOR]["optimizer"]
-    if spec.algorithm.distillation is not None:  # teachers are groups of the job, and the actors alone ask them
+    if spec.algorithm.distillation is not None:  # Only the actors call the teachers, which are groups of the job.
         fields["algorithm"] |= {"name": "raw", "distillation": None}
     fields["algorithm"]["inference"] = None
     if fields["algorithm"]["critic"] is not None:
         fields["algorithm"]["critic"]["group"] = None
-    fields["algorithm"]["maxStaleness"] = min(spec.algorithm.max_staleness, 1)  # they ask only whether there is any
+    # Rollouts and envs only need to know whether it is 0.
+    fields["algorithm"]["maxStaleness"] = min(spec.algorithm.max_staleness, 1)
     return RLJobSpec.model_validate(fields)
 
 

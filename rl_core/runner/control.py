@@ -77,7 +77,7 @@ class ControlServer:
             return self._signed(call, HTTPStatus.OK, self._actions[name](body))
         except (ValueError, RecursionError) as error:
             return self._signed(call, HTTPStatus.BAD_REQUEST, {"error": str(error)})
-        except Exception as error:  # whatever an action raises, its caller must hear of it
+        except Exception as error:  # The caller must get an answer, whatever the action raises.
             logger.exception("%s failed", name)
             text = f"{type(error).__name__}: {error}"
             return self._signed(call, HTTPStatus.INTERNAL_SERVER_ERROR, {"error": text})

@@ -75,7 +75,7 @@ class Tally:
     def take(self) -> Extent:
         """Sync the file to disk and return its extent; if the file is gone, return the last one. Raises OSError if it cannot be synced."""
         with suppress(FileNotFoundError), self._path.open("rb") as file:
-            os.fsync(file.fileno())  # else a power cut could leave less than the checkpoint vouches for
+            os.fsync(file.fileno())  # Otherwise a power cut could lose lines that the checkpoint refers to.
             file.seek(self._bytes)
             while block := file.read(1 << 20):
                 self._hash.update(block)

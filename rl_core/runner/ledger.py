@@ -289,7 +289,8 @@ class PromptLedger:
                     f"group {group.group_id} must be leased to be requeued for {reason}, got state {group.state.value}"
                 )
         if reason != "worker_lost":
-            group.failures.pop("worker_lost", None)  # losses count in a row: this time the worker answered
+            # Only consecutive losses count, and this time the worker has answered.
+            group.failures.pop("worker_lost", None)
         if counted:
             group.failures[reason] = group.failures.get(reason, 0) + 1
         if group.failures.get(reason, 0) >= self._budgets[reason]:

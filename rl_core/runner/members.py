@@ -164,7 +164,8 @@ class Members:
             return
         self._in.add(
             process
-        )  # before the attempt: a loss during it removes the entry, so that the next hello joins again
+            # Added before the attempt: a loss during the attempt removes the entry, so that the next hello starts another join.
+        )
         complete = False
         try:
             complete = self._strategies[member.group].bring_in(member)

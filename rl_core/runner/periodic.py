@@ -50,7 +50,7 @@ class PeriodicTasks:
                     logger.warning("periodic task: %s", error)
                 except (
                     Exception
-                ):  # this thread alone finds stalls and expires leases: a bug in one task must not end it
+                ):  # Only this thread finds stalls and expires leases, so a bug in one task must not end it.
                     logger.exception("a periodic task failed")
 
     def _interrupt_for_gangs(self) -> None:

@@ -75,7 +75,7 @@ class PromptOrder:
         size, offset = self._parts[part].size, int(text) - self._starts[part]
         position = self._position(part, int(data_epoch) * size)
         if position >= end:
-            return None  # without the order of a pass that has not begun
+            return None  # The order of a pass that has not begun is not computed.
         if self._shuffle:
             offset = self._permutation(part, int(data_epoch)).index(offset)
         position = self._position(part, int(data_epoch) * size + offset)

@@ -183,7 +183,7 @@ def build_dispatcher(
             member is not None
             and member.incarnation == incarnation
             and not member.state.gone
-            and member.state not in (MemberState.DRAINING, MemberState.SUSPECT)  # who is silent gets no new work
+            and member.state not in (MemberState.DRAINING, MemberState.SUSPECT)  # A silent member gets no new work.
         )
 
     return Dispatcher(

@@ -242,7 +242,7 @@ class TrainingAccount:
             group = self.ledger.group_by_token(entry.token)
             if group is not None and group.state is GroupState.GENERATED:
                 return group, entry
-            heapq.heappop(self._deferred)  # given back or cancelled meanwhile
+            heapq.heappop(self._deferred)  # The group was returned or cancelled meanwhile.
         return None
 
     def _decide_deferred(self, now: float) -> None:

@@ -70,7 +70,8 @@ class TrainingProgram(Program):
             self.schedule.training(),
             self.stops.cancelling(lambda: actor.cancel_training()),
         ):
-            self.stops.raise_if_stop_requested()  # a stop requested before TRAINING could not cancel it; honour it now
+            # A stop that was requested before this phase could not cancel the step, so it is checked here.
+            self.stops.raise_if_stop_requested()
             if self.needs_scoring:
                 with self.report.measure("inference"):
                     self.stops.wait(self.actor.compute_log_probs())
@@ -81,7 +82,7 @@ class TrainingProgram(Program):
                 self.on_training()
                 metrics = self.stops.wait(training)[0]
             of_critic: dict[str, float] = {}
-            if metrics is not None and self.critic is not None:  # now the step cannot be cancelled any more
+            if metrics is not None and self.critic is not None:  # From here on the step cannot be cancelled.
                 with self.report.measure("critic"):
                     fitting = self.critic.run_training(self.progress.step + 1, spec.actor.data_parallel)
                     (of_critic,) = self.stops.wait(fitting)

@@ -41,7 +41,8 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ValueError(f"a message must have a role, got {str(dict(message))[:80]}")
-    role = "system" if role == "developer" else role  # newer name of the same role, which templates do not know
+    # OpenAI's newer name of the role `system`, which chat templates do not know.
+    role = "system" if role == "developer" else role
     result: dict[str, Any] = {"role": role, "content": text_of_content(message.get("content"))}
     for key in ("name", "tool_call_id", "reasoning_content"):
         if isinstance(message.get(key), str):

@@ -149,7 +149,7 @@ def _object(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        return {"arguments": text}  # this API has objects only
+        return {"arguments": text}  # In this API the input of a tool is always an object.
 
 
 def _usage(completed: Completed) -> dict[str, int]:

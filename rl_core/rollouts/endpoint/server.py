@@ -63,7 +63,7 @@ class Endpoint:
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
-        # handler_cancellation: the row of a client that goes away leaves the engine.
+        # handler_cancellation: when a client disconnects, its row is dropped from the engine.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_SECONDS)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port, backlog=1024)
@@ -96,7 +96,8 @@ class Endpoint:
         finally:
             self._calls -= 1
         text = json.dumps(refusal.body()).encode()
-        if refusal.code == CONTEXT_LENGTH:  # part of the episode: it ends because its sequence is full
+        # This refusal is part of the episode, which ends because its sequence is full.
+        if refusal.code == CONTEXT_LENGTH:
             return record.answer(request, text, record.NOTHING, status=refusal.status)
         return web.Response(body=text, status=refusal.status, content_type="application/json", charset="utf-8")
 
@@ -254,7 +255,7 @@ def _answer(request: web.Request, body: Mapping[str, Any], completed: chat.Compl
 
 
 def _refusal(error: BaseException) -> EndpointError:
-    if isinstance(error, ExceptionGroup):  # of several choices; the first failure stands for all
+    if isinstance(error, ExceptionGroup):  # Several choices may fail; the first failure is reported.
         return _refusal(error.exceptions[0])
     if isinstance(error, EndpointError):
         return error

@@ -105,7 +105,7 @@ class TransformersDecoder:
             mask[row, padded - len(prompt) :] = 1
         cache = (
             DynamicCache()
-        )  # keeps all keys of layers with a sliding window too, so that rows of any length can be joined
+        )  # This cache keeps all keys also in layers with a sliding window, so that rows of any length can be joined.
         index = torch.from_numpy(row_prompts).to(self.device)
         mask = mask.to(self.device)
         logits = self._forward(ids.to(self.device), mask, (mask.cumsum(-1) - 1).clamp(min=0), cache)

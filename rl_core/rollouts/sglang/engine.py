@@ -242,9 +242,7 @@ class SGLangEngine:
         while not self._closed.is_set():
             try:
                 reason = self._run_process()
-            except (
-                Exception
-            ) as error:  # any failure: callers that wait for the engine must learn that there will be none
+            except Exception as error:  # Callers that wait for the engine must learn of any failure.
                 if not isinstance(error, RLJobError):
                     logger.exception("the engine's keeper failed")
                     error = InfrastructureError(f"the engine's keeper failed: {type(error).__name__}: {error}")
@@ -283,7 +281,7 @@ class SGLangEngine:
         logger.error("the engine does not come back: %s", error)
         self._failure = error
         self._ready.set()
-        if not self._closed.is_set():  # afterwards nobody waits for another engine, and the worker ends in its own way
+        if not self._closed.is_set():  # After `close` nobody waits for another engine.
             self._on_back(error)
 
     def _serve(self, process: EngineProcess) -> str:
@@ -385,7 +383,7 @@ class SGLangEngine:
         with self._lock:
             for output in outputs:
                 progress = self._pending.rows.get(output.key)
-                if progress is None:  # its caller has left
+                if progress is None:  # The caller has left.
                     continue
                 tokens += len(output.ids)
                 self._prompt_tokens += output.prompt_tokens

@@ -85,7 +85,7 @@ class EngineProcess:
         self._output = threading.Thread(target=self._copy_output, name="rljob-engine-err", daemon=True)
         self._output.start()
         self._stream = own_end
-        self._poll = select.poll()  # not select(), which knows no descriptor above 1,023
+        self._poll = select.poll()  # select() does not support descriptors above 1,023.
         self._poll.register(own_end, select.POLLIN)
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         # A thread of its own: a stopped child reads nothing, and the event loop must not block on it.
@@ -176,7 +176,7 @@ class EngineProcess:
         while (data := self._outbox.get()) is not None:
             try:
                 self._stream.sendall(data)
-            except OSError:  # the child has ended; the reader of the stream notices
+            except OSError:  # The child has ended, which the reader of the stream reports.
                 return
 
     def _copy_output(self) -> None:

@@ -58,7 +58,7 @@ def _remove_orphans() -> None:
         try:
             with lock.open("wb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # its worker lives, or belongs to another user
+        except OSError:  # The worker of the file is alive, or belongs to another user.
             continue
         shutil.rmtree(lock.parent, ignore_errors=True)
 

@@ -54,7 +54,7 @@ class ChildAdapters:
         if self._unloading is not None:
             await self._unloading
         offered, self._offered = self._offered, None
-        if offered is not None:  # of a version that was never committed
+        if offered is not None:  # The adapter of a version that was never committed.
             await self._unload(offered)
         # SGLang compares as well, after the tensors were sent to its processes, but a difference ends them.
         tensors = self._loader.tensors(places)
@@ -87,7 +87,7 @@ class ChildAdapters:
             raise RuntimeError(
                 f"the adapter of version {version} must be loaded before it is served, got {self._offered}"
             )
-        await self._manager.get_internal_state()  # a scheduler that died since the load does not answer
+        await self._manager.get_internal_state()  # A scheduler that has died since the load does not answer.
         previous, self._served, self._offered = self._served, self._offered, None
         self._update()
         if previous is not None:
@@ -125,7 +125,8 @@ class ChildAdapters:
         result = await self._manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=adapter.name), None)
         if not result.success:
             raise RuntimeError(f"the engine did not unload the adapter {adapter.name}: {result.error_message}")
-        self._manager.lora_ref_cache.pop(adapter.name, None)  # SGLang keeps the name of each adapter that it ever had
+        # Otherwise SGLang would keep the name of each adapter that was ever loaded.
+        self._manager.lora_ref_cache.pop(adapter.name, None)
 
 
 def _holds(tensors: dict[str, Any], digests: dict[str, str], name: str) -> bool:

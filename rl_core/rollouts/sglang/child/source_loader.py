@@ -60,11 +60,12 @@ class SourceLoader:
             with self._reader.open(source, assembly) as tensors:
                 for count in _counts(manifest, layout, wanted):
                     self._layout.record(model, islice(tensors, count), sum_copies=self._sum_copies)
-                next(tensors, None)  # lets the source end
-        except Exception as error:  # whatever the model's loader raises: SGLang's scheduler would end with it
+                next(tensors, None)  # Lets the source finish.
+        # The model's loader may raise anything, and an exception would end SGLang's scheduler.
+        except Exception as error:
             logger.exception("version %s could not be loaded", manifest.version)
             problem, group_ended = f"{type(error).__name__}: {error}", self._reader.group_ended(source)
-            self._reader.leave_group(problem)  # the other processes of the engine would wait for this one
+            self._reader.leave_group(problem)  # Otherwise the other processes of the engine would wait for this one.
         opened = isinstance(source, DeviceSource) and self._reader.opened
         return LoadReport(error=problem, ended=group_ended, opened=opened, group=self._reader.group, bad=assembly.bad)
 

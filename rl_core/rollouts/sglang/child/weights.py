@@ -84,7 +84,7 @@ class ChildWeightLoader:
             load_format="flattened_bucket",
             flush_cache=not keep_cache,
             weight_version=str(version),
-            selector="target",  # a draft model would read the source a second time
+            selector="target",  # A draft model would read the source a second time.
         )
         whole, check = self._next_check(turns=turns, whole=load.whole)
         manager = self._manager

@@ -98,4 +98,4 @@ class _Modules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 sys.meta_path.append(_Modules())
-importlib.import_module("triton.runtime")  # sglang asks for it by its name alone
+importlib.import_module("triton.runtime")  # SGLang looks it up by its name.
