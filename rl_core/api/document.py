@@ -42,7 +42,8 @@ def read(schema: type[Part], document: Mapping[str, Any] | str | bytes) -> Part:
     except ValidationError as error:
         unknown = [detail["loc"] for detail in error.errors(include_url=False) if detail["type"] == "extra_forbidden"]
     if not unknown:
-        return schema.model_validate_json(json.dumps(content))  # raises the same once more, with nothing to leave out
+        # No field can be left out, so this raises the same error again.
+        return schema.model_validate_json(json.dumps(content))
     refused = [loc for loc in unknown if holds(changed, loc)]
     if refused:
         fields = ", ".join(f"{'.'.join(map(str, loc))}: {at(changed, loc)!r}" for loc in refused)

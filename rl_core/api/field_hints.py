@@ -40,7 +40,8 @@ def suggest(root: type[BaseModel], loc: Location, value: Any = None) -> str:
     path = [str(part) for part in loc[1:]]
     complete = foreign_path(path, whole=True)
     setting = complete or foreign_name(name, ".".join(path[:-1])) or foreign_path(path)
-    if setting is not None and complete is None and camel in _paths(root):  # also a name of ours, in another block
+    # Another block of this schema has a field of the same name.
+    if setting is not None and complete is None and camel in _paths(root):
         is_top_level = len(path) == 1 and not setting.is_called(name, alone=True)
         if (is_top_level or not setting.ours) and (elsewhere := _elsewhere(root, camel, block)):
             return f"did you mean {elsewhere}?"
@@ -149,9 +150,8 @@ def _walk(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[str, 
         field_path = (*path, field.alias or name)
         yield field_path
         inner = _model_of(field.annotation)
-        if is_model(inner) and not (
-            issubclass(model, PodSpec) and name in PodSpec.model_fields
-        ):  # of pods only the fields themselves
+        # Fields inside the pod fields of a role are left out.
+        if is_model(inner) and not (issubclass(model, PodSpec) and name in PodSpec.model_fields):
             yield from _walk(inner, field_path)
 
 

@@ -284,7 +284,7 @@ class PodSpec(Spec):
     )
     def _gpus_are_counted(self) -> Iterator[str]:
         if self.gpu_resource == GPU_RESOURCE:
-            return  # Resources refuses it itself, for init containers too
+            return  # The rules of `resources` refuse it already, for init containers too.
         for field, values in (("requests", self.resources.requests), ("limits", self.resources.limits)):
             if self.gpu_resource in values:
                 yield f"resources.{field} must not name the role's gpuResource, got {self.gpu_resource}; set the role's gpus instead"

@@ -90,7 +90,7 @@ class CopiedOutput:
         if not is_served(name) or not path.parent.is_dir():
             raise InfrastructureError(f"the runner must name files that were asked for, got {name[:80]!r}")
         if offset == 0:
-            self._replace(name, data)  # as another file, so that a reader notices
+            self._replace(name, data)  # The file is replaced, not overwritten, so that a reader notices.
             return
         with path.open("ab") as file:
             if file.tell() != offset:

@@ -77,7 +77,8 @@ def start_run(job: RLJob, *, output: str | Path, code: str | Path = ".", resume:
     run prints. `code` is the folder at which relative paths of the job and the modules of user code are found. `resume` is auto, none or
     the path of a checkpoint, as of `rljob run`. Raises ConfigError, and writes nothing, when `output` holds a run that is not resumed.
     """
-    from rl_core.cli.run import check_output  # it loads the launcher, which following a run does not need
+    # Imported here because it loads the launcher, which following a run does not need.
+    from rl_core.cli.run import check_output
 
     output, folder = Path(output).resolve(), Path(code).resolve()
     check_output(output, resume)
@@ -96,6 +97,6 @@ def start_run(job: RLJob, *, output: str | Path, code: str | Path = ".", resume:
             stdout=printed,
             stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-            start_new_session=True,  # an interrupted notebook cell interrupts `follow`, not the run
+            start_new_session=True,  # An interrupted notebook cell interrupts `follow`, not the run.
         )
     return LocalRun(process, output, log, done=lines[-1]["step"] if lines else -1)

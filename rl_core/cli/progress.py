@@ -199,7 +199,7 @@ class ProgressDisplay:
             for line in complete.splitlines():
                 try:
                     line_of_step = step_line(json.loads(line), self._total, self._measured)
-                except (ValueError, KeyError, TypeError):  # torn by a full disk, or a rest
+                except (ValueError, KeyError, TypeError):  # The line was cut off by a full disk, or is the rest of one.
                     continue
                 self.say(line_of_step)
                 self._pause = WAITING_S
@@ -224,8 +224,9 @@ def waiting_line(status: dict[str, Any], seconds: float) -> str:
     if not status:
         return f"{now}  starting for {seconds:.0f} s: the runner loads its libraries"
     waits = sorted(status.get("waits") or [], key=lambda wait: (wait["on"] != DISK_SPACE, -float(wait["seconds"])))
-    waits = waits[: 1 if waits and waits[0]["on"] == DISK_SPACE else 2]  # the others wait for the runner then
-    step = status.get("step")  # 0 until a checkpoint is loaded, also of a run that is resumed
+    # While the runner waits for disk space, the others wait for the runner.
+    waits = waits[: 1 if waits and waits[0]["on"] == DISK_SPACE else 2]
+    step = status.get("step")  # 0 until a checkpoint is loaded, also in a run that is resumed.
     place = status.get("phase", "Starting") + (f", step {step}" if step else "")
     lines = [f"{wait['who']} waits for {wait['on']}: {wait['what']} ({wait['seconds']:.0f} s)" for wait in waits]
     ready = ", ".join(f"{role['name']} {role['ready']}/{role['desired']}" for role in status.get("roles", []))

@@ -48,7 +48,7 @@ def run_job(file: Path, *, output: Path | None, settings: Sequence[str], resume:
         [str(file.resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     space = Workspace(folder)
-    space.lock()  # before anything is written: the keys and the job in the folder may be those of a run that lives
+    space.lock()  # Locked before anything is written: the folder may hold the keys and the job of a live run.
     plan_for = prepare_folder(job, folder)
     first_epoch = next_epoch(folder)
     cluster = LocalCluster(
@@ -203,7 +203,8 @@ def report(job: RLJob, folder: Path, code: int) -> int:
     sys.stderr.write(
         f"rljob: {job.metadata.name} {outcome} (exit code {code}) at step {read_step(folder)}: {message}\n"
     )
-    resume_hint = "" if code == 4 else way_on(job, folder)  # with code 4 it would meet the same data
+    # A run that ended with code 4 would meet the same data again.
+    resume_hint = "" if code == 4 else way_on(job, folder)
     sys.stderr.write(
         f"rljob: look at it with rljob view {shlex.quote(str(folder))}; logs in {folder / 'logs'}{resume_hint}\n"
     )

@@ -48,7 +48,7 @@ def _within(seconds: float, action: str, deadline: str) -> Iterator[None]:
         raise
     except RLJobError as error:
         raise ConfigError(f"env.options.id: {error}; correct it") from error
-    except Exception as error:  # a simulator raises anything
+    except Exception as error:  # A simulator may raise anything.
         raise ConfigError(
             f"env.options.id: the simulator must {action}, it raised {describe(error)}; correct it"
         ) from error

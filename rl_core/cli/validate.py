@@ -379,7 +379,8 @@ def _example_rows(job: RLJob, on_volumes: Collection[str]) -> dict[str, "EnvRow"
         if not reference.startswith(HUB_SCHEME):
             try:
                 rows = numbered_rows(reference, field=field, name=name)
-            except UnusableRows as error:  # within data.maxBadRows, or the rows would not be tried
+            # There are at most data.maxBadRows bad rows; otherwise no rows would be tried.
+            except UnusableRows as error:
                 rows = dict(error.good)
             examples |= example_rows(rows, data, field=field, task_name=job.spec.env.type)
     return examples

@@ -39,5 +39,5 @@ def serve_view(runs: Sequence[str], place: Place, *, host: str, port: int, brows
         finally:
             stopped.set()
             for follower in followers:
-                follower.join()  # before the folder that it writes to is deleted
+                follower.join()  # Joined before the folder that the thread writes to is deleted.
     return 0

@@ -104,9 +104,8 @@ class Simulator:
         interventions: dict[int, Any] = {}
         terminated = truncated = False
         obs: Observation = {}
-        for index, action in enumerate(
-            actions.tolist() if actions.ndim == 1 else actions
-        ):  # Numbers of Python are faster than arrays here.
+        # Numbers of Python are faster than arrays here.
+        for index, action in enumerate(actions.tolist() if actions.ndim == 1 else actions):
             answer = self._step(self._action(action))
             if type(answer) is not tuple or len(answer) != 5:
                 raise RolloutDataFailure(

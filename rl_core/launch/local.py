@@ -198,7 +198,7 @@ class LocalCluster:
             self._space,
             environ={**self._environ, **constant},
             on_end=self._on_pod_end,
-            say=lambda text: self._say(text),  # `run` replaces it
+            say=lambda text: self._say(text),  # A lambda, because `run` replaces `_say`.
         )
 
     def _client(self, port: int) -> ControlClient:
@@ -276,7 +276,7 @@ class LocalCluster:
             self._spawn(self._restart_role(decision.role))
         elif action is Action.RESTART_JOB:
             for gang_pod in self._gang():
-                gang_pod.expected = True  # the rest of the gang ends too: one restart is enough
+                gang_pod.expected = True  # The rest of the gang ends too, and one restart is enough.
             self._spawn(self._restart_job())
 
     @property
@@ -294,7 +294,7 @@ class LocalCluster:
 
     async def _restart_role(self, role: str) -> None:
         pods = [pod for pod in self._pods.of_role(role) if not pod.retired]
-        if not pods:  # its processes run in pods of the actor and restart with them
+        if not pods:  # The processes of the role run in pods of the actor and restart with these.
             await self._restart_job()
             return
         await self._pods.kill(pods)
@@ -333,7 +333,7 @@ class LocalCluster:
             await asyncio.sleep(STATUS_SECONDS)
             epoch = self._plan.epoch
             status = await asyncio.to_thread(self._control.status)
-            outdated = epoch != self._plan.epoch  # the answer is that of a gang which is being ended
+            outdated = epoch != self._plan.epoch  # The answer comes from a gang that is being ended.
             if status is None or outdated or status.get("epoch", epoch) != epoch or self._ending.is_set():
                 continue
             self.status = status
@@ -388,7 +388,7 @@ class LocalCluster:
         for listener in self._listeners:
             try:
                 listener(status)
-            except Exception:  # a display must not end the run
+            except Exception:  # A failure of the display must not end the run.
                 logger.exception("a status listener failed")
 
     # --- ending ----------------------------------------------------------------------------------------------------
@@ -461,7 +461,7 @@ class LocalCluster:
 
     def _schedule(self, work: Callable[[], None]) -> None:
         if self._loop is not None and not self._done.is_set():
-            with contextlib.suppress(RuntimeError):  # the loop has just closed: everything has ended
+            with contextlib.suppress(RuntimeError):  # The event loop has just closed, so everything has ended.
                 self._loop.call_soon_threadsafe(work)
 
     def _spawn(self, work: Any) -> asyncio.Task[Any]:

@@ -60,5 +60,5 @@ class ProcessRegistry:
         entries: list[dict[str, Any]] = [asdict(entry) for entry in self.entries()]
         try:
             write_json(self._path, entries)
-        except OSError as error:  # a full disk must not end the run
+        except OSError as error:  # A full disk must not end the run.
             logger.warning("%s could not be written: %s", self._path, error)

@@ -164,7 +164,7 @@ class Workspace:
         elif code != INTERRUPTED or status.get("phase") not in FINAL_PHASES:
             status["phase"] = "Failed"
         elif status["phase"] == "Finished" and status.get("step", 0) < status.get("totalSteps", 0):
-            status["phase"] = "Suspended"  # it was asked to end and has saved: `--resume auto` continues it
+            status["phase"] = "Suspended"  # The run was asked to end and has saved; `--resume auto` continues it.
         runner_failure = status.get("failure") or {}
         if code not in (0, INTERRUPTED) and failure and str(runner_failure.get("message")).startswith(TERMINATED):
             status["failure"] = {**runner_failure, "message": f"{failure}; {runner_failure['message']}"}

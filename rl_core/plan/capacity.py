@@ -230,7 +230,8 @@ def _critic_rows(name: str, job: RLJobSpec, facts: ModelFacts) -> list[CapacityR
     spec = critic_spec(job, group=name)
     phases = trainer_phases(spec, facts, logits=False)
     phases = {"values" if phase == "logprob" else phase: parts for phase, parts in phases.items() if phase != "sync"}
-    offload = spec.actor.offload.model_copy(update={"params": False, "grads": False})  # nobody shares its devices
+    # No other group shares its devices.
+    offload = spec.actor.offload.model_copy(update={"params": False, "grads": False})
     spec = spec.model_copy(update={ACTOR: spec.actor.model_copy(update={"offload": offload})})
     return _trainer_rows(name, spec, phases, host=checkpoint_copy(spec, facts))
 

@@ -24,7 +24,7 @@ def changes_that_fit(job: RLJobSpec, group: str, fits: Callable[[RLJobSpec], boo
         ACTOR: (list(_settings(job)), list(_more_processes(job))),
         ROLLOUT: (list(_smaller_batches(job)), list(_larger_engines(job))),
     }.get(group, ([], []))
-    max_settings = len(settings) if group == ACTOR else 1  # the rollout's are alternatives
+    max_settings = len(settings) if group == ACTOR else 1  # The rollout's settings are alternatives.
     for device_changes in ([], *([change] for change in devices)):
         for count in range(max_settings + 1):
             for setting_changes in combinations(settings, count):

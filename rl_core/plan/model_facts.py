@@ -98,7 +98,7 @@ def _read_config(file: Path) -> Mapping[str, Any]:
         ) from error
     if not isinstance(config, dict):
         raise ConfigError(f"{file} must hold an object, got {type(config).__name__}")
-    text = config.get("text_config")  # models that also see keep the language model's sizes here
+    text = config.get("text_config")  # Multimodal models have the sizes of the language model here.
     return config | text if isinstance(text, dict) else config
 
 

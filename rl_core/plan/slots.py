@@ -232,7 +232,7 @@ def _check_group(group: GroupSlots, placement: ModelParallelComponentPlacement) 
     count = group.pods * group.processes
     offered = [list(range(start + rank * group.share, start + (rank + 1) * group.share)) for rank in range(count)]
     if resources != offered:
-        hybrid = placement.mode is PlacementMode.HYBRID  # which takes a range for a process per resource
+        hybrid = placement.mode is PlacementMode.HYBRID  # Mode hybrid reads a range as one process per resource.
         ranks = f"{start}-{offered[-1][-1]}" + (f":0-{count - 1}" if hybrid and group.share > 1 else "")
         description = f"{count} processes with {group.share} {'accelerators' if group.gpus else 'process slots'} each"
         raise PlacementError(

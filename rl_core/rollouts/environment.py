@@ -266,9 +266,8 @@ class RemoteEnvironment(EnvironmentInterface):
                     "step_rows", [row.sent for row in rows], timeout=self.answer_seconds
                 )
         except (TypeError, ValueError) as error:
-            if isinstance(
-                error, RLJobError
-            ):  # The env worker raised it. Any other error means that the rows cannot be encoded.
+            # An RLJobError was raised by the env worker. Any other error means that the rows cannot be encoded.
+            if isinstance(error, RLJobError):
                 raise
             if len(rows) == 1:
                 return [RolloutDataFailure(f"sample {rows[0].key} cannot be sent to an env worker: {error}")]

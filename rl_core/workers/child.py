@@ -49,7 +49,7 @@ class LineReader:
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
                 self._on_line(line)
-            if len(self._rest) > _CHUNK:  # for example a progress bar, which writes no newline
+            if len(self._rest) > _CHUNK:  # A progress bar, for example, writes no newline.
                 self._on_line(self._rest)
                 self._rest = b""
 
@@ -147,7 +147,7 @@ class Child:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
         self.returncode = self._popen.returncode = code
-        processes.kill_group(self.pid, signal.SIGKILL)  # descendants that are still in its group
+        processes.kill_group(self.pid, signal.SIGKILL)  # Kills the descendants that are still in its process group.
         for reader in (self._events, self._output):
             reader.drain()
             reader.close()

@@ -246,13 +246,13 @@ class Cluster:
 
     def _on_change(self, change: Change) -> None:
         if change.kind == "lost" or change.member.incarnation > (0, 0):
-            # Again when it is replaced: others may have sent before they knew of the loss.
+            # Repeated when the member is replaced, because others may have sent before they knew of the loss.
             delete_stored(change.member.name)
         if change.kind == "lost":
             with self._lock:
                 cached = self._clients.get(change.member.name)
                 if cached is not None and cached[0].incarnation > change.member.incarnation:
-                    cached = None  # the client is already that of the replacement
+                    cached = None  # The client already belongs to the replacement.
                 else:
                     self._clients.pop(change.member.name, None)
             if cached is not None:
@@ -263,9 +263,8 @@ class Cluster:
 
     def _constructed(self, name: str, future: "concurrent.futures.Future[MethodResult]") -> None:
         error = None if future.cancelled() else future.exception()
-        if error is not None and not isinstance(
-            error, WorkerLost
-        ):  # the replacement of a lost member is constructed again
+        # A WorkerLost is not stored, because the replacement of a lost member is constructed again.
+        if error is not None and not isinstance(error, WorkerLost):
             with self._lock:
                 self._failures[name] = error
 

@@ -198,7 +198,7 @@ class WorkerContext:
         """Apply the hub's answer to `hello`: the job (None outside one), the model files and all members."""
         self.job = job
         self.files = dict(files) or self.files
-        with self._lock:  # the successor of a lost hub numbers its views from 0 and may not know all members
+        with self._lock:  # The successor of a lost hub numbers its views from 0 and may not know all members.
             self._members.clear()
             self._view_version = -1
         self.update_view(view)
@@ -225,7 +225,7 @@ class WorkerContext:
         for member, client in clients:
             client.fail(f"{member.name} is lost")
         for wake in wakes:
-            with contextlib.suppress(RuntimeError):  # the event loop of the waiting coroutine was closed
+            with contextlib.suppress(RuntimeError):  # The event loop of the waiting coroutine was closed.
                 wake()
 
     def enter_epoch(self, epoch: int) -> None:

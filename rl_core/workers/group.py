@@ -121,7 +121,8 @@ class WorkerGroup:
         cluster.on_joined(self._construct_joined)
         if cluster.hub.started:
             cluster.wait_ready([self.name], limit)
-            for _, call in list(self._constructing.values()):  # a member that held another worker was ready already
+            # A member that held another worker was ready before, so `wait_ready` did not wait for it.
+            for _, call in list(self._constructing.values()):
                 call.future.result()
         return self
 

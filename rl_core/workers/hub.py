@@ -88,7 +88,7 @@ class Hub:
         self._files = dict(files or {})
         self._job_json = _as_json(job)
         self._heartbeat_seconds = heartbeat_seconds
-        # Well below the gap between two sweeps that the membership takes for a pause of this process: it extends all deadlines after one.
+        # Well below the gap after which the membership assumes that this process was paused, and extends all deadlines.
         self._sweep_seconds = min(_SWEEP_SECONDS, suspect_seconds / 4)
         self._kinds: Mapping[str, GroupKind] = kinds if job is None else groups_of(job.spec)
         self._membership = Membership(
@@ -294,7 +294,7 @@ class Hub:
             try:
                 with self._changing() as membership:
                     membership.sweep()
-            except Exception:  # this thread must go on: no other one looks for silent members
+            except Exception:  # This thread must continue, because no other one looks for silent members.
                 logger.exception(
                     "the hub could not look for silent members; it looks again in %s s", self._sweep_seconds
                 )
@@ -331,7 +331,7 @@ class Hub:
             call()
         except RLJobError as error:
             logger.error("the runner's %s listener for %s failed: %s", change.kind, change.member.name, error)
-        except Exception:  # a bug in one listener must not stop the others
+        except Exception:  # A bug in one listener must not stop the others.
             logger.exception("the runner's %s listener for %s failed", change.kind, change.member.name)
 
 
@@ -356,6 +356,6 @@ def _bindable(address: str) -> str:
 def _as_json(job: "RLJob | None") -> str | None:
     if job is None:
         return None
-    from rl_core.api import document  # a script has no job and does not load the schema
+    from rl_core.api import document  # A script has no job, so it does not load the schema.
 
     return document.text(job)

@@ -24,7 +24,7 @@ def _module_of_script(cls: type[Any]) -> str:
     main = sys.modules["__main__"]
     if getattr(main, cls.__qualname__.partition(".")[0], None) is None:
         raise _refused(cls, "the script does not define it; move it to a module")
-    if main.__spec__ is not None:  # python -m package.module
+    if main.__spec__ is not None:  # The script was started as `python -m package.module`.
         return main.__spec__.name
     file = getattr(main, "__file__", None)
     if file is None:

@@ -41,11 +41,11 @@ def delete_stored(receiver: str) -> None:
     """
     try:
         backend = client.current().backend(WORKER_MESSAGES, OPTIONS)
-    except ConfigError:  # a hub without a channel server
+    except ConfigError:  # The hub has no channel server.
         return
 
     def delete(answer: "Future[ChannelStats]") -> None:
-        if answer.cancelled() or answer.exception() is not None:  # there is no such channel, or its server is gone
+        if answer.cancelled() or answer.exception() is not None:  # There is no such channel, or its server is gone.
             return
         with contextlib.suppress(RLJobError):
             backend.control("move", [(key, None) for key in answer.result().keys if key[1] == receiver])
@@ -239,7 +239,7 @@ class Mail:
 
     def _check_present(self, name: str, *, may_block: bool) -> None:
         if self._is_gone(name) and may_block:
-            self._context.wait_view_changed(REFRESH_SECONDS)  # the last heartbeat may be older than the replacement
+            self._context.wait_view_changed(REFRESH_SECONDS)  # The last heartbeat may be older than the replacement.
         if self._is_gone(name):
             raise WorkerLost(f"{name} is gone; {self._name} cannot send to it until it has been replaced")
 

@@ -55,7 +55,7 @@ class MemberCaller:
                         ) from error
                 finally:
                     self._in_flight[member.address] -= 1
-                    self._in_flight += Counter()  # drops the addresses with none
+                    self._in_flight += Counter()  # Removes the addresses without calls.
 
     async def _free_member(self, group: str, method: str, deadline: float, seconds: float) -> MemberView:
         """Return the member with the fewest calls in flight; waits until there is one."""

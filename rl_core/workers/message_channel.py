@@ -99,7 +99,7 @@ class Watch:
         member = context.member(name)
         is_present = member is not None and not member.state.gone
         if not is_present:
-            context.wait_view_changed(0.0)  # the last heartbeat may be older than the replacement
+            context.wait_view_changed(0.0)  # The last heartbeat may be older than the replacement.
         return cls(context, name, member.incarnation if is_present and member is not None else None)
 
     @property
@@ -112,7 +112,7 @@ class Watch:
             if member.state.gone:
                 return time.monotonic() - self._began >= REFRESH_SECONDS
             self._process = member.incarnation
-        if member.incarnation < self._process:  # the last heartbeat is older than the process
+        if member.incarnation < self._process:  # The last heartbeat is older than the process.
             return False
         return member.state.gone or member.incarnation != self._process
 
@@ -157,7 +157,7 @@ class Receipt:
         self._will_convert = convert_at_once
         """Whether a thread converts the message, or will do so."""
         if convert_at_once:
-            this = weakref.ref(self)  # a receipt that nobody holds gives its message back
+            this = weakref.ref(self)  # A weak reference: a receipt that nobody holds gives its message back.
 
             def arrived() -> None:
                 receipt = this()
@@ -185,7 +185,7 @@ class Receipt:
     async def async_wait(self) -> Any:
         """Return the message as `wait` does, in a coroutine."""
         message = await self._message_async()
-        if isinstance(message, TensorHeader):  # what follows blocks
+        if isinstance(message, TensorHeader):  # The rest of receiving a tensor blocks.
             return await asyncio.wrap_future(in_thread(lambda: self._result(message), "rljob-receive-tensor"))
         return self._result(message)
 

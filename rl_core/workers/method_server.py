@@ -153,9 +153,8 @@ class MethodServer:
             raise InfrastructureError(
                 f"{self._context.identity.name} holds no worker yet ({self._context.state}); construct it first"
             )
-        is_property = isinstance(
-            getattr(type(worker), method, None), property
-        )  # whose code may not run on the I/O thread
+        # The code of a property must not run on the I/O thread.
+        is_property = isinstance(getattr(type(worker), method, None), property)
         if method.startswith("_") or is_property or not callable(function := getattr(worker, method, None)):
             raise ConfigError(
                 f"{type(worker).__qualname__} has no public method {method!r}; it has {', '.join(sorted(worker.remote_methods()))}"

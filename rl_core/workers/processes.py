@@ -47,7 +47,7 @@ def children() -> set[int]:
     try:
         for listing in Path("/proc/self/task").glob("*/children"):
             pids.update(map(int, listing.read_text().split()))
-    except FileNotFoundError:  # a thread ended while we looked
+    except FileNotFoundError:  # A thread ended during the listing.
         return children()
     return pids
 
@@ -117,7 +117,7 @@ def with_environment(*settings: str) -> Iterator[int]:
             continue
         try:
             environment = (entry / "environ").read_bytes()
-        except OSError:  # gone, or of another user
+        except OSError:  # The process is gone, or belongs to another user.
             continue
         if all(variable in b"\0" + environment + b"\0" for variable in entries):
             yield int(entry.name)

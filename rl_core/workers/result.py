@@ -99,7 +99,7 @@ class WorkerGroupFuncResult:
         """Rises with each change that ends a wait or makes it shorter."""
         self._running = len(self._calls)
         """Ranks that have not ended."""
-        # by a weak reference: without a cycle, calls that have ended are freed without the garbage collector
+        # A weak reference avoids a cycle, so that calls that have ended are freed without the garbage collector.
         on_done = functools.partial(_rank_ended, weakref.ref(self), f"{group}.{method}")
         for call in self._calls.values():
             call.future.add_done_callback(on_done)
@@ -233,7 +233,7 @@ class WorkerGroupFuncResult:
     def _changes(self, wait: DeadlineWait) -> Iterator[tuple[int, float]]:
         """Yield (version after which to wait for a change, seconds to wait) until the wait is over."""
         while True:
-            version = self._version  # taken before the state is read, else a change between the two would wake nobody
+            version = self._version  # Read before the state; otherwise a change between the two would wake nobody.
             if self.done():
                 return
             end = None if self._failed_at is None else self._failed_at + self._settle
@@ -261,7 +261,7 @@ class WorkerGroupFuncResult:
             self._version += 1
             wakes, self._wakes = self._wakes, []
         for wake in wakes:
-            with contextlib.suppress(RuntimeError):  # the event loop of a coroutine that waited was closed
+            with contextlib.suppress(RuntimeError):  # The event loop of the waiting coroutine was closed.
                 wake()
 
     def _missing(self) -> list[RankCall]:

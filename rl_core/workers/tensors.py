@@ -272,7 +272,7 @@ class TensorTransfers:
             try:
                 sending = self._broadcast(exchange, plan, flat_bytes(source), reply)
             except NotFormed as error:
-                groups.abort(plan, str(error))  # ends the formation at the receiver
+                groups.abort(plan, str(error))  # Ends the formation of the group at the receiver.
                 answer = reply.wait()
                 return answer.reason if isinstance(answer, TransportUnavailable) else str(error)
             except BaseException as error:
@@ -376,7 +376,8 @@ def _send_by_ipc(exchange: TensorExchange, source: "torch.Tensor") -> str:
 
     from rl_core.weights.device_buffer import handle_of, release
 
-    memory = source if source.is_cuda else source.clone()  # shared memory must not take the place of the caller's
+    # Cloned: the storage of the caller's tensor must not be moved to shared memory.
+    memory = source if source.is_cuda else source.clone()
     try:
         handle = handle_of(memory.untyped_storage())
     except RuntimeError as error:  # torch raises nothing narrower

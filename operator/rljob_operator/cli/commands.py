@@ -112,7 +112,8 @@ def _resume(name: str, place: Here) -> int:
     from rljob_operator.cli.connection import Connection
 
     connection, action = Connection.open(place), f"resuming job {name}"
-    if jobs.paused(jobs.read(connection, name)):  # only a suspension that the operator has seen ends a rule's pause
+    # A pause by a rule ends only after the operator has seen a suspension.
+    if jobs.paused(jobs.read(connection, name)):
         jobs.change(connection, name, {"suspend": True}, doing=action)
         jobs.await_unpaused(connection, name)
     jobs.change(connection, name, {"suspend": False}, doing=action)

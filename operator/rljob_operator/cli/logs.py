@@ -90,7 +90,7 @@ def _logs_of(pod: Json) -> Iterator[ContainerLog]:
 def _groups_in(plan: str) -> frozenset[str]:
     """Return the groups of the processes of a container's plan; empty for one that this version does not understand."""
     try:
-        pod_plan = PodPlan.from_json(plan.replace("$$", "$"))  # as manifests.containers writes values
+        pod_plan = PodPlan.from_json(plan.replace("$$", "$"))  # The inverse of how manifests.containers writes values.
     except (ValueError, KeyError, TypeError):
         return frozenset()
     return frozenset(process.group for container in pod_plan.containers for process in container.processes)

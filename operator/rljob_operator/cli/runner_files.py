@@ -81,9 +81,8 @@ class RunnerFiles:
             ):
                 exchange = http.client.HTTPConnection("localhost", PORT)
                 exchange.sock = opened
-                with suppress(
-                    BrokenPipeError
-                ):  # a call that is refused by its head is answered before its body is sent
+                # A call that is refused because of its head is answered before its body is sent.
+                with suppress(BrokenPipeError):
                     exchange.request(method, path, body=body or None, headers=dict(call.headers))
                 response = exchange.getresponse()
                 text = response.read()

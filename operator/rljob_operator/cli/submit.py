@@ -56,7 +56,8 @@ def submit(
                 f"job {name} must not exist in namespace {connection.namespace}, got one; delete it (kubectl delete rlj {name}) "
                 "or rename this one"
             ) from error
-        if code is not None and not dry_run:  # the job exists now, and takes its code along when it is deleted
+        # The job exists now and owns the ConfigMap, which is deleted together with it.
+        if code is not None and not dry_run:
             connection.apply(kinds.CONFIG_MAP, config_map(code, job=name, owner=created["metadata"]))
     if dry_run:
         say(f"{name}: accepted by the API server (nothing was created)")

@@ -94,7 +94,7 @@ def _object_schema() -> Schema:
     spec["x-kubernetes-validations"] += transition_rules()
     _describe_shared_parts_once(spec["properties"])
     spec["properties"][ROLLOUT]["default"] = {}
-    spec["properties"][ROLLOUT]["properties"]["replicas"]["default"] = 1  # an autoscaler needs the path to exist
+    spec["properties"][ROLLOUT]["properties"]["replicas"]["default"] = 1  # An autoscaler needs this path to exist.
     name = rule_entry(
         holds=f"self.metadata.name.matches('^{NAME_PATTERN.pattern}$')",
         refusal=NAME_REFUSAL,

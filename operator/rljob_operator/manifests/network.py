@@ -84,7 +84,7 @@ def digest_of(policy: Object) -> str:
         return str(policy[DIGEST])
     spec = policy.get("spec") or {}
     compared = {field: spec.get(field) for field in ("podSelector", "policyTypes", "ingress")}
-    if "Egress" in (spec.get("policyTypes") or ()):  # otherwise the field has no effect
+    if "Egress" in (spec.get("policyTypes") or ()):  # Without this type the field `egress` has no effect.
         compared["egress"] = spec.get("egress")
     return meta.digest(compared)
 

@@ -197,7 +197,8 @@ def _scheduled(view: JobView, decision: Decision, obstacle: Obstacle | None) -> 
 def _ready(view: JobView, decision: Decision, obstacle: Obstacle | None, scheduled: Fact) -> Fact:
     gang, report = [pod for pod in view.pods_of(*view.gangs) if is_active(pod)], view.report
     complete = len(gang) >= view.num_wanted(*view.gangs)
-    if complete and decision.record.begun:  # the loop begins when all ranks are there; without one the gang restarts
+    # The loop begins when all ranks are present. If one is lost, the gang restarts.
+    if complete and decision.record.begun:
         return Fact(status="True", reason="RanksReady")
     _, reason, message = view.record.condition("Ready")
     if obstacle is not None and not complete:
@@ -206,7 +207,8 @@ def _ready(view: JobView, decision: Decision, obstacle: Obstacle | None, schedul
     if stuck:
         image = any(pod.waiting.startswith(IMAGE_ERRORS) for pod in pod_lists.wanted_pods(view))
         if image and reason == "ImagePullError" and "ImagePullBackOff" in stuck:
-            stuck = message  # the kubelet alternates between the error and its back-off
+            # The kubelet alternates between the error and its back-off, so the message of the error is kept.
+            stuck = message
         return Fact(status="False", reason="ImagePullError" if image else "ContainersWaiting", message=stuck)
     if scheduled.reason not in ("PodsScheduled", "PodsPending"):
         return Fact(status="False", reason="NotScheduled", message=scheduled.message)
@@ -229,7 +231,7 @@ def _progressing(view: JobView, decision: Decision) -> Fact:
     progress, report = view.observed.progress, view.report
     if unreachable(view):
         status, reason, message = view.record.condition("Progressing")
-        if reason != "RunnerUnreachable":  # keep the first message: that of later polls may differ
+        if reason != "RunnerUnreachable":  # The first message is kept, because that of later polls may differ.
             message = f"the runner is unreachable: {progress.error if progress is not None else ''}"
         return Fact(status="Unknown", reason="RunnerUnreachable", message=message)
     if report is None:
@@ -285,7 +287,7 @@ def _in_sync(view: JobView, decision: Decision) -> Fact:
     if not role.get("ready"):
         return Fact(status="Unknown", reason="NoRollouts")
     lag, max_staleness = role.get("lag"), view.spec.algorithm.max_staleness
-    if isinstance(lag, int) and lag > max_staleness + 1:  # one more while a new version is being pulled
+    if isinstance(lag, int) and lag > max_staleness + 1:  # The lag is larger by 1 while a new version is being pulled.
         return Fact(
             status="False",
             reason="RolloutsBehind",

@@ -132,7 +132,8 @@ def _judge_pod(view: JobView, pod: PodView, record: Record) -> tuple[Finding, Re
     end = decisive(pod)
     code = end.exit_code if end is not None else None
     if view.is_gang(pod.role) and code == 0 and not pod.deleting:
-        return Finding(act=Act.NOTHING, reason="", message=""), record  # a finished rank; the runner decides
+        # A rank has finished; the runner decides what that means.
+        return Finding(act=Act.NOTHING, reason="", message=""), record
     ruling = rules.rule_on(_pod_end(pod, end), view.spec.failure_policy.rules, view.groups)
     text = describe(pod) + (f"; failurePolicy.rules[{ruling.rule}] applies" if ruling.rule is not None else "")
     if ruling.action == "FailJob":
@@ -233,7 +234,7 @@ def _judge_stall(view: JobView, record: Record) -> tuple[Record, list[Finding]]:
         return record, []
     act = {"RestartRole": Act.RESTART_ROLE, "Pause": Act.PAUSE, "FailJob": Act.FAIL}.get(action, Act.RESTART_JOB)
     if act is Act.RESTART_ROLE and not view.wanted_pod_names(role):
-        act = Act.RESTART_JOB  # the processes of the role run in the pods of the actor
+        act = Act.RESTART_JOB  # The processes of the role run in the pods of the actor.
     message = f"no progress within the timeout of failurePolicy.stall: {stall_description(report.stall)}"
     finding = Finding(act=act, reason="Stalled", message=message, role=role)
     return count_restarts(view, record, stall_actions=1), [finding]

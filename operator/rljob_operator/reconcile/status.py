@@ -222,7 +222,7 @@ def _checkpoint(report: Report) -> dict[str, Any]:
     if isinstance(reported.get("path"), str) and len(reported["path"]) <= LONGEST_PATH:
         checkpoint["path"] = reported["path"]
     if (seconds := to_seconds(reported.get("time"))) is not None:
-        checkpoint["time"] = to_text(seconds)  # the text itself may be of any length
+        checkpoint["time"] = to_text(seconds)  # Converted, because the runner's own text may be of any length.
     best = finite(reported.get("bestReward"))
     return checkpoint | ({"bestReward": best} if best is not None else {})
 
@@ -264,7 +264,8 @@ def _devices(view: JobView, report: Report) -> list[dict[str, Any]]:
 
 def _applied(view: JobView) -> Any:
     report = view.report
-    if report is not None and report.applied_generation:  # 0: a runner that has just started has got nothing yet
+    # 0 is reported by a runner that has just started and has received no spec yet.
+    if report is not None and report.applied_generation:
         return report.applied_generation
     return view.record.raw.get("appliedGeneration")
 

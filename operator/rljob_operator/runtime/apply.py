@@ -125,7 +125,7 @@ class Applier:
             self._recorder.record(work.job, event)
         pauses += await self._each(work.plan.delete, lambda deletion: self._delete(work, deletion))
         pauses += await self._each(work.plan.ensure, lambda obj: self._ensure(work, obj))
-        # Pods must not join a gang, or be reached by a service, of somebody else.
+        # Pods must not join another owner's gang, or be reached by another owner's Service.
         pods = work.plan.create if self._isolated(work) and not work.memory.name_conflicts else ()
         if (pause := await self._assert_secret(work, needed=bool(pods))) is not None:
             pauses.append(pause)
@@ -163,7 +163,7 @@ class Applier:
         except (
             Forbidden,
             Invalid,
-        ) as error:  # missing rights (an earlier chart), a policy of the cluster, a bound of the job
+        ) as error:  # Rights are missing (an earlier chart), or a policy of the cluster or a bound of the job forbids it.
             pause = work.memory.scaling.step(now)
             message = f"{scale.event.message}; it was refused: {error.message}"
             self._recorder.record(job, JobEvent(type="Warning", reason="AutoscaleRefused", message=message))
@@ -336,7 +336,7 @@ class Applier:
         AlreadyExists means that it is ours, because its name has the uid.
         """
         now, memory = self._clock(), work.memory
-        if memory.secret_due is None:  # spreads the first checks of all jobs after a start of the operator
+        if memory.secret_due is None:  # Spreads the first checks of all jobs after the operator has started.
             memory.secret_due = now + random.uniform(0.1, 1.0) * self._secret_seconds
         if not work.plan.ensure_secret or (not needed and now < memory.secret_due):
             return None

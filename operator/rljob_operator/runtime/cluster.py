@@ -104,7 +104,7 @@ class ApiCluster:
                 query=query | ({"continue": continue_token} if continue_token else {}),
             )
             items: list[Json] = page["items"]
-            for item in items:  # the items of a list carry neither
+            for item in items:  # The items of a list have neither apiVersion nor kind.
                 item.setdefault("apiVersion", kind.api_version)
                 item.setdefault("kind", kind.kind)
             yield items

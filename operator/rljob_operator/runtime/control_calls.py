@@ -73,7 +73,8 @@ class ControlCalls:
                 job_uid, calls = self._waiting.pop(key, ("", ()))
                 for call in calls:
                     self._answered(key, job_uid, call, await self._client.call(job_uid, call))
-        except Exception:  # the task boundary: raised, it would end the calls of all jobs, and with them the leader
+        # An exception must not leave the task: it would end the calls of all jobs, and the leader with them.
+        except Exception:
             logger.exception("control calls of %s failed", key)
         finally:
             self._sending.discard(key)

@@ -262,7 +262,7 @@ def needs_fresh_reads(job: Object, plan: Plan, *, due: Callable[[str], bool] = l
     if plan.status is None:
         return False
     phase, epoch = plan.status.get("phase"), int(plan.status.get("epoch") or 0)
-    if epoch_of(job) and epoch != epoch_of(job):  # the first epoch ends nothing
+    if epoch_of(job) and epoch != epoch_of(job):  # The first epoch follows no other one.
         return True
     return phase in FRESH_READ_PHASES and phase != phase_of(job)
 

@@ -51,7 +51,8 @@ class DeletedJobs:
         name = policy["metadata"]["name"]
         try:
             answer = await self._cluster.apply(kinds.NETWORK_POLICY, key.namespace, name, policy)
-        except (Forbidden, Invalid, NotFound) as error:  # an earlier chart, or the namespace is being deleted
+        # The chart is an earlier one, or the namespace is being deleted.
+        except (Forbidden, Invalid, NotFound) as error:
             logger.warning("NetworkPolicy %s of a deleted job was not kept for its pods: %s", name, error.message)
         else:
             self._cache.put(kinds.NETWORK_POLICY, answer)

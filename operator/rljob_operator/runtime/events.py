@@ -104,7 +104,7 @@ class EventRecorder:
 
     async def _write(self, key: tuple[str, JobEvent], meta: Mapping[str, Any]) -> None:
         series = self._known.get(key)
-        if series is None:  # pushed out by newer ones
+        if series is None:  # The event was removed in favour of newer ones.
             return
         count, namespace = series.count, meta["namespace"]
         if series.sent:
@@ -113,7 +113,7 @@ class EventRecorder:
                 await self._cluster.patch(kinds.EVENT, namespace, series.name, body)
                 series.sent = count
                 return
-            except NotFound:  # the API server forgets events after an hour
+            except NotFound:  # The API server deletes events after an hour.
                 pass
         await self._cluster.create(kinds.EVENT, namespace, self._body(key, meta, series))
         series.sent = count

@@ -42,7 +42,7 @@ class FairSlots(Generic[K]):
         try:
             await waiter
         except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled():  # the slot came together with the cancellation
+            if waiter.done() and not waiter.cancelled():  # The slot was granted at the moment of the cancellation.
                 self._release(key)
             else:
                 self._leave(key, waiter)
@@ -67,7 +67,7 @@ class FairSlots(Generic[K]):
             if self._held.get(key, 0) >= self._per_key:
                 continue
             waiters = self._waiting[key]
-            while waiters and waiters[0].done():  # its task was cancelled and has not run since
+            while waiters and waiters[0].done():  # The task of this waiter was cancelled and has not run since.
                 waiters.popleft()
             if waiters:
                 self._take(key)

@@ -123,11 +123,10 @@ def settings(*, kinds: Sequence[Kind], initial_streaming: bool) -> kopf.Operator
     result.watching.inactivity_timeout = 70.0
     result.watching.chunk_size = PAGE
     result.watching.initial_streaming = initial_streaming
-    result.queueing.idle_timeout = 0.5  # per-object workers hold memory; ours end with the burst
+    result.queueing.idle_timeout = 0.5  # Workers per object hold memory; with this timeout they end soon after a burst.
     result.queueing.exit_timeout = 1.0
-    result.process.ultimate_exiting_timeout = (
-        None  # it would SIGKILL the process; Kubernetes' grace period is our bound
-    )
+    # With a timeout, kopf would send SIGKILL to the process. The grace period of the pod is the bound.
+    result.process.ultimate_exiting_timeout = None
     result.persistence.diffbase_storage = NoDiffs()
     for kind in kinds:
         if kind != RLJOB:

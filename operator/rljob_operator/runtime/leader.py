@@ -89,7 +89,7 @@ class Leadership:
         self._on_change(False)
         try:
             await self._give_back(lease)
-        except Conflict:  # a renewal was on its way when this replica was to stop
+        except Conflict:  # A renewal was in progress when this replica was asked to stop.
             await self._give_back_newest()
         except ApiError as error:
             logger.info("the Lease could not be given back: %s", error)
@@ -131,9 +131,8 @@ class Leadership:
             holder = (lease.get("spec") or {}).get("holderIdentity")
             if holder != self._identity:
                 raise LeaseLost(f"Lease {self._name} is held by {holder!r}") from None
-            self._held = (
-                lease  # our own earlier write, whose answer was lost: it landed we do not know when, so write again
-            )
+            # This replica wrote it earlier, and the answer was lost. The time of that write is unknown, so it is repeated.
+            self._held = lease
             await self._renew()
         except NotFound:
             self._held = await self._create(transitions=0)
@@ -172,7 +171,7 @@ class Leadership:
         body = {**lease, "spec": self._spec(transitions=transitions)}
         try:
             self._held = await self._cluster.replace(kinds.LEASE, self._namespace, self._name, body)
-        except ApiError as error:  # a Conflict: another was quicker
+        except ApiError as error:  # A Conflict means that another replica was faster.
             logger.info("the Lease could not be taken: %s", error)
             return False
         return True

@@ -218,9 +218,8 @@ class Poller:
                 status = await self._client.status(target.job_uid, target.ip, epoch=target.epoch)
         except RunnerError as error:
             progress = self._failed(target, previous, str(error))
-        except (
-            Exception
-        ) as error:  # the task boundary: raised, it would end the polls of all jobs, and with them the leader
+        except Exception as error:
+            # An exception must not leave the task: it would end the polls of all jobs, and the leader with them.
             logger.warning("polling %s failed", target.key, exc_info=error)
             progress = self._failed(target, previous, _words(error))
         else:

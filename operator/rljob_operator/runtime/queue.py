@@ -161,7 +161,7 @@ class WorkQueue(Generic[K]):
                 requeue_after = self._limit_requeues(key, requeue_after)
             finally:
                 self._busy.discard(key)
-            if key in self._added_at and not self._backoff_remaining(key):  # added while it was handled
+            if key in self._added_at and not self._backoff_remaining(key):  # The key was added while it was handled.
                 self._ready.append(key)
                 self._wake_workers.set()
             elif requeue_after is not None:
@@ -216,7 +216,7 @@ class WorkQueue(Generic[K]):
         now = self._now()
         while self._heap:
             due_at, _, key = self._heap[0]
-            if self._delayed.get(key) != due_at:  # already handled, or moved to an earlier time
+            if self._delayed.get(key) != due_at:  # The key was handled already, or moved to an earlier time.
                 heapq.heappop(self._heap)
             elif due_at <= now:
                 heapq.heappop(self._heap)

@@ -112,7 +112,7 @@ class Relister:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return await self._list(kind, namespace)
-            except Expired:  # the pages' snapshot went away in between
+            except Expired:  # The snapshot of the pages has expired meanwhile.
                 if attempt == ATTEMPTS:
                     raise
 
@@ -124,7 +124,7 @@ class Relister:
                 alive.add(obj["metadata"]["uid"])
                 if (key := self._cache.put(kind, obj, read_at=read_at)) is not None:
                     self._enqueue(key)
-            await asyncio.sleep(0)  # a page is hundreds of objects: let the rest of the loop breathe
+            await asyncio.sleep(0)  # A page has hundreds of objects; other tasks of the event loop run in between.
         keys_of_lost = self._cache.sweep(
             kind, alive=alive, began=read_at, within=lambda key: namespace is None or key.namespace == namespace
         )
@@ -150,4 +150,5 @@ class Relister:
                 await self._wake.wait()
         except TimeoutError:
             return
-        await asyncio.sleep(min(0.05, max(deadline - loop.time(), 0.0)))  # signs come in bursts
+        # Suspicions come in bursts, which are answered by one listing.
+        await asyncio.sleep(min(0.05, max(deadline - loop.time(), 0.0)))
