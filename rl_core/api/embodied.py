@@ -170,15 +170,15 @@ def check_reward_filter(options: EmbodiedOptions) -> None:
     """Raise ConfigError for bounds that no episode can meet, and for a filter of rewards that contain values of the policy."""
     if options.reward_filter is None:
         return
-    low, high = options.reward_filter
-    if low > high:
+    lowest, highest = options.reward_filter
+    if lowest > highest:
         raise ConfigError(
-            f"env.options.rewardFilter must be [low, high] with low <= high, got [{low:g}, {high:g}]; exchange them"
+            f"env.options.rewardFilter must be [low, high] with low <= high, got [{lowest:g}, {highest:g}]; exchange them"
         )
     if options.auto_reset:
         raise ConfigError(
             "env.options.autoReset must be false with env.options.rewardFilter, because with auto-reset the rewards of an episode contain the "
-            f"values of its final observation, got true and [{low:g}, {high:g}]; set autoReset to false or remove rewardFilter"
+            f"values of its final observation, got true and [{lowest:g}, {highest:g}]; set autoReset to false or remove rewardFilter"
         )
 
 

@@ -129,7 +129,7 @@ def _elsewhere(root: type[BaseModel], name: str, block: Location) -> str:
         if (shallow := [path for path in paths_of_name if path.count(".") <= depth])
     }
     close = difflib.get_close_matches(name, sorted(paths), n=3, cutoff=SIMILAR_ELSEWHERE)
-    close = [one for one in close if not name.startswith(one) or name in (one, one + "s")]
+    close = [candidate for candidate in close if not name.startswith(candidate) or name in (candidate, candidate + "s")]
     if not close:
         return ""
     block_names = [part for part in block if isinstance(part, str)][1:2]

@@ -63,9 +63,8 @@ def _text(detail: ErrorDetails, root: type[BaseModel]) -> str:
     if kind == "missing":
         return "must be given, got nothing, add it"
     if kind == "model_type":
-        example = as_list(root, detail["loc"], detail["input"]).strip(
-            "[]"
-        )  # a mapping of the only field that is required
+        # The example is a mapping of the only field that is required.
+        example = as_list(root, detail["loc"], detail["input"]).strip("[]")
         return f"must be a mapping of fields, got {shown}, " + (
             f"write {example}" if example else "indent its fields below it"
         )

@@ -104,17 +104,21 @@ class Model:
 
 def init(folder: Path | None, *, task: str | None, model: str | None, gpus: int | None) -> int:
     """Write a new job; return 0. What is None is asked for on a terminal. Raises ConfigError, and then writes nothing."""
-    asks = sys.stdin.isatty()
-    if task is None and asks:
+    is_interactive = sys.stdin.isatty()
+    if task is None and is_interactive:
         task = typer.prompt(f"Task ({', '.join(TASKS)})", default="reward")
     if task is None or task not in TASKS:
         raise ConfigError(
             f"--task must be one of {', '.join(TASKS)}, got {task or 'none'}; choose one{did_you_mean(task or '', TASKS)}"
         )
     if model is None:
-        model = typer.prompt("Model (a folder or hf://owner/name)", default=DEFAULT_MODEL) if asks else DEFAULT_MODEL
+        model = (
+            typer.prompt("Model (a folder or hf://owner/name)", default=DEFAULT_MODEL)
+            if is_interactive
+            else DEFAULT_MODEL
+        )
     if folder is None:
-        folder = Path(typer.prompt("Folder", default=f"my-{task}")) if asks else Path(f"my-{task}")
+        folder = Path(typer.prompt("Folder", default=f"my-{task}")) if is_interactive else Path(f"my-{task}")
     files = dict(
         job_files(folder.resolve().name, TASKS[task], inspect(model), len(device_sizes()) if gpus is None else gpus)
     )

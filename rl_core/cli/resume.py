@@ -49,10 +49,10 @@ def _abandoned(job: RLJob, folder: Path, step: Any) -> str:
     root = checkpoint_folder(job, folder)
     names = [path.parent.name.rpartition("-")[2] for path in root.glob(f"step-*/{MANIFEST}")]
     steps = sorted(int(name) for name in names if name.isdecimal())
-    later = [str(later_step) for later_step in steps if isinstance(step, int) and later_step > step]
-    if not later:
+    later_steps = [str(later_step) for later_step in steps if isinstance(step, int) and later_step > step]
+    if not later_steps:
         return ""
-    steps_text = f"step{'s' if len(later) > 1 else ''} {', '.join(later)}"
+    steps_text = f"step{'s' if len(later_steps) > 1 else ''} {', '.join(later_steps)}"
     return f"; the newer checkpoints of {steps_text} are set aside as {root}/{LOST}step-*, and their metrics in {folder}/metrics.lost.jsonl"
 
 

@@ -39,8 +39,8 @@ async def _serve(folder: Path, spec: RLJobSpec, host: str, port: int) -> None:
     from rl_core.rollouts.serving import serve
 
     stopped = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signum, stopped.set)
     files, tokenizer = read_files(folder), Tokenizer.from_folder(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -34,7 +34,7 @@ TOLERANCE = 1e-3
 def _within(seconds: float, action: str, deadline: str) -> Iterator[None]:
     """Turn the errors of the block into ConfigErrors that name `action`, and raise one if the block takes longer than `seconds`."""
 
-    def late(number: int, frame: Any) -> None:
+    def late(signum: int, frame: Any) -> None:
         raise ConfigError(
             f"env.options.id: the simulator must {action} within runtime.deadlines.{deadline} = {seconds:g} s, got no answer; "
             "raise it, or see why the simulator hangs"

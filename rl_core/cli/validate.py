@@ -210,7 +210,7 @@ def _check_files(job: RLJob, folder: Path, on_volumes: Collection[str]) -> Itera
         return
     tokenizer, limit = None, NO_LIMIT
     on_hub: list[tuple[str, str]] = []
-    plain: list[str] = []
+    plain_fields: list[str] = []
     """Fields of the job whose data sets have plain prompts, although the model has a chat template that they could use."""
     if job.spec.model.path.startswith(HUB_SCHEME):
         on_hub.append(("model.path", job.spec.model.path))
@@ -253,10 +253,10 @@ def _check_files(job: RLJob, folder: Path, on_volumes: Collection[str]) -> Itera
             and not job.spec.env.calls_model
             and any(_without_template(prompt, data, tokenizer) for prompt in prompts)
         ):
-            plain.append(f"spec.{field}")
-    if plain:
+            plain_fields.append(f"spec.{field}")
+    if plain_fields:
         _warn(
-            f"the model has a chat template, but the prompts of {', '.join(plain)} are plain text and are given to it without the template; "
+            f"the model has a chat template, but the prompts of {', '.join(plain_fields)} are plain text and are given to it without the template; "
             "set data.chat: true to make each a user message, or data.chat: false to keep them and silence this warning"
         )
     yield from _hub_problems(on_hub)
@@ -277,10 +277,10 @@ def _check_policy(job: RLJob) -> Iterator[str]:
         yield f'spec.model.path: {config} must have the key "policy", got none; see docs/embodied.md'
 
 
-def _open_model(path: str, beside: Path) -> tuple["tuple[Tokenizer, dict[str, Any]] | None", list[str]]:
+def _open_model(path: str, job_folder: Path) -> tuple["tuple[Tokenizer, dict[str, Any]] | None", list[str]]:
     """Return (tokenizer, content of config.json) of a model folder, None for a missing one, and the problems of the folder.
 
-    `beside`: the folder of the job file.
+    `job_folder`: the folder of the job file.
     """
     from rl_core.data.tokenizer import Tokenizer
     from rl_core.plan.model_facts import stored_shapes
@@ -288,7 +288,7 @@ def _open_model(path: str, beside: Path) -> tuple["tuple[Tokenizer, dict[str, An
     folder, opened, problems = Path(path), None, []
     if not (folder / "config.json").is_file():
         return None, [
-            f"spec.model.path: must be a folder with config.json, got {folder}, check the path{missing_path_hint(path, beside)}"
+            f"spec.model.path: must be a folder with config.json, got {folder}, check the path{missing_path_hint(path, job_folder)}"
         ]
     try:
         opened = Tokenizer.from_folder(folder), json.loads((folder / "config.json").read_text())
@@ -316,14 +316,14 @@ def _data_references(job: RLJob, on_volumes: Collection[str]) -> Iterator[tuple[
 
 def _hub_problems(hub_references: Sequence[tuple[str, str]]) -> Iterator[str]:
     """Yield the problems of (field, reference) pairs, whose references are on the hub. If the hub does not answer, warn on stderr only."""
-    for number, (field, reference) in enumerate(hub_references):
+    for index, (field, reference) in enumerate(hub_references):
         try:
             if problem := hub_problem(reference, data=field != "model.path"):
                 yield f"spec.{field}: {problem}"
         except ConfigError as error:
             yield f"spec.{field}: {error}"
         except ConnectionError as error:
-            unseen = ", ".join(f"spec.{name}" for name, _ in hub_references[number:])
+            unseen = ", ".join(f"spec.{name}" for name, _ in hub_references[index:])
             sys.stderr.write(f"not checked: {unseen}: {error}\n")
             return
 

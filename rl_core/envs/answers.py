@@ -21,8 +21,8 @@ def answers_of(
     observations, metadata, stops, rewards, terminateds, answers = _fields(result, what)
     columns: dict[str, list[Any]] = {
         "observation": [
-            _observation(o, row_name(what, row, rows))
-            for row, o in enumerate(_column(observations, rows, "observations", what))
+            _observation(observation, row_name(what, row, rows))
+            for row, observation in enumerate(_column(observations, rows, "observations", what))
         ],
         "metadata": [
             _metadata(value, row_name(what, row, rows))

@@ -63,9 +63,10 @@ def _cover(folder: str, flags: int, options: str) -> None:
 
 
 def _drop_capabilities() -> None:
-    number = 0
-    while _prctl(_PR_CAPBSET_DROP, number) == 0:  # Otherwise a program that runs as root would regain the capabilities.
-        number += 1
+    capability = 0
+    # Without this, a program that is started as root would regain the capabilities.
+    while _prctl(_PR_CAPBSET_DROP, capability) == 0:
+        capability += 1
     _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     _check(_libc.capset(header, (ctypes.c_uint32 * 6)()))

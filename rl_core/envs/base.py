@@ -69,7 +69,7 @@ def _problems(error: ValidationError, model: type[Spec], path_prefix: str) -> li
 
 def last_assistant_text(log: Log) -> str:
     """Return the content of the last assistant message, "" if there is none."""
-    return next((str(m["content"]) for m in reversed(log) if m["role"] == "assistant"), "")
+    return next((str(message["content"]) for message in reversed(log) if message["role"] == "assistant"), "")
 
 
 def prompt_text(log: Log) -> str:

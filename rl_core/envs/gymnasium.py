@@ -184,7 +184,7 @@ class GymnasiumVectorEnv:
             self._refuse_if_none_works(outcomes)
         rewards: list[tuple[float, ...]] = [()] * count
         end_flags = np.zeros((2, count, width), bool)
-        lost: np.ndarray | None = None
+        is_lost: np.ndarray | None = None
         intervene_actions: np.ndarray | None = None
         flags: np.ndarray | None = None
         final_info: list[dict[str, Any]] = []
@@ -209,8 +209,8 @@ class GymnasiumVectorEnv:
                 if info := self._count(index, outcome):
                     final_info.append(info)
             else:
-                lost = np.zeros(count, bool) if lost is None else lost
-                lost[index], end_flags[1, index, -1] = True, True
+                is_lost = np.zeros(count, bool) if is_lost is None else is_lost
+                is_lost[index], end_flags[1, index, -1] = True, True
                 self._restarted.add(index)
                 self._begin(index, self._replaced(index, outcome))
         if self._ends_together:
@@ -229,18 +229,18 @@ class GymnasiumVectorEnv:
             dones=end_flags[0] | end_flags[1],
             final_info=final_info or None,
             sub_steps=np.array(sub_steps, np.int64),
-            lost=lost,
+            lost=is_lost,
             intervene_actions=intervene_actions,
             intervene_flags=flags,
         )
 
     def _require_common_end(self, end_flags: np.ndarray) -> None:
         """Raise RolloutDataFailure when only some of the episodes that began together have ended, as `end_flags` [B] tells."""
-        ends = [bool(end) for index, end in enumerate(end_flags) if index not in self._restarted]
-        if any(ends) and not all(ends):
+        has_ended = [bool(end) for index, end in enumerate(end_flags) if index not in self._restarted]
+        if any(has_ended) and not all(has_ended):
             raise RolloutDataFailure(
-                f"episodes must be truncated together with env.options.ignoreTerminations and without autoReset, got {sum(ends)} of "
-                f"{len(ends)}; give the simulators one time limit"
+                f"episodes must be truncated together with env.options.ignoreTerminations and without autoReset, got {sum(has_ended)} of "
+                f"{len(has_ended)}; give the simulators one time limit"
             )
 
     @property

@@ -60,7 +60,7 @@ class EnvProcess:
     ) -> None:
         self._process = process
         self._call_member = call_member
-        self._mark = mark
+        self._marked_variable = mark
         """`NAME=value` in its environment, inherited by all processes that it starts."""
         self._reader, self._writer = reader, writer
         self._label = label
@@ -129,7 +129,7 @@ class EnvProcess:
     async def _spawn(cls, label: str, hidden: list[str], *, quiet: bool, call_member: CallMember | None) -> Self:
         own_end, child_end = socket.socketpair()
         printed, output = os.pipe()
-        mark = f"{MARK}={uuid.uuid4().hex}"
+        marked_variable = f"{MARK}={uuid.uuid4().hex}"
         try:
             process = await asyncio.create_subprocess_exec(
                 *(
@@ -147,7 +147,7 @@ class EnvProcess:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,  # the whole group can be killed, and Ctrl-C does not reach it
-                env=child_environment(os.environ) | dict([mark.split("=")]),
+                env=child_environment(os.environ) | dict([marked_variable.split("=")]),
             )
         except OSError as error:
             own_end.close()
@@ -158,7 +158,7 @@ class EnvProcess:
             os.close(output)
         reader, writer = await asyncio.open_connection(sock=own_end)
         relay = PipeCopier(printed, lambda data: None) if quiet else PipeCopier(printed)
-        return cls(process, reader, writer, relay, label, mark, call_member)
+        return cls(process, reader, writer, relay, label, marked_variable, call_member)
 
     async def call(self, rows: list[EnvRow], *, deadline: float) -> list[EnvAnswer] | EnvFailure:
         """Send `rows` to the child and return one answer per row, or one EnvFailure when the environment failed as a whole.
@@ -265,7 +265,7 @@ class EnvProcess:
         await asyncio.shield(self._ended)
         # A program in a session of its own is not in the child's process group, but has inherited the marked variable. One that was
         # started without it lives until the worker ends, when the supervisor kills all remaining processes.
-        await asyncio.to_thread(processes.kill_with_environment, self._mark)
+        await asyncio.to_thread(processes.kill_with_environment, self._marked_variable)
         self._relay.close()
         self._writer.close()
         with suppress(ConnectionError, OSError):

@@ -119,7 +119,7 @@ class ProgramEnvironment(EnvironmentInterface):
 
     async def _returned(self, row: dict[str, Any], request: AgentRequest, result: AgentResult) -> Any:
         """Run the program, again after RunFailed, and return its result. Each run has a new id, so that only its own calls are recorded with it."""
-        for number in range(self.runs):
+        for attempt in range(self.runs):
             result["run"] = secrets.token_hex(8)
             try:
                 return await self.call(
@@ -129,10 +129,10 @@ class ProgramEnvironment(EnvironmentInterface):
                     model=request["model"],
                 )
             except RunFailed as error:
-                if number + 1 == self.runs:
+                if attempt + 1 == self.runs:
                     raise
                 logger.warning("%s failed and is run again: %s", self.label, error)
-                await self._sleep(min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0**number))
+                await self._sleep(min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0**attempt))
         raise AssertionError("bug: a program without a run")
 
     def _failed(self, result: AgentResult, error: BaseException) -> AgentResult:

@@ -100,7 +100,9 @@ class RewardEnvironment(EnvironmentInterface):
     def _columns(self, logs: Sequence[Log], metadata_batch: Metadata) -> dict[str, list[Any]]:
         names = list(dict.fromkeys(key for metadata in metadata_batch for key in metadata or ()))
         columns = {name: [(metadata or {}).get(name) for metadata in metadata_batch] for name in names}
-        columns["messages"] = [[{"role": m["role"], "content": m["content"]} for m in log] for log in logs]
+        columns["messages"] = [
+            [{"role": message["role"], "content": message["content"]} for message in log] for log in logs
+        ]
         columns |= self.config.arguments
         reserved = [name for name in self._by_position if name in columns and name not in PASSED]
         if reserved:

@@ -188,7 +188,7 @@ class SessionRouter:
 
     async def step_rows(self, rows: Sequence[EnvRow]) -> list[EnvAnswer | EnvFailure]:
         """Return one answer per row, in order. A row whose program runs here already is answered by that run."""
-        sessions, fresh, to_move = [], [], []
+        sessions, new_sessions, to_move = [], [], []
         for row in rows:
             request: AgentRequest = (row.metadata or {})[REQUEST]
             endpoint = _Endpoint(request["base_url"], request["api_key"])
@@ -200,12 +200,12 @@ class SessionRouter:
                     self._forget(session)
                 session = self._open(row.key, request["attempt"], endpoint)
                 address = {"base_url": self._base_url, "api_key": session.key}
-                fresh.append(
+                new_sessions.append(
                     (session, replace(row, metadata={**(row.metadata or {}), REQUEST: {**request, **address}}))
                 )
             sessions.append(session)
-        if fresh:
-            self._spawn(self._run(fresh))
+        if new_sessions:
+            self._spawn(self._run(new_sessions))
         moves = [self._spawn(self._move(session, endpoint)) for session, endpoint in to_move]
         # The answer of a run cannot be trained without the calls that led to it.
         await asyncio.gather(*map(asyncio.shield, moves))

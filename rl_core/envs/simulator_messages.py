@@ -42,7 +42,7 @@ def answer_to_arrays(answer: SimulatorAnswer) -> dict[str, Any]:
     arrays = {f"obs.{name}": array for name, array in answer.obs.items()}
     if answer.final_obs is not None:
         arrays |= {f"final_obs.{name}": array for name, array in answer.final_obs.items()}
-    arrays |= {f"frames.{number}": frame for number, frame in enumerate(answer.frames)}
+    arrays |= {f"frames.{index}": frame for index, frame in enumerate(answer.frames)}
     if answer.intervene_flags is not None:
         arrays |= {"intervene_actions": answer.intervene_actions, "intervene_flags": answer.intervene_flags}
     if answer.rewards:

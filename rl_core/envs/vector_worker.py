@@ -162,7 +162,7 @@ class EnvWorker(Worker):
         """Make the steps of a rollout epoch; return its episodes."""
         stages = range(self.options.stages)
         episodes: list[dict[str, Any]] = []
-        lost = interventions = 0
+        num_lost = interventions = 0
         if self._prefetched is None:
             self.prefetch_train_bootstrap()
         outputs, self._prefetched = self._prefetched or [], None
@@ -175,10 +175,10 @@ class EnvWorker(Worker):
                 output = self.env_interact_step(actions, stage)
                 self._send(exchange, stage, output)
                 episodes.extend(output.final_info or ())
-                lost += int(output.lost.sum()) if output.lost is not None else 0
+                num_lost += int(output.lost.sum()) if output.lost is not None else 0
                 interventions += int(output.intervene_flags.sum()) if output.intervene_flags is not None else 0
             self.record_progress("env_steps", self.options.num_envs)
-        return EpisodeStats(episodes=episodes, lost=lost, interventions=interventions)
+        return EpisodeStats(episodes=episodes, lost=num_lost, interventions=interventions)
 
     async def _evaluate(self, exchange: DirectChannel, request: CollectionRequest) -> EpisodeStats:
         index, workers = request.envs.index(self.rank), len(request.envs)

@@ -98,8 +98,8 @@ class Critic(Worker):
         )
         for indices, part in zip(cuts, scored, strict=True):
             assert part.values is not None
-            for place, index in enumerate(indices):
-                values_of_rows[index] = part.values[place, : all_rows.lengths[index]].numpy()
+            for row_in_batch, index in enumerate(indices):
+                values_of_rows[index] = part.values[row_in_batch, : all_rows.lengths[index]].numpy()
         return values_of_rows
 
     def add_rows(self, version: int, data_rank: int, rows: Sequence[CriticRow]) -> None:

@@ -165,16 +165,16 @@ class Judge(Worker):
             output = await self._generator.generate_row(ids, seed=sample_seed(self._config.seed, message, 0, attempt))
             self.counts["answers"] += 1
             answer = self._tokenizer.decode(output.ids, skip_special_tokens=True)
-            number, reason = self._read(answer)
-            if number is not None:
+            score, reason = self._read(answer)
+            if score is not None:
                 explain = isinstance(row, Mapping) and row.get("explain")
-                return {"score": number, EXPLANATION: bounded_explanation(answer)} if explain else number
+                return {"score": score, EXPLANATION: bounded_explanation(answer)} if explain else score
         return self._failure(f"the judge gave no score in {self._config.attempts} answers, in the last one {reason}")
 
     def _message(self, row: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
         """Return the message to the judge about `row`. Raises TemplateError and DataError."""
         messages = row["messages"] if isinstance(row, Mapping) else row
-        if not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
+        if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages):
             raise DataError(
                 f"a conversation must be a list of {{role, content}}, got {messages!r:.200}; correct the call"
             )
@@ -192,15 +192,15 @@ class Judge(Worker):
         """Return (score of `answer`, ""), or (None, why it has none)."""
         try:
             parsed = self._parse(answer)
-            number = None if parsed is None else float(parsed)
+            score = None if parsed is None else float(parsed)
         except Exception as error:  # noqa: BLE001 - code of the user may raise anything
             return None, f"the parser raised {describe(error)} for {shown(answer)}"
-        if number is None:
+        if score is None:
             return None, f"no score was found: {shown(answer)}"
         low, high = self._config.minimum, self._config.maximum
-        if not (math.isfinite(number) and low <= number <= high):
+        if not (math.isfinite(score) and low <= score <= high):
             return None, f"the score is not in [{low:g}, {high:g}]: {shown(answer)}"
-        return number, ""
+        return score, ""
 
     def _failure(self, reason: str) -> dict[str, str]:
         self.counts["failures"] += 1

@@ -81,7 +81,7 @@ class RewardModel(Worker):
 
     def _ids(self, row: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[int]:
         messages = row["messages"] if isinstance(row, Mapping) else row
-        if not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
+        if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages):
             raise DataError(
                 f"a conversation must be a list of {{role, content}}, got {messages!r:.200}; correct the call"
             )

@@ -167,7 +167,7 @@ class Cluster(WorkerCluster):
             )
         placements = strategy.get_placement(self._inventory, isolate_gpu)
         if not self._gpus:
-            placements = [_on_cpu(place) for place in placements]
+            placements = [_on_cpu(placement) for placement in placements]
         self._groups.add(name)
         self.sizes[name] = len(placements)
         self._pods.start(script_pods.worker_pod(name, placements, self._environ))
@@ -196,9 +196,9 @@ class Cluster(WorkerCluster):
                 self.hub.declare_lost(member, reason)
 
 
-def _on_cpu(place: Placement) -> Placement:
+def _on_cpu(placement: Placement) -> Placement:
     """Return the placement of a process in a slot that is no accelerator."""
-    return replace(place, visible_accelerators=[], accelerator_type=None, local_accelerator_rank=-1)
+    return replace(placement, visible_accelerators=[], accelerator_type=None, local_accelerator_rank=-1)
 
 
 def _check_name(name: str) -> None:

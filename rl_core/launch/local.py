@@ -365,15 +365,15 @@ class LocalCluster:
             for name in changes.drain:
                 self._pods[name].draining = True
             await asyncio.to_thread(self._control.drain, changes.drain)
-        fresh = [name for name in changes.start if name not in self._pods or self._pods[name].retired]
-        if fresh:
-            self._say(f"scaling up: starting {', '.join(fresh)}")
-            for name in fresh:
+        new_pods = [name for name in changes.start if name not in self._pods or self._pods[name].retired]
+        if new_pods:
+            self._say(f"scaling up: starting {', '.join(new_pods)}")
+            for name in new_pods:
                 role, _, index = name.removeprefix(f"{self._plan.job}-").rpartition("-")
                 self._replicas[role] = max(self._replicas.get(role, 0), int(index) + 1)
             self._plan = self._localised(self._planned(self._plan.epoch))
             for plan in self._plan.pods:
-                if plan.name in fresh:
+                if plan.name in new_pods:
                     self._start_pod(plan)
 
     def _planned(self, epoch: int) -> LaunchPlan:
@@ -437,14 +437,14 @@ class LocalCluster:
             yield
             return
         handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        previous = {number: signal.signal(number, self._on_signal) for number in handled}
+        previous = {signum: signal.signal(signum, self._on_signal) for signum in handled}
         try:
             yield
         finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
 
-    def _on_signal(self, number: int, frame: object) -> None:
+    def _on_signal(self, signum: int, frame: object) -> None:
         self._interrupts += 1
         if self._interrupts == 1:
             if self.status.get("step"):
@@ -453,7 +453,7 @@ class LocalCluster:
                 action = f"ending; the newest checkpoint is of step {self._saved_step}"
             else:
                 action = "ending; no step is trained yet"
-            self._say(f"{signal.Signals(number).name}: {action}; again to end at once")
+            self._say(f"{signal.Signals(signum).name}: {action}; again to end at once")
             self.stop()
         else:
             self._say("ending at once")

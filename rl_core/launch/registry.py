@@ -36,7 +36,7 @@ class ProcessRegistry:
 
     def entries(self) -> list[ProcessEntry]:
         """Return the live processes by pod, role and rank."""
-        return sorted(self._entries.values(), key=lambda e: (e.pod, e.role, e.rank or 0, e.pid))
+        return sorted(self._entries.values(), key=lambda entry: (entry.pod, entry.role, entry.rank or 0, entry.pid))
 
     def add(self, entry: ProcessEntry, *, parent: int | None = None) -> None:
         """Note a started process; it goes with its `parent`."""

@@ -88,14 +88,14 @@ class TraceRows:
 
     def row(self, process: str, thread: int, name: str) -> tuple[int, int]:
         """Return the row `thread` of `process`, named `name`."""
-        number = self.process(process)
-        row = (number, thread)
+        process_number = self.process(process)
+        row = (process_number, thread)
         if row not in self._named_rows:
-            if (number, 0) not in self._named_rows:
-                self._named_rows.add((number, 0))
-                self._name("process_name", number, 0, process)
+            if (process_number, 0) not in self._named_rows:
+                self._named_rows.add((process_number, 0))
+                self._name("process_name", process_number, 0, process)
             self._named_rows.add(row)
-            self._name("thread_name", number, thread, name)
+            self._name("thread_name", process_number, thread, name)
         return row
 
     def take_names(self) -> list[str]:

@@ -180,10 +180,10 @@ class TensorBoardTracker:
     def log_videos(self, step: int, videos: Sequence[bytes]) -> None:
         """Write the videos as the images `val/episode_<number>`, which TensorBoard shows moving."""
         values = []
-        for number, video in enumerate(videos):
+        for index, video in enumerate(videos):
             width, height = struct.unpack_from("<HH", video, GIF_SIZE_AT)
             image = self._summary.Image(height=height, width=width, colorspace=3, encoded_image_string=video)
-            values.append(self._summary.Value(tag=f"val/episode_{number}", image=image))
+            values.append(self._summary.Value(tag=f"val/episode_{index}", image=image))
         self._write(step=step, summary=self._summary(value=values))
 
     def finish(self, status: str) -> None:

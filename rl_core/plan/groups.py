@@ -222,10 +222,10 @@ def elastic_block(spec: Mapping[str, Any], name: str) -> dict[str, Any]:
     """
     gang = Lifecycle.GANG.value
     blocks = group_blocks(spec)
-    fixed = {group for group, block in blocks.items() if block.get("lifecycle") == gang}
-    fixed |= {group for group, kind in BUILT_IN.items() if not kind.elastic}
-    if name not in blocks.keys() - fixed:
-        elastic = ", ".join(group for group in blocks if group not in fixed)
+    gangs = {group for group, block in blocks.items() if block.get("lifecycle") == gang}
+    gangs |= {group for group, kind in BUILT_IN.items() if not kind.elastic}
+    if name not in blocks.keys() - gangs:
+        elastic = ", ".join(group for group in blocks if group not in gangs)
         raise ConfigError(
             f"group must be one of the elastic groups of the job ({elastic}), got {name}; name one of them"
         )

@@ -170,13 +170,13 @@ def _numbered(order: Sequence[str], slots: Mapping[str, GroupSlots], pods: Mappi
     Pods that scaling added come after all others, so that the accelerators of running pods keep their numbers.
     """
     first_slots: dict[str, list[int]] = {name: [] for name in order}
-    number = 0
+    next_slot = 0
     planned = [(name, slots[name].pods) for name in order]
     added = [(name, pods[name] - slots[name].pods) for name in order]
     for name, count in (*planned, *added):
         for _ in range(count):
-            first_slots[name].append(number)
-            number += slots[name].gpus
+            first_slots[name].append(next_slot)
+            next_slot += slots[name].gpus
     return first_slots
 
 
@@ -230,10 +230,10 @@ def _check_group(group: GroupSlots, placement: ModelParallelComponentPlacement) 
     resources = _resources_by_process(placement.get_strategy(group.name))
     ranks_of_group, start = placement.get_hardware_ranks(group.name), resources[0][0]
     count = group.pods * group.processes
-    offered = [list(range(start + rank * group.share, start + (rank + 1) * group.share)) for rank in range(count)]
-    if resources != offered:
+    expected = [list(range(start + rank * group.share, start + (rank + 1) * group.share)) for rank in range(count)]
+    if resources != expected:
         hybrid = placement.mode is PlacementMode.HYBRID  # Mode hybrid reads a range as one process per resource.
-        ranks = f"{start}-{offered[-1][-1]}" + (f":0-{count - 1}" if hybrid and group.share > 1 else "")
+        ranks = f"{start}-{expected[-1][-1]}" + (f":0-{count - 1}" if hybrid and group.share > 1 else "")
         description = f"{count} processes with {group.share} {'accelerators' if group.gpus else 'process slots'} each"
         raise PlacementError(
             f"{FIELD}: component {group.name} must be what its pods are ({description}: {group.name}.replicas {group.pods}, gpus {group.gpus}, "

@@ -31,8 +31,8 @@ def trainer_phases(job: RLJobSpec, facts: ModelFacts, *, logits: bool = True) ->
     gather = _gathered(job, facts)
     copy = _publisher_copy(job, facts)
     # Other devices of the trainer get their copies from one bucket more.
-    several = copy and job.placement.mode != "disaggregated" and job.actor.gpus * job.actor.replicas > 1
-    buckets = {"buckets": (3 if several else 2) * job.weights.bucket_bytes}
+    on_several_devices = copy and job.placement.mode != "disaggregated" and job.actor.gpus * job.actor.replicas > 1
+    buckets = {"buckets": (3 if on_several_devices else 2) * job.weights.bucket_bytes}
     if job.model.lora is not None:  # a bucket is merged in float32, with whole adapters
         buckets["merged"] = job.weights.bucket_bytes * MASTER_BYTES // WIDTH[job.model.dtype]
         buckets["merged"] += 2 * MASTER_BYTES * adapter_parameters(job, facts)
@@ -316,21 +316,20 @@ def _layer_bytes(job: RLJobSpec, facts: ModelFacts, targets: frozenset[str] | No
         shared = width * (3 * queries + 3 * keys + _inner_kept(targets) * facts.inner)
         shared += hidden_of_adapters * parallel.tensor
     elif targets is None:
-        norms = (
-            2 * facts.hidden * (MASTER_BYTES + 2 * width)
-        )  # of each of the two: its input in float32, normalised, scaled
+        # Each of the two norms keeps its input in float32, the normalised input and the scaled one.
+        norms = 2 * facts.hidden * (MASTER_BYTES + 2 * width)
         shared = width * (2 * queries + 2 * keys + 4 * facts.inner)
-    else:  # what only the gradients of frozen weights would need is not kept
+    else:  # Activations that only the gradients of frozen weights would need are not kept.
         norms = facts.hidden * (2 * MASTER_BYTES + scaled * width)
         shared = width * (2 * queries + 2 * keys + (3 + ("down_proj" in targets)) * facts.inner) + hidden_of_adapters
-    if facts.head_norms:  # the input of each in float32, and normalised for the gradient of its weight
+    # Each norm of a head keeps its input in float32, and the normalised input for the gradient of its weight.
+    if facts.head_norms:
         shared += (queries + keys) * (MASTER_BYTES + (width if targets is None else 0))
-    shared += 4 * facts.heads  # normalisers of attention
-    # Of each token its copies for its experts and their results, and the probabilities of all experts.
+    shared += 4 * facts.heads  # The normalisers of the attention.
+    # For each token: its copies for its experts, their results, and the probabilities of all experts.
     shared += 2 * facts.experts_per_token * facts.hidden * width + 3 * facts.experts * MASTER_BYTES
-    if (
-        job.actor.attention == "eager"
-    ):  # probabilities in float32 and as they are multiplied, keys and values for each head
+    # Eager attention keeps the probabilities, in float32 and in the width of the product, and keys and values for each head.
+    if job.actor.attention == "eager":
         longest = job.rollout.max_sequence_length or facts.max_length
         shared += facts.heads * longest * (MASTER_BYTES + (width if width != MASTER_BYTES else 0)) + 2 * queries * width
     return _tokens(job, facts) * (norms // (parallel.tensor if parallel.sequence else 1) + shared // parallel.tensor)

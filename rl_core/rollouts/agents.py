@@ -222,10 +222,10 @@ def _check(result: AgentResult, agent: AgentEpisode, sample: str) -> None:
             "a reward without tokens trains nothing"
         )
     recorded = [turn.output.ids for turn in agent.session.turns]
-    for number, ids in enumerate(result["generated"]):
+    for turn_index, ids in enumerate(result["generated"]):
         if ids not in recorded:
             raise RolloutDataFailure(
-                f"the tokens of turn {number} of an episode must be those of a call in its session, got {len(ids)} others ({sample}); "
+                f"the tokens of turn {turn_index} of an episode must be those of a call in its session, got {len(ids)} others ({sample}); "
                 "the reward is that of another episode"
             )
 

@@ -308,7 +308,9 @@ def _columns(rewards: list[Any]) -> Any:
         return rewards
     if len(maps) < len(rewards):
         raise RolloutDataFailure("rewards of one environment must be all numbers or all maps, got both in one step")
-    return {name: [reward.get(name) for reward in maps] for name in dict.fromkeys(n for m in maps for n in m)}
+    return {
+        name: [reward.get(name) for reward in maps] for name in dict.fromkeys(n for mapping in maps for n in mapping)
+    }
 
 
 def _row_failure(key: str, failure: EnvFailure) -> RLJobError:

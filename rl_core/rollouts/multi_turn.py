@@ -107,14 +107,14 @@ class AsyncRolloutImpl:
         started = time.perf_counter()
         start_version = self.policy_version
         results = await self._gather(input_sample)
-        ran = time.perf_counter()
+        samples_done = time.perf_counter()
         completions = [completion for completion, _ in results]
         times = GroupTimes(samples=[metrics.get("times", []) for _, metrics in results])
         metrics = self._aggregate_rollout_metrics(completions, [metrics for _, metrics in results])
         end = time.perf_counter()
         metrics[f"{TIMERS}/total"] = end - started
-        metrics[f"{TIMERS}/run_rollouts"] = ran - started
-        metrics[f"{TIMERS}/aggregate_metrics"] = end - ran
+        metrics[f"{TIMERS}/run_rollouts"] = samples_done - started
+        metrics[f"{TIMERS}/aggregate_metrics"] = end - samples_done
         return PromptGroupRecord(
             prompt_idx=input_sample["idx"],
             prompt=input_sample["message_log"],
@@ -335,7 +335,7 @@ class AsyncRolloutImpl:
             metrics[f"finish_reason/{reason.value}_rate"] = reasons.count(reason.value) / n
         metrics["per_worker_token_counts"] = add_counts(column("per_worker_token_counts"))
         for kind in ("gen", "input", "total"):
-            metrics[f"histogram/{kind}_tokens_length"] = [x for row in rows for x in row[f"turn_{kind}_tokens"]]
+            metrics[f"histogram/{kind}_tokens_length"] = [count for row in rows for count in row[f"turn_{kind}_tokens"]]
         return metrics
 
 

@@ -106,10 +106,10 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     memory = first.untyped_storage().data_ptr()
     is_rows = first.is_contiguous() and all(
         tensor.untyped_storage().data_ptr() == memory
-        and tensor.storage_offset() == first.storage_offset() + number * step
+        and tensor.storage_offset() == first.storage_offset() + index * step
         and tensor.stride() == first.stride()
         and tensor.shape == first.shape
-        for number, tensor in enumerate(tensors)
+        for index, tensor in enumerate(tensors)
     )
     return (
         first.as_strided((len(tensors), *first.shape), (step, *first.stride()))

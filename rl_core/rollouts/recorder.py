@@ -46,10 +46,10 @@ class TrajectoryRecorder:
 
     def intervene(self, actions: Tensor, flags: Tensor) -> None:
         """Put the actions of a person [B, C, ...] in place of the last ones, where `flags` [B, C] say so."""
-        last, action_mask = self._steps[-1], flags.reshape(*flags.shape, *(1,) * (actions.dim() - 2))
-        last.actions = torch.where(action_mask, actions.to(last.actions.dtype), last.actions)
-        if "actions" in last.forward_inputs:
-            last.forward_inputs["actions"] = last.actions
+        last_step, action_mask = self._steps[-1], flags.reshape(*flags.shape, *(1,) * (actions.dim() - 2))
+        last_step.actions = torch.where(action_mask, actions.to(last_step.actions.dtype), last_step.actions)
+        if "actions" in last_step.forward_inputs:
+            last_step.forward_inputs["actions"] = last_step.actions
         self._flags += [None] * (len(self._steps) - len(self._flags))
         self._flags[-1] = flags
 
@@ -96,8 +96,8 @@ class TrajectoryRecorder:
         """Return [T, B] bool: the decisions of episodes that were not lost. `dones` is [T + 1, B, C]."""
         valid = torch.ones(len(self._rewards), dones.shape[1], dtype=torch.bool)
         episode_ends = dones[1:].any(dim=2)
-        for decision, lost in self._lost.items():
-            for row in lost.nonzero().flatten().tolist():
+        for decision, is_lost in self._lost.items():
+            for row in is_lost.nonzero().flatten().tolist():
                 earlier_ends = episode_ends[:decision, row].nonzero().flatten()
                 start = int(earlier_ends[-1]) + 1 if len(earlier_ends) else 0
                 valid[start : decision + 1, row] = False
@@ -106,6 +106,6 @@ class TrajectoryRecorder:
 
 def _ends(parts: list[Tensor], rewards: Tensor) -> Tensor:
     """Return [T + 1, B, C] bool; the first row has one column, which becomes the last of C."""
-    first = torch.zeros(rewards.shape, dtype=torch.bool)
-    first[:, -1] = parts[0][:, -1]
-    return torch.stack([first, *parts[1:]])
+    first_ends = torch.zeros(rewards.shape, dtype=torch.bool)
+    first_ends[:, -1] = parts[0][:, -1]
+    return torch.stack([first_ends, *parts[1:]])

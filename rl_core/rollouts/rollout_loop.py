@@ -283,8 +283,8 @@ class RolloutLoop:
             reason: RequeueReason = classify_failure(error).value
             message = f"{type(error).__name__}: {text_of(error)}"
             # What a lost process of the job leaves explains nothing; what a server of NeMo-Gym that fails was asked does.
-            shows = reason != "infrastructure" or isinstance(error, GymTransportError)
-            failed = failed_sample(error, lease, message) if shows else None
+            explains = reason != "infrastructure" or isinstance(error, GymTransportError)
+            failed = failed_sample(error, lease, message) if explains else None
             self._return_group(lease, reason, message, failed)
             return
         times, record.times = record.times, None

@@ -55,7 +55,10 @@ async def _all(steps: list[Any]) -> list[EnvironmentReturn]:
 
 
 async def _step(name: Any, env: Any, batch: Mapping[str, Any], rows: Sequence[int]) -> EnvironmentReturn:
-    logs = [[{"role": m["role"], "content": m["content"]} for m in batch["message_log"][row]] for row in rows]
+    logs = [
+        [{"role": message["role"], "content": message["content"]} for message in batch["message_log"][row]]
+        for row in rows
+    ]
     infos = batch.get("extra_env_info")
     metadata = [None if infos is None else infos[row] for row in rows]
     if isinstance(env, RemoteEnvironment):
@@ -128,7 +131,9 @@ def _merge(results: Sequence[EnvironmentReturn], rows_of: Sequence[Sequence[int]
         names = dict.fromkeys(name for part in parts for name in part.rewards)
         blank = [[None] * len(rows) for rows in rows_of]
         columns = {n: [p.rewards.get(n, b) for p, b in zip(parts, blank, strict=True)] for n in names}
-        rewards = {name: _floats(column([list(v) for v in values])) for name, values in columns.items()}
+        rewards = {
+            name: _floats(column([list(column_values) for column_values in values])) for name, values in columns.items()
+        }
     else:
         rewards = _floats(column([list(part.rewards) for part in parts]))
     return EnvironmentReturn(

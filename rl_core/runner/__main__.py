@@ -44,7 +44,7 @@ def interrupt_on_sigterm(runner: Runner) -> None:
             runner.stop("SIGTERM", StopKind.INTERRUPT)
 
     threading.Thread(target=interrupt, name="sigterm", daemon=True).start()
-    signal.signal(signal.SIGTERM, lambda number, _: signals.put(number))
+    signal.signal(signal.SIGTERM, lambda signum, _: signals.put(signum))
 
 
 def serve(runner: Runner, port: int, peer: Peer | None, *, in_cluster: bool) -> ControlServer:

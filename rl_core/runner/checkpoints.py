@@ -373,8 +373,8 @@ def merge_errors(errors: WorkerErrors) -> RLJobError:
     Errors of another class are returned unchanged.
     """
     causes = errors.exceptions
-    lost = next((error for error in causes if isinstance(error, WorkerLost)), None)
-    if lost is not None or not all(isinstance(error, InfrastructureError) for error in causes):
-        return lost or errors
+    worker_lost = next((error for error in causes if isinstance(error, WorkerLost)), None)
+    if worker_lost is not None or not all(isinstance(error, InfrastructureError) for error in causes):
+        return worker_lost or errors
     full = any(isinstance(error, StorageFull) for error in causes)
     return (StorageFull if full else InfrastructureError)(errors.message)

@@ -171,9 +171,8 @@ class Collection:
         rollout is present, or if an env worker does not answer.
         """
         deadlines = self._run.applied.spec.runtime.deadlines
-        waits_for_weights = (
-            version > self._versions.committed
-        )  # then the rollouts wait for training and weight sync first
+        # For weights that are not published yet, the rollouts first wait for training and weight sync.
+        waits_for_weights = version > self._versions.committed
         try:
             return self._start(
                 self._request(step, version=version),
@@ -289,7 +288,7 @@ class Collection:
         submit = self._run.cluster.submit
         to_env, to_rollout = (self._actions, self._observations), (self._observations, self._actions)
         env_method, rollout_method = ("evaluate", "evaluate") if request.mode == "eval" else ("interact", "generate")
-        extra = () if request.mode == "eval" else (self._trajectories,)
+        actor_channel = () if request.mode == "eval" else (self._trajectories,)
         names = [f"{ENV}:{rank}" for rank in request.envs]
         calls: list[Any] = [submit(name, env_method, (*to_env, request), {}, timeout=limit) for name in names]
         envs: list[EnvCall] = []
@@ -298,7 +297,7 @@ class Collection:
             envs = [EnvCall(name, call, episodes=episodes) for name, call in zip(names, calls, strict=True)]
             calls = [*envs]
         calls += [
-            submit(f"{ROLLOUT}:{rank}", rollout_method, (*to_rollout, *extra, request), {}, timeout=limit)
+            submit(f"{ROLLOUT}:{rank}", rollout_method, (*to_rollout, *actor_channel, request), {}, timeout=limit)
             for rank in request.rollouts
         ]
         return WorkerGroupFuncResult("collection", rollout_method, dict(enumerate(calls))), envs
@@ -313,9 +312,9 @@ class Collection:
             pending.request,
             {m.name for group in (ENV, ROLLOUT) for m in self._run.cluster.members(group)},
         )
-        needed = [f"{ROLLOUT}:{rank}" for rank in request.rollouts]
-        needed += [f"{ENV}:{rank}" for rank in request.envs if not pending.envs]
-        if absent := [name for name in needed if name not in present]:
+        member_names = [f"{ROLLOUT}:{rank}" for rank in request.rollouts]
+        member_names += [f"{ENV}:{rank}" for rank in request.envs if not pending.envs]
+        if absent := [name for name in member_names if name not in present]:
             raise InfrastructureError(f"{', '.join(absent)} left in the middle of a collection")
         for call in pending.envs:
             if call.name not in present and not call.future.done():
@@ -327,13 +326,13 @@ class Collection:
         """Report newly lost env workers to the rollouts, which then wait for no further observations of these."""
         request, spec = pending.request, self._run.applied.spec
         options, group = embodied_options(spec), simulators_per_group(spec.algorithm)
-        lost = {index for index, call in enumerate(pending.envs) if call.lost} - pending.reported
-        pending.reported |= lost
+        lost_indices = {index for index, call in enumerate(pending.envs) if call.lost} - pending.reported
+        pending.reported |= lost_indices
         per_stage = options.num_envs // options.stages
         for route in routes(per_stage, env_workers=len(request.envs), rollouts=len(request.rollouts), group=group):
-            if route.env in lost:
+            if route.env in lost_indices:
                 for stage in range(options.stages):
                     key = request.key(stage, route.env, route.rollout)
                     self._observations.put(EnvOutput(obs=None), key=key, async_op=True)
-        for index in sorted(lost):
+        for index in sorted(lost_indices):
             logger.warning("env:%s was lost; the collection goes on with the other env workers", request.envs[index])

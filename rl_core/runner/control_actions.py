@@ -27,10 +27,10 @@ def drain(pods: Iterable[str], *, cluster: Cluster, roster: Roster) -> dict[str,
     requested = list(dict.fromkeys(pods))
     members = list(cluster.members(drained=True))
     gangs = [group.name for group in roster.groups.values() if not group.elastic]
-    fixed = sorted({member.pod for member in members if member.role in gangs and member.pod in requested})
-    if fixed:
+    gang_pods = sorted({member.pod for member in members if member.role in gangs and member.pod in requested})
+    if gang_pods:
         raise ValueError(
-            f"pods must be of elastic groups, got {', '.join(fixed)}; a gang ({', '.join(gangs)}) does not shrink"
+            f"pods must be of elastic groups, got {', '.join(gang_pods)}; a gang ({', '.join(gangs)}) does not shrink"
         )
     leaving = [member for member in members if member.pod in requested]
     roster.leave(member.name for member in leaving)

@@ -94,13 +94,13 @@ class DeviceLease:
         with self._changed:
             self._wait(lambda: self.use is use, use)
             self._users += 1
-            self._shared_until.append(until := self._clock() + seconds)
+            self._shared_until.append(end := self._clock() + seconds)
             self._changed.notify_all()
         try:
             yield
         finally:
             with self._changed:
-                self._shared_until.remove(until)
+                self._shared_until.remove(end)
             self._leave()
 
     def seconds_in_use(self) -> float:
@@ -108,13 +108,13 @@ class DeviceLease:
         return self._clock() - self.since
 
     def _move(self, previous: Use | None, use: Use) -> None:
-        done = False
+        succeeded = False
         try:
             self._hand_over(previous, use, self.token)
-            done = True
+            succeeded = True
         finally:
             with self._changed:
-                self._moving, self.use = False, use if done else None
+                self._moving, self.use = False, use if succeeded else None
                 self.moved_seconds = self._clock() - self.since
                 self._changed.notify_all()
 

@@ -87,10 +87,10 @@ class MoveTotals:
 
     def add(self, ranks: Iterable[Mapping[str, float]]) -> None:
         """Add one move from the answers of all ranks: their bytes are added up, and the seconds of the slowest rank count."""
-        several = list(ranks)
+        totals_of_ranks = list(ranks)
         with self._lock:
-            for name in {name for totals in several for name in totals}:
-                values = [totals.get(name, 0.0) for totals in several]
+            for name in {name for totals in totals_of_ranks for name in totals}:
+                values = [totals.get(name, 0.0) for totals in totals_of_ranks]
                 self._sums[name] += max(values) if name.endswith("seconds") else sum(values)
 
     def take(self) -> dict[str, float]:

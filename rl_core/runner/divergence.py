@@ -45,9 +45,9 @@ class DivergenceAlarm:
             return None if largest <= self._tolerance else (largest, self._tolerance)
         mean = fmean(differences) if differences else 0.0
         self._recent.append(mean)
-        recent, bound = median(self._recent), self._bound()
-        if len(self._recent) == RECENT and recent > bound:
-            return recent, bound
+        recent, limit = median(self._recent), self._bound()
+        if len(self._recent) == RECENT and recent > limit:
+            return recent, limit
         self._checks += 1
         self._usual += (mean - self._usual) / min(self._checks, MEMORY)
         return None

@@ -242,8 +242,8 @@ class EmbodiedRunner(TrainingProgram):
     def _keep(self, videos: list[bytes]) -> None:
         """Write the GIF files of evaluation episodes into the output folder, and show them in the trackers."""
         try:
-            for number, video in enumerate(videos):
-                path = self.videos / f"step_{self.progress.step:06d}_{number}.gif"
+            for index, video in enumerate(videos):
+                path = self.videos / f"step_{self.progress.step:06d}_{index}.gif"
                 path.parent.mkdir(exist_ok=True)
                 path.write_bytes(video)
         except OSError as error:

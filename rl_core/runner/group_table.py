@@ -167,9 +167,9 @@ class GroupTable:
         elif state is GroupState.CONSUMED:
             self._of_step.setdefault(group.step, {})[group.group_id] = group
         if state in OPEN:
-            place = bisect.bisect_left(self._open, group.position)
-            if place == len(self._open) or self._open[place] != group.position:
-                self._open.insert(place, group.position)
+            index = bisect.bisect_left(self._open, group.position)
+            if index == len(self._open) or self._open[index] != group.position:
+                self._open.insert(index, group.position)
 
     def _leave(self, group: Group) -> None:
         state = group.state

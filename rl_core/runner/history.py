@@ -129,12 +129,12 @@ def cut_back(path: Path, step: int, saved: Extent | None = None) -> int:
     data = _read(path)
     sure = 0 if saved is None else saved.bytes
     lines = data[sure:].splitlines(keepends=True)
-    keep = next((number for number, line in enumerate(lines) if _step_of(line) > step), len(lines))
+    num_kept = next((index for index, line in enumerate(lines) if _step_of(line) > step), len(lines))
     if saved is None and step >= 0 and (bad_line := _first_unreadable(lines[:-1])) is not None:
         raise DataError(
             f"{path} must hold a JSON object with its step per line, got line {bad_line + 1}: {lines[bad_line][:80]!r}"
         )
-    removed = lines[keep:]
+    removed = lines[num_kept:]
     if not removed:
         return 0
     backup = path.with_suffix(".lost.jsonl")
@@ -145,7 +145,7 @@ def cut_back(path: Path, step: int, saved: Extent | None = None) -> int:
             os.fsync(file.fileno())
     except OSError as error:
         raise write_failure("the history of a run that is left", backup, error) from error
-    os.truncate(path, sure + sum(len(line) for line in lines[:keep]))
+    os.truncate(path, sure + sum(len(line) for line in lines[:num_kept]))
     return len(removed)
 
 
@@ -154,7 +154,7 @@ def _read(path: Path) -> bytes:
 
 
 def _first_unreadable(lines: list[bytes]) -> int | None:
-    return next((number for number, line in enumerate(lines) if _step_of(line) == math.inf), None)
+    return next((index for index, line in enumerate(lines) if _step_of(line) == math.inf), None)
 
 
 def _step_of(line: bytes) -> float:

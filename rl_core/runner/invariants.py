@@ -127,13 +127,13 @@ def digest(spec: RLJobSpec) -> str:
     return hashlib.blake2b(json.dumps(invariants(spec), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _differences(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+def _differences(old: Any, new: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
     """Yield (path, old value, new value) for every leaf that differs. NOTHING stands for a missing leaf. Lists are leaves."""
-    if isinstance(before, Mapping) and isinstance(after, Mapping):
-        for key in sorted({*before, *after}):
-            yield from _differences(before.get(key, NOTHING), after.get(key, NOTHING), (*path, key))
-    elif before != after:
-        yield path, before, after
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in sorted({*old, *new}):
+            yield from _differences(old.get(key, NOTHING), new.get(key, NOTHING), (*path, key))
+    elif old != new:
+        yield path, old, new
 
 
 def _word(value: Any) -> str:

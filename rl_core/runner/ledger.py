@@ -126,9 +126,9 @@ class PromptLedger:
         budgets = (
             max_attempts if isinstance(max_attempts, Mapping) else dict.fromkeys(get_args(RequeueReason), max_attempts)
         )
-        low = {reason: count for reason, count in budgets.items() if count < 1}
-        if low:
-            raise ValueError(f"max_attempts must be at least 1 for each reason, got {low}")
+        too_low = {reason: count for reason, count in budgets.items() if count < 1}
+        if too_low:
+            raise ValueError(f"max_attempts must be at least 1 for each reason, got {too_low}")
         self.dataset = dataset
         self._seed = seed
         self._shuffle = shuffle
@@ -235,8 +235,8 @@ class PromptLedger:
 
     def issued(self, token: str) -> bool:
         """Return whether this ledger issued `token`. It is decided by the parts of the token; issued tokens are not stored."""
-        run, _, rest = token.partition(".")
-        number, _, group_id = rest.partition(".")
+        run, _, suffix = token.partition(".")
+        number, _, group_id = suffix.partition(".")
         return run == self._run and number.isdecimal() and 1 <= int(number) <= self._num_leases and bool(group_id)
 
     def group_by_token(self, token: str) -> Group | None:

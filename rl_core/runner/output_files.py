@@ -94,13 +94,13 @@ class OutputFiles:
 
 def _regular(name: str, directory: int) -> BinaryIO | None:
     try:
-        number = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
     except OSError:
         return None
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         return None
-    return os.fdopen(number, "rb")
+    return os.fdopen(descriptor, "rb")
 
 
 def _joined(folder: str, name: str) -> str:

@@ -48,9 +48,8 @@ class PeriodicTasks:
                     task()
                 except RLJobError as error:
                     logger.warning("periodic task: %s", error)
-                except (
-                    Exception
-                ):  # Only this thread finds stalls and expires leases, so a bug in one task must not end it.
+                except Exception:
+                    # Only this thread finds stalls and expires leases, so a bug in one task must not end it.
                     logger.exception("a periodic task failed")
 
     def _interrupt_for_gangs(self) -> None:

@@ -166,7 +166,7 @@ class Samples:
         if not samples:
             return
         now = self._wall()
-        token_texts = [[self._piece(number) for number in sample.token_ids.tolist()] for sample in samples]
+        token_texts = [[self._piece(token_id) for token_id in sample.token_ids.tolist()] for sample in samples]
         samples = [_with_texts(sample, texts) for sample, texts in zip(samples, token_texts, strict=True)]
         lines = [
             sample_line(

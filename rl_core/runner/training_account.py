@@ -247,8 +247,8 @@ class TrainingAccount:
 
     def _decide_deferred(self, now: float) -> None:
         """Decide deferred groups in order until one of them has to be deferred again; those after it would be deferred too."""
-        while (front := self._front()) is not None:
-            if self._decide(*front, now) is GroupVerdict.DEFER:
+        while (oldest := self._front()) is not None:
+            if self._decide(*oldest, now) is GroupVerdict.DEFER:
                 return
             heapq.heappop(self._deferred)
 
@@ -320,13 +320,13 @@ class TrainingAccount:
         oldest version first, until the finished group can be admitted. `now` is the runner's clock in seconds.
         """
         state, limit = self._step, self._algorithm.straggler_seconds
-        if limit is None or state is None or state.complete or (front := self._front()) is None:
+        if limit is None or state is None or state.complete or (oldest := self._front()) is None:
             return
         if state.waiting_since is None:
             state.waiting_since = now
         if now - state.waiting_since <= limit:
             return
-        group, entry = front
+        group, entry = oldest
         for straggler in self.ledger.leased():
             num_ahead = self.ledger.num_ahead(group)
             if self._admission.decide(entry, self._capacity(state), num_ahead=num_ahead) is not GroupVerdict.DEFER:

@@ -99,10 +99,10 @@ class Pages:
         return body, "application/json"
 
     def _run(self, query: "Query") -> RunView:
-        number = query.number("run")
-        if not 0 <= number < len(self._runs):
-            raise NotFound(f"there are runs 0 to {len(self._runs) - 1}, got {number}")
-        return self._runs[number]
+        run_index = query.number("run")
+        if not 0 <= run_index < len(self._runs):
+            raise NotFound(f"there are runs 0 to {len(self._runs) - 1}, got {run_index}")
+        return self._runs[run_index]
 
     def _curves(self, query: "Query") -> dict[str, Any]:
         metrics = self._run(query).metrics

@@ -163,14 +163,14 @@ class WorkerContext:
 
         Heartbeats report the oldest of several waits. `cause` is described at `Worker.waiting`.
         """
-        number = next(self._wait_ids)
+        wait_id = next(self._wait_ids)
         with self._lock:
-            self._waits[number] = _Wait(what, on, self._clock(), cause)
+            self._waits[wait_id] = _Wait(what, on, self._clock(), cause)
         try:
             yield
         finally:
             with self._lock:
-                del self._waits[number]
+                del self._waits[wait_id]
 
     def heartbeat(self) -> Heartbeat:
         """Return a heartbeat with the present state, counters and gauges."""

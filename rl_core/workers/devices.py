@@ -21,8 +21,10 @@ def device_uuids(visible: tuple[str, ...]) -> tuple[str, ...]:
     try:
         pynvml.nvmlInit()
         handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(int(v)) if v.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(v.encode())
-            for v in visible
+            pynvml.nvmlDeviceGetHandleByIndex(int(device))
+            if device.isdigit()
+            else pynvml.nvmlDeviceGetHandleByUUID(device.encode())
+            for device in visible
         ]
         return tuple(_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles)
     except pynvml.NVMLError as error:

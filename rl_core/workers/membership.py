@@ -230,9 +230,9 @@ class Membership:
             since = -1
         last_version = max(
             (
-                next(reversed(shown.values()))
+                next(reversed(versions.values()))
                 for visible_group in self._seen_by(group)
-                if (shown := self._shown_at.get(visible_group))
+                if (versions := self._shown_at.get(visible_group))
             ),
             default=-1,
         )

@@ -61,14 +61,14 @@ def encode(
     `reason` says why the pod ended, `process` names the process that caused it, `code` is its exit code, `tail` holds its last log lines
     and `summary` the runner's status (None: unknown). Of `tail` the newest characters that fit are kept.
     """
-    fixed = {
+    fixed_fields = {
         "reason": _beginning(reason, REASON_LIMIT),
         "process": process,
         "code": int(code),
         "summary": None if summary is None else shorten(summary),
     }
-    max_bytes = LIMIT - _size({**fixed, "tail": ""})
-    return _json({**fixed, "tail": _end(tail, max_bytes)})
+    max_bytes = LIMIT - _size({**fixed_fields, "tail": ""})
+    return _json({**fixed_fields, "tail": _end(tail, max_bytes)})
 
 
 def read_summary(folder: Path, *, epoch: int) -> dict[str, Any] | None:

@@ -66,7 +66,7 @@ def frozen_fields(model: type[BaseModel] = RLJobSpec, prefix: str = "") -> Itera
 def transition_rules() -> list[Schema]:
     """Return the entries of x-kubernetes-validations for `spec`."""
     new, old = (f"(has({root}.managedBy) ? {root}.managedBy : '{MANAGER}')" for root in ("self", "oldSelf"))
-    fixed = rule_entry(
+    fixed_rule = rule_entry(
         holds=f"{new} == {old}",
         refusal="managedBy must stay %s, got %s; delete the job and create it anew",
         values=(old, new),
@@ -80,7 +80,7 @@ def transition_rules() -> list[Schema]:
         _synchrony(),
         *_groups(),
     ]
-    return [fixed, *rules, *(_block(block, list(paths)) for block, paths in blocks)]
+    return [fixed_rule, *rules, *(_block(block, list(paths)) for block, paths in blocks)]
 
 
 def _placed(group: str) -> Schema:

@@ -31,13 +31,13 @@ NOT_DURABLE = "checkpoints are not durable: checkpoint.path is not on a Persiste
 
 def phase_of(view: JobView, decision: Decision) -> str:
     """Return the phase of the job."""
-    fixed = {Stage.SUSPENDING: "Suspending", Stage.SUSPENDED: "Suspended", Stage.RESTART: "Restarting"}
+    phase_by_stage = {Stage.SUSPENDING: "Suspending", Stage.SUSPENDED: "Suspended", Stage.RESTART: "Restarting"}
     if decision.stage is Stage.END:
         return decision.outcome or "Failed"
     if decision.stage is Stage.ENDED:
         return decision.record.phase
-    if decision.stage in fixed:
-        return fixed[decision.stage]
+    if decision.stage in phase_by_stage:
+        return phase_by_stage[decision.stage]
     previous = view.record.phase if view.record.epoch == decision.record.epoch else ""
     if decision.record.begun:
         return "Running"
@@ -269,9 +269,8 @@ def _in_sync(view: JobView, decision: Decision) -> Fact:
             return Fact(status="Unknown", reason="RunnerUnreachable")
         progress = view.observed.progress
         if decision.record.begun and (progress is None or not progress.status):
-            status, reason, message = view.record.condition(
-                "WeightsInSync"
-            )  # this operator has not polled the runner yet
+            # This operator has not polled the runner yet.
+            status, reason, message = view.record.condition("WeightsInSync")
             return Fact(status=status, reason=reason or "NotReady", message=message)
         return Fact(status="Unknown", reason="NotReady")
     diverged = report.raw.get("diverged")

@@ -117,7 +117,7 @@ def _newly_ended(view: JobView) -> list[PodView]:
     for group in view.groups:
         restart_time = record.role(group).restart_time
         for pod in view.pods_of(group):
-            is_judged = (e := record.pod_failures.get(pod.name)) is not None and e.uid == pod.uid
+            is_judged = (failures := record.pod_failures.get(pod.name)) is not None and failures.uid == pod.uid
             is_expected = not view.is_gang(group) and (
                 pod.index not in view.wanted_indices(group)
                 or pod.name in record.draining
@@ -269,8 +269,8 @@ def stall_description(stall: object) -> str:
     if not hasattr(stall, "get"):
         return "unknown"
     waits = stall.get("waits")
-    edges = [w for w in waits if hasattr(w, "get")] if isinstance(waits, list) else []
-    text = "; ".join(f"{w.get('who')} waits for {w.get('on')} ({w.get('what')})" for w in edges[:8])
+    edges = [edge for edge in waits if hasattr(edge, "get")] if isinstance(waits, list) else []
+    text = "; ".join(f"{edge.get('who')} waits for {edge.get('on')} ({edge.get('what')})" for edge in edges[:8])
     return str(stall.get("reason") or "unknown") + (f": {text}" if text else "")
 
 

@@ -91,7 +91,7 @@ def missing_objects(
 
     `known` is the cache that `parse` returned `job` from.
     """
-    existing = {(o.get("kind"), _meta(o).get("name")): o for o in present}
+    existing = {(obj.get("kind"), _meta(obj).get("name")): obj for obj in present}
     uid = job.metadata.uid
     digests = _digests(job, config, known, groups)
     missing = {
@@ -102,7 +102,7 @@ def missing_objects(
     if not missing:
         return ()
     desired = manifests.support.build(job, defaults=known.defaults, config=config, groups=groups)
-    return tuple(o for o in desired if (o["kind"], _meta(o)["name"]) in missing)
+    return tuple(obj for obj in desired if (obj["kind"], _meta(obj)["name"]) in missing)
 
 
 def old_templates(
@@ -110,11 +110,11 @@ def old_templates(
 ) -> tuple[Deletion, ...]:
     """Return the deletions of the ResourceClaimTemplates in `present` that the job owns and that its spec does not need any more."""
     desired = {name for kind, name, *_ in _digests(job, config, known, groups) if kind == CLAIM_TEMPLATE}
-    owned = (o for o in present if o.get("kind") == CLAIM_TEMPLATE and _owned(o, job.metadata.uid))
+    owned = (obj for obj in present if obj.get("kind") == CLAIM_TEMPLATE and _owned(obj, job.metadata.uid))
     return tuple(
-        Deletion(kind=CLAIM_TEMPLATE, name=str(_meta(o)["name"]), uid=str(_meta(o)["uid"]))
-        for o in owned
-        if _meta(o)["name"] not in desired
+        Deletion(kind=CLAIM_TEMPLATE, name=str(_meta(obj)["name"]), uid=str(_meta(obj)["uid"]))
+        for obj in owned
+        if _meta(obj)["name"] not in desired
     )
 
 
@@ -123,7 +123,7 @@ def _digests(
 ) -> tuple[tuple[str, str, str, str], ...]:
     if parsed.config != config:
         objects = manifests.support.build(job, defaults=parsed.defaults, config=config, groups=groups)
-        parsed.digests = tuple((o["kind"], o["metadata"]["name"], _digest(o), _rules(o)) for o in objects)
+        parsed.digests = tuple((obj["kind"], obj["metadata"]["name"], _digest(obj), _rules(obj)) for obj in objects)
         parsed.config = config
     return parsed.digests
 
@@ -139,7 +139,7 @@ def _rules(obj: Object) -> str:
 
 def _owned(obj: Object, uid: str | None) -> bool:
     owners = _meta(obj).get("ownerReferences")
-    return isinstance(owners, list) and any(isinstance(o, Mapping) and o.get("uid") == uid for o in owners)
+    return isinstance(owners, list) and any(isinstance(owner, Mapping) and owner.get("uid") == uid for owner in owners)
 
 
 def _meta(obj: Object) -> Object:

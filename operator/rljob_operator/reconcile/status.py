@@ -310,7 +310,9 @@ def _role(view: JobView, record: Record, group: str) -> dict[str, Any]:
 def _versions(view: JobView) -> dict[str, int]:
     versions = condition_facts.rollout_role(view).get("versions")
     numbers = (
-        [int(v) for v in versions if str(v).isdecimal() and len(str(v)) < 16] if isinstance(versions, Mapping) else []
+        [int(version) for version in versions if str(version).isdecimal() and len(str(version)) < 16]
+        if isinstance(versions, Mapping)
+        else []
     )
     return {"minVersion": min(numbers), "maxVersion": max(numbers)} if numbers else {}
 

@@ -52,8 +52,8 @@ class TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the base class' name
         """Return the line without its traceback."""
         fields = _context.get()
-        place = f"[{' '.join(str(value) for value in fields.values())}] " if fields else ""
-        return super().formatMessage(record).replace(record.message, place + record.message, 1)
+        prefix = f"[{' '.join(str(value) for value in fields.values())}] " if fields else ""
+        return super().formatMessage(record).replace(record.message, prefix + record.message, 1)
 
 
 def configure(*, level: str, form: Literal["json", "text"]) -> None:

@@ -94,13 +94,13 @@ def answer(completed: Completed, *, model: str) -> dict[str, Any]:
 
 async def events(parts: AsyncGenerator[Piece | Completed], *, model: str) -> AsyncGenerator[bytes]:
     """Yield the server-sent events of the call `parts`, those of `pieces.pieces`. Function calls come whole, after the text."""
-    number = count()
+    sequence_numbers = count()
 
     def event(kind: str, **fields: Any) -> bytes:
         kind = f"response.{kind}"
-        return server_sent({"type": kind, "sequence_number": next(number), **fields}, event=kind)
+        return server_sent({"type": kind, "sequence_number": next(sequence_numbers), **fields}, event=kind)
 
-    begun, text = _begun(model), {"item_id": f"msg_{uuid4().hex}", "output_index": 0, "content_index": 0}
+    initial, text = _begun(model), {"item_id": f"msg_{uuid4().hex}", "output_index": 0, "content_index": 0}
     message = {"type": "message", "id": text["item_id"], "role": "assistant", "status": "in_progress", "content": []}
 
     def open_message() -> Iterator[bytes]:
@@ -112,7 +112,7 @@ async def events(parts: AsyncGenerator[Piece | Completed], *, model: str) -> Asy
         async for part in parts:
             if not created:
                 created = True
-                yield event("created", response=begun)
+                yield event("created", response=initial)
             if isinstance(part, Piece):
                 if not part.text:
                     continue
@@ -121,7 +121,7 @@ async def events(parts: AsyncGenerator[Piece | Completed], *, model: str) -> Asy
                 opened = True
                 yield event("output_text.delta", **text, delta=part.text, logprobs=[])
                 continue
-            final = {**answer(part, model=model), "id": begun["id"], "created_at": begun["created_at"]}
+            final = {**answer(part, model=model), "id": initial["id"], "created_at": initial["created_at"]}
             for index, item in enumerate(final["output"]):
                 if item["type"] == "message":
                     item["id"] = message["id"]

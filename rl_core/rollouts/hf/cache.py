@@ -84,13 +84,13 @@ class KVCache:
         window = max(self.end - self._low, padded)
         if count > self.data.shape[2] or self.end < padded:
             self._place(count, window, grow=False)
-        first, self.rows = self.rows, count
-        self.starts[first:count] = self.end - lengths
+        first_row, self.rows = self.rows, count
+        self.starts[first_row:count] = self.end - lengths
         # Attention multiplies masked columns by 0, and 0 x inf is NaN, so values that an earlier row left there must be finite.
-        self.data[:, :, first:count, :, : self.end - padded] = 0
-        self._set_mask(first, count)
+        self.data[:, :, first_row:count, :, : self.end - padded] = 0
+        self._set_mask(first_row, count)
         self._refresh()
-        return list(self.data[:, :, first:count, :, self.end - padded : self.end].unbind(0))
+        return list(self.data[:, :, first_row:count, :, self.end - padded : self.end].unbind(0))
 
     def keep(self, count: int, moves: list[tuple[int, int]]) -> None:
         """Keep `count` rows; every (source, target) move fills a free place below `count` with a row from above it."""
@@ -151,12 +151,12 @@ class KVCache:
             columns *= 2
         return max(min(columns, self._limit), num_needed)
 
-    def _set_mask(self, first: int, end: int) -> None:
-        if first == end:
+    def _set_mask(self, first_row: int, end_row: int) -> None:
+        if first_row == end_row:
             return
-        starts = torch.from_numpy(self.starts[first:end]).to(self._device)
+        starts = torch.from_numpy(self.starts[first_row:end_row]).to(self._device)
         columns = torch.arange(self._mask.shape[1], device=self._device)
-        part = self._mask[first:end]
+        part = self._mask[first_row:end_row]
         part.zero_()
         part.masked_fill_(columns < starts[:, None], float("-inf"))
 

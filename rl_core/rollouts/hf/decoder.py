@@ -137,8 +137,8 @@ class LeanDecoder:
         index = torch.from_numpy(row_prompts).to(self.device)
         attend = self._prefill_attention(stored, index, lengths, padded)
         hidden = self._hidden(torch.from_numpy(ids).view(-1), offsets.reshape(-1), attend)
-        last = hidden[: ids.size].view(len(prompts), padded, -1)[:, -1]
-        return self._logits(self._padded(last))[index]
+        last_hidden = hidden[: ids.size].view(len(prompts), padded, -1)[:, -1]
+        return self._logits(self._padded(last_hidden))[index]
 
     def _step(self, tokens: Tensor) -> Tensor:
         cache = self._cache

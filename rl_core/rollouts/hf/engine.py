@@ -116,11 +116,13 @@ class HFEngine:
         `sampling` is one SamplingParams (or a mapping of its fields), or one per prompt. `seeds` has one seed per prompt; None = drawn
         from torch's generator. Raises ValueError for a row that `submit` refuses; then no row stays queued.
         """
-        many = isinstance(sampling, Sequence)
-        for name, entries in (("sampling", sampling if many else None), ("seeds", seeds)):
+        is_per_prompt = isinstance(sampling, Sequence)
+        for name, entries in (("sampling", sampling if is_per_prompt else None), ("seeds", seeds)):
             if entries is not None and len(entries) != len(input_ids):
                 raise ValueError(f"{name} must have one entry per prompt ({len(input_ids)}), got {len(entries)}")
-        params = list(map(SamplingParams.of, sampling)) if many else [SamplingParams.of(sampling)] * len(input_ids)
+        params = (
+            list(map(SamplingParams.of, sampling)) if is_per_prompt else [SamplingParams.of(sampling)] * len(input_ids)
+        )
         row_seeds = torch.randint(2**62, (len(input_ids),)).tolist() if seeds is None else [int(seed) for seed in seeds]
         tickets: list[int] = []
         try:
@@ -318,9 +320,9 @@ class HFEngine:
         rows = np.array([distinct[context] for context in contexts], dtype=np.int64)
         first_row = len(self._rows)
         now = time.monotonic()
-        fresh = [request for request in requests if request.begun is None]
-        self._queued_seconds += sum(now - request.queued for request in fresh)
-        self._queued_rows += len(fresh)
+        new_requests = [request for request in requests if request.begun is None]
+        self._queued_seconds += sum(now - request.queued for request in new_requests)
+        self._queued_rows += len(new_requests)
         logits = self._decoder.prefill(list(distinct), rows)
         self._rows.add(requests)
         self._draw = None

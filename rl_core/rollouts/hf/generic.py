@@ -103,9 +103,8 @@ class TransformersDecoder:
         for row, prompt in enumerate(prompts):
             ids[row, padded - len(prompt) :] = torch.tensor(prompt)
             mask[row, padded - len(prompt) :] = 1
-        cache = (
-            DynamicCache()
-        )  # This cache keeps all keys also in layers with a sliding window, so that rows of any length can be joined.
+        # This cache keeps all keys also in layers with a sliding window, so that rows of any length can be joined.
+        cache = DynamicCache()
         index = torch.from_numpy(row_prompts).to(self.device)
         mask = mask.to(self.device)
         logits = self._forward(ids.to(self.device), mask, (mask.cumsum(-1) - 1).clamp(min=0), cache)

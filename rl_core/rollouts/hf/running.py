@@ -120,8 +120,8 @@ class Rows:
 
         Its tokens since the last interruption get the policy version `version`; earlier ones keep theirs.
         """
-        count, begun = int(self._count[row]), self.requests[row].begun
-        earlier_versions = [] if begun is None else begun.versions
+        count, interrupted = int(self._count[row]), self.requests[row].begun
+        earlier_versions = [] if interrupted is None else interrupted.versions
         start = earlier_versions[-1][1] if earlier_versions else 0
         return GenerationOutput(
             ids=self._tokens[row, :count].tolist(),

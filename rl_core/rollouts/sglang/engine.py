@@ -185,8 +185,8 @@ class SGLangEngine:
         """Drop rows; see `RowQueue`."""
         with self._lock:
             numbers = [self._pending.numbers.pop(key) for key in keys if key in self._pending.numbers]
-            for number in numbers:
-                del self._pending.rows[number]
+            for row_id in numbers:
+                del self._pending.rows[row_id]
             if numbers and self._process is not None:
                 self._process.send(EngineAbort(keys=numbers))
 
@@ -208,10 +208,10 @@ class SGLangEngine:
         """Call `method` of the child; the returned future fails with InfrastructureError."""
         with self._lock:
             process = self._living()
-            number = next(self._numbers)
+            call_id = next(self._numbers)
             answer: Future[Any] = Future()
-            self._pending.calls[number] = answer
-            process.send(EngineCall(call=number, method=method, arguments=arguments))
+            self._pending.calls[call_id] = answer
+            process.send(EngineCall(call=call_id, method=method, arguments=arguments))
         return answer
 
     async def pause(self, mode: PauseMode, seconds: float) -> None:
@@ -342,10 +342,10 @@ class SGLangEngine:
     def _ask_alive(self, process: EngineProcess) -> None:
         """Ask the child a question that only its scheduler can answer: the child itself keeps sending while its scheduler hangs."""
         with self._lock:
-            number = next(self._numbers)
+            call_id = next(self._numbers)
             answer: Future[Any] = Future()
-            self._pending.calls[number] = answer
-            process.send(EngineCall(call=number, method="alive", arguments={}))
+            self._pending.calls[call_id] = answer
+            process.send(EngineCall(call=call_id, method="alive", arguments={}))
         answer.add_done_callback(self._store_load)
 
     def _store_load(self, answer: Future[Any]) -> None:

@@ -144,12 +144,12 @@ class SGLangWeightTarget:
         """
         adapters: dict[str, Tensor] = {}
         base = self._without_adapters(tensors, adapters)
-        first = next(base, None)
-        if first is not None:
-            self._load_base(chain([first], base), version)
+        first_tensor = next(base, None)
+        if first_tensor is not None:
+            self._load_base(chain([first_tensor], base), version)
         if self._adapters is not None:
             self._load_adapters(self._adapters, adapters, version)
-            if first is None:
+            if first_tensor is None:
                 self._prove_all = True
                 self._prove(self._base, self._call("held_weights", turns=self._adapter_turns))
 

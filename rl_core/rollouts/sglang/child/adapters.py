@@ -53,9 +53,9 @@ class ChildAdapters:
         """
         if self._unloading is not None:
             await self._unloading
-        offered, self._offered = self._offered, None
-        if offered is not None:  # The adapter of a version that was never committed.
-            await self._unload(offered)
+        uncommitted, self._offered = self._offered, None
+        if uncommitted is not None:  # The adapter of a version that was never committed.
+            await self._unload(uncommitted)
         # SGLang compares as well, after the tensors were sent to its processes, but a difference ends them.
         tensors = self._loader.tensors(places)
         mismatched = sorted(name for name in digests.keys() | tensors.keys() if not _holds(tensors, digests, name))

@@ -157,18 +157,18 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]
                 self._sums.overwritten(tensor)
         return func(*args, **(kwargs or {}))
 
-    def _copy(self, place: Tensor, source: Tensor) -> bool:
+    def _copy(self, target: Tensor, source: Tensor) -> bool:
         """Record a copy that is to be made, if it is one of a piece. Returns whether it was made here."""
-        if place.shape != source.shape or place.dtype != source.dtype:
+        if target.shape != source.shape or target.dtype != source.dtype:
             return False
-        tensor, parameter = _owner(self._sources, source), _owner(self._parameters, place)
+        tensor, parameter = _owner(self._sources, source), _owner(self._parameters, target)
         if tensor is None or parameter is None:
             return False
-        piece = Piece(_region(source, tensor[1]), parameter[0], _region(place, parameter[1]))
+        piece = Piece(_region(source, tensor[1]), parameter[0], _region(target, parameter[1]))
         self.pieces[tensor[0]].append(piece)
-        if self._sums is None or source.device.type != "cpu" or not _is_word_run(place, piece.source):
+        if self._sums is None or source.device.type != "cpu" or not _is_word_run(target, piece.source):
             return False
-        self._sums.copy(place, source, piece.source)
+        self._sums.copy(target, source, piece.source)
         return True
 
 
@@ -236,14 +236,14 @@ def _region(part: Tensor, tensor: Tensor) -> Region:
     return Region(offset, tuple(part.shape), part.stride())
 
 
-def _span(place: Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte of `place` and of the one after its last."""
-    start = place.data_ptr()
-    if place.is_contiguous():
-        return start, start + place.nbytes
-    last = sum(stride * (length - 1) for length, stride in zip(place.shape, place.stride(), strict=True))
-    return start, start + (last + 1) * place.element_size()
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses of the first byte of `tensor` and of the one after its last."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    last = sum(stride * (length - 1) for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
 
 
-def _view(parameter: Tensor, place: Region) -> Tensor:
-    return parameter.detach().as_strided(place.shape, place.strides, parameter.storage_offset() + place.offset)
+def _view(parameter: Tensor, region: Region) -> Tensor:
+    return parameter.detach().as_strided(region.shape, region.strides, parameter.storage_offset() + region.offset)

@@ -111,15 +111,15 @@ class EngineServer:
     async def _last(self, key: int, answers: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
         """Return the last of the answers of a row; each holds all ids so far. Ids of the others are sent on as they come."""
         num_sent = 0
-        last: dict[str, Any] | None = None
-        async for last in answers:
-            new = list(last["output_ids"][num_sent:])
-            if new and last["meta_info"]["finish_reason"] is None:
+        last_answer: dict[str, Any] | None = None
+        async for last_answer in answers:
+            new = list(last_answer["output_ids"][num_sent:])
+            if new and last_answer["meta_info"]["finish_reason"] is None:
                 num_sent += len(new)
                 self._writer.write(pipe.pack(EngineTokens(key=key, ids=new)))
-        if last is None:
+        if last_answer is None:
             raise RuntimeError("the engine ended a row without an answer")
-        return last
+        return last_answer
 
     def _end(self, output: EngineOutput) -> None:
         """Send the rows that end in one iteration of the event loop together."""

@@ -86,7 +86,7 @@ class ChildWeightLoader:
             weight_version=str(version),
             selector="target",  # A draft model would read the source a second time.
         )
-        whole, check = self._next_check(turns=turns, whole=load.whole)
+        proves_all, check = self._next_check(turns=turns, whole=load.whole)
         manager = self._manager
         self.loading_source = True
         try:
@@ -104,7 +104,7 @@ class ChildWeightLoader:
         reports = [json.loads(rank.pop(scheduler.REPORT, "{}")) for rank in ranks]
         if not any(report.get("error") for report in reports):
             _require(FanOutCommunicator.merge_results(loaded))
-        return {"whole": whole, "ranks": ranks, "reports": reports}
+        return {"whole": proves_all, "ranks": ranks, "reports": reports}
 
     async def _send_together(self, *requests: tuple[Callable[[Any], Awaitable[list[Any]]], Any]) -> list[list[Any]]:
         """Send all requests (communicator, request) before the first is answered, and return their answers.
