@@ -39,7 +39,7 @@ class Forbidden(ApiError):
 
 
 class WebhookFailed(Forbidden):
-    """500 because an admission webhook failed: it has no word on the object, and the same call fails until its owner mends it."""
+    """500 because an admission webhook failed. This says nothing about the object; the call fails until the webhook is repaired."""
 
 
 class Invalid(ApiError):

@@ -14,7 +14,7 @@ RETRIES = (
     "Attempts that failed and were repeated, such as a reward call that was killed, have no sample: see `trying again` in the logs\n"
     "of the rollouts and rollout/redispatch_total in metrics.jsonl.\n"
 )
-"""What `--failed` says of the failures that it does not show."""
+"""Text that `--failed` prints about the failures that it does not show."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

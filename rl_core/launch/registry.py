@@ -39,14 +39,14 @@ class ProcessRegistry:
         return sorted(self._entries.values(), key=lambda entry: (entry.pod, entry.role, entry.rank or 0, entry.pid))
 
     def add(self, entry: ProcessEntry, *, parent: int | None = None) -> None:
-        """Note a started process; it goes with its `parent`."""
+        """Add a started process. It is removed together with its `parent`."""
         self._entries[entry.pid] = entry
         if parent is not None:
             self._parents[entry.pid] = parent
         self._write()
 
     def remove(self, pid: int) -> None:
-        """Note an ended process, and with it all that descend from it."""
+        """Remove an ended process and all its descendants."""
         removed, descendants = set(), {pid}
         while descendants:
             removed |= descendants

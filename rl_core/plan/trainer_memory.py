@@ -30,17 +30,17 @@ def trainer_phases(job: RLJobSpec, facts: ModelFacts, *, logits: bool = True) ->
     state = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
     gather = _gathered(job, facts)
     copy = _publisher_copy(job, facts)
-    # Other devices of the trainer get their copies from one bucket more.
+    # A third bucket is for the copies on other devices of the trainer.
     on_several_devices = copy and job.placement.mode != "disaggregated" and job.actor.gpus * job.actor.replicas > 1
     buckets = {"buckets": (3 if on_several_devices else 2) * job.weights.bucket_bytes}
-    if job.model.lora is not None:  # a bucket is merged in float32, with whole adapters
+    if job.model.lora is not None:  # A bucket is merged in float32, and the adapters are gathered whole.
         buckets["merged"] = job.weights.bucket_bytes * MASTER_BYTES // WIDTH[job.model.dtype]
         buckets["merged"] += 2 * MASTER_BYTES * adapter_parameters(job, facts)
     scoring, training = (_logit_bytes(job, facts, gradient=gradient) if logits else 0 for gradient in (False, True))
-    # Nothing of the layers is kept: there is one of them, and logits after the last.
+    # Without gradients no activations are kept: memory holds those of one layer at a time, then the logits.
     no_gradient = {"activations": max(0, _forward_bytes(job, facts) - scoring), "logits": scoring}
     if job.actor.offload.grads or job.placement.mode != "disaggregated":
-        # Released before, they are allocated for the training that follows, as zeros.
+        # Gradients that were released are allocated again, as zeros, for the training that follows.
         no_gradient["gradients"] = state.get("gradients") or state["optimizer"] * GRADIENT_BYTES // MOMENT_BYTES
     elif _has_reference(job) and job.actor.backend != "megatron":
         # The trained weights, while the model has those of the reference policy. Gradients that are allocated give their place to them.

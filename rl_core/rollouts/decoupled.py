@@ -51,7 +51,7 @@ class DecoupledDecisions:
     min_batch_size: int
     """Lanes that a decision waits for, at most BATCH_SECONDS."""
     decide: Callable[[EnvOutput], tuple[ChunkStepResult, Callable[[], Tensor] | None]]
-    """Returns the decision on an output, and what returns its values where it has none yet."""
+    """Returns the decision on an output, and a function that returns its values if they are not computed yet."""
     observe: Callable[[TrajectoryRecorder, EnvOutput], None]
     """Records an output."""
     end: Callable[[TrajectoryRecorder, EnvOutput], None]

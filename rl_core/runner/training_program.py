@@ -94,7 +94,7 @@ class TrainingProgram(Program):
         }
 
     def on_training(self) -> None:
-        """Do what can be done while the actors train. Called once a step, as soon as they have begun. Writes the metrics of the last step."""
+        """Do work that needs no result of the training. Called once a step, as soon as they have begun. Writes the metrics of the last step."""
         self.report.write()
 
     def write_last_step(self) -> None:

@@ -137,10 +137,10 @@ def unavailable(job: RLJob, api: str | None) -> str:
 
 
 def _name(job: RLJob, role: str, spec: Mapping[str, Any], api: str) -> str:
-    """Return the name of a gang; for the built-in API one of another spec, or of another job of the name, is another object.
+    """Return the name of a gang. For the built-in API it contains a digest of the spec and of the job's uid.
 
-    There the spec cannot change, and the API server keeps a deleted group while pods name it: pods of a job made anew would
-    hold the earlier job's group for good.
+    In that API the spec cannot change, and the API server keeps a deleted group while pods name it: pods of a job that is
+    created again would keep the group of the earlier job for ever.
     """
     name = f"{job.metadata.name}-{role}-gang"
     return f"{name}-{meta.digest([meta.identity(job)[2], spec])[:8]}" if api == BUILT_IN else name

@@ -1,9 +1,9 @@
-"""`reconcile`: from a job, what is there, and the time, to what is to be done. Pure and total.
+"""`reconcile`: returns the plan for a job from the observed objects and the time. Pure; it has a result for every input.
 
-    parse -> look -> decide -> moves of pods -> facts -> status, events -> Plan
+    parse -> view -> decide -> changes to pods -> conditions -> status, events -> Plan
 
 Called by the controller with the cache's view; nothing here reads a clock, the network or a disk. A job that cannot be understood
-gives Accepted=False and no moves.
+gives Accepted=False and no changes to pods.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rljob_operator.reconcile.scaling import PodMoves
 Groups = Callable[[RLJobSpec], Mapping[str, Group]]
 """Returns the groups of a job by name."""
 OBSTACLE_SECONDS = 15.0
-"""Seconds until a job that waits for a name or a claim is looked at again: those are not watched."""
+"""Seconds until a job that waits for a name or a claim is reconciled again, because these are not watched."""
 PREVIOUS_JOB_SECONDS = 2.0
 """The same, for pods of an earlier job of the name."""
 
@@ -95,7 +95,7 @@ def _plan(view: JobView, parsed: ParsedJob) -> Plan:
 
 
 def _moves(view: JobView, decision: Decision, obstacle: Obstacle | None) -> PodMoves:
-    """Return the moves of pods. A new epoch or an end is written alone: what it means for pods, the next reconcile sees."""
+    """Return the changes to the pods; none with a new epoch or an end, because the next reconcile acts on what is written."""
     if decision.stage is Stage.RUN:
         free = obstacle is None and not view.previous_pods
         return scaling.run(view, decision.record, may_create=free)
@@ -109,7 +109,7 @@ def _moves(view: JobView, decision: Decision, obstacle: Obstacle | None) -> PodM
 
 
 def _support(view: JobView, decision: Decision, obstacle: Obstacle | None, parsed: ParsedJob) -> tuple[Object, ...]:
-    """Return the Service, ConfigMap and the like to write; they stay while the job exists, so that what runs keeps its name and fence."""
+    """Return the supporting objects to write. They stay while the job exists, so that pods keep their DNS names and network policies."""
     if decision.stage is not Stage.RUN or obstacle is not None or view.previous_pods:
         return ()
     return parsing.missing_objects(
@@ -128,7 +128,7 @@ def _old_templates(
 
 
 def _build(view: JobView, decision: Decision, names: tuple[tuple[str, int], ...]) -> tuple[Object, ...]:
-    """Return the manifests of the pods to make."""
+    """Return the manifests of the pods to create."""
     if not names:
         return ()
     meta, record = view.job.metadata, decision.record
@@ -186,7 +186,7 @@ def _until_unreachable(view: JobView) -> list[float]:
 
 
 def _refuse(job: Object, problem: str, now: float) -> Plan:
-    """A spec this operator cannot read: say so, and leave alone what runs. What has ended goes when its time is up."""
+    """Return the plan for a spec that this operator cannot read. Running pods stay; an ended job is deleted after its TTL."""
     record, meta = records.read(job.get("status")), _mapping(job.get("metadata"))
     if record.terminal:
         ttl_field = _mapping(job.get("spec")).get("ttlSecondsAfterFinished")

@@ -66,9 +66,9 @@ class Operator:
         self._settings = settings
         self._configuration = configuration
         self._wrap = wrap
-        """Puts something between the operator and the API; tests inject faults here."""
+        """Wraps the client of the API; tests use it to inject faults."""
         self._on_watching = on_watching
-        """Called when kopf is up: it has taken the signals by then, and the caller may take them back."""
+        """Called when kopf is running. It has installed its signal handlers by then, and the caller may replace them."""
         self.metrics = Metrics()
         self.cache = Cache(projections=PROJECTIONS)
         self.queue: WorkQueue[JobKey] = WorkQueue(observer=self.metrics, expected=(ApiError,))

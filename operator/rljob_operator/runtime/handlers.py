@@ -19,7 +19,7 @@ from rljob_operator.naming import LABEL_JOB
 from rljob_operator.runtime.cache import Cache, JobKey
 
 IDENTITY: Any = "rljob-operator"
-"""Name among kopf's peers, which there are none of; kopf would ask for the name of its user, and a pod's user id may have none."""
+"""Identity for kopf, which has no peers here. Without it kopf looks up the name of its user, and a pod's user id may have none."""
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 600

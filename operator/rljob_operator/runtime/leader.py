@@ -51,7 +51,7 @@ class Leadership:
         self._held: dict[str, Any] | None = None
         """The Lease as we wrote it last; None while we do not hold it."""
         self._held_since = 0.0
-        """Loop time before the request that wrote it was sent: the others count from when it lands, which its answer may be long after."""
+        """Loop time just before the request that wrote it. The others count from the write itself, which may be long before its answer."""
 
     async def acquire(self) -> None:
         """Return when this replica holds the Lease with enough time left to act."""

@@ -57,7 +57,7 @@ class TextFormatter(logging.Formatter):
 
 
 def configure(*, level: str, form: Literal["json", "text"]) -> None:
-    """Send all loggers to standard error in one form; kopf's own chatter from WARNING on."""
+    """Send all loggers to standard error in one form; kopf's own messages from WARNING on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     root = logging.getLogger()

@@ -119,7 +119,7 @@ class RunnerClient:
 
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:
-    """Return the whole body, in however many pieces it comes. Raises RunnerError for more than LARGEST bytes."""
+    """Return the whole body of a response. Raises RunnerError for more than LARGEST bytes."""
     body = bytearray()
     async for chunk in response.content.iter_any():
         body += chunk
@@ -172,7 +172,7 @@ class Poller:
         self._interval = interval
         self._clock = clock
         self._last_asked: dict[JobKey, tuple[str, float, float]] = {}
-        """pod uid asked, when, and the factor on the interval that spreads the jobs over it."""
+        """By job: uid of the pod that was polled last, the time, and a random factor on the interval, which spreads the polls."""
         self._asking: set[JobKey] = set()
         self._in_flight: FairSlots[str] = FairSlots(total=IN_FLIGHT, per_key=PER_NAMESPACE)
 

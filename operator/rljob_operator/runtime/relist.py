@@ -46,9 +46,9 @@ class Relister:
         self._interval = interval
         self._kinds = tuple(kinds)
         self._alternatives = alternatives
-        """Kinds of which the first is used that is served and that the operator may list; it does without any."""
+        """Alternatives: the first kind that is served and that the operator may list is used, if there is one."""
         self._suspected: dict[Kind, float] = {}
-        """Kinds whose watch began anew, and when the newest sign of it came."""
+        """Kinds whose watch has restarted, with the time of the newest event that indicates it."""
         self._wake = asyncio.Event()
         self.filled = asyncio.Event()
         """Set when every kind has been listed once."""

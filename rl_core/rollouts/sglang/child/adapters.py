@@ -94,7 +94,7 @@ class ChildAdapters:
             self._unloading = asyncio.ensure_future(self._unload(previous))
 
     def pause(self) -> None:
-        """Let no row begin until `resume`, so that rows which are aborted now and requested again use the adapter of then."""
+        """Let no row begin until `resume`, so that rows which are aborted now and requested again use the adapter that is served then."""
         self._paused = True
         self._update()
 

@@ -56,7 +56,7 @@ class CopiedSums:
         return bool(self._sums)
 
     def clear(self) -> None:
-        """Forget all of them: pieces are read when their checksums are asked for."""
+        """Drop all checksums, so that pieces are read when their checksums are requested."""
         self._sums.clear()
 
     def copy(self, place: Tensor, source: Tensor, region: Region) -> None:
@@ -158,7 +158,7 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]
         return func(*args, **(kwargs or {}))
 
     def _copy(self, target: Tensor, source: Tensor) -> bool:
-        """Record a copy that is to be made, if it is one of a piece. Returns whether it was made here."""
+        """Record the copy of `source` to `target` if it writes a piece. Returns whether this call has made the copy."""
         if target.shape != source.shape or target.dtype != source.dtype:
             return False
         tensor, parameter = _owner(self._sources, source), _owner(self._parameters, target)

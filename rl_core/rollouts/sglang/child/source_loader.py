@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoadReport(TypedDict):
-    """What became of a version at one process of the engine."""
+    """Result of loading a version in one process of the engine."""
 
     error: str
     """Why it failed; "" if it did not."""
@@ -49,7 +49,7 @@ class SourceLoader:
         self._reader = SourceReader(keys=None, device=device, deadlines=Deadlines(collective_seconds=seconds))
 
     def load(self, model: Any, request: SourceLoad) -> LoadReport:
-        """Load the version of `request` into `model`, and return what became of it."""
+        """Load the version of `request` into `model`, and return the result."""
         source = self._own(request.source)
         manifest = WeightManifest.unpack(request.manifest)
         layout, wanted = Layout.of(manifest.entries, request.bucket_bytes), frozenset(request.wanted)
