@@ -65,7 +65,7 @@ class EnvProcess:
         self._reader, self._writer = reader, writer
         self._label = label
         self._relay = relay
-        self._ended = asyncio.create_task(process.wait())
+        self._exit = asyncio.create_task(process.wait())
         self.max_turns: int | None = None
         """Turns of an episode that the environment declares; known once the child has started."""
 
@@ -77,13 +77,13 @@ class EnvProcess:
     @property
     def alive(self) -> bool:
         """Whether the process has not been seen to end."""
-        return not self._ended.done()
+        return not self._exit.done()
 
     async def ended_or(self, event: asyncio.Event) -> None:
         """Wait until the process ends or `event` is set."""
         wake = asyncio.create_task(event.wait())
         try:
-            await asyncio.wait({wake, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({wake, self._exit}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             wake.cancel()
 
@@ -205,7 +205,7 @@ class EnvProcess:
         answer = asyncio.create_task(self._send_and_receive(packed))
         try:
             async with asyncio.timeout(deadline):
-                await asyncio.wait({answer, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({answer, self._exit}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 await asyncio.wait({answer}, timeout=LAST_ANSWER_SECONDS)
             if not answer.done():
@@ -247,7 +247,7 @@ class EnvProcess:
 
     async def how_it_ended(self) -> str:
         """Return a text about the end of the child, once it has ended or closed its connection."""
-        await asyncio.wait({self._ended}, timeout=LAST_ANSWER_SECONDS)
+        await asyncio.wait({self._exit}, timeout=LAST_ANSWER_SECONDS)
         code = self._process.returncode
         if code is None:
             exit_text = "closed its connection"
@@ -262,7 +262,7 @@ class EnvProcess:
         with suppress(ProcessLookupError, PermissionError):
             # Not Process.kill, which may reap the child before its watcher does.
             os.killpg(self._process.pid, signal.SIGKILL)
-        await asyncio.shield(self._ended)
+        await asyncio.shield(self._exit)
         # A program in a session of its own is not in the child's process group, but has inherited the marked variable. One that was
         # started without it lives until the worker ends, when the supervisor kills all remaining processes.
         await asyncio.to_thread(processes.kill_with_environment, self._marked_variable)

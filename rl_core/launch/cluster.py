@@ -84,7 +84,7 @@ class Cluster(WorkerCluster):
         node = NodeInfo(0, slots, "GPU" if gpus else "slot")
         self._inventory, self._slots, self._gpus = Inventory([node]), slots, gpus
         self._groups: set[str] = set()
-        self._ended: dict[str, str] = {}
+        self._end_reasons: dict[str, str] = {}
         """Group name -> reason, for groups whose processes have ended and are not started again."""
         self._close_lock = threading.Lock()
         """Guards `_closed`: the end of the script and `close` may come at the same time."""
@@ -181,8 +181,8 @@ class Cluster(WorkerCluster):
         def check() -> None:
             on_poll()
             for name in names:
-                if name in self._ended:
-                    raise InfrastructureError(f"the processes of group {name} have ended: {self._ended[name]}")
+                if name in self._end_reasons:
+                    raise InfrastructureError(f"the processes of group {name} have ended: {self._end_reasons[name]}")
 
         super().wait_ready(names, timeout, on_poll=check)
 
@@ -190,7 +190,7 @@ class Cluster(WorkerCluster):
         if pod.expected:
             return
         reason = pod.reason or f"its supervisor ended with code {pod.returncode}"
-        self._ended[pod.role] = reason
+        self._end_reasons[pod.role] = reason
         for member in self.members():
             if member.group == pod.role:
                 self.hub.declare_lost(member, reason)

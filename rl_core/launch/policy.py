@@ -63,7 +63,7 @@ class RestartPolicy:
         self._budget = Budget()
         self._step = 0
         """The last finished step that the runner reported."""
-        self._ends: dict[str, PodFailures] = {}
+        self._failures: dict[str, PodFailures] = {}
         self._stall_acted_at: float | None = None
 
     @property
@@ -142,5 +142,5 @@ class RestartPolicy:
         self._budget = self._budget.consume(**charges, step=self._step, every=self._spec.forgive_after_steps)
 
     def _pod_pause(self, pod: str) -> float:
-        self._ends[pod] = rules.add_failure(self._ends.get(pod) or PodFailures(), self._clock())
-        return self._ends[pod].backoff
+        self._failures[pod] = rules.add_failure(self._failures.get(pod) or PodFailures(), self._clock())
+        return self._failures[pod].backoff

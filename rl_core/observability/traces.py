@@ -66,7 +66,7 @@ class TraceRows:
 
     def __init__(self) -> None:
         self._processes: dict[str, int] = {}
-        self._ends: dict[int, list[tuple[float, int]]] = {}
+        self._slot_ends: dict[int, list[tuple[float, int]]] = {}
         """End of the last span in each slot and the slot's number, by process, as a heap."""
         self._named_rows: set[tuple[int, int]] = set()
         self._names: list[str] = []
@@ -77,7 +77,7 @@ class TraceRows:
 
     def slot(self, process: str, began: float, ended: float, *, of: str) -> tuple[int, int]:
         """Return a row of `process` that has no span after `began`. `of` names the kind of row."""
-        ends = self._ends.setdefault(self.process(process), [])
+        ends = self._slot_ends.setdefault(self.process(process), [])
         if ends and ends[0][0] <= began:
             place = ends[0][1]
             heapq.heapreplace(ends, (ended, place))

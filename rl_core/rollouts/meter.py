@@ -41,7 +41,7 @@ class EngineMeter:
         """Guards `_tokens`, which the engine's thread and the heartbeats change."""
         self._tokens = 0
         self._last_read, self._last_load = clock(), EngineLoad()
-        self._last: dict[str, float] = {}
+        self._last_metrics: dict[str, float] = {}
 
     def watch(self, load: Callable[[], EngineLoad]) -> None:
         """Read the engine's counters with the function `load` from now on."""
@@ -55,8 +55,8 @@ class EngineMeter:
     def read(self) -> dict[str, float]:
         """Return `rollout/{tokens_per_second,running,waiting,kv_use,queue_seconds,prefix_hit_share}`, those that the engine reports."""
         now, load = self._clock(), self._load()
-        if self._last and now - self._last_read < SHORTEST_WINDOW_S:
-            return self._last
+        if self._last_metrics and now - self._last_read < SHORTEST_WINDOW_S:
+            return self._last_metrics
         with self._lock:
             tokens, self._tokens = self._tokens, 0
         previous, seconds = self._last_load, max(now - self._last_read, 1e-9)
@@ -73,8 +73,8 @@ class EngineMeter:
             ),
         }
         self._last_read, self._last_load = now, load
-        self._last = {f"rollout/{name}": float(value) for name, value in metrics.items() if value is not None}
-        return self._last
+        self._last_metrics = {f"rollout/{name}": float(value) for name, value in metrics.items() if value is not None}
+        return self._last_metrics
 
 
 def _mean(total: float, count: int) -> float | None:

@@ -19,22 +19,22 @@ class TrajectoryRecorder:
         self._steps: list[ChunkStepResult] = []
         self._rewards: list[Tensor] = []
         self._sub_steps: list[Tensor] = []
-        self._lost: dict[int, Tensor] = {}
+        self._lost_simulators: dict[int, Tensor] = {}
         """Decision -> [B]: simulators that were lost in it."""
         self._flags: list[Tensor | None] = []
-        self._ends: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._end_flags: list[tuple[Tensor, Tensor, Tensor]] = []
         self._env_ids: Tensor | None = None
         self._last_values: Tensor | None = None
 
     def observe(self, output: EnvOutput, rewards: Tensor | None) -> None:
         """Add what the simulators answered to the last decision; `rewards` [B, C] have bootstraps added, None before the first one."""
-        is_first = not self._ends
-        self._ends.append((output.dones, output.terminations, output.truncations))
+        is_first = not self._end_flags
+        self._end_flags.append((output.dones, output.terminations, output.truncations))
         if rewards is None or is_first:
             self._env_ids = output.env_ids
             return
         if output.lost is not None:
-            self._lost[len(self._rewards)] = output.lost
+            self._lost_simulators[len(self._rewards)] = output.lost
             rewards = rewards.masked_fill(output.lost[:, None], 0.0)  # The end of a lost episode is not bootstrapped.
         self._rewards.append(rewards)
         sub_steps = output.sub_steps
@@ -63,7 +63,7 @@ class TrajectoryRecorder:
         zeros = torch.zeros(rows, 1)
         values = [zeros if step.prev_values is None else step.prev_values for step in steps]
         dones, terminations, truncations = (
-            _ends(list(parts), self._rewards[0]) for parts in zip(*self._ends, strict=True)
+            _ends(list(parts), self._rewards[0]) for parts in zip(*self._end_flags, strict=True)
         )
         if self._auto_reset:
             dones[0] = False  # The end of the previous episode belongs to the previous trajectory.
@@ -96,7 +96,7 @@ class TrajectoryRecorder:
         """Return [T, B] bool: the decisions of episodes that were not lost. `dones` is [T + 1, B, C]."""
         valid = torch.ones(len(self._rewards), dones.shape[1], dtype=torch.bool)
         episode_ends = dones[1:].any(dim=2)
-        for decision, is_lost in self._lost.items():
+        for decision, is_lost in self._lost_simulators.items():
             for row in is_lost.nonzero().flatten().tolist():
                 earlier_ends = episode_ends[:decision, row].nonzero().flatten()
                 start = int(earlier_ends[-1]) + 1 if len(earlier_ends) else 0

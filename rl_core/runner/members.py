@@ -52,14 +52,14 @@ class Members:
         self._cluster, self._strategies, self._roster, self._board = cluster, strategies, roster, board
         self._deadlines, self._fail, self._pauses = deadlines, fail, pauses
         self._changed = threading.Condition()
-        """Guards `_joining`, `_rejoining` and `_ended`; notified when one of them changes and after each join."""
+        """Guards `_joining`, `_rejoining` and `_closed`; notified when one of them changes and after each join."""
         self._joining: set[str] = set()
         """Names of the members that are joining, each on a thread."""
         self._rejoining: dict[str, Member] = {}
         """Members by name that join as soon as the thread that handles this name has ended."""
         self._in: set[Identity] = set()
         """Processes that have joined or are joining, and were not lost since."""
-        self._ended = False
+        self._closed = False
 
     # --- called by the hub, on its listener thread -------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ class Members:
         if member.group not in self._strategies or member.state.gone:
             return
         with self._changed:
-            if self._ended:
+            if self._closed:
                 return
             if member.name in self._joining:
                 self._rejoining[member.name] = member
@@ -105,7 +105,7 @@ class Members:
     def close(self) -> None:
         """Start no more joins. Joins in progress are not waited for; they end with the process."""
         with self._changed:
-            self._ended = True
+            self._closed = True
             self._rejoining.clear()
             self._changed.notify_all()
 
@@ -151,8 +151,8 @@ class Members:
     def _superseded(self, member: Member, pause: float) -> bool:
         """Wait `pause` seconds; return whether the join is obsolete, because `member` is lost or replaced or the run ends."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ended or member.name in self._rejoining, pause)
-            if self._ended or member.name in self._rejoining:
+            self._changed.wait_for(lambda: self._closed or member.name in self._rejoining, pause)
+            if self._closed or member.name in self._rejoining:
                 return True
         current = self._cluster.hub.get(member.name)
         return current is None or current.state.gone or current.incarnation != member.incarnation

@@ -46,7 +46,7 @@ class WeightSync:
         self.members, self.check = members, check
         self.digest = ""
         """Digest of the manifest of the version published last."""
-        self._last: PublishReport | None = None
+        self._last_report: PublishReport | None = None
 
     @property
     def version(self) -> int:
@@ -77,7 +77,7 @@ class WeightSync:
             acked = [process for process in processes if process[0] in report.acked]
             self._roster.acknowledged(version, acked)
             self._versions.proved(acked, version)
-        self._last = report
+        self._last_report = report
         self.digest = report.digest
         if report.failed:
             logger.warning("version %s: out of service until they pull it again: %s", version, report.failed)
@@ -113,7 +113,7 @@ class WeightSync:
     def metrics(self) -> dict[str, float]:
         """Return the metrics `weights/*`: figures of the last sync, and numbers of content checks."""
         metrics: dict[str, float] = {}
-        if (report := self._last) is not None:
+        if (report := self._last_report) is not None:
             metrics = {
                 "weights/version": float(report.version),
                 "weights/publish_seconds": report.seconds,

@@ -108,7 +108,7 @@ class WorkerContext:
         self._progress: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
         self._read_metrics: Callable[[], Mapping[str, float]] = dict
-        self._waits: dict[int, _Wait] = {}
+        self._declared_waits: dict[int, _Wait] = {}
         self._wait_ids = itertools.count()
         self._members: dict[str, MemberView] = {}
         self._view_version = -1
@@ -165,18 +165,18 @@ class WorkerContext:
         """
         wait_id = next(self._wait_ids)
         with self._lock:
-            self._waits[wait_id] = _Wait(what, on, self._clock(), cause)
+            self._declared_waits[wait_id] = _Wait(what, on, self._clock(), cause)
         try:
             yield
         finally:
             with self._lock:
-                del self._waits[wait_id]
+                del self._declared_waits[wait_id]
 
     def heartbeat(self) -> Heartbeat:
         """Return a heartbeat with the present state, counters and gauges."""
         memory, read_metrics = processes.memory_bytes(os.getpid()), self._read_metrics()
         with self._lock:
-            wait = min(self._waits.values(), key=lambda w: w.since, default=None)
+            wait = min(self._declared_waits.values(), key=lambda w: w.since, default=None)
             wait_seconds = 0.0 if wait is None else self._clock() - wait.since
             return Heartbeat(
                 state=self.state,

@@ -110,7 +110,7 @@ class Hub:
         self._joined: list[Callable[[Member], object]] = []
         self._loss_listeners: list[Callable[[Member, str], object]] = []
         self._queue: queue.SimpleQueue[Change | None] = queue.SimpleQueue()
-        self._ended = threading.Event()
+        self._stopped = threading.Event()
         self._cycles = ReceiveCycles(self.get, clock=clock)
         handlers = {
             "hello": self._hello,
@@ -169,7 +169,7 @@ class Hub:
 
     def close(self) -> None:
         """Stop to serve."""
-        self._ended.set()
+        self._stopped.set()
         self._queue.put(None)
         if self.started:
             self._server.close()
@@ -290,7 +290,7 @@ class Hub:
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _sweep(self) -> None:
-        while not self._ended.wait(self._sweep_seconds):
+        while not self._stopped.wait(self._sweep_seconds):
             try:
                 with self._changing() as membership:
                     membership.sweep()

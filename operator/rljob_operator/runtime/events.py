@@ -62,7 +62,7 @@ class EventRecorder:
         self._identity = identity
         self._dropped = dropped
         self._clock = clock
-        self._known: OrderedDict[tuple[str, JobEvent], _Known] = OrderedDict()
+        self._series: OrderedDict[tuple[str, JobEvent], _Known] = OrderedDict()
         self._budgets: OrderedDict[str, _Budget] = OrderedDict()
         self._waiting: OrderedDict[tuple[str, JobEvent], Mapping[str, Any]] = OrderedDict()
         """Notes to write and the job's metadata; a note that waits is counted up, not queued twice."""
@@ -75,15 +75,15 @@ class EventRecorder:
             self._dropped()
             return
         key = (uid, event)
-        series = self._known.get(key)
+        series = self._series.get(key)
         if series is None:
             now = self._clock()
             name = f"{job['metadata']['name'][:200]}.{int(now * 1e6):x}{secrets.token_hex(2)}"
-            series = self._known[key] = _Known(name=name, count=0, sent=0, first=_stamp(now))
+            series = self._series[key] = _Known(name=name, count=0, sent=0, first=_stamp(now))
         series.count += 1
-        self._known.move_to_end(key)
-        while len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
+        self._series.move_to_end(key)
+        while len(self._series) > REMEMBERED:
+            self._series.popitem(last=False)
         self._waiting[key] = job["metadata"]
         self._wake.set()
 
@@ -103,7 +103,7 @@ class EventRecorder:
             await self._wake.wait()
 
     async def _write(self, key: tuple[str, JobEvent], meta: Mapping[str, Any]) -> None:
-        series = self._known.get(key)
+        series = self._series.get(key)
         if series is None:  # The event was removed in favour of newer ones.
             return
         count, namespace = series.count, meta["namespace"]

@@ -48,7 +48,7 @@ class Leadership:
         self._last_seen: tuple[str, str] = ("", "")
         """Holder and renewal time last read."""
         self._seen_at = 0.0
-        self._held: dict[str, Any] | None = None
+        self._lease: dict[str, Any] | None = None
         """The Lease as we wrote it last; None while we do not hold it."""
         self._held_since = 0.0
         """Loop time just before the request that wrote it. The others count from the write itself, which may be long before its answer."""
@@ -62,7 +62,7 @@ class Leadership:
                 if loop.time() < self._held_since + self._duration * 2 / 3:
                     break
                 logger.warning("the Lease was taken, but the answer came too late to act on it; trying again")
-                self._held = None
+                self._lease = None
                 continue
             await asyncio.sleep(self._duration / 5)
         logger.info("holding the Lease %s/%s as %s", self._namespace, self._name, self._identity)
@@ -83,7 +83,7 @@ class Leadership:
 
     async def release(self) -> None:
         """Release the Lease, so that a standby need not wait until it expires. A failure is ignored; the Lease then expires."""
-        lease, self._held = self._held, None
+        lease, self._lease = self._lease, None
         if lease is None:
             return
         self._on_change(False)
@@ -122,20 +122,20 @@ class Leadership:
                 await asyncio.sleep(min(1.0, self._duration / 10))
 
     async def _renew(self) -> None:
-        assert self._held is not None
-        body = {**self._held, "spec": {**self._held["spec"], "renewTime": _now()}}
+        assert self._lease is not None
+        body = {**self._lease, "spec": {**self._lease["spec"], "renewTime": _now()}}
         try:
-            self._held = await self._cluster.replace(kinds.LEASE, self._namespace, self._name, body)
+            self._lease = await self._cluster.replace(kinds.LEASE, self._namespace, self._name, body)
         except Conflict:
             lease = await self._cluster.read(kinds.LEASE, self._namespace, self._name)
             holder = (lease.get("spec") or {}).get("holderIdentity")
             if holder != self._identity:
                 raise LeaseLost(f"Lease {self._name} is held by {holder!r}") from None
             # This replica wrote it earlier, and the answer was lost. The time of that write is unknown, so it is repeated.
-            self._held = lease
+            self._lease = lease
             await self._renew()
         except NotFound:
-            self._held = await self._create(transitions=0)
+            self._lease = await self._create(transitions=0)
 
     async def _try_acquire(self) -> bool:
         try:
@@ -149,7 +149,7 @@ class Leadership:
 
     async def _first(self) -> bool:
         try:
-            self._held = await self._create(transitions=0)
+            self._lease = await self._create(transitions=0)
         except AlreadyExists:
             return False
         except ApiError as error:
@@ -170,7 +170,7 @@ class Leadership:
         transitions = int(spec.get("leaseTransitions") or 0) + (holder != self._identity)
         body = {**lease, "spec": self._spec(transitions=transitions)}
         try:
-            self._held = await self._cluster.replace(kinds.LEASE, self._namespace, self._name, body)
+            self._lease = await self._cluster.replace(kinds.LEASE, self._namespace, self._name, body)
         except ApiError as error:  # A Conflict means that another replica was faster.
             logger.info("the Lease could not be taken: %s", error)
             return False
@@ -196,7 +196,7 @@ class Leadership:
         }
 
     def _lose(self) -> None:
-        self._held = None
+        self._lease = None
         self._on_change(False)
 
 

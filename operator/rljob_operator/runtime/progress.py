@@ -166,7 +166,7 @@ class Poller:
     ) -> None:
         self._client = client
         self._targets = targets
-        self._known = known
+        self._progress_of = known
         self._report = report
         self._enqueue = enqueue
         self._interval = interval
@@ -206,11 +206,11 @@ class Poller:
 
     def _failed_once(self, target: RunnerTarget) -> bool:
         """Return whether only the newest poll has failed. The next poll then follows soon, because a single call may have been lost."""
-        progress = self._known(target.key)
+        progress = self._progress_of(target.key)
         return progress is not None and progress.failures == 1
 
     async def _ask(self, target: RunnerTarget) -> None:
-        previous = self._known(target.key)
+        previous = self._progress_of(target.key)
         if previous is not None and previous.pod_uid != target.pod_uid:
             previous = None
         try:

@@ -76,12 +76,12 @@ class HFEngine:
         self._stop_strings = StopStrings(tokenizer)
         self._rows = Rows(max_batch)
         self._waiting: deque[Request] = deque()
-        self._last = torch.zeros(0, dtype=torch.int64)
+        self._last_tokens = torch.zeros(0, dtype=torch.int64)
         self._draw: BatchSampler | None = None
         self._next_ticket = 0
         self._queued_seconds, self._queued_rows = 0.0, 0
         self._aborted: set[int] = set()
-        self._ended: list[tuple[int, GenerationOutput]] = []
+        self._finished: list[tuple[int, GenerationOutput]] = []
 
     @property
     def device(self) -> torch.device:
@@ -91,7 +91,7 @@ class HFEngine:
     @property
     def busy(self) -> bool:
         """Return whether any row runs or waits."""
-        return bool(self._rows.requests or self._waiting or self._ended)
+        return bool(self._rows.requests or self._waiting or self._finished)
 
     @property
     def num_running(self) -> int:
@@ -146,7 +146,7 @@ class HFEngine:
             self.reset()
             raise
         finished = [outputs.pop(ticket) for ticket in tickets]
-        self._ended += outputs.items()
+        self._finished += outputs.items()
         return finished
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, seed: int, *, batch: int | None = None) -> int:
@@ -164,7 +164,7 @@ class HFEngine:
         ticket = self._next_ticket
         limit, reason = token_limit(len(ids), params, self.max_seq_len)
         if limit == 0:
-            self._ended.append((ticket, GenerationOutput(ids=[], logprobs=[], finish_reason=reason, versions=[])))
+            self._finished.append((ticket, GenerationOutput(ids=[], logprobs=[], finish_reason=reason, versions=[])))
             return ticket
         request = Request(
             ticket=ticket,
@@ -204,10 +204,10 @@ class HFEngine:
     def reset(self) -> None:
         """Drop all running and waiting rows. Also repairs the engine after a failed step, when decoder and rows may disagree."""
         self._waiting.clear()
-        self._ended.clear()
+        self._finished.clear()
         self._aborted.clear()
         self._rows.remove(range(len(self._rows)))
-        self._last = self._last[:0]
+        self._last_tokens = self._last_tokens[:0]
         self._decoder.keep(0, [])
         self._draw = None
 
@@ -216,12 +216,12 @@ class HFEngine:
         self._interrupted = False
         if self._aborted:
             self._drop_aborted()
-        finished, self._ended = self._ended, []
+        finished, self._finished = self._finished, []
         admitted = self._admissible()
         if admitted:
             finished += self._start(admitted)
         elif len(self._rows):
-            finished += self._accept(0, self._decoder.step(self._last))
+            finished += self._accept(0, self._decoder.step(self._last_tokens))
         return finished
 
     def new_ids(self, seen: Mapping[int, int]) -> dict[int, list[int]]:
@@ -334,7 +334,7 @@ class HFEngine:
         noise = torch.from_numpy(rows.uniforms(first_row)).to(logits.device)
         with torch.inference_mode():
             tokens, logprobs = self._drawer(first_row)(logits, noise)
-            self._last = torch.cat([self._last[:first_row], tokens]) if first_row else tokens
+            self._last_tokens = torch.cat([self._last_tokens[:first_row], tokens]) if first_row else tokens
         host = tokens.cpu().numpy()
         at_limit = rows.record(first_row, host, logprobs.cpu().numpy())
         stopped = self._stop_ids.hits(rows.stop_sets[first_row : len(rows)], host)
@@ -374,7 +374,7 @@ class HFEngine:
     def _drop_aborted(self) -> None:
         dropped, self._aborted = self._aborted, set()
         self._waiting = deque(request for request in self._waiting if request.ticket not in dropped)
-        self._ended = [(ticket, output) for ticket, output in self._ended if ticket not in dropped]
+        self._finished = [(ticket, output) for ticket, output in self._finished if ticket not in dropped]
         self._remove([row for row, request in enumerate(self._rows.requests) if request.ticket in dropped])
 
     def _remove(self, finished_rows: list[int]) -> None:
@@ -386,8 +386,8 @@ class HFEngine:
         with torch.inference_mode():
             if moves:
                 sources, targets = zip(*moves, strict=True)
-                self._last[list(targets)] = self._last[list(sources)]
-            self._last = self._last[:count]
+                self._last_tokens[list(targets)] = self._last_tokens[list(sources)]
+            self._last_tokens = self._last_tokens[:count]
             self._decoder.keep(count, moves)
         self._draw = None
 

@@ -39,7 +39,7 @@ class EngineServer:
         self._adapters = ChildAdapters(self._manager, self._loader, enabled=bool(settings.enable_lora))
         self._generation = Generation(self._manager, self._adapters)
         self._memory = EngineMemory(self._manager, self._loader, self._generation, frees=settings.enable_memory_saver)
-        self._ended: list[EngineOutput] = []
+        self._outputs: list[EngineOutput] = []
         self._tokens = 0
         """Tokens of all rows that ended."""
         self._rows: dict[int, asyncio.Task[None]] = {}
@@ -125,12 +125,12 @@ class EngineServer:
         """Send the rows that end in one iteration of the event loop together."""
         self._rows.pop(output.key, None)
         self._tokens += len(output.ids)
-        if not self._ended:
+        if not self._outputs:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._ended.append(output)
+        self._outputs.append(output)
 
     def _flush(self) -> None:
-        outputs, self._ended = self._ended, []
+        outputs, self._outputs = self._outputs, []
         self._writer.write(pipe.pack(EngineOutputs(outputs=outputs)))
 
     # --- calls -------------------------------------------------------------------------------------------------------
