@@ -28,7 +28,7 @@ class CopiedOutput:
 
     def __init__(self, ask: Ask, folder: Path, *, only: Sequence[str] = tuple(PATTERNS)) -> None:
         """Copy the folders `only` of PATTERNS into `folder`, which is made. Nothing is copied before `refresh`."""
-        self._ask, self._folder, self._names_wanted = ask, folder, only
+        self._ask, self._folder, self._folder_names = ask, folder, only
         for name in only:
             (folder / name).mkdir(parents=True, exist_ok=True)
 
@@ -38,7 +38,7 @@ class CopiedOutput:
         Raises ConfigError or InfrastructureError when the runner does not answer.
         """
         while True:
-            status, answer = self._ask({"have": self._have(), "folders": list(self._names_wanted)})
+            status, answer = self._ask({"have": self._have(), "folders": list(self._folder_names)})
             self._replace("status.json", json.dumps(status).encode())
             try:
                 sizes = {str(name): int(size) for name, size in answer["sizes"].items()}
@@ -70,7 +70,7 @@ class CopiedOutput:
     def _sizes(self) -> dict[str, int]:
         """Return the bytes of each copied file."""
         sizes = {}
-        for folder in self._names_wanted:
+        for folder in self._folder_names:
             for path in (self._folder / folder).iterdir():
                 name = f"{folder}/{path.name}" if folder else path.name
                 if is_served(name):

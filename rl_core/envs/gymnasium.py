@@ -86,7 +86,7 @@ class GymnasiumVectorEnv:
         self._seed = 0
         self._num_episodes = [0] * num_envs
         """Number of episodes that each slot has begun."""
-        self._upcoming: list[int | None] = [None] * num_envs
+        self._next_seeds: list[int | None] = [None] * num_envs
         """Seed of the next episode of each slot, if it was computed already."""
         self._failures = [0] * num_envs
         self._episodes = [_Episode() for _ in range(num_envs)]
@@ -153,7 +153,7 @@ class GymnasiumVectorEnv:
 
     def restart_seeds(self) -> None:
         """Count episodes from 0 again, because `seed_of` returns other seeds from now on. Open episodes continue."""
-        self._num_episodes, self._upcoming = [0] * self.num_envs, [None] * self.num_envs
+        self._num_episodes, self._next_seeds = [0] * self.num_envs, [None] * self.num_envs
 
     def current(self) -> EnvOutput:
         """Return the current observations without rewards, as the first output of a trajectory."""
@@ -177,7 +177,7 @@ class GymnasiumVectorEnv:
             None
             if episode.resting
             else SimulatorChunk(actions=chunk, seed=self._peek_seed(index) if seed is None else seed, row=self._row)
-            for index, (episode, chunk, seed) in enumerate(zip(self._episodes, actions, self._upcoming, strict=True))
+            for index, (episode, chunk, seed) in enumerate(zip(self._episodes, actions, self._next_seeds, strict=True))
         ]
         outcomes = self._slots.exchange(requests)
         if not self._number_of_steps:
@@ -369,13 +369,13 @@ class GymnasiumVectorEnv:
         return filled
 
     def _peek_seed(self, index: int) -> int:
-        seed = self._upcoming[index]
+        seed = self._next_seeds[index]
         if seed is None:
-            seed = self._upcoming[index] = self._seed_of(index, self._num_episodes[index])
+            seed = self._next_seeds[index] = self._seed_of(index, self._num_episodes[index])
         return seed
 
     def _next_seed(self, index: int) -> int:
-        seed, self._upcoming[index] = self._peek_seed(index), None
+        seed, self._next_seeds[index] = self._peek_seed(index), None
         self._num_episodes[index] += 1
         return seed
 

@@ -111,7 +111,7 @@ class Judge(Worker):
             raise ConfigError(
                 f"config.maxNewTokens: must be below the {length} tokens of message and answer, got {self._config.max_new_tokens}; lower it"
             )
-        self._longest = length - self._config.max_new_tokens
+        self._max_message_tokens = length - self._config.max_new_tokens
         """Most tokens of a message to the judge."""
         eos = model.generation_config.eos_token_id
         engine = HFEngine(
@@ -157,8 +157,10 @@ class Judge(Worker):
             template=self._config.chat_template,
             generate=True,
         )
-        if not 1 <= len(ids) <= self._longest:
-            return self._failure(f"a message to the judge must have 1 to {self._longest} tokens, got {len(ids)}")
+        if not 1 <= len(ids) <= self._max_message_tokens:
+            return self._failure(
+                f"a message to the judge must have 1 to {self._max_message_tokens} tokens, got {len(ids)}"
+            )
         reason = ""
         for attempt in range(1, self._config.attempts + 1):
             self.counts["retries"] += attempt > 1

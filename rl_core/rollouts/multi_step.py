@@ -70,7 +70,7 @@ class MultiStepRolloutWorker(WeightMethods):
         """The env workers that this rollout serves in the current collection, or in the last one."""
         self._envs_by_mode: dict[Mode, ServedEnvs] = {}
         """The same for each mode."""
-        self._large: Layout = {}
+        self._large_observations: Layout = {}
         """Types and shapes of the large observations, known after the first collection; empty before."""
         self._working: asyncio.Future[int] | None = None
         self._offloaded = False
@@ -242,7 +242,7 @@ class MultiStepRolloutWorker(WeightMethods):
         self._begin(request)
         decisions = options.rollout_epochs * (options.decisions + 1) - 1
         with (
-            self._envs.lent_rows(self._large if lockstep else {}, decisions=decisions),
+            self._envs.lent_rows(self._large_observations if lockstep else {}, decisions=decisions),
             closing(self._connect(observations, actions)) as exchange,
         ):
             await asyncio.wrap_future(served)
@@ -327,7 +327,7 @@ class MultiStepRolloutWorker(WeightMethods):
         """Record the last output of a rollout epoch: what the last actions led to, and the value of the observations. No action follows it."""
         self._observe(recorder, output)
         if not self._envs.rows:
-            self._large = large_observations(output.obs)
+            self._large_observations = large_observations(output.obs)
         recorder.end(self._values(tensors_of(output.obs)) if self._with_values else None)
 
     async def _deliver(self, channel: Channel, epochs: list[list[list[TrajectoryRecorder]]]) -> None:

@@ -76,7 +76,7 @@ class Checkpoints:
         """The step of the checkpoint that is written in the background, and the future of its path."""
         self.written_at = clock()
         """Clock when a write in the background ended last, or this run began."""
-        self._made_room: list[str] = []
+        self._deleted_early: list[str] = []
         """Folders of checkpoints that were deleted early for disk space, the last few."""
         self._resumed: dict[str, Any] = {}
         """The step that the run was resumed from and the damaged checkpoints that were skipped, as `/status` shows them."""
@@ -115,7 +115,7 @@ class Checkpoints:
         """Return `checkpoint` of `/status`: the newest checkpoint, whose folder is `path` ("" for none), and the best one that is kept."""
         best = self.store.best()
         best_kept = {} if best is None else {"bestStep": best.step, "bestReward": best.manifest.metrics["reward"]}
-        deleted = {"deletedForRoom": list(self._made_room)} if self._made_room else {}
+        deleted = {"deletedForRoom": list(self._deleted_early)} if self._deleted_early else {}
         return {
             "lastStep": self.last_step,
             "step": self.last_step,
@@ -307,7 +307,7 @@ class Checkpoints:
     def _make_room(self, error: StorageFull) -> bool:
         if (deleted := self.store.make_room()) is None:
             return False
-        self._made_room = [*self._made_room[-9:], deleted]
+        self._deleted_early = [*self._deleted_early[-9:], deleted]
         logger.warning("%s is deleted before its time to make room: %s", deleted, error)
         return True
 

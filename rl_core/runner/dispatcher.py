@@ -118,9 +118,9 @@ class Dispatcher:
         """Open polls by member name."""
         self._waiting: dict[int, OrderedDict[str, _Poll]] = {}
         """The same polls by weights version, in order of arrival."""
-        self._served: dict[str, int] = {}
+        self._acknowledged: dict[str, int] = {}
         """Newest version that each process has acknowledged. It may be newer than the version in a poll that was sent earlier."""
-        self._ticked = clock()
+        self._last_tick = clock()
         self._max_leases = MOST_IN_ONE_ANSWER
         self._failed = False
 
@@ -156,7 +156,7 @@ class Dispatcher:
         which is answered with an empty list.
         """
         poll = _Poll(call, name, incarnation, max_groups, version, self._clock() + timeout)
-        poll.served = max(version, self._served.get(poll.owner, -1))
+        poll.served = max(version, self._acknowledged.get(poll.owner, -1))
         call.on_cancel = lambda: self._cancelled(poll)
         with self.update_accounts():
             replaced = self._polls.get(name)  # a rollout has one poll, the newest
@@ -213,7 +213,7 @@ class Dispatcher:
         with self.update_accounts():
             for name, incarnation in rollouts:
                 owner = owner_name(name, incarnation)
-                self._served[owner] = version
+                self._acknowledged[owner] = version
                 poll = self._polls.get(name)
                 if poll is not None and poll.owner == owner and poll.served < version:
                     self._remove(poll)
@@ -226,7 +226,7 @@ class Dispatcher:
         """Requeue the prompt groups of a lost process at once, and end its poll."""
         owner = owner_name(name, incarnation)
         with self.update_accounts() as accounts:
-            self._served.pop(owner, None)
+            self._acknowledged.pop(owner, None)
             self._workload.forget((name, incarnation))
             poll = self._polls.get(name)
             if poll is not None and poll.owner == owner:
@@ -243,7 +243,7 @@ class Dispatcher:
         """
         now = self._clock()
         with self.update_accounts() as accounts:
-            gap, self._ticked = now - self._ticked, now
+            gap, self._last_tick = now - self._last_tick, now
             if gap > LONGEST_GAP:
                 accounts.extend_leases(gap)
             for token in accounts.expire():

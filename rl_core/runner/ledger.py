@@ -135,14 +135,14 @@ class PromptLedger:
         self._lease_seconds = lease_seconds
         self._budgets = dict(budgets)
         self._clock = clock
-        self._end = None if data_epochs is None else data_epochs * len(dataset)
+        self._end_position = None if data_epochs is None else data_epochs * len(dataset)
         self._parts = tuple(parts) or (Part(len(dataset), 1),)
         self._order = PromptOrder(self._parts, seed=seed, shuffle=shuffle, prefix=prefix)
         self._drops: list[Drop] = []
         self._cursor = 0
         self._low_water = 0
         self._table = GroupTable(clock)
-        self._final: dict[int, GroupState] = {}
+        self._final_states: dict[int, GroupState] = {}
         """Final states by position, from `_low_water` on. All groups before `_low_water` have ended."""
         self._num_leases = 0
         """Number of leases granted so far; it is a part of the next token."""
@@ -167,7 +167,7 @@ class PromptLedger:
 
     def _next(self) -> Group | None:
         """Return the next new group; None after the last one."""
-        if self._cursor == self._end:
+        if self._cursor == self._end_position:
             return None
         position = self._cursor
         self._cursor += 1
@@ -352,16 +352,16 @@ class PromptLedger:
         position = self._order.position(group_id, end=self._cursor)
         if position is None:
             raise KeyError(f"group {group_id!r} was never leased by this ledger")
-        outcome = self._final.get(position)
+        outcome = self._final_states.get(position)
         state = "acknowledged, dropped or discarded" if outcome is None else outcome.value
         raise ValueError(f"group {group_id} must be outstanding, got state {state}")
 
     def _finish(self, group: Group, state: GroupState) -> None:
         self._table.remove(group)
-        self._final[group.position] = state
+        self._final_states[group.position] = state
         self.counts[state.value] += 1
-        while self._low_water in self._final:
-            del self._final[self._low_water]
+        while self._low_water in self._final_states:
+            del self._final_states[self._low_water]
             self._low_water += 1
 
     # --- views -----------------------------------------------------------------------------------------------------
@@ -425,7 +425,7 @@ class PromptLedger:
             "data_epoch": self._cursor // len(self.dataset),
             "cursor": self._cursor,
             "low_water": self._low_water,
-            "final_above": {str(position): state.value for position, state in sorted(self._final.items())},
+            "final_above": {str(position): state.value for position, state in sorted(self._final_states.items())},
             "attempts": {
                 str(group.position): {"leases": group.leases, "failures": dict(group.failures)}
                 for group in self._table
@@ -465,11 +465,11 @@ class PromptLedger:
                 f"a run must be resumed with the prompts that it began with, got {differences}; restore them, or begin a new run in another folder"
             )
         self._cursor, self._low_water = int(state["cursor"]), int(state["low_water"])
-        self._final = {int(position): GroupState(name) for position, name in state["final_above"].items()}
+        self._final_states = {int(position): GroupState(name) for position, name in state["final_above"].items()}
         self._table = GroupTable(self._clock)
         self._run, self._num_leases = secrets.token_hex(4), 0
         for position in range(self._low_water, self._cursor):
-            if position not in self._final:
+            if position not in self._final_states:
                 attempts = state["attempts"].get(str(position), {"leases": 0, "failures": {}})
                 group = self._new_group(position)
                 group.leases, group.failures = int(attempts["leases"]), dict(attempts["failures"])

@@ -57,7 +57,7 @@ class Members:
         """Names of the members that are joining, each on a thread."""
         self._rejoining: dict[str, Member] = {}
         """Members by name that join as soon as the thread that handles this name has ended."""
-        self._in: set[Identity] = set()
+        self._joined: set[Identity] = set()
         """Processes that have joined or are joining, and were not lost since."""
         self._closed = False
 
@@ -79,7 +79,7 @@ class Members:
 
     def lost(self, member: Member, reason: str) -> None:
         """Release the resources of a lost member. If the same process returns after it was frozen or disconnected, it has to join again."""
-        self._in.discard((member.name, member.incarnation))
+        self._joined.discard((member.name, member.incarnation))
         if member.state is not MemberState.DRAINED:
             self._board.count_failure(member.group, "lost")
         if (strategy := self._strategies.get(member.group)) is not None:
@@ -99,7 +99,7 @@ class Members:
         """Let the members `names`, which failed to apply a published version, join again and pull the weights, in the background."""
         for member in self._cluster.members():
             if member.name in names:
-                self._in.discard((member.name, member.incarnation))
+                self._joined.discard((member.name, member.incarnation))
                 self.joined(member)
 
     def close(self) -> None:
@@ -160,9 +160,9 @@ class Members:
     def _bring_in_once(self, member: Member) -> None:
         """Bring a member in, unless it has joined already. A member that serves is never constructed again: that would drop its work."""
         process = (member.name, member.incarnation)
-        if process in self._in:
+        if process in self._joined:
             return
-        self._in.add(
+        self._joined.add(
             process
             # Added before the attempt: a loss during the attempt removes the entry, so that the next hello starts another join.
         )
@@ -171,7 +171,7 @@ class Members:
             complete = self._strategies[member.group].bring_in(member)
         finally:
             if not complete:
-                self._in.discard(process)
+                self._joined.discard(process)
 
     # --- waits: bounded in a local run; in a cluster a shortage is not a failure and they have no bound -----------------
 

@@ -94,7 +94,7 @@ class WorkerContext:
         """Model configuration and tokenizer files by name."""
         self.hub = hub
         """RPC client of the runner's hub. None before the first registration and outside a job."""
-        self._silent: list[RpcClient] = []
+        self._silent_clients: list[RpcClient] = []
         """Earlier clients of a hub that became silent. They may have calls in progress. Only the thread that registers uses this list."""
         self.state = MemberState.JOINING
         self.retired = False
@@ -289,7 +289,7 @@ class WorkerContext:
 
     def replace_hub(self, client: RpcClient) -> None:
         """Use `client` for the hub from now on and close earlier clients. Calls under way on them fail."""
-        old_clients, self._silent = [*self._silent, *([self.hub] if self.hub is not None else [])], []
+        old_clients, self._silent_clients = [*self._silent_clients, *([self.hub] if self.hub is not None else [])], []
         self.hub = client
         for old_client in old_clients:
             old_client.close()
@@ -300,13 +300,13 @@ class WorkerContext:
         Earlier clients stay open with their calls under way, because the old connection may recover. `hub_answered` closes them.
         """
         if self.hub is not None:
-            self._silent.append(self.hub)
+            self._silent_clients.append(self.hub)
         self.hub = client
 
     def hub_answered(self) -> None:
         """Close the earlier clients of the hub that have no call under way."""
-        idle = [client for client in self._silent if client.idle]
-        self._silent = [client for client in self._silent if client not in idle]
+        idle = [client for client in self._silent_clients if client.idle]
+        self._silent_clients = [client for client in self._silent_clients if client not in idle]
         for client in idle:
             client.close()
 

@@ -89,7 +89,7 @@ class Watch:
     def __init__(self, context: WorkerContext, name: str, process: Incarnation | None) -> None:
         """Watch the process with the incarnation `process` of the member `name`. None: the first process that is seen from now on."""
         self._context, self._name, self._process = context, name, process
-        self._began = time.monotonic()
+        self._start = time.monotonic()
         self.error: BaseException | None = None
         """Error that ends the waits for the process, also if it is not lost."""
 
@@ -110,7 +110,7 @@ class Watch:
             return False
         if self._process is None:
             if member.state.gone:
-                return time.monotonic() - self._began >= REFRESH_SECONDS
+                return time.monotonic() - self._start >= REFRESH_SECONDS
             self._process = member.incarnation
         if member.incarnation < self._process:  # The last heartbeat is older than the process.
             return False
@@ -146,8 +146,8 @@ class Receipt:
         """
         self._messages, self._sender, self._timeout, self._convert = messages, sender, timeout, convert
         self._description = what
-        self._began = time.monotonic()
-        self._asked = self._began + DEADLOCK_SECONDS - ASK_SECONDS
+        self._start = time.monotonic()
+        self._last_query = self._start + DEADLOCK_SECONDS - ASK_SECONDS
         self._watch = Watch.present(messages.context, sender) if watch is None else watch
         key = _key(sender, messages.name, transfer)
         self._handle: AsyncHandle[Any] = messages.channel.get(key=key, async_op=True, timeout=timeout)
@@ -250,9 +250,9 @@ class Receipt:
     def _asks(self) -> bool:
         """Return whether to ask the hub for a cycle of receives. False while this worker is sending, because its messages may end the cycle."""
         now = time.monotonic()
-        if self._description != MESSAGE or now - self._asked < ASK_SECONDS or self._messages.sending:
+        if self._description != MESSAGE or now - self._last_query < ASK_SECONDS or self._messages.sending:
             return False
-        self._asked = now
+        self._last_query = now
         return True
 
     @property
@@ -261,7 +261,7 @@ class Receipt:
 
     @property
     def _waited(self) -> float:
-        return time.monotonic() - self._began
+        return time.monotonic() - self._start
 
     def _check_cycle(self, cycle: list[str]) -> None:
         if cycle:

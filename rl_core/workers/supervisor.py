@@ -105,7 +105,7 @@ class Supervisor:
         self._port = int(self._environ.get("RLJOB_HEALTH_PORT", planned_port)) if health_port is None else health_port
         self._host = self._environ.get("RLJOB_HEALTH_HOST", "0.0.0.0") if host is None else host
         self._clock = clock
-        self._foreign = processes.children()
+        self._earlier_children = processes.children()
         """Children that this process had before. The supervisor leaves them alone."""
         self._children: dict[str, Child] = {}
         self._restarts: dict[str, int] = {}
@@ -116,7 +116,7 @@ class Supervisor:
         """Exit code of the pod. None until it is decided; afterwards the remaining processes are being ended."""
         self.reason = ""
         """Why the pod ended."""
-        self._decider = ""
+        self._ending_process = ""
         """Name of the process whose end ended the pod. Empty if there is none."""
         self._tail = ""
         """Last output lines of that process."""
@@ -265,7 +265,7 @@ class Supervisor:
         if self._code is None:
             self._code, self.reason = code, reason
             if child is not None:
-                self._decider, self._tail = child.name, b"\n".join(child.tail).decode(errors="replace")
+                self._ending_process, self._tail = child.name, b"\n".join(child.tail).decode(errors="replace")
             events.report("exit", code=int(code), reason=reason, tail=self._tail[-2000:])
 
     # --- ending ----------------------------------------------------------------------------------------------------
@@ -346,7 +346,7 @@ class Supervisor:
 
     def _orphans(self) -> set[int]:
         own_pids = {child.pid for child in self._children.values() if child.running}
-        return processes.children() - own_pids - self._foreign
+        return processes.children() - own_pids - self._earlier_children
 
     def _kill_orphans(self) -> None:
         """Kill and reap the descendants of ended children. The kernel has made them children of this process."""
@@ -400,7 +400,7 @@ class Supervisor:
             Path(self._environ.get("RLJOB_TERMINATION_LOG", termination.DEFAULT_PATH)),
             reason=self.reason or ("asked to end" if self._signals else ""),
             code=code,
-            process=self._decider,
+            process=self._ending_process,
             tail=self._tail,
             summary=self._summary(),
         )

@@ -77,7 +77,7 @@ class HFEngine:
         self._rows = Rows(max_batch)
         self._waiting: deque[Request] = deque()
         self._last_tokens = torch.zeros(0, dtype=torch.int64)
-        self._draw: BatchSampler | None = None
+        self._sampler: BatchSampler | None = None
         self._next_ticket = 0
         self._queued_seconds, self._queued_rows = 0.0, 0
         self._aborted: set[int] = set()
@@ -209,7 +209,7 @@ class HFEngine:
         self._rows.remove(range(len(self._rows)))
         self._last_tokens = self._last_tokens[:0]
         self._decoder.keep(0, [])
-        self._draw = None
+        self._sampler = None
 
     def step(self) -> list[tuple[int, GenerationOutput]]:
         """Generate one token for every running row, or the first token of newly admitted rows; return (ticket, output) of rows that ended."""
@@ -325,7 +325,7 @@ class HFEngine:
         self._queued_rows += len(new_requests)
         logits = self._decoder.prefill(list(distinct), rows)
         self._rows.add(requests)
-        self._draw = None
+        self._sampler = None
         return self._accept(first_row, logits)
 
     def _accept(self, first_row: int, logits: Tensor) -> list[tuple[int, GenerationOutput]]:
@@ -354,7 +354,7 @@ class HFEngine:
 
     def _drawer(self, first_row: int) -> BatchSampler:
         """Return the sampler of the rows from `first_row` on; that of the whole batch is kept until rows come or go."""
-        if self._draw is None or first_row:
+        if self._sampler is None or first_row:
             params = [request.params for request in self._rows.requests[first_row:]]
             ids = [
                 self._rows.ids(first_row + row) if row_params.penalised else [] for row, row_params in enumerate(params)
@@ -362,8 +362,8 @@ class HFEngine:
             draw = BatchSampler(params, ids, vocab_size=self._decoder.vocab_size, device=self._decoder.device)
             if first_row:
                 return draw
-            self._draw = draw
-        return self._draw
+            self._sampler = draw
+        return self._sampler
 
     def _mark_string_stops(self, first_row: int, stopped: np.ndarray) -> None:
         for row in range(first_row, len(self._rows)):
@@ -389,7 +389,7 @@ class HFEngine:
                 self._last_tokens[list(targets)] = self._last_tokens[list(sources)]
             self._last_tokens = self._last_tokens[:count]
             self._decoder.keep(count, moves)
-        self._draw = None
+        self._sampler = None
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> set[int]:

@@ -50,7 +50,7 @@ class Rows:
         self.requests: list[Request] = []
         self._max_batch = max_batch
         self._width = 0
-        self._with_strings = 0
+        self._num_with_strings = 0
         self._count = np.zeros(max_batch, dtype=np.int64)
         self._limit = np.zeros(max_batch, dtype=np.int64)
         self._prompt = np.zeros(max_batch, dtype=np.int64)
@@ -70,7 +70,7 @@ class Rows:
             self._widen(width)
         first, end = len(self), len(self) + len(requests)
         self.requests += requests
-        self._with_strings += sum(bool(request.params.stop_strings) for request in requests)
+        self._num_with_strings += sum(bool(request.params.stop_strings) for request in requests)
         self._count[first:end] = 0
         for row, request in enumerate(requests, first):
             if request.begun is not None:
@@ -92,7 +92,7 @@ class Rows:
     @property
     def with_strings(self) -> bool:
         """Whether any row has stop strings."""
-        return self._with_strings > 0
+        return self._num_with_strings > 0
 
     def uniforms(self, first: int) -> np.ndarray:
         """Return a uniform random float32 in [0, 1) for the next token of each row from row `first` on."""
@@ -134,7 +134,7 @@ class Rows:
         """Remove the rows `gone`; return the (source, target) moves of rows that took their places."""
         num_left = len(self) - len(gone)
         dropped = set(gone)
-        self._with_strings -= sum(bool(self.requests[row].params.stop_strings) for row in dropped)
+        self._num_with_strings -= sum(bool(self.requests[row].params.stop_strings) for row in dropped)
         holes = sorted(row for row in dropped if row < num_left)
         sources = [row for row in range(num_left, len(self)) if row not in dropped]
         moves = list(zip(sources, holes, strict=True))
