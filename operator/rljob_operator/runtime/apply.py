@@ -160,10 +160,8 @@ class Applier:
         body = {"metadata": {"resourceVersion": meta["resourceVersion"]}, "spec": {"replicas": scale.replicas}}
         try:
             await self._cluster.patch(kinds.RLJOB, work.key.namespace, work.key.name, body, subresource="scale")
-        except (
-            Forbidden,
-            Invalid,
-        ) as error:  # Rights are missing (an earlier chart), or a policy of the cluster or a bound of the job forbids it.
+        except (Forbidden, Invalid) as error:
+            # Rights are missing (an earlier chart), or a policy of the cluster or a bound of the job forbids it.
             pause = work.memory.scaling.step(now)
             message = f"{scale.event.message}; it was refused: {error.message}"
             self._recorder.record(job, JobEvent(type="Warning", reason="AutoscaleRefused", message=message))
