@@ -100,7 +100,7 @@ class Builder:
         packages = f"localhost/rljob-{role}-packages:{content_hash([image.dockerfile, *inputs], *bases)}"
         self._build(packages, image.dockerfile, "--target", "packages")
         name = f"localhost/rljob-{role}:{content_hash(image.code, packages)}"
-        labels = (word for key, value in self._labels().items() for word in ("--label", f"{key}={value}"))
+        labels = (argument for key, value in self._labels().items() for argument in ("--label", f"{key}={value}"))
         self._build(name, image.dockerfile, "--build-context", f"packages=container-image://{packages}", *labels)
         return name
 
@@ -120,8 +120,8 @@ class Builder:
             return base
         with _Timed(f"pull {base}"):
             self._run("pull", "--quiet", base)
-        last = base.rpartition("/")[2]
-        return f"{base.removesuffix(':' + last.partition(':')[2]) if ':' in last else base}@{self._digest(base)}"
+        image_name = base.rpartition("/")[2]
+        return f"{base.removesuffix(':' + image_name.partition(':')[2]) if ':' in image_name else base}@{self._digest(base)}"
 
     def _digest(self, name: str) -> str:
         return self._output("inspect", "--type", "image", "--format", "{{.FromImageDigest}}", name)
@@ -131,12 +131,12 @@ class Builder:
         container = self._output("from", "--pull-never", name)
         try:
             root = Path(self._output("mount", container))
-            found = sbom.document(root, name=f"rljob-{role}", version=name.rpartition(":")[2], revision=revision())
+            document = sbom.document(root, name=f"rljob-{role}", version=name.rpartition(":")[2], revision=revision())
         finally:
             self._output("rm", container)
         path = folder / f"{role}.cdx.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        path.write_text(json.dumps(document, indent=1) + "\n")
         return path
 
     def _build(self, name: str, dockerfile: str, *options: str) -> None:
@@ -147,9 +147,9 @@ class Builder:
             self._run("build", *self._options(), *options, "--file", dockerfile, "--tag", name, ".")
         repository = name.rpartition(":")[0]
         older = self._output("images", "--format", "{{.Name}}:{{.Tag}}", "--filter", f"reference={repository}")
-        for other in older.splitlines():
-            if other != name:
-                self._run("rmi", "--force", other)
+        for old_image in older.splitlines():
+            if old_image != name:
+                self._run("rmi", "--force", old_image)
 
     def push(self, role: str, name: str, *, address: str, registry: str) -> str:
         """Push a local image to the registry at `address`; return the reference for pods.
@@ -196,18 +196,18 @@ class Builder:
 
 def revision() -> str:
     """Return the commit of this tree, with `-dirty` when it has changes of its own; `unknown` outside of a clone."""
-    done = subprocess.run(
+    process = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
-    return done.stdout.strip() or "unknown"
+    return process.stdout.strip() or "unknown"
 
 
 def _call(command: list[str], *, stdout: int | None = None) -> str:
     """Run a program in the repository's root, its output to standard error unless captured; return what was captured."""
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         cwd=ROOT,
         env={**os.environ, **ENVIRONMENT},
@@ -215,9 +215,9 @@ def _call(command: list[str], *, stdout: int | None = None) -> str:
         stdin=subprocess.DEVNULL,
         text=True,
     )
-    if done.returncode:
-        raise BuildError(f"{' '.join(command)} must end with code 0, got {done.returncode}; see its output above")
-    return done.stdout or ""
+    if process.returncode:
+        raise BuildError(f"{' '.join(command)} must end with code 0, got {process.returncode}; see its output above")
+    return process.stdout or ""
 
 
 def _uv_cache() -> Path | None:
@@ -239,14 +239,14 @@ class _Timed:
     """Says on standard error what runs and how long it took."""
 
     def __init__(self, what: str) -> None:
-        self._what = what
+        self._description = what
 
     def __enter__(self) -> None:
         self._start = time.monotonic()
-        sys.stderr.write(f"{self._what} ...\n")
+        sys.stderr.write(f"{self._description} ...\n")
 
     def __exit__(self, *error: object) -> None:
-        sys.stderr.write(f"{self._what}: {time.monotonic() - self._start:.1f} s\n")
+        sys.stderr.write(f"{self._description}: {time.monotonic() - self._start:.1f} s\n")
 
 
 def main() -> int:

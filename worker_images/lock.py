@@ -60,7 +60,7 @@ def compiled(lock: Lock) -> str:
             [
                 *UV,
                 *("--constraints", "requirements/all.txt", "--output-file", output.name),
-                *(word for name in lock.excludes for word in ("--excludes", str(FOLDER / name))),
+                *(argument for name in lock.excludes for argument in ("--excludes", str(FOLDER / name))),
                 *extra,
                 *(str(FOLDER / name) for name in lock.adds),
             ],
@@ -69,7 +69,7 @@ def compiled(lock: Lock) -> str:
         )
         text = Path(output.name).read_text()
     below = requirements(compiled(LOCKS[lock.without])) if lock.without else []
-    return "".join(each for each in requirements(text) if each not in below)
+    return "".join(requirement for requirement in requirements(text) if requirement not in below)
 
 
 def requirements(text: str) -> list[str]:

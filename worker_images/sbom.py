@@ -25,9 +25,9 @@ def document(root: Path, *, name: str, version: str, revision: str) -> dict[str,
         raise FileNotFoundError(
             f"{root} must hold /{SITE_PACKAGES}, found none; give the root of an image of this repository"
         )
-    components = sorted((*_python(root), *_debian(root)), key=lambda one: one["purl"])
+    components = sorted((*_python(root), *_debian(root)), key=lambda component: component["purl"])
     subject = {"type": "container", "name": name, "version": version, "bom-ref": f"{name}:{version}"}
-    serial = uuid.uuid5(uuid.NAMESPACE_URL, f"{name}:{version} {[one['purl'] for one in components]}")
+    serial = uuid.uuid5(uuid.NAMESPACE_URL, f"{name}:{version} {[component['purl'] for component in components]}")
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
@@ -39,18 +39,20 @@ def document(root: Path, *, name: str, version: str, revision: str) -> dict[str,
 
 
 def _python(root: Path) -> Iterator[dict[str, Any]]:
-    for found in distributions(path=[str(root / SITE_PACKAGES)]):
-        name = re.sub(r"[-_.]+", "-", found.metadata["Name"]).lower()
-        yield _component(f"pkg:pypi/{name}@{quote(found.version)}", name, found.version, _licence(found))
+    for distribution in distributions(path=[str(root / SITE_PACKAGES)]):
+        name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"]).lower()
+        yield _component(
+            f"pkg:pypi/{name}@{quote(distribution.version)}", name, distribution.version, _licence(distribution)
+        )
 
 
-def _licence(found: Distribution) -> str:
+def _licence(distribution: Distribution) -> str:
     """Return the licence that a package tells, in SPDX's words where it has them; empty when it tells none."""
-    told = found.metadata.get_all("License-Expression") or []
+    expressions = distribution.metadata.get_all("License-Expression") or []
     classes = [
-        line.rpartition(" :: ")[2] for line in found.metadata.get_all("Classifier") or [] if "License ::" in line
+        line.rpartition(" :: ")[2] for line in distribution.metadata.get_all("Classifier") or [] if "License ::" in line
     ]
-    return (told or [" AND ".join(classes)])[0]
+    return (expressions or [" AND ".join(classes)])[0]
 
 
 def _debian(root: Path) -> Iterator[dict[str, Any]]:
@@ -64,5 +66,5 @@ def _debian(root: Path) -> Iterator[dict[str, Any]]:
 
 
 def _component(purl: str, name: str, version: str, licence: str) -> dict[str, Any]:
-    told = {"licenses": [{"license": {"name": licence}}]} if licence else {}
-    return {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl, **told}
+    licences = {"licenses": [{"license": {"name": licence}}]} if licence else {}
+    return {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl, **licences}

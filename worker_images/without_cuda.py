@@ -56,14 +56,14 @@ class Library:
             if name and bool(section) == defined
         }
 
-    def _of_type(self, wanted: int) -> Iterator[tuple[int, int, int]]:
+    def _of_type(self, section_type: int) -> Iterator[tuple[int, int, int]]:
         """Yield (offset, size, offset of its strings) of the sections of one type."""
         for _, kind, _, _, offset, size, link, *_ in self._sections:
-            if kind == wanted:
+            if kind == section_type:
                 yield offset, size, self._sections[link][4]
 
-    def _text(self, strings: int, at: int) -> bytes:
-        return self._map[strings + at : self._map.find(b"\0", strings + at)]
+    def _text(self, strings: int, offset: int) -> bytes:
+        return self._map[strings + offset : self._map.find(b"\0", strings + offset)]
 
 
 def stub_library(functions: list[bytes], *, needed: tuple[bytes, ...] = ()) -> bytes:
@@ -105,12 +105,12 @@ def stub_library(functions: list[bytes], *, needed: tuple[bytes, ...] = ()) -> b
     return body.ljust(dynamic_at, b"\0") + dynamic
 
 
-def _segment(kind: int, flags: int, at: int, size: int) -> bytes:
-    return struct.pack("<IIQQQQQQ", kind, flags, at, at, at, size, size, _PAGE)
+def _segment(kind: int, flags: int, offset: int, size: int) -> bytes:
+    return struct.pack("<IIQQQQQQ", kind, flags, offset, offset, offset, size, size, _PAGE)
 
 
-def _aligned(at: int) -> int:
-    return (at + 7) // 8 * 8
+def _aligned(offset: int) -> int:
+    return (offset + 7) // 8 * 8
 
 
 def _hash_table(names: list[bytes]) -> bytes:
@@ -141,12 +141,12 @@ def cut(site_packages: Path) -> tuple[int, int]:
         for name in set().union(*(library.needed() for library in libraries))
         if CUDA_LIBRARY.fullmatch(name) and name.decode() not in present
     )
-    wanted = set().union(*(library.symbols(defined=False) for library in libraries))
-    found = set().union(
+    required = set().union(*(library.symbols(defined=False) for library in libraries))
+    defined = set().union(
         *(library.symbols(defined=True) for library in libraries),
         *(Library(path).symbols(defined=True) for path in site_packages.glob("nvidia/*/lib/*.so*")),
     )
-    functions = sorted(name for name in wanted - found if CUDA_FUNCTION.fullmatch(name))
+    functions = sorted(name for name in required - defined if CUDA_FUNCTION.fullmatch(name))
     (folder / FUNCTIONS).write_bytes(stub_library(functions))
     (folder / EMPTY).write_bytes(stub_library([], needed=(FUNCTIONS.encode(),)))
     for name in missing:

@@ -40,8 +40,8 @@ async def _run(settings: Settings) -> None:
     loop = asyncio.get_running_loop()
 
     def take_signals() -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, operator.stop)
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, operator.stop)
 
     operator = app.Operator(settings=settings, configuration=credentials.configuration, on_watching=take_signals)
     take_signals()

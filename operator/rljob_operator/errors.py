@@ -39,7 +39,7 @@ class Forbidden(ApiError):
 
 
 class WebhookFailed(Forbidden):
-    """500 because an admission webhook failed: it has no word on the object, and the same call fails until its owner mends it."""
+    """500 because an admission webhook failed. This says nothing about the object; the call fails until the webhook is repaired."""
 
 
 class Invalid(ApiError):
@@ -71,16 +71,16 @@ _BY_STATUS: dict[int, type[ApiError]] = {
 
 def error_of(status: int, text: bytes, *, retry_after: str | None) -> ApiError:
     """Return the exception for an answer of 400 or above. A 401 counts as transient, because tokens are renewed on disk."""
-    message, reason, asked = _status_of(text)
+    message, reason, seconds = _status_of(text)
     if retry_after is not None and retry_after.isdigit():
-        asked = float(retry_after)
+        seconds = float(retry_after)
     if status == 409:
         kind: type[ApiError] = AlreadyExists if reason == "AlreadyExists" else Conflict
     else:
         kind = _BY_STATUS.get(status, Unavailable if status >= 500 else ApiError)
     if status == 500 and WEBHOOK in message:
         kind = WebhookFailed
-    return kind(_short(message or f"HTTP {status}"), reason=reason, retry_after=asked)
+    return kind(_short(message or f"HTTP {status}"), reason=reason, retry_after=seconds)
 
 
 def _short(message: str) -> str:
@@ -95,5 +95,5 @@ def _status_of(text: bytes) -> tuple[str, str, float | None]:
         return text[:300].decode(errors="replace"), "", None
     if not isinstance(body, dict):
         return str(body)[:300], "", None
-    asked = (body.get("details") or {}).get("retryAfterSeconds")
-    return str(body.get("message", "")), str(body.get("reason", "")), float(asked) if asked else None
+    seconds = (body.get("details") or {}).get("retryAfterSeconds")
+    return str(body.get("message", "")), str(body.get("reason", "")), float(seconds) if seconds else None

@@ -61,9 +61,9 @@ def by_name(kind: str) -> Kind:
 
 def of(obj_api_version: str, kind: str) -> Kind:
     """Return the Kind of an object to apply; gang objects of other groups are made from their apiVersion."""
-    known = _BY_KIND.get(kind)
-    if known is not None and known.api_version == obj_api_version:
-        return known
+    found_kind = _BY_KIND.get(kind)
+    if found_kind is not None and found_kind.api_version == obj_api_version:
+        return found_kind
     group, _, version = obj_api_version.rpartition("/")
     return Kind(group=group, version=version, kind=kind, plural=_plural(kind))
 

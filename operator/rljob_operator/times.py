@@ -16,7 +16,7 @@ def to_seconds(text: Any) -> float | None:
     if not isinstance(text, str):
         return None
     try:
-        at = datetime.fromisoformat(text)
+        moment = datetime.fromisoformat(text)
     except ValueError:
         return None
-    return (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
+    return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()

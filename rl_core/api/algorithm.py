@@ -288,8 +288,8 @@ class AlgorithmSpec(Spec):
     @property
     def needs_scoring(self) -> bool:
         """Whether log-probabilities or values of the step's completions are computed before training, by trainer or teachers."""
-        others = self.needs_reference or self.critic_in_use is not None or self.distillation is not None
-        return self.recompute_log_probs or others
+        used_otherwise = self.needs_reference or self.critic_in_use is not None or self.distillation is not None
+        return self.recompute_log_probs or used_otherwise
 
     @rule(
         Cel(
@@ -324,12 +324,12 @@ class AlgorithmSpec(Spec):
         )
     )
     def _several_rewards(self) -> Iterator[str]:
-        given = {
+        values = {
             "rewardScale": self.reward_scale,
             "overlong.buffer": self.overlong.buffer,
             "overlong.stopProperlyCoefficient": self.overlong.stop_properly_coefficient,
         }
-        shaping = [field for field, value in given.items() if value is not None]
+        shaping = [field for field, value in values.items() if value is not None]
         if shaping and self.name == "gdpo":
             yield f"{listed(shaping)} needs one reward per row, got name gdpo, which takes several as they are; remove it"
 
@@ -408,9 +408,9 @@ class AlgorithmSpec(Spec):
     )
     def _bounds_on_the_ratio(self) -> Iterator[str]:
         bounds = {"maxPolicyRatio": self.max_policy_ratio, "maxPolicyKl": self.max_policy_kl}
-        unheard = [field for field, bound in bounds.items() if bound is not None]
-        if unheard and self.loss.name == "reinforce":
-            yield f"{listed(unheard)} needs a loss with a policy ratio, got reinforce; remove it or choose ppo_clip"
+        set_fields = [field for field, value in bounds.items() if value is not None]
+        if set_fields and self.loss.name == "reinforce":
+            yield f"{listed(set_fields)} needs a loss with a policy ratio, got reinforce; remove it or choose ppo_clip"
 
     @rule(
         Cel(
@@ -433,15 +433,15 @@ class AlgorithmSpec(Spec):
         ),
     )
     def _recompute(self) -> Iterator[str]:
-        needs = {
+        users = {
             "inference": self.inference is not None,
             "importance": self.importance is not None,
             "sequenceErrorThreshold": self.sequence_error_threshold is not None,
             "allowTruncatedSampling": self.allow_truncated_sampling,
         }
-        wanting = [field for field, used in needs.items() if used]
-        if wanting and not self.recompute_log_probs:
-            yield (f"{listed(wanting)} needs recomputeLogProbs: true, got false; set it or remove the field")
+        needing = [field for field, used in users.items() if used]
+        if needing and not self.recompute_log_probs:
+            yield (f"{listed(needing)} needs recomputeLogProbs: true, got false; set it or remove the field")
         if self.importance is not None and self.loss.name == "decoupled_ppo":
             yield "importance must be left out with decoupled_ppo, which corrects by itself; remove one"
         if self.allow_truncated_sampling and self.importance is not None:

@@ -52,13 +52,13 @@ class Spec(BaseModel):
     @classmethod
     def _take_kept_defaults(cls, data: Any, info: ValidationInfo) -> Any:
         """Fill what is not given with the defaults of the context; a field that this code lacks is left out at its default."""
-        kept = info.context.get(DEFAULTS, {}).get(cls.__name__) if isinstance(info.context, dict) else None
-        if not kept or not isinstance(data, dict):
+        stored = info.context.get(DEFAULTS, {}).get(cls.__name__) if isinstance(info.context, dict) else None
+        if not stored or not isinstance(data, dict):
             return data
         names = {field.alias or name: name for name, field in cls.model_fields.items()}
-        filled = {key: value for key, value in kept.items() if key in names and names[key] not in data}
-        gone = {key for key, value in kept.items() if key not in names and data.get(key) == value}
-        return {**filled, **{key: value for key, value in data.items() if key not in gone}}
+        filled = {key: value for key, value in stored.items() if key in names and names[key] not in data}
+        removed = {key for key, value in stored.items() if key not in names and data.get(key) == value}
+        return {**filled, **{key: value for key, value in data.items() if key not in removed}}
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:

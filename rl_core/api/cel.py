@@ -40,11 +40,11 @@ def literal(value: Any) -> str:
 def exactly_one_given(what: str, names: tuple[str, ...]) -> Cel:
     """Return the rule that exactly one of the optional fields `names` is given."""
     aliases = [to_camel(name) for name in names]
-    given = f"[{', '.join(f'has(self.{alias})' for alias in aliases)}].filter(given, given).size()"
+    num_given = f"[{', '.join(f'has(self.{alias})' for alias in aliases)}].filter(given, given).size()"
     return Cel(
-        holds=f"{given} == 1",
+        holds=f"{num_given} == 1",
         refusal=f"{what} must have exactly one of {', '.join(aliases)}, got %d; give one",
-        values=(given,),
+        values=(num_given,),
     )
 
 
@@ -60,10 +60,10 @@ def no_keys(field: str, taken: str, refusal: str) -> Cel:
 
 def unique(field: str, key: str) -> Cel:
     """Return the rule that no two entries of the list `field` have the same `key`."""
-    alone = f"self.{field}.exists_one(other, other.{key} == one.{key})"
+    is_unique = f"self.{field}.exists_one(other, other.{key} == one.{key})"
     return Cel(
-        holds=f"!has(self.{field}) || self.{field}.all(one, {alone})",
+        holds=f"!has(self.{field}) || self.{field}.all(one, {is_unique})",
         refusal=f"{field} must have unique {key}s, got %s more than once; change one",
-        values=(f"self.{field}.filter(one, !{alone})[0].{key}",),
+        values=(f"self.{field}.filter(one, !{is_unique})[0].{key}",),
         field=field,
     )

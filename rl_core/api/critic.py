@@ -68,12 +68,12 @@ def wrong_critic(
     """
     if critic is None or critic.group is None:
         return
-    fit = [
+    candidates = [
         group.name
         for group in groups
         if group.lifecycle == "gang" and group.replicas == group.processes_per_pod == 1 and "actor" in group.callers
     ]
-    if critic.group not in fit:
+    if critic.group not in candidates:
         yield (
             "algorithm.critic.group must name a group of spec.groups, a gang of one process with actor in callers, "
             f"got {critic.group}; declare it"

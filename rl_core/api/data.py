@@ -101,9 +101,9 @@ class DataSpec(Spec):
         ),
     )
     def _one_form(self) -> Iterator[str]:
-        given = (self.train is not None) + (self.sets is not None)
-        if given != 1:
-            yield f"data must have exactly one of train, sets, got {given}; give one"
+        num_given = (self.train is not None) + (self.sets is not None)
+        if num_given != 1:
+            yield f"data must have exactly one of train, sets, got {num_given}; give one"
         if self.validation is not None and self.sets is not None:
             yield "validation must be part of an entry of sets where sets is given, got both; move it there"
 
@@ -124,10 +124,10 @@ class DataSpec(Spec):
         ),
     )
     def _sets_fit(self) -> Iterator[str]:
-        names = [one.name for one in self.sets or ()]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            yield f"sets must have unique names, got {twice} more than once; change one"
-        trained = [one.weight is not None for one in self.sets or () if one.train is not None]
+        names = [data_set.name for data_set in self.sets or ()]
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            yield f"sets must have unique names, got {repeated} more than once; change one"
+        trained = [data_set.weight is not None for data_set in self.sets or () if data_set.train is not None]
         if names and not trained:
             yield "sets must have an entry with train, got none; add it"
         if any(trained) and not all(trained):
@@ -140,10 +140,10 @@ class DataSpec(Spec):
         """
         if self.sets is None:
             yield "", "data", self
-        for index, one in enumerate(self.sets or ()):
-            own = {name: getattr(one, name) for name in ("train", "validation")}
-            own |= {name: getattr(one, name) or getattr(self, name) for name in ("prompt_key", "answer_key")}
-            yield one.name, f"data.sets.{index}", self.model_copy(update=own | {"sets": None})
+        for index, data_set in enumerate(self.sets or ()):
+            values = {name: getattr(data_set, name) for name in ("train", "validation")}
+            values |= {name: getattr(data_set, name) or getattr(self, name) for name in ("prompt_key", "answer_key")}
+            yield data_set.name, f"data.sets.{index}", self.model_copy(update=values | {"sets": None})
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:

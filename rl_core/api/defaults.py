@@ -83,24 +83,24 @@ def _short(value: Any, dumped: Any, table: Table) -> Any:
 @cache
 def _of_code(cls: type[Spec]) -> Mapping[str, Any]:
     """Return the defaults that the code gives the fields of a class, in the short form."""
-    found = {}
+    defaults = {}
     for name, field in cls.model_fields.items():
         if not field.is_required():
             value = field.get_default(call_default_factory=True, validated_data={})
-            found[field.alias or name] = _short(value, to_jsonable_python(value, by_alias=True), {})
-    return found
+            defaults[field.alias or name] = _short(value, to_jsonable_python(value, by_alias=True), {})
+    return defaults
 
 
 def _classes(cls: type[Spec]) -> set[type[Spec]]:
     """Return `cls` and the schema classes of its fields, recursively."""
-    found: set[type[Spec]] = set()
+    classes: set[type[Spec]] = set()
     waiting = [cls]
     while waiting:
-        one = waiting.pop()
-        if one not in found:
-            found.add(one)
-            waiting += [inner for field in one.model_fields.values() for inner in _named_in(field.annotation)]
-    return found
+        spec_class = waiting.pop()
+        if spec_class not in classes:
+            classes.add(spec_class)
+            waiting += [inner for field in spec_class.model_fields.values() for inner in _named_in(field.annotation)]
+    return classes
 
 
 def _named_in(annotation: Any) -> Iterator[type[Spec]]:

@@ -13,11 +13,11 @@ from pydantic_core import core_schema
 
 def descriptions(model: type[BaseModel]) -> dict[str, str]:
     """Return the docstring of each field of `model` that has one, inherited fields included."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for cls in reversed(model.__mro__):
         if issubclass(cls, BaseModel) and cls is not BaseModel:
-            found |= _own(cls)
-    return {name: text for name, text in found.items() if name in model.model_fields}
+            texts |= _own(cls)
+    return {name: text for name, text in texts.items() if name in model.model_fields}
 
 
 def described_schema(model: type[BaseModel]) -> dict[str, Any]:

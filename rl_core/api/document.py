@@ -35,14 +35,15 @@ def read(schema: type[Part], document: Mapping[str, Any] | str | bytes) -> Part:
     Raises ConfigError naming each field that this version lacks and that does not hold its default; ValidationError for what else
     is wrong.
     """
-    whole = json.loads(document if isinstance(document, str | bytes) else json.dumps(document))
-    changed = whole.pop(CHANGED, whole) if isinstance(whole, dict) else whole
+    content = json.loads(document if isinstance(document, str | bytes) else json.dumps(document))
+    changed = content.pop(CHANGED, content) if isinstance(content, dict) else content
     try:
-        return schema.model_validate_json(json.dumps(whole))
+        return schema.model_validate_json(json.dumps(content))
     except ValidationError as error:
         unknown = [detail["loc"] for detail in error.errors(include_url=False) if detail["type"] == "extra_forbidden"]
     if not unknown:
-        return schema.model_validate_json(json.dumps(whole))  # raises the same once more, with nothing to leave out
+        # No field can be left out, so this raises the same error again.
+        return schema.model_validate_json(json.dumps(content))
     refused = [loc for loc in unknown if holds(changed, loc)]
     if refused:
         fields = ", ".join(f"{'.'.join(map(str, loc))}: {at(changed, loc)!r}" for loc in refused)
@@ -51,8 +52,8 @@ def read(schema: type[Part], document: Mapping[str, Any] | str | bytes) -> Part:
             "image of the release that wrote it"
         )
     for loc in unknown:
-        at(whole, loc[:-1]).pop(loc[-1], None)
-    return schema.model_validate_json(json.dumps(whole))
+        at(content, loc[:-1]).pop(loc[-1], None)
+    return schema.model_validate_json(json.dumps(content))
 
 
 def holds(tree: Any, path: Sequence[str | int]) -> bool:

@@ -63,17 +63,17 @@ def network(cidr: str) -> Network | None:
     if bits != str(int(bits)):
         return None
     try:
-        found = ipaddress.ip_network(cidr, strict=False)
+        block = ipaddress.ip_network(cidr, strict=False)
     except ValueError:
         return None
-    mapped = isinstance(found, ipaddress.IPv6Network) and found.network_address.ipv4_mapped is not None
-    return None if mapped else found
+    mapped = isinstance(block, ipaddress.IPv6Network) and block.network_address.ipv4_mapped is not None
+    return None if mapped else block
 
 
 def within(block: Network, outer: str) -> bool:
     """Return whether all addresses of a block are in the block written `outer`."""
-    whole = ipaddress.ip_network(outer)
-    return whole.version == block.version and block.subnet_of(whole)  # type: ignore[arg-type]
+    outer_block = ipaddress.ip_network(outer)
+    return outer_block.version == block.version and block.subnet_of(outer_block)  # type: ignore[arg-type]
 
 
 def exceptions(cidr: str) -> list[str]:

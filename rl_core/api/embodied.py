@@ -121,16 +121,16 @@ def embodied_options(spec: "RLJobSpec") -> EmbodiedOptions:
         raise ConfigError(
             f"actor.backend must be {' or '.join(POLICY_BACKENDS)} with program {spec.program}, got {spec.actor.backend}; choose one"
         )
-    given, bounds = spec.env.options, spec.env.options.get("rewardFilter")
+    env_options, bounds = spec.env.options, spec.env.options.get("rewardFilter")
     try:
         options = EmbodiedOptions.model_validate(
-            {**given, "rewardFilter": tuple(bounds)} if isinstance(bounds, list) else given
+            {**env_options, "rewardFilter": tuple(bounds)} if isinstance(bounds, list) else env_options
         )
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
+        details = error.errors(include_url=False)[0]
+        field_path = ".".join(map(str, details["loc"]))
         raise ConfigError(
-            f"env.options.{where}: {first['msg'].removeprefix('Value error, ')}, got {first['input']!r}; correct it"
+            f"env.options.{field_path}: {details['msg'].removeprefix('Value error, ')}, got {details['input']!r}; correct it"
         ) from error
     check_reward_filter(options)
     check_sizes(spec, options)
@@ -140,19 +140,19 @@ def embodied_options(spec: "RLJobSpec") -> EmbodiedOptions:
 def check_job(spec: "RLJobSpec") -> None:
     """Raise ConfigError when an option of a job's simulators is wrong or does not fit the rest of the job."""
     options = embodied_options(spec)
-    ahead, interval = spec.algorithm.max_staleness, options.weight_sync_interval
+    max_staleness, interval = spec.algorithm.max_staleness, options.weight_sync_interval
     oldest = interval - 1 + (spec.program == "embodied_async")
-    if ahead < oldest or (ahead and not oldest):
+    if max_staleness < oldest or (max_staleness and not oldest):
         raise ConfigError(
             f"algorithm.maxStaleness must be {f'{oldest} or more' if oldest else 0} with program {spec.program} and "
-            f"env.options.weightSyncInterval {interval}, got {ahead}; correct one of them"
+            f"env.options.weightSyncInterval {interval}, got {max_staleness}; correct one of them"
         )
     check_batch(spec, options)
 
 
 def fields_of_text(spec: "RLJobSpec") -> list[str]:
     """Return the fields of OF_TEXT that a job sets to something else than their default."""
-    found = []
+    fields = []
     for path in OF_TEXT:
         names = path.split(".")
         holder: Any = spec
@@ -162,23 +162,23 @@ def fields_of_text(spec: "RLJobSpec") -> list[str]:
             continue
         default = type(holder).model_fields[names[-1]].get_default(call_default_factory=True)
         if getattr(holder, names[-1]) != default:
-            found.append(".".join(map(to_camel, names)))
-    return found
+            fields.append(".".join(map(to_camel, names)))
+    return fields
 
 
 def check_reward_filter(options: EmbodiedOptions) -> None:
     """Raise ConfigError for bounds that no episode can meet, and for a filter of rewards that contain values of the policy."""
     if options.reward_filter is None:
         return
-    low, high = options.reward_filter
-    if low > high:
+    lowest, highest = options.reward_filter
+    if lowest > highest:
         raise ConfigError(
-            f"env.options.rewardFilter must be [low, high] with low <= high, got [{low:g}, {high:g}]; exchange them"
+            f"env.options.rewardFilter must be [low, high] with low <= high, got [{lowest:g}, {highest:g}]; exchange them"
         )
     if options.auto_reset:
         raise ConfigError(
             "env.options.autoReset must be false with env.options.rewardFilter, because with auto-reset the rewards of an episode contain the "
-            f"values of its final observation, got true and [{low:g}, {high:g}]; set autoReset to false or remove rewardFilter"
+            f"values of its final observation, got true and [{lowest:g}, {highest:g}]; set autoReset to false or remove rewardFilter"
         )
 
 

@@ -112,8 +112,8 @@ class EnvSpec(RoleSpec):
         )
     )
     def _agent(self) -> Iterator[str]:
-        given = (self.agent is not None) + (self.command is not None)
-        if given != (self.type == "agent"):
+        num_given = (self.agent is not None) + (self.command is not None)
+        if num_given != (self.type == "agent"):
             yield (
                 f"exactly one of agent and command must be given when type is `agent`, none else, got type {self.type}, "
                 f"agent {self.agent or 'null'} and command {'null' if self.command is None else 'given'}; correct it"

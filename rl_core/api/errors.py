@@ -148,17 +148,17 @@ def exit_code(error: BaseException) -> int:
 
 def error_types() -> dict[str, type[RLJobError]]:
     """Return the public error types by name, to rebuild an error that arrived by RPC."""
-    found: dict[str, type[RLJobError]] = {}
+    types: dict[str, type[RLJobError]] = {}
     pending: list[type[RLJobError]] = [RLJobError]
     while pending:
         kind = pending.pop()
         if kind.__module__ == __name__:
-            found[kind.__name__] = kind
+            types[kind.__name__] = kind
         pending.extend(kind.__subclasses__())
-    return found
+    return types
 
 
 def public_type(error: RLJobError) -> type[RLJobError]:
     """Return the class of `error`, or its nearest base class, that an error sent between processes can name."""
-    known = error_types()
-    return next(known[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in known)
+    types = error_types()
+    return next(types[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in types)

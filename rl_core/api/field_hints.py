@@ -33,39 +33,40 @@ Inner = list[tuple[tuple[str, ...], ForeignName | None]]
 
 def suggest(root: type[BaseModel], loc: Location, value: Any = None) -> str:
     """Return a hint for an unknown field of a job, such as `write algorithm.groupSize`. `loc` is its path, `value` its value."""
-    name, block, known = str(loc[-1]), loc[:-1], fields_at(root, loc[:-1])
+    name, block, fields = str(loc[-1]), loc[:-1], fields_at(root, loc[:-1])
     camel = to_camel(name)
-    if camel != name and camel in known:
+    if camel != name and camel in fields:
         return f"write {camel}"
     path = [str(part) for part in loc[1:]]
     complete = foreign_path(path, whole=True)
     setting = complete or foreign_name(name, ".".join(path[:-1])) or foreign_path(path)
-    if setting is not None and complete is None and camel in _paths(root):  # also a name of ours, in another block
-        alone = len(path) == 1 and not setting.is_called(name, alone=True)
-        if (alone or not setting.ours) and (elsewhere := _elsewhere(root, camel, block)):
+    # Another block of this schema has a field of the same name.
+    if setting is not None and complete is None and camel in _paths(root):
+        is_top_level = len(path) == 1 and not setting.is_called(name, alone=True)
+        if (is_top_level or not setting.ours) and (elsewhere := _elsewhere(root, camel, block)):
             return f"did you mean {elsewhere}?"
     inner = _inner(value, tuple(path), len(path))
-    if not any(one for _, one in inner):
+    if not any(foreign for _, foreign in inner):
         inner = []
     if setting is not None and not (
-        is_foreign_block(name) and any(one and one.ours != setting.ours for _, one in inner)
+        is_foreign_block(name) and any(foreign and foreign.ours != setting.ours for _, foreign in inner)
     ):
         return _instead(setting)
-    if not (inner and is_foreign_block(name)) and (near := most_similar(camel, known)):
-        return f"did you mean {near}?"
+    if not (inner and is_foreign_block(name)) and (similar := most_similar(camel, fields)):
+        return f"did you mean {similar}?"
     if inner:
         return _instead_of_block(inner)
-    if near := nearest(camel, known) or nearest(name, known):
-        return f"did you mean {near}?"
-    if not block and (near := nearest(camel, fields_at(root, ("spec",)))):
-        return f"did you mean spec.{near}?"
+    if similar := nearest(camel, fields) or nearest(name, fields):
+        return f"did you mean {similar}?"
+    if not block and (similar := nearest(camel, fields_at(root, ("spec",)))):
+        return f"did you mean spec.{similar}?"
     if is_foreign_block(name):
         return f"remove it; {NAMES_PAGE} lists the settings of other libraries"
     if name not in GENERIC and (elsewhere := _elsewhere(root, camel, block)):
         return f"did you mean {elsewhere}?"
-    if known and len(known) <= MAX_NAMES:
-        return f"remove it or use one of: {', '.join(sorted(known))}"
-    return "remove it; docs/reference/rljob.md lists the fields" if known else "remove it"
+    if fields and len(fields) <= MAX_NAMES:
+        return f"remove it or use one of: {', '.join(sorted(fields))}"
+    return "remove it; docs/reference/rljob.md lists the fields" if fields else "remove it"
 
 
 def meant_field(root: type[BaseModel], loc: Location) -> str:
@@ -101,19 +102,19 @@ def _instead_of_block(inner: Inner) -> str:
     return f"write {lines[0]}" if len(lines) == 1 else "\n      ".join(["write in its place:", *lines])
 
 
-def _inner(value: Any, path: tuple[str, ...], begin: int) -> Inner:
-    """Return the settings inside the unknown block `value` at `path` below spec. The first `begin` parts of their paths are left out."""
+def _inner(value: Any, path: tuple[str, ...], num_outer: int) -> Inner:
+    """Return the settings inside the unknown block `value` at `path` below spec. The first `num_outer` parts of their paths are left out."""
     if not isinstance(value, Mapping):
         return []
-    found: Inner = []
+    settings: Inner = []
     for key, inner in value.items():
         place = (*path, str(key))
-        within = _inner(inner, place, begin)
-        if not any(setting for _, setting in within):
+        nested = _inner(inner, place, num_outer)
+        if not any(setting for _, setting in nested):
             setting = foreign_path(place, whole=isinstance(inner, Mapping))
-            within = [(place[begin:], setting)] if setting or not within else within
-        found += within
-    return found
+            nested = [(place[num_outer:], setting)] if setting or not nested else nested
+        settings += nested
+    return settings
 
 
 def _elsewhere(root: type[BaseModel], name: str, block: Location) -> str:
@@ -123,36 +124,35 @@ def _elsewhere(root: type[BaseModel], name: str, block: Location) -> str:
     """
     depth = sum(isinstance(part, str) for part in block) - 1 + MAX_LEVELS
     paths = {
-        last: near
-        for last, found in _paths(root).items()
-        if (near := [path for path in found if path.count(".") <= depth])
+        name_in_spec: shallow
+        for name_in_spec, paths_of_name in _paths(root).items()
+        if (shallow := [path for path in paths_of_name if path.count(".") <= depth])
     }
     close = difflib.get_close_matches(name, sorted(paths), n=3, cutoff=SIMILAR_ELSEWHERE)
-    close = [one for one in close if not name.startswith(one) or name in (one, one + "s")]
+    close = [candidate for candidate in close if not name.startswith(candidate) or name in (candidate, candidate + "s")]
     if not close:
         return ""
-    within = [part for part in block if isinstance(part, str)][1:2]
-    return min(paths[close[0]], key=lambda path: (path.split(".")[:1] != within, path.count("."), path))
+    block_names = [part for part in block if isinstance(part, str)][1:2]
+    return min(paths[close[0]], key=lambda path: (path.split(".")[:1] != block_names, path.count("."), path))
 
 
 @functools.cache
 def _paths(root: type[BaseModel]) -> Mapping[str, list[str]]:
     """Return the paths of all fields below spec, keyed by their last part."""
-    found: dict[str, list[str]] = {}
+    paths: dict[str, list[str]] = {}
     for path in _walk(_model_of(root.model_fields["spec"].annotation), ()):
-        found.setdefault(path[-1], []).append(".".join(path))
-    return found
+        paths.setdefault(path[-1], []).append(".".join(path))
+    return paths
 
 
 def _walk(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     for name, field in model.model_fields.items():
-        here = (*path, field.alias or name)
-        yield here
+        field_path = (*path, field.alias or name)
+        yield field_path
         inner = _model_of(field.annotation)
-        if is_model(inner) and not (
-            issubclass(model, PodSpec) and name in PodSpec.model_fields
-        ):  # of pods only the fields themselves
-            yield from _walk(inner, here)
+        # Fields inside the pod fields of a role are left out.
+        if is_model(inner) and not (issubclass(model, PodSpec) and name in PodSpec.model_fields):
+            yield from _walk(inner, field_path)
 
 
 def fields_at(root: type[BaseModel], loc: Iterable[int | str]) -> list[str]:
@@ -191,10 +191,10 @@ def _model_at(root: type[BaseModel], loc: Iterable[int | str]) -> Any:
         if isinstance(part, int):
             continue
         fields: Mapping[str, Any] = getattr(model, "model_fields", {})
-        found = next((field for name, field in fields.items() if (field.alias or name) == part), None)
-        if found is None:
+        match = next((field for name, field in fields.items() if (field.alias or name) == part), None)
+        if match is None:
             return None
-        model = _model_of(found.annotation)
+        model = _model_of(match.annotation)
     return model
 
 
@@ -203,8 +203,8 @@ def _model_of(annotation: Any) -> Any:
     if is_model(annotation):
         return annotation
     for inner in getattr(annotation, "__args__", ()):
-        if is_model(found := _model_of(inner)):
-            return found
+        if is_model(model := _model_of(inner)):
+            return model
     return annotation
 
 

@@ -60,7 +60,12 @@ def foreign_names() -> tuple[ForeignName, ...]:
 def foreign_value(path: str, value: object) -> str:
     """Return what to do about a value of another library at `path` below spec, as an instruction; "" if none has it."""
     return next(
-        (one.values[str(value)] for one in foreign_names() if one.ours == path and str(value) in one.values), ""
+        (
+            setting.values[str(value)]
+            for setting in foreign_names()
+            if setting.ours == path and str(value) in setting.values
+        ),
+        "",
     )
 
 
@@ -80,7 +85,7 @@ def foreign_path(path: Sequence[str], *, whole: bool = False) -> ForeignName | N
     A name of a library matches when the path ends with all of its parts, or, unless it is GENERIC, with its last one. The longest match counts.
     `whole`: only names that match with a block, or that are the whole path.
     """
-    found: ForeignName | None = None
+    match: ForeignName | None = None
     longest = 0
     for setting in foreign_names():
         for name in (name for names in setting.names.values() for name in names):
@@ -88,8 +93,8 @@ def foreign_path(path: Sequence[str], *, whole: bool = False) -> ForeignName | N
             length = next((n for n in (len(parts), 1) if list(path[-n:]) == parts[-n:]), 0)
             complete = length == len(parts) and (length > 1 or length == len(path))
             if length > longest and (complete or not (whole or path[-1] in GENERIC)):
-                found, longest = setting, length
-    return found
+                match, longest = setting, length
+    return match
 
 
 def foreign_name(name: str, block: str) -> ForeignName | None:
@@ -97,6 +102,6 @@ def foreign_name(name: str, block: str) -> ForeignName | None:
 
     Of several settings the one in `block`, the path below spec at which the name was found, is preferred to the first.
     """
-    found = [setting for setting in foreign_names() if setting.is_called(name)]
-    here = [setting for setting in found if block and setting.ours.rpartition(".")[0] == block]
-    return next(iter(here or (() if name in GENERIC else found)), None)
+    settings = [setting for setting in foreign_names() if setting.is_called(name)]
+    in_block = [setting for setting in settings if block and setting.ours.rpartition(".")[0] == block]
+    return next(iter(in_block or (() if name in GENERIC else settings)), None)

@@ -202,11 +202,11 @@ class RLJobSpec(Spec):
     )
     def _settings_are_used(self) -> Iterator[str]:
         name, actor = self.algorithm.name, self.actor
-        given = {
+        is_set = {
             "actor.optimizer.valueLearningRate": actor.optimizer.value_learning_rate is not None,
             "actor.criticWarmupSteps": actor.critic_warmup_steps > 0,
         }
-        idle = [field for field, used in given.items() if used]
+        idle = [field for field, used in is_set.items() if used]
         if idle and name != "gae":
             yield f"{listed(idle)} needs algorithm.name gae, got {name}; choose it or remove the field"
         yield from idle_dropout(self.model.lora, dropout=actor.dropout)
@@ -232,8 +232,8 @@ class RLJobSpec(Spec):
     )
     def _groups_are_known(self) -> Iterator[str]:
         names = [group.name for group in self.groups]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            yield f"groups must have unique names, got {twice} more than once; change one"
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            yield f"groups must have unique names, got {repeated} more than once; change one"
         unknown = [[caller for caller in group.callers if caller not in (*ROLES, *names)] for group in self.groups]
         if any(unknown):
             yield f"groups must name groups of the job in callers, got {json.dumps(unknown)}; correct it"

@@ -42,7 +42,7 @@ class LoraSpec(Spec):
 
 def absent_layers(lora: LoraSpec | None, *, layers: int) -> Iterator[str]:
     """Yield a message when the adapters are for decoder layers that a model of `layers` layers does not have."""
-    if absent := sorted({number for number in (lora and lora.layers) or [] if number >= layers}):
+    if absent := sorted({layer for layer in (lora and lora.layers) or [] if layer >= layers}):
         yield f"model.lora.layers must be below {layers}, the number of the model's layers, got {absent}; remove them"
 
 

@@ -284,7 +284,7 @@ class PodSpec(Spec):
     )
     def _gpus_are_counted(self) -> Iterator[str]:
         if self.gpu_resource == GPU_RESOURCE:
-            return  # Resources refuses it itself, for init containers too
+            return  # The rules of `resources` refuse it already, for init containers too.
         for field, values in (("requests", self.resources.requests), ("limits", self.resources.limits)):
             if self.gpu_resource in values:
                 yield f"resources.{field} must not name the role's gpuResource, got {self.gpu_resource}; set the role's gpus instead"
@@ -309,9 +309,9 @@ class PodSpec(Spec):
         )
     )
     def _labels_are_free(self) -> Iterator[str]:
-        taken = sorted(key for key in self.labels if key.startswith(OWNED_LABELS))
-        if taken:
-            yield f"labels must not start with {' or '.join(OWNED_LABELS)}, which the operator sets, got {listed(taken)}; rename them"
+        reserved = sorted(key for key in self.labels if key.startswith(OWNED_LABELS))
+        if reserved:
+            yield f"labels must not start with {' or '.join(OWNED_LABELS)}, which the operator sets, got {listed(reserved)}; rename them"
 
     @rule(
         no_keys(
@@ -321,9 +321,9 @@ class PodSpec(Spec):
         )
     )
     def _annotations_are_free(self) -> Iterator[str]:
-        taken = sorted(key for key in self.annotations if key.startswith(OWNED_ANNOTATIONS))
-        if taken:
-            yield f"annotations must not start with rljob.dev/ or set apparmor, seccomp or devices, which the operator does, got {listed(taken)}; remove them"
+        reserved = sorted(key for key in self.annotations if key.startswith(OWNED_ANNOTATIONS))
+        if reserved:
+            yield f"annotations must not start with rljob.dev/ or set apparmor, seccomp or devices, which the operator does, got {listed(reserved)}; remove them"
 
     @rule(
         *(unique(field, "name") for field in ("volumes", "initContainers", "resourceClaims")),
@@ -337,8 +337,8 @@ class PodSpec(Spec):
             "volumeMounts": ("mountPaths", [mount.mount_path for mount in self.volume_mounts]),
         }
         for field, (keys, values) in keyed.items():
-            if twice := [value for value in values if values.count(value) > 1]:
-                yield f"{field} must have unique {keys}, got {twice[0]} more than once; change one"
+            if repeated := [value for value in values if values.count(value) > 1]:
+                yield f"{field} must have unique {keys}, got {repeated[0]} more than once; change one"
 
     @rule(
         Cel(
@@ -355,9 +355,11 @@ class PodSpec(Spec):
         ),
     )
     def _mounts_name_volumes(self) -> Iterator[str]:
-        known = [volume.name for volume in self.volumes]
-        if unknown := [mount.name for mount in self.volume_mounts if mount.name not in known]:
-            yield f"volumeMounts must name a volume of the role, {listed(known)}, got {listed(unknown)}; add it to volumes or correct the name"
-        lost = [item.name for item in self.init_containers if {mount.name for mount in item.volume_mounts} - set(known)]
-        if lost:
-            yield f"volumeMounts of init containers must name a volume of the role, {listed(known)}, got others in {listed(lost)}; add it to volumes or correct the name"
+        names = [volume.name for volume in self.volumes]
+        if unknown := [mount.name for mount in self.volume_mounts if mount.name not in names]:
+            yield f"volumeMounts must name a volume of the role, {listed(names)}, got {listed(unknown)}; add it to volumes or correct the name"
+        invalid = [
+            item.name for item in self.init_containers if {mount.name for mount in item.volume_mounts} - set(names)
+        ]
+        if invalid:
+            yield f"volumeMounts of init containers must name a volume of the role, {listed(names)}, got others in {listed(invalid)}; add it to volumes or correct the name"

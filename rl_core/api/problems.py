@@ -57,28 +57,27 @@ def _texts(detail: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
 
 
 def _text(detail: ErrorDetails, root: type[BaseModel]) -> str:
-    got, kind = _show(detail["input"]), detail["type"]
+    shown, kind = _show(detail["input"]), detail["type"]
     if kind == "extra_forbidden":
-        return f"is not a known field, got {got}, {suggest(root, detail['loc'], detail['input'])}"
+        return f"is not a known field, got {shown}, {suggest(root, detail['loc'], detail['input'])}"
     if kind == "missing":
         return "must be given, got nothing, add it"
     if kind == "model_type":
-        wanted = as_list(root, detail["loc"], detail["input"]).strip(
-            "[]"
-        )  # a mapping of the only field that is required
-        return f"must be a mapping of fields, got {got}, " + (
-            f"write {wanted}" if wanted else "indent its fields below it"
+        # The example is a mapping of the only field that is required.
+        example = as_list(root, detail["loc"], detail["input"]).strip("[]")
+        return f"must be a mapping of fields, got {shown}, " + (
+            f"write {example}" if example else "indent its fields below it"
         )
     rule = str(detail["msg"]).replace("Input should be", "must be").replace("should have", "must have")
-    return f"{rule[0].lower() + rule[1:]}, got {got}, {_way_out(detail, root)}"
+    return f"{rule[0].lower() + rule[1:]}, got {shown}, {_way_out(detail, root)}"
 
 
 def _way_out(detail: ErrorDetails, root: type[BaseModel]) -> str:
     kind, path = detail["type"], ".".join(str(part) for part in detail["loc"][1:])
-    if theirs := foreign_value(path, detail["input"]):
-        return theirs
-    if kind == "list_type" and (wanted := as_list(root, detail["loc"], detail["input"])):
-        return f"write {wanted}, and with --set in quotes: --set '{path}={wanted}'"
+    if own_name := foreign_value(path, detail["input"]):
+        return own_name
+    if kind == "list_type" and (example := as_list(root, detail["loc"], detail["input"])):
+        return f"write {example}, and with --set in quotes: --set '{path}={example}'"
     if kind in ("literal_error", "enum"):
         meant = nearest(str(detail["input"]), QUOTED.findall(detail["msg"]))
         return f"did you mean {meant}?" if meant else "choose one of these"

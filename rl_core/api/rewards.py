@@ -84,15 +84,15 @@ def total_reward(
     return parts, math.fsum(weights[name] * value for name, value in parts.items()) if parts else None
 
 
-def _explanation(returned: Any) -> Any:
-    return returned.get(EXPLANATION) if isinstance(returned, Mapping) else getattr(returned, EXPLANATION, None)
+def _explanation(result: Any) -> Any:
+    return result.get(EXPLANATION) if isinstance(result, Mapping) else getattr(result, EXPLANATION, None)
 
 
-def _number(value: Any, what: str) -> float | None:
+def _number(value: Any, label: str) -> float | None:
     if value is None:
         return None
-    plain = value.item() if getattr(value, "shape", None) == () else value
-    number = float(plain) if isinstance(plain, Real) else math.nan
+    scalar = value.item() if getattr(value, "shape", None) == () else value
+    number = float(scalar) if isinstance(scalar, Real) else math.nan
     if not math.isfinite(number):
-        raise ValueError(f"{what} must be a finite number or None, got {shown(value)}")
+        raise ValueError(f"{label} must be a finite number or None, got {shown(value)}")
     return number

@@ -113,8 +113,8 @@ class OffloadSpec(Spec):
     @property
     def resident(self) -> frozenset[str]:
         """Return the parts that stay on the device: weights, gradients, optimizer."""
-        named = {"weights": self.params, "gradients": self.grads, "optimizer": self.optimizer}
-        return frozenset(name for name, leaves in named.items() if not leaves)
+        is_offloaded = {"weights": self.params, "gradients": self.grads, "optimizer": self.optimizer}
+        return frozenset(name for name, leaves in is_offloaded.items() if not leaves)
 
 
 PROCESSES = "[self.?processesPerPod.or(self.?gpus).orValue(1), 1].max()"
@@ -295,7 +295,7 @@ class SamplingSpec(Spec):
             "repetitionPenalty": self.repetition_penalty != 1,
             "logitBias": bool(self.logit_bias),
         }
-        return [name for name, given in used.items() if given]
+        return [name for name, is_set in used.items() if is_set]
 
     @rule(
         no_keys(
@@ -303,9 +303,9 @@ class SamplingSpec(Spec):
         )
     )
     def _bias_of_ids(self) -> Iterator[str]:
-        wrong = [key for key in self.logit_bias if not re.fullmatch("[0-9]{1,9}", key)]
-        if wrong:
-            yield f"logitBias must have token ids as keys, got {listed(wrong)}; correct them"
+        invalid = [key for key in self.logit_bias if not re.fullmatch("[0-9]{1,9}", key)]
+        if invalid:
+            yield f"logitBias must have token ids as keys, got {listed(invalid)}; correct them"
 
 
 def _size(value: Any) -> int:
@@ -416,10 +416,16 @@ class RolloutSpec(FabricRoleSpec):
         )
     )
     def _autoscale_fits(self) -> Iterator[str]:
-        rule, most = self.autoscale, self.max_replicas
+        rule, max_replicas = self.autoscale, self.max_replicas
         if rule is None:
             return
-        bounds = [self.min_replicas, rule.min, self.replicas, rule.max, rule.max if most is None else most]
+        bounds = [
+            self.min_replicas,
+            rule.min,
+            self.replicas,
+            rule.max,
+            rule.max if max_replicas is None else max_replicas,
+        ]
         if bounds != sorted(bounds):
             yield (
                 f"autoscale needs minReplicas <= min <= replicas <= max <= maxReplicas, got min {rule.min}, max {rule.max} beside replicas {self.replicas}; change one"

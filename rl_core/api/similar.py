@@ -16,7 +16,7 @@ def most_similar(name: str, known: Iterable[str]) -> str:
 
     Short names with another first letter are other names: `sapo` is not meant to be `gspo`.
     """
-    choices = [one for one in known if len(name) > ABBREVIATION or one[:1] == name[:1]]
+    choices = [choice for choice in known if len(name) > ABBREVIATION or choice[:1] == name[:1]]
     return next(iter(difflib.get_close_matches(name, choices, n=1, cutoff=SIMILAR)), "")
 
 
@@ -28,13 +28,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     choices = list(known)
     if close := most_similar(name, choices):
         return close
-    begins = [
+    prefixes = [
         choice
         for choice in choices
         if min(len(choice), len(name)) >= SHORT and name.startswith(choice) and _ends_a_word(name, len(choice))
     ]
-    if begins:
-        return max(begins, key=len)
+    if prefixes:
+        return max(prefixes, key=len)
     return next((choice for choice in choices if len(name) >= SHORT and choice.startswith(name)), "")
 
 
@@ -46,5 +46,5 @@ def _ends_a_word(name: str, length: int) -> bool:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ` (did you mean NEAREST?)`, to be added to an error about `name`; "" when it is known, and when no known name is near."""
     choices = list(known)
-    found = "" if name in choices else name.lower() if name.lower() in choices else nearest(name, choices)
-    return f" (did you mean {found}?)" if found else ""
+    match = "" if name in choices else name.lower() if name.lower() in choices else nearest(name, choices)
+    return f" (did you mean {match}?)" if match else ""

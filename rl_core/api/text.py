@@ -21,12 +21,12 @@ class Loader(yaml.SafeLoader):
         the last value in silence.
         """
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
+        keys: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:
-                if key.value in seen:
+                if key.value in keys:
                     raise ComposerError(None, None, f"the key {key.value!r} twice in one mapping", key.start_mark)
-                seen.add(key.value)
+                keys.add(key.value)
         return node
 
 
@@ -57,9 +57,9 @@ def _cause(error: yaml.YAMLError | UnicodeDecodeError) -> str:
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return " ".join(str(error).split())
-    context, begin = getattr(error, "context", None), getattr(error, "context_mark", None)
+    context, start = getattr(error, "context", None), getattr(error, "context_mark", None)
     around = (
-        f" {context} of line {begin.line + 1}" if context and begin is not None else f" {context}" if context else ""
+        f" {context} of line {start.line + 1}" if context and start is not None else f" {context}" if context else ""
     )
     return f"{error.problem}{around} (line {mark.line + 1}, column {mark.column + 1})"  # type: ignore[union-attr]
 

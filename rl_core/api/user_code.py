@@ -38,7 +38,7 @@ def check_in_child(
     """
     path = os.pathsep.join(filter(None, [search_path, os.environ.get("PYTHONPATH")]))
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-P", "-m", module, *arguments],
             input=given,
             capture_output=True,
@@ -49,10 +49,10 @@ def check_in_child(
         )
     except subprocess.TimeoutExpired:
         return f"must be imported and called within {seconds:g} s, got {name}; do less in it"
-    if CHECKED in done.stdout.splitlines():
+    if CHECKED in process.stdout.splitlines():
         return ""
-    ended = f"must not end its process, got {name}, which ended it with code {done.returncode}; correct it"
-    return done.stderr.strip().rpartition("\n")[2] or ended if done.returncode > 0 else ended
+    exit_text = f"must not end its process, got {name}, which ended it with code {process.returncode}; correct it"
+    return process.stderr.strip().rpartition("\n")[2] or exit_text if process.returncode > 0 else exit_text
 
 
 def report_checked() -> None:
@@ -90,8 +90,10 @@ def import_reference(reference: str, *, field: str) -> Any:
     target: Any = _import(module_name, field=field)
     for part in path.split("."):
         if not hasattr(target, part):
-            found = sorted(name for name, value in vars(target).items() if callable(value) and not name.startswith("_"))
-            names = ", ".join(found) or "nothing that can be called"
+            callables = sorted(
+                name for name, value in vars(target).items() if callable(value) and not name.startswith("_")
+            )
+            names = ", ".join(callables) or "nothing that can be called"
             raise ConfigError(
                 f"{field}: must exist, got {reference!r}: {module_name} has no {part!r}; it defines {names}"
             )
@@ -138,8 +140,8 @@ def own_frames(error: BaseException) -> str:
 def place_of_main_thread() -> str:
     """Return the line of the user's code that the main thread runs, as `own.py:28 in fault`; "" if it runs other code only."""
     frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
-    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-    return _place(own[-1]) if own else ""
+    frames_outside = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+    return _place(frames_outside[-1]) if frames_outside else ""
 
 
 def describe(error: BaseException) -> str:
@@ -153,12 +155,12 @@ def describe(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return text
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
-    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-    outside = [frame for frame in frames if not frame.filename.startswith(RL_CORE)]
-    if not outside:
+    frames_outside = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+    frames_of_user = [frame for frame in frames if not frame.filename.startswith(RL_CORE)]
+    if not frames_of_user:
         return text
-    last = (own or outside)[-1]
-    return f"{text} ({_place(last)})"
+    last_frame = (frames_outside or frames_of_user)[-1]
+    return f"{text} ({_place(last_frame)})"
 
 
 def _place(frame: traceback.FrameSummary) -> str:

@@ -41,8 +41,8 @@ def validation_metric(job: RLJob) -> ValidationMetric:
 
 def stored_validation_metric(document: Mapping[str, Any]) -> ValidationMetric:
     """Return what validation of a stored job measures; accuracy for a job that this version does not understand."""
-    known = {key: document.get(key) for key in ("apiVersion", "kind", "spec")}
+    fields = {key: document.get(key) for key in ("apiVersion", "kind", "spec")}
     try:
-        return validation_metric(RLJob.model_validate(known | {"metadata": {"name": "stored"}}))
+        return validation_metric(RLJob.model_validate(fields | {"metadata": {"name": "stored"}}))
     except (ValidationError, ConfigError):
         return ACCURACY

@@ -166,14 +166,14 @@ ONE_VALUE_EACH = Cel(
 
 def protected_env(env: dict[str, str]) -> Iterator[str]:
     """Yield a message when `env` sets a variable that the launcher owns."""
-    if taken := sorted(filter(_is_owned, env)):
-        yield f"env must not set variables the launcher owns, got {listed(taken)}; remove them"
+    if owned := sorted(filter(_is_owned, env)):
+        yield f"env must not set variables the launcher owns, got {listed(owned)}; remove them"
 
 
 def twice_set(env: dict[str, str], values: list[EnvValueFrom]) -> Iterator[str]:
     """Yield a message when a variable has a plain value and a source."""
-    if both := [value.name for value in values if value.name in env]:
-        yield f"envValueFrom must not set variables of env, got {listed(both)}; remove one of the two"
+    if repeated := [value.name for value in values if value.name in env]:
+        yield f"envValueFrom must not set variables of env, got {listed(repeated)}; remove one of the two"
 
 
 def _is_owned(name: str) -> bool:

@@ -317,7 +317,7 @@ class VolumeMount(Spec):
 
 def exactly_one(spec: Spec, what: str, names: tuple[str, ...]) -> Iterator[str]:
     """Yield a message unless exactly one of the fields `names` is given."""
-    given = sum(getattr(spec, name) is not None for name in names)
-    if given != 1:
+    num_given = sum(getattr(spec, name) is not None for name in names)
+    if num_given != 1:
         aliases = [type(spec).model_fields[name].alias or name for name in names]
-        yield f"{what} must have exactly one of {', '.join(aliases)}, got {given}; give one"
+        yield f"{what} must have exactly one of {', '.join(aliases)}, got {num_given}; give one"

@@ -36,8 +36,8 @@ def show_status(side: ClusterSide, name: str, place: Place) -> int:
 def show_top(side: ClusterSide, name: str, place: Place, *, once: bool) -> int:
     """Print the tables, live until the job ends; return 0."""
     console = Console()
-    read = side.watch(name, place)
-    job = read()
+    read_job = side.watch(name, place)
+    job = read_job()
     if once or not console.is_terminal:
         console.print(render(job))
         return 0
@@ -45,7 +45,7 @@ def show_top(side: ClusterSide, name: str, place: Place, *, once: bool) -> int:
         try:
             while (job.get("status") or {}).get("phase") not in FINAL:
                 time.sleep(REFRESH_S)
-                job = read()
+                job = read_job()
                 live.update(render(job))
         except KeyboardInterrupt:
             return 0
@@ -78,8 +78,8 @@ def show_logs(
 def scale(side: ClusterSide, name: str, place: Place, counts: Mapping[str, int]) -> int:
     """Set the number of pods of elastic groups, by name; return 0."""
     namespace = side.scale(name, place, counts)
-    counted = counts_text(counts)
-    sys.stdout.write(f"{name} (namespace {namespace}): {counted} from the next step on\n")
+    counts_line = counts_text(counts)
+    sys.stdout.write(f"{name} (namespace {namespace}): {counts_line} from the next step on\n")
     return 0
 
 
@@ -129,7 +129,7 @@ def role_table(status: dict[str, Any]) -> Table | None:
     if not status.get("roles"):
         return None
     table = Table("ROLE", "READY", "ACTIVE", "VERSIONS", "BUSY", "RESTARTS", "FAILED", box=SIMPLE)
-    busy = sorted(float(one["value"]) for one in status.get("busy", []))
+    busy = sorted(float(entry["value"]) for entry in status.get("busy", []))
     shares = "..".join(dict.fromkeys(f"{share:.0%}" for share in (busy[0], busy[-1]))) if busy else "-"
     for role in status["roles"]:
         versions = {str(role[field]) for field in ("minVersion", "maxVersion") if role.get(field) is not None}

@@ -28,7 +28,7 @@ class CopiedOutput:
 
     def __init__(self, ask: Ask, folder: Path, *, only: Sequence[str] = tuple(PATTERNS)) -> None:
         """Copy the folders `only` of PATTERNS into `folder`, which is made. Nothing is copied before `refresh`."""
-        self._ask, self._folder, self._only = ask, folder, only
+        self._ask, self._folder, self._folder_names = ask, folder, only
         for name in only:
             (folder / name).mkdir(parents=True, exist_ok=True)
 
@@ -38,7 +38,7 @@ class CopiedOutput:
         Raises ConfigError or InfrastructureError when the runner does not answer.
         """
         while True:
-            status, answer = self._ask({"have": self._have(), "folders": list(self._only)})
+            status, answer = self._ask({"have": self._have(), "folders": list(self._folder_names)})
             self._replace("status.json", json.dumps(status).encode())
             try:
                 sizes = {str(name): int(size) for name, size in answer["sizes"].items()}
@@ -49,10 +49,10 @@ class CopiedOutput:
                 ) from error
             for name, offset, data in parts:
                 self._write(name, offset, data)
-            have = self._sizes()
-            for name in have.keys() - sizes.keys():
+            local_sizes = self._sizes()
+            for name in local_sizes.keys() - sizes.keys():
                 (self._folder / name).unlink()
-            if not parts or all(have.get(name, 0) >= size for name, size in sizes.items()):
+            if not parts or all(local_sizes.get(name, 0) >= size for name, size in sizes.items()):
                 return
 
     def follow(self, ended: threading.Event) -> None:
@@ -69,20 +69,20 @@ class CopiedOutput:
 
     def _sizes(self) -> dict[str, int]:
         """Return the bytes of each copied file."""
-        found = {}
-        for folder in self._only:
+        sizes = {}
+        for folder in self._folder_names:
             for path in (self._folder / folder).iterdir():
                 name = f"{folder}/{path.name}" if folder else path.name
                 if is_served(name):
-                    found[name] = path.stat().st_size
-        return found
+                    sizes[name] = path.stat().st_size
+        return sizes
 
     def _have(self) -> dict[str, list[Any]]:
-        found: dict[str, list[Any]] = {}
+        local_files: dict[str, list[Any]] = {}
         for name, size in self._sizes().items():
             with (self._folder / name).open("rb") as file:
-                found[name] = [size, end_checksum(file, size)]
-        return found
+                local_files[name] = [size, end_checksum(file, size)]
+        return local_files
 
     def _write(self, name: str, offset: int, data: bytes) -> None:
         """Append a part, or begin the file anew with a part from its beginning. The name comes from the runner and is checked."""
@@ -90,7 +90,7 @@ class CopiedOutput:
         if not is_served(name) or not path.parent.is_dir():
             raise InfrastructureError(f"the runner must name files that were asked for, got {name[:80]!r}")
         if offset == 0:
-            self._replace(name, data)  # as another file, so that a reader notices
+            self._replace(name, data)  # The file is replaced, not overwritten, so that a reader notices.
             return
         with path.open("ab") as file:
             if file.tell() != offset:
@@ -100,9 +100,9 @@ class CopiedOutput:
             file.write(data)
 
     def _replace(self, name: str, data: bytes) -> None:
-        aside = self._folder / f"{name}.new"
-        aside.write_bytes(data)
-        aside.replace(self._folder / name)
+        temporary = self._folder / f"{name}.new"
+        temporary.write_bytes(data)
+        temporary.replace(self._folder / name)
 
 
 def _unpacked(data: str) -> bytes:

@@ -29,11 +29,11 @@ def export(source: Path, target: Path, *, step: str, merge: bool, model: str | N
         raise ConfigError(f"--merge needs a run with model.lora, got {checkpoint.path} without; leave it out")
     from rl_core.actors.checkpoint_export import CheckpointExport  # imports torch
 
-    found = CheckpointExport(checkpoint.path, spec)
+    exported = CheckpointExport(checkpoint.path, spec)
     if spec.model.lora is None or merge:
-        found.write_model(target)
+        exported.write_model(target)
     else:
-        found.write_adapters(target)
+        exported.write_adapters(target)
     kind = "model" if spec.model.lora is None else "model with merged adapters" if merge else "adapters"
     sys.stdout.write(f"{target} has the {kind} of step {checkpoint.step}, from {checkpoint.path}\n")
     return 0

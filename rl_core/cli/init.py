@@ -104,17 +104,21 @@ class Model:
 
 def init(folder: Path | None, *, task: str | None, model: str | None, gpus: int | None) -> int:
     """Write a new job; return 0. What is None is asked for on a terminal. Raises ConfigError, and then writes nothing."""
-    asks = sys.stdin.isatty()
-    if task is None and asks:
+    is_interactive = sys.stdin.isatty()
+    if task is None and is_interactive:
         task = typer.prompt(f"Task ({', '.join(TASKS)})", default="reward")
     if task is None or task not in TASKS:
         raise ConfigError(
             f"--task must be one of {', '.join(TASKS)}, got {task or 'none'}; choose one{did_you_mean(task or '', TASKS)}"
         )
     if model is None:
-        model = typer.prompt("Model (a folder or hf://owner/name)", default=DEFAULT_MODEL) if asks else DEFAULT_MODEL
+        model = (
+            typer.prompt("Model (a folder or hf://owner/name)", default=DEFAULT_MODEL)
+            if is_interactive
+            else DEFAULT_MODEL
+        )
     if folder is None:
-        folder = Path(typer.prompt("Folder", default=f"my-{task}")) if asks else Path(f"my-{task}")
+        folder = Path(typer.prompt("Folder", default=f"my-{task}")) if is_interactive else Path(f"my-{task}")
     files = dict(
         job_files(folder.resolve().name, TASKS[task], inspect(model), len(device_sizes()) if gpus is None else gpus)
     )
@@ -145,13 +149,13 @@ def inspect(reference: str) -> Model:
 
 def job_files(name: str, task: Task, model: Model, gpus: int) -> Iterator[tuple[str, str]]:
     """Yield (path, text) of each file of a new job in a folder `name`, for a machine with `gpus` accelerators."""
-    plain = "    # renders messages as lines of text; this model has no template of its own"
+    comment = "    # renders messages as lines of text; this model has no template of its own"
     values = {
         "title": task.title,
         "name": re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "job",
         "model": json.dumps(model.path),
         "dtype": "bfloat16" if gpus else "float32",
-        "chat_template": "" if model.has_chat_template else f'\n    chatTemplate: "{PLAIN_CHAT_TEMPLATE}"{plain}',
+        "chat_template": "" if model.has_chat_template else f'\n    chatTemplate: "{PLAIN_CHAT_TEMPLATE}"{comment}',
         "prompts": 16 if gpus else 4,
         "group": 8 if gpus else 4,
         "steps": 100 if gpus else 20,
@@ -179,9 +183,11 @@ def job_files(name: str, task: Task, model: Model, gpus: int) -> Iterator[tuple[
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
     """Write the files below `folder`. Raises ConfigError when one is there already, before anything is written."""
-    taken = [name for name in files if (folder / name).exists() or (folder / name).is_symlink()]
-    if taken:
-        raise ConfigError(f"{folder} must not hold {', '.join(taken)}: init overwrites nothing; choose another folder")
+    existing = [name for name in files if (folder / name).exists() or (folder / name).is_symlink()]
+    if existing:
+        raise ConfigError(
+            f"{folder} must not hold {', '.join(existing)}: init overwrites nothing; choose another folder"
+        )
     for name, text in files.items():
         path = folder / name
         try:

@@ -47,9 +47,9 @@ def _the_job(file: Path, documents: Sequence[Any]) -> Any:
     """Return the only document of a file, or of several documents the only RLJob."""
     if len(documents) < 2:
         return documents[0] if documents else None
-    jobs = [one for one in documents if isinstance(one, dict) and one.get("kind") == "RLJob"]
+    jobs = [document for document in documents if isinstance(document, dict) and document.get("kind") == "RLJob"]
     if len(jobs) != 1:
-        names = ", ".join(str((one.get("metadata") or {}).get("name")) for one in jobs) or "none"
+        names = ", ".join(str((document.get("metadata") or {}).get("name")) for document in jobs) or "none"
         raise ConfigError(
             f"{file}: must hold exactly one RLJob, got {len(jobs)} ({names}); give each a file of its own"
         )
@@ -89,8 +89,8 @@ def with_absolute_paths(job: RLJob, file: Path) -> RLJob:
 
     Fields that `job` does not give stay in that state: they are not in `model_fields_set`.
     """
-    whole = job.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    spec = whole["spec"]
+    document = job.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    spec = document["spec"]
     for _, holder, key in path_fields(spec):
         holder[key] = absolute(file, holder[key])
     for group in spec.get("groups") or ():
@@ -100,7 +100,7 @@ def with_absolute_paths(job: RLJob, file: Path) -> RLJob:
     source = spec.get("checkpoint", {}).get("resumeFrom") or {}
     if source.get("path") is not None:
         source["path"] = absolute(file, source["path"])
-    return RLJob.model_validate(whole)
+    return RLJob.model_validate(document)
 
 
 def path_fields(spec: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:

@@ -37,17 +37,17 @@ class LocalRun:
         """`done`: the last step that the output folder held before, -1 for a new run."""
         self.output = output
         """Output folder, which `rljob view`, `rljob samples` and `rljob top` take."""
-        self._process, self._log, self._done = process, log, done
+        self._process, self._log, self._previous_step = process, log, done
 
     def follow(self) -> Iterator[dict[str, Any]]:
         """Yield the metrics of each step as it ends, until the run ends. Raises RunFailed."""
-        metrics, last = MetricColumns(self.output / "metrics.jsonl"), self._done
-        ended = False
-        while not ended:
-            ended = self._process.poll() is not None  # before the file is read: what the run wrote last counts
+        metrics, last_step = MetricColumns(self.output / "metrics.jsonl"), self._previous_step
+        finished = False
+        while not finished:
+            finished = self._process.poll() is not None  # before the file is read: what the run wrote last counts
             for line in metrics.lines():
-                if line["step"] > last:
-                    last = line["step"]
+                if line["step"] > last_step:
+                    last_step = line["step"]
                     yield line
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(POLL_S)
@@ -77,15 +77,16 @@ def start_run(job: RLJob, *, output: str | Path, code: str | Path = ".", resume:
     run prints. `code` is the folder at which relative paths of the job and the modules of user code are found. `resume` is auto, none or
     the path of a checkpoint, as of `rljob run`. Raises ConfigError, and writes nothing, when `output` holds a run that is not resumed.
     """
-    from rl_core.cli.run import check_output  # it loads the launcher, which following a run does not need
+    # Imported here because it loads the launcher, which following a run does not need.
+    from rl_core.cli.run import check_output
 
     output, folder = Path(output).resolve(), Path(code).resolve()
     check_output(output, resume)
     file, log = (output.with_name(output.name + suffix) for suffix in (".yaml", ".log"))
     file.parent.mkdir(parents=True, exist_ok=True)
-    whole = with_absolute_paths(job, folder / file.name)
-    head = whole.model_dump(mode="json", by_alias=True, exclude={"spec"}, exclude_none=True)
-    file.write_text(yaml.safe_dump({**head, "spec": short(whole.spec)}, sort_keys=False))
+    absolute = with_absolute_paths(job, folder / file.name)
+    head = absolute.model_dump(mode="json", by_alias=True, exclude={"spec"}, exclude_none=True)
+    file.write_text(yaml.safe_dump({**head, "spec": short(absolute.spec)}, sort_keys=False))
     lines = MetricColumns(output / "metrics.jsonl").lines()
     command = [sys.executable, "-m", "rl_core.cli.main", "run", str(file), "--output", str(output), "--resume", resume]
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -96,6 +97,6 @@ def start_run(job: RLJob, *, output: str | Path, code: str | Path = ".", resume:
             stdout=printed,
             stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-            start_new_session=True,  # an interrupted notebook cell interrupts `follow`, not the run
+            start_new_session=True,  # An interrupted notebook cell interrupts `follow`, not the run.
         )
     return LocalRun(process, output, log, done=lines[-1]["step"] if lines else -1)

@@ -32,10 +32,10 @@ def read_status(folder: Path) -> dict[str, Any]:
             f"{folder} must be the output folder of a run, got one without status.json; pass the folder printed by rljob run"
         )
     abandoned = is_abandoned(folder)  # before the status is read: a launcher writes the final status, then unlocks
-    found: dict[str, Any] = json.loads(path.read_text())
-    if abandoned and found.get("phase") not in FINAL:
-        found |= {"phase": "Failed", "failure": {"type": "", "message": KILLED, "exitCode": 3}}
-    return found
+    status: dict[str, Any] = json.loads(path.read_text())
+    if abandoned and status.get("phase") not in FINAL:
+        status |= {"phase": "Failed", "failure": {"type": "", "message": KILLED, "exitCode": 3}}
+    return status
 
 
 def show_status(folder: Path) -> int:
@@ -132,13 +132,13 @@ def device_table(status: dict[str, Any]) -> Table | None:
     if not devices or status.get("phase") in FINAL:
         return None
     table = Table("DEVICES FOR", "HELD BY", "SINCE", "EXPIRES IN", "TOKEN", **NARROW)
-    held = devices["holders"]
-    left = min((float(one["expiresIn"]) for one in held), default=None)
+    holders = devices["holders"]
+    expiry = min((float(holder["expiresIn"]) for holder in holders), default=None)
     table.add_row(
         devices["use"] or "a hand-over",
-        ", ".join(one["name"] for one in held) or "nobody",
+        ", ".join(holder["name"] for holder in holders) or "nobody",
         f"{_number(devices['seconds'], 1)} s",
-        f"{_number(left, 1)} s",
+        f"{_number(expiry, 1)} s",
         str(devices["token"]),
     )
     return table
@@ -146,13 +146,13 @@ def device_table(status: dict[str, Any]) -> Table | None:
 
 def group_table(status: dict[str, Any]) -> Table | None:
     """Return a table of the prompt groups that each member holds, with the age of the oldest; None if no group is held."""
-    held: dict[str, list[dict[str, Any]]] = {}
+    groups_by_holder: dict[str, list[dict[str, Any]]] = {}
     for group in status.get("ledger", {}).get("groups", []):
-        held.setdefault(group["owner"] or group["state"], []).append(group)
-    if not held or status.get("phase") in FINAL:
+        groups_by_holder.setdefault(group["owner"] or group["state"], []).append(group)
+    if not groups_by_holder or status.get("phase") in FINAL:
         return None
     table = Table("HOLDER", "GROUPS", "OLDEST", "FOR", "ATTEMPT", **NARROW)
-    for holder, groups in held.items():
+    for holder, groups in groups_by_holder.items():
         oldest = max(groups, key=lambda group: float(group["seconds"]))
         seconds = f"{_number(oldest['seconds'], 1)} s"
         table.add_row(holder, str(len(groups)), oldest["id"], seconds, str(oldest["attempt"]))

@@ -81,7 +81,7 @@ def run(
 ) -> None:
     """Run a job on this machine, with the same processes as on a cluster."""
     sys.stdout.write(f"checking {file}: fields, model, data, user code\n")
-    sys.stdout.flush()  # before the modules of a run are imported, which takes longer
+    sys.stdout.flush()  # Flushed before the modules of a run are imported, which takes longer.
     from rl_core.cli.run import run_job
 
     run_command(lambda: run_job(file, output=output, settings=settings or [], resume=resume, progress=progress))

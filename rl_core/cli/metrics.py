@@ -25,34 +25,34 @@ def show_metrics(name: str | None, word: str | None = None) -> int:
         return _show_values(Path(name), word)
     if word is not None:
         raise ConfigError(f"the first of two words must be the output folder of a run, got {name}: it has no {FILE}")
-    found = METRICS if name is None else search(name)
-    if not found:
+    metrics = METRICS if name is None else search(name)
+    if not metrics:
         raise ConfigError(f"a metric must be one of the list, got {name}; `rljob metrics` prints the list")
-    for metric in found:
+    for metric in metrics:
         unit = f" ({metric.unit})" if metric.unit else ""
         sys.stdout.write(f"{metric.name}{unit}\n{_meaning(metric)}")
     return 0
 
 
-def _show_values(folder: Path, word: str | None) -> int:
+def _show_values(folder: Path, text: str | None) -> int:
     columns = MetricColumns(folder / FILE)
     series = {name: values for name in columns.names() if (values := columns.series(name))}
-    wanted = [name for name in series if word is None or word.lower() in name.lower()]
-    if word in series:
-        wanted = [word]
-    if not wanted:
+    names = [name for name in series if text is None or text.lower() in name.lower()]
+    if text in series:
+        names = [text]
+    if not names:
         raise ConfigError(
-            f"{folder} must hold a metric {word or ''}, got none; `rljob metrics {folder}` prints all".replace(
+            f"{folder} must hold a metric {text or ''}, got none; `rljob metrics {folder}` prints all".replace(
                 "  ", " "
             )
         )
-    for name, following in zip(wanted, [*wanted[1:], ""], strict=True):
+    for name, following in zip(names, [*names[1:], ""], strict=True):
         step, value = series[name][-1]
         metric = find(name)
         unit = f" {metric.unit}" if metric is not None and metric.unit not in ("", FLAG) else ""
-        last = metric is not None and metric != find(following)  # metrics in a row may have one meaning
+        is_last = metric is not None and metric != find(following)  # metrics in a row may have one meaning
         sys.stdout.write(
-            f"{name}: {value:.6g}{unit} (step {step})\n{_meaning(metric) if metric is not None and last else ''}"
+            f"{name}: {value:.6g}{unit} (step {step})\n{_meaning(metric) if metric is not None and is_last else ''}"
         )
     return 0
 

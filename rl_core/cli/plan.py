@@ -43,10 +43,10 @@ def show_plan(file: Path, settings: Sequence[str], *, device_memory: float | Non
 def _remarks(spec: RLJobSpec, report: CapacityReport) -> Iterator[str]:
     """Yield remarks beside the tables: unused accelerators, the capacity of the KV pool, and estimates that were not compared."""
     yield from (f"warning: {problem}" for problem in idle_accelerators(spec))
-    named = [tracker.name for tracker in spec.trackers]
-    if "tensorboard" not in named:
+    names = [tracker.name for tracker in spec.trackers]
+    if "tensorboard" not in names:
         yield (
-            f"Metrics go to {', '.join(['metrics.jsonl', *named])}. The list trackers replaces the default, which has tensorboard; "
+            f"Metrics go to {', '.join(['metrics.jsonl', *names])}. The list trackers replaces the default, which has tensorboard; "
             "add {name: tensorboard} for it."
         )
     if report.pool is not None:
@@ -75,11 +75,11 @@ def process_table(plan: LaunchPlan, local: LaunchPlan) -> Table:
     devices = ("DEVICES", "LOCALLY") if numbered else ("DEVICES",)
     pod_column = Column("POD", overflow="fold")  # pods differ in the last letters of their names
     table = Table(pod_column, "PROCESS", "RANK", *devices, "THREADS", title=f"{len(plan.pods)} pods", box=SIMPLE)
-    for pod, *both in pairs:
-        process = both[0]
-        shown = [",".join(one.placement.visible_accelerators) or "cpu" for one in both][: len(devices)]
+    for pod, *processes in pairs:
+        process = processes[0]
+        texts = [",".join(member.placement.visible_accelerators) or "cpu" for member in processes][: len(devices)]
         threads = process.env.get("OMP_NUM_THREADS", "")
-        table.add_row(pod.name, process.name, str(process.rank), *shown, threads)
+        table.add_row(pod.name, process.name, str(process.rank), *texts, threads)
     return table
 
 

@@ -32,10 +32,10 @@ def find_problems(document: Any) -> tuple[RLJob | None, list[str]]:
         except ValidationError as error:
             lines, details = problem_lines(error), error.errors(include_url=False)
         lines = [line for line in lines if not (_is_about(line, replaced) or _quotes_placeholder(line))]
-        before = len(problems)
+        num_before = len(problems)
         problems.update(dict.fromkeys(lines))
-        whole = any(detail["loc"] == ("spec",) and detail["type"] == "value_error" for detail in details)
-        if len(problems) == before or whole or not isinstance(attempt, dict):
+        spec_failed = any(detail["loc"] == ("spec",) and detail["type"] == "value_error" for detail in details)
+        if len(problems) == num_before or spec_failed or not isinstance(attempt, dict):
             break
         replaced += [_mention(path) for detail in details for path in _given(attempt, detail["loc"])]
         _mend(attempt, details)
@@ -74,7 +74,7 @@ def _given(document: Any, place: Sequence[int | str]) -> Iterator[tuple[int | st
 def _mend(document: dict[str, Any], details: Iterable[ErrorDetails]) -> None:
     """Replace an invalid value by its default, or by a placeholder where it is required, so that the other fields can be checked."""
     for detail in details:
-        *parents, last = detail["loc"] or ("",)
+        *parents, key = detail["loc"] or ("",)
         holder: Any = document
         for part in parents:
             holder = holder[part] if isinstance(holder, dict) and part in holder else None
@@ -82,20 +82,21 @@ def _mend(document: dict[str, Any], details: Iterable[ErrorDetails]) -> None:
             continue
         if detail["type"] == "missing":
             block = fields_at(RLJob, detail["loc"])
-            holder[cast(str, last)] = REQUIRED.get(detail["loc"], {} if block else PLACEHOLDER)
+            holder[cast(str, key)] = REQUIRED.get(detail["loc"], {} if block else PLACEHOLDER)
         elif detail["loc"] in REQUIRED:
-            holder[cast(str, last)] = copy.deepcopy(REQUIRED[detail["loc"]])
+            holder[cast(str, key)] = copy.deepcopy(REQUIRED[detail["loc"]])
         elif detail["type"] == "extra_forbidden":
-            value = holder.pop(last, None)
+            value = holder.pop(key, None)
             _give_what_is_meant(document, detail["loc"])
             meant = (*parents, meant_field(RLJob, detail["loc"]))
             if is_required(RLJob, meant):
-                fits = isinstance(value, dict) or not fields_at(RLJob, meant)  # then what is in it is checked too
-                holder.setdefault(cast(str, meant[-1]), value if fits else copy.deepcopy(REQUIRED.get(meant)))
+                # The value is kept where its content can be checked too.
+                keeps_value = isinstance(value, dict) or not fields_at(RLJob, meant)
+                holder.setdefault(cast(str, meant[-1]), value if keeps_value else copy.deepcopy(REQUIRED.get(meant)))
         elif detail["type"] == "string_type":
-            holder[cast(str, last)] = PLACEHOLDER  # a rule of several fields would complain that it is not given
+            holder[cast(str, key)] = PLACEHOLDER  # a rule of several fields would complain that it is not given
         else:
-            holder.pop(last, None)
+            holder.pop(key, None)
 
 
 def _give_what_is_meant(document: dict[str, Any], place: tuple[int | str, ...]) -> None:

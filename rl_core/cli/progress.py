@@ -46,7 +46,7 @@ class ProgressDisplay:
         """
         self._measured, self._ending = measured, ending
         self._clock = clock
-        self._began = self._said = clock()
+        self._start = self._last_line = clock()
         self._pause = WAITING_S
         """Seconds without a line after which the next one says what the run waits for."""
         self._status: dict[str, Any] = {}
@@ -84,8 +84,8 @@ class ProgressDisplay:
         if self._live is not None:
             self._live.__enter__()
         else:
-            begun = self._metrics.stat().st_size if self._metrics.exists() else 0
-            self._reader = threading.Thread(target=self._follow, args=(begun,), name="progress", daemon=True)
+            offset = self._metrics.stat().st_size if self._metrics.exists() else 0
+            self._reader = threading.Thread(target=self._follow, args=(offset,), name="progress", daemon=True)
             self._reader.start()
         return self
 
@@ -98,7 +98,7 @@ class ProgressDisplay:
 
     def say(self, text: str) -> None:
         """Print one line."""
-        self._said = self._clock()
+        self._last_line = self._clock()
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def update(self, status: dict[str, Any]) -> None:
@@ -111,15 +111,15 @@ class ProgressDisplay:
             reasons = "; ".join(passed_over)
             self.say(f"resumed at step {checkpoint.get('resumedFrom')}, as newer checkpoints are damaged: {reasons}")
         self._passed_over = passed_over or self._passed_over
-        for name, why in (status.get("disabledTrackers") or {}).items():
+        for name, reason in (status.get("disabledTrackers") or {}).items():
             if name not in self._disabled:
                 self._disabled.add(name)
-                kept = (
+                kept_in = (
                     "metrics.jsonl lacks the further steps"
                     if name == "jsonl"
                     else "its metrics are in metrics.jsonl only"
                 )
-                self.say(f"tracker {name} is disabled, {kept}: {why}")
+                self.say(f"tracker {name} is disabled, {kept_in}: {reason}")
         for name in (checkpoint.get("deletedForRoom") or [])[-1:]:
             if name != self._deleted:
                 self.say(f"the storage is full: {name} is deleted before its time to make room for the next checkpoint")
@@ -129,8 +129,8 @@ class ProgressDisplay:
         if space is not None:
             self._tell_space(space, refused)
         elif refused and refused != self._refused and phase not in {*FINAL, "Restarting"}:
-            behind = f"the newest is {checkpoint.get('lag', '?')} steps behind"
-            self.say(f"the run goes on, but without a new checkpoint, {behind}: {refused}")
+            lag_text = f"the newest is {checkpoint.get('lag', '?')} steps behind"
+            self.say(f"the run goes on, but without a new checkpoint, {lag_text}: {refused}")
         self._refused = refused
         self._space_reported = self._space_reported if space is not None else None
         if phase not in {*FINAL, "Restarting"} and not self._ending():
@@ -169,9 +169,9 @@ class ProgressDisplay:
     def tell_waiting(self) -> None:
         """Say what the run waits for when nothing was printed for a while; during the start each 5 s, later at growing intervals."""
         quiet = self._ending() or self._status.get("phase") in FINAL
-        if quiet or self._clock() - self._said < self._pause:
+        if quiet or self._clock() - self._last_line < self._pause:
             return
-        self.say(waiting_line(self._status, self._clock() - self._began))
+        self.say(waiting_line(self._status, self._clock() - self._start))
         if self._status.get("step"):
             self._pause *= 2
 
@@ -183,10 +183,10 @@ class ProgressDisplay:
 
     def _follow(self, position: int) -> None:
         """Print a line for each step that metrics.jsonl got since the last call. After a restart has truncated the file, continue at its new end."""
-        last = False
-        while not last:
-            last = self._ended.wait(LINE_INTERVAL_S)
-            if not last:
+        stopped = False
+        while not stopped:
+            stopped = self._ended.wait(LINE_INTERVAL_S)
+            if not stopped:
                 self.tell_waiting()
             if not self._metrics.exists():
                 continue
@@ -194,12 +194,12 @@ class ProgressDisplay:
                 size = file.seek(0, 2)
                 file.seek(min(position, size))
                 text = file.read()
-            whole = text[: text.rfind("\n") + 1]
-            position = min(position, size) + len(whole.encode())
-            for line in whole.splitlines():
+            complete = text[: text.rfind("\n") + 1]
+            position = min(position, size) + len(complete.encode())
+            for line in complete.splitlines():
                 try:
                     line_of_step = step_line(json.loads(line), self._total, self._measured)
-                except (ValueError, KeyError, TypeError):  # torn by a full disk, or a rest
+                except (ValueError, KeyError, TypeError):  # The line was cut off by a full disk, or is the rest of one.
                     continue
                 self.say(line_of_step)
                 self._pause = WAITING_S
@@ -211,9 +211,9 @@ def degraded_line(status: dict[str, Any]) -> str:
     names = [str(member["name"]) for member in status.get("missing") or ()]
     if not names:
         return ""
-    now, are = time.strftime("%H:%M:%S"), "is" if len(names) == 1 else "are"
+    now, verb = time.strftime("%H:%M:%S"), "is" if len(names) == 1 else "are"
     return (
-        f"{now}  Degraded, step {status.get('step', 0)}: {', '.join(names)} ended or {are} unreachable and {are} started again;"
+        f"{now}  Degraded, step {status.get('step', 0)}: {', '.join(names)} ended or {verb} unreachable and {verb} started again;"
         f" unfinished prompt groups are generated again"
     )
 
@@ -224,8 +224,9 @@ def waiting_line(status: dict[str, Any], seconds: float) -> str:
     if not status:
         return f"{now}  starting for {seconds:.0f} s: the runner loads its libraries"
     waits = sorted(status.get("waits") or [], key=lambda wait: (wait["on"] != DISK_SPACE, -float(wait["seconds"])))
-    waits = waits[: 1 if waits and waits[0]["on"] == DISK_SPACE else 2]  # the others wait for the runner then
-    step = status.get("step")  # 0 until a checkpoint is loaded, also of a run that is resumed
+    # While the runner waits for disk space, the others wait for the runner.
+    waits = waits[: 1 if waits and waits[0]["on"] == DISK_SPACE else 2]
+    step = status.get("step")  # 0 until a checkpoint is loaded, also in a run that is resumed.
     place = status.get("phase", "Starting") + (f", step {step}" if step else "")
     lines = [f"{wait['who']} waits for {wait['on']}: {wait['what']} ({wait['seconds']:.0f} s)" for wait in waits]
     ready = ", ".join(f"{role['name']} {role['ready']}/{role['desired']}" for role in status.get("roles", []))
@@ -240,7 +241,7 @@ def step_line(metrics: dict[str, Any], total: int, measured: ValidationMetric = 
     most simulators report none.
     """
     parts = [time.strftime("%H:%M:%S"), f"step {metrics['step']}/{total}"]
-    shown = (
+    columns = (
         ("reward/mean", "reward", 3),
         ("env/success_once", "success", 3),
         (measured.key, f"val {measured.name}", 3),
@@ -250,7 +251,7 @@ def step_line(metrics: dict[str, Any], total: int, measured: ValidationMetric = 
     )
     failed, prompts = metrics.get("val/errors"), metrics.get("val/prompts")
     coverage = f" over {prompts - failed:.0f} of {prompts:.0f} prompts" if failed and prompts else ""
-    for key, name, digits in shown:
+    for key, name, digits in columns:
         if isinstance(metrics.get(key), int | float) and (metrics[key] or name != "success"):
             parts.append(f"{name} {metrics[key]:.{digits}f}{coverage if key == measured.key else ''}")
     if metrics.get("reward/std") == 0.0 and metrics.get("reward/mean") is not None:

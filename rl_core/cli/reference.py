@@ -94,21 +94,21 @@ def render_markdown() -> str:
         ),
         ("Status", "Below `status`; written by the operator.", rows(RLJobStatus)),
     ]
-    return "\n".join(_section(title, words, found) for title, words, found in parts)
+    return "\n".join(_section(title, introduction, field_rows) for title, introduction, field_rows in parts)
 
 
 def _below(path: str, blocks: set[str]) -> bool:
     return any(path.startswith((f"{block}.", f"{block}[]")) for block in blocks)
 
 
-def _section(title: str, words: str, found: Iterable[Row]) -> str:
+def _section(title: str, introduction: str, field_rows: Iterable[Row]) -> str:
     heading = "#" if title == "RLJob fields" else "##"
-    items = (f"- `{row.path}` ({row.type}; {_default(row)}): {row.meaning}" for row in found)
+    items = (f"- `{row.path}` ({row.type}; {_default(row)}): {row.meaning}" for row in field_rows)
     wrapped = (
         textwrap.fill(item, MAX_LINE, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         for item in items
     )
-    return "\n".join([f"{heading} {title}", "", words, "", *wrapped]) + "\n"
+    return "\n".join([f"{heading} {title}", "", introduction, "", *wrapped]) + "\n"
 
 
 def _default(row: Row) -> str:
@@ -133,27 +133,27 @@ def render_names() -> str:
     for library in LIBRARIES:
         lines += ["", f"## {library}", "", f"| {library} | here | note |", "| --- | --- | --- |"]
         for setting in foreign_names():
-            here = f"`{setting.ours}`" if setting.ours else "none"
-            lines += [f"| `{name}` | {here} | {setting.note} |" for name in setting.names.get(library, ())]
+            own_name = f"`{setting.ours}`" if setting.ours else "none"
+            lines += [f"| `{name}` | {own_name} | {setting.note} |" for name in setting.names.get(library, ())]
     return "\n".join(lines) + "\n"
 
 
 def main(arguments: list[str]) -> int:
     """Write the files, or with --check compare them; return the exit code."""
-    wanted = {
+    texts = {
         YAML_PATH: render_yaml(),
         MARKDOWN_PATH: render_markdown(),
         NAMES_PATH: render_names(),
         METRICS_PATH: metric_list.render_page(),
     }
-    stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
+    stale = [path for path, text in texts.items() if not path.is_file() or path.read_text() != text]
     if "--check" in arguments:
         for path in stale:
             sys.stderr.write(f"{path} differs from the schema; run make docs\n")
         return 1 if stale else 0
     for path in stale:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(wanted[path])
+        path.write_text(texts[path])
     return 0
 
 

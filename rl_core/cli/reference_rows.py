@@ -26,8 +26,8 @@ class Row:
 
 def rows(model: type[BaseModel]) -> Iterator[Row]:
     """Yield the fields of a model, depth first; a block or a list of blocks is followed by its own fields."""
-    whole = described_schema(model)
-    yield from _fields(whole, whole.get("$defs", {}), "")
+    schema = described_schema(model)
+    yield from _fields(schema, schema.get("$defs", {}), "")
 
 
 def _fields(block: Node, blocks: Mapping[str, Node], prefix: str) -> Iterator[Row]:
@@ -78,8 +78,8 @@ def _type(node: Node, blocks: Mapping[str, Node]) -> str:
     if kind == "object":
         values = node.get("additionalProperties")
         return f"map to {_type(values, blocks)}" if isinstance(values, Mapping) else "free"
-    words = {"integer": "int", "number": "float", "boolean": "bool", "string": "text"}[str(kind)]
-    return f"{words}{_bounds(node)}"
+    type_name = {"integer": "int", "number": "float", "boolean": "bool", "string": "text"}[str(kind)]
+    return f"{type_name}{_bounds(node)}"
 
 
 def _bounds(node: Node) -> str:

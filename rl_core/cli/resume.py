@@ -24,20 +24,20 @@ def resume_line(job: RLJob, folder: Path, resume: str) -> str:
     `resume` is auto, none or the path of a checkpoint. Raises ConfigError where the runner would refuse the job beside that checkpoint.
     The runner chooses the checkpoint itself: where the newest one is damaged, it takes an older one and says so.
     """
-    found = _newest(job, folder, resume)
-    if found is None:
+    newest = _newest(job, folder, resume)
+    if newest is None:
         return "" if resume == "none" else f"{checkpoint_folder(job, folder)} holds no checkpoint: starts at step 0"
-    checkpoint, state = found
+    checkpoint, state = newest
     refuse_changes(state, job.spec)
-    before, now = dict(_leaves(state["changed"])), dict(_leaves(short(job.spec)))
+    old_values, new_values = dict(_leaves(state["changed"])), dict(_leaves(short(job.spec)))
     usual = dict(_leaves(DEFAULTS.model_dump(mode="json", by_alias=True)))
     listed = [
-        f"{path} {_word(before.get(path, usual.get(path)))} -> {_word(now.get(path, usual.get(path)))}"
-        for path in sorted({*before, *now})
-        if before.get(path) != now.get(path)
+        f"{path} {_word(old_values.get(path, usual.get(path)))} -> {_word(new_values.get(path, usual.get(path)))}"
+        for path in sorted({*old_values, *new_values})
+        if old_values.get(path) != new_values.get(path)
     ]
-    more = f" and {len(listed) - MOST} more" if len(listed) > MOST else ""
-    changed = f"; different: {', '.join(listed[:MOST])}{more}" if listed else ""
+    omitted = f" and {len(listed) - MOST} more" if len(listed) > MOST else ""
+    changed = f"; different: {', '.join(listed[:MOST])}{omitted}" if listed else ""
     step, steps = state.get("step"), job.spec.algorithm.steps
     at_end = isinstance(step, int) and step >= steps
     finished = f"; nothing is left to train: raise algorithm.steps above {step}" if at_end else ""
@@ -49,11 +49,11 @@ def _abandoned(job: RLJob, folder: Path, step: Any) -> str:
     root = checkpoint_folder(job, folder)
     names = [path.parent.name.rpartition("-")[2] for path in root.glob(f"step-*/{MANIFEST}")]
     steps = sorted(int(name) for name in names if name.isdecimal())
-    later = [str(one) for one in steps if isinstance(step, int) and one > step]
-    if not later:
+    later_steps = [str(later_step) for later_step in steps if isinstance(step, int) and later_step > step]
+    if not later_steps:
         return ""
-    of = f"step{'s' if len(later) > 1 else ''} {', '.join(later)}"
-    return f"; the newer checkpoints of {of} are set aside as {root}/{LOST}step-*, and their metrics in {folder}/metrics.lost.jsonl"
+    steps_text = f"step{'s' if len(later_steps) > 1 else ''} {', '.join(later_steps)}"
+    return f"; the newer checkpoints of {steps_text} are set aside as {root}/{LOST}step-*, and their metrics in {folder}/metrics.lost.jsonl"
 
 
 def _newest(job: RLJob, folder: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
@@ -62,8 +62,8 @@ def _newest(job: RLJob, folder: Path, resume: str) -> tuple[Path, dict[str, Any]
         return None
     saved = checkpoint_folder(job, folder).glob(f"step-*/{MANIFEST}")
     candidates = saved if resume == "auto" else [Path(resume) / MANIFEST]
-    states = [found for path in candidates for found in _read(path.parent)]
-    return max(states, key=lambda found: int(found[1].get("step", -1)), default=None)
+    states = [state for path in candidates for state in _read(path.parent)]
+    return max(states, key=lambda state: int(state[1].get("step", -1)), default=None)
 
 
 def checkpoint_folder(job: RLJob, folder: Path) -> Path:

@@ -48,7 +48,7 @@ def run_job(file: Path, *, output: Path | None, settings: Sequence[str], resume:
         [str(file.resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     space = Workspace(folder)
-    space.lock()  # before anything is written: the keys and the job in the folder may be those of a run that lives
+    space.lock()  # Locked before anything is written: the folder may hold the keys and the job of a live run.
     plan_for = prepare_folder(job, folder)
     first_epoch = next_epoch(folder)
     cluster = LocalCluster(
@@ -83,13 +83,13 @@ def check_devices(job: RLJob) -> None:
     """
     spec = job.spec
     # Rollouts in pods of the actor use the accelerators of those pods.
-    wanted = sum(group.spec.gpus * len(own_pods(spec, name)) for name, group in groups_of(spec).items())
-    if not wanted:
+    num_needed = sum(group.spec.gpus * len(own_pods(spec, name)) for name, group in groups_of(spec).items())
+    if not num_needed:
         return
     sizes = device_sizes()
-    if len(sizes) < wanted:
+    if len(sizes) < num_needed:
         raise ConfigError(
-            f"the job asks for {wanted} accelerators, got {len(sizes)} visible on this machine; lower gpus or set it to 0 for CPU"
+            f"the job asks for {num_needed} accelerators, got {len(sizes)} visible on this machine; lower gpus or set it to 0 for CPU"
         )
     admit(memory_report(job, min(sizes) / GIB))
 
@@ -119,9 +119,9 @@ def check_output(folder: Path, resume: str) -> None:
     if resume not in ("auto", "none") and not (Path(resume) / "manifest.json").is_file():
         saved = sorted(Path(resume).glob("checkpoints/step-*/manifest.json"))
         way_out = f"its newest checkpoint is {saved[-1].parent}" if saved else "name a folder step-* of checkpoints/"
-        found = "which holds no manifest.json" if Path(resume).is_dir() else "which does not exist"
+        problem = "which holds no manifest.json" if Path(resume).is_dir() else "which does not exist"
         raise ConfigError(
-            f"--resume must be auto, none or a complete checkpoint folder, got {resume}, {found}; {way_out}"
+            f"--resume must be auto, none or a complete checkpoint folder, got {resume}, {problem}; {way_out}"
         )
 
 
@@ -197,13 +197,16 @@ def report(job: RLJob, folder: Path, code: int) -> int:
         return 0
     failure = status.get("failure") or {}
     message = failure.get("message") or "no cause was recorded"
-    ended = {2: "ended with bad input", 4: "ended with bad data", 130: "was interrupted"}.get(
+    outcome = {2: "ended with bad input", 4: "ended with bad data", 130: "was interrupted"}.get(
         code, "ended with failure"
     )
-    sys.stderr.write(f"rljob: {job.metadata.name} {ended} (exit code {code}) at step {read_step(folder)}: {message}\n")
-    again = "" if code == 4 else way_on(job, folder)  # with code 4 it would meet the same data
     sys.stderr.write(
-        f"rljob: look at it with rljob view {shlex.quote(str(folder))}; logs in {folder / 'logs'}{again}\n"
+        f"rljob: {job.metadata.name} {outcome} (exit code {code}) at step {read_step(folder)}: {message}\n"
+    )
+    # A run that ended with code 4 would meet the same data again.
+    resume_hint = "" if code == 4 else way_on(job, folder)
+    sys.stderr.write(
+        f"rljob: look at it with rljob view {shlex.quote(str(folder))}; logs in {folder / 'logs'}{resume_hint}\n"
     )
     return code
 
@@ -221,15 +224,15 @@ def success_text(folder: Path, status: dict[str, Any], measured: ValidationMetri
     """Return the closing lines of a run that ended well."""
     values = [(line.get("step"), line[measured.key]) for line in read_metrics(folder) if measured.key in line]
     restarts = (status.get("failures") or {}).get("actor/restart")
-    again = f", {restarts} restarts in all" if restarts else ""
+    restarts_text = f", {restarts} restarts in all" if restarts else ""
     lines = [
-        f"step {status.get('step')}/{status.get('totalSteps')}, policy version {status.get('policyVersion')}{again}"
+        f"step {status.get('step')}/{status.get('totalSteps')}, policy version {status.get('policyVersion')}{restarts_text}"
     ]
     if values:
-        (first, before), (last, after) = values[0], values[-1]
-        results = [f"{after:.3f} {'after' if last else 'before training'}"]
+        (first_step, first_value), (last_step, last_value) = values[0], values[-1]
+        results = [f"{last_value:.3f} {'after' if last_step else 'before training'}"]
         if len(values) > 1:
-            results.insert(0, f"{before:.3f} {f'at step {first}' if first else 'before'}")
+            results.insert(0, f"{first_value:.3f} {f'at step {first_step}' if first_step else 'before'}")
         lines.append(f"validation {measured.name}: {', '.join(results)}")
     lines.append(f"look at it: rljob view {shlex.quote(str(folder))}")
     if (folder / "model").is_dir():  # a program without an actor trains none
@@ -240,11 +243,11 @@ def success_text(folder: Path, status: dict[str, Any], measured: ValidationMetri
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl without incomplete ones."""
-    found = []
+    lines = []
     path = folder / "metrics.jsonl"
     for line in path.read_text().splitlines() if path.is_file() else []:
         try:
-            found.append(json.loads(line))
+            lines.append(json.loads(line))
         except ValueError:
             continue
-    return found
+    return lines

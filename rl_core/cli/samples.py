@@ -14,7 +14,7 @@ RETRIES = (
     "Attempts that failed and were repeated, such as a reward call that was killed, have no sample: see `trying again` in the logs\n"
     "of the rollouts and rollout/redispatch_total in metrics.jsonl.\n"
 )
-"""What `--failed` says of the failures that it does not show."""
+"""Text that `--failed` prints about the failures that it does not show."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,23 +40,23 @@ def show_samples(folder: Path, choice: Choice) -> int:
         read_status(folder)  # raises when `folder` is no output folder
     reader = SampleReader(folder)
     reader.refresh()
-    found = select(reader, choice)
-    wanted = "failed" if choice.failed else "was filtered by dynamic sampling" if choice.filtered else None
-    if not found and wanted and select(reader, replace(choice, failed=False, filtered=False)):
+    records = select(reader, choice)
+    condition = "failed" if choice.failed else "was filtered by dynamic sampling" if choice.filtered else None
+    if not records and condition and select(reader, replace(choice, failed=False, filtered=False)):
         sys.stdout.write(
-            f"none of these samples {wanted}; {_known(reader, choice)}\n{RETRIES if choice.failed else ''}"
+            f"none of these samples {condition}; {_known(reader, choice)}\n{RETRIES if choice.failed else ''}"
         )
         return 0
-    if not found:
+    if not records:
         raise ConfigError(f"{folder} must hold samples that match, got none; {_known(reader, choice)}")
-    shown = found[: choice.limit]
-    for one in shown:
-        sample = reader.read(one)
+    selected = records[: choice.limit]
+    for record in selected:
+        sample = reader.read(record)
         if sample is not None:
             sys.stdout.write(render_sample(sample).encode(errors="replace").decode() + "\n")
-    sys.stdout.write(explain_reasons(one.entry.reason for one in shown))
-    if len(found) > choice.limit:
-        sys.stdout.write(f"{len(found) - choice.limit} more; --limit {len(found)} prints all\n")
+    sys.stdout.write(explain_reasons(record.entry.reason for record in selected))
+    if len(records) > choice.limit:
+        sys.stdout.write(f"{len(records) - choice.limit} more; --limit {len(records)} prints all\n")
     if choice.failed:
         sys.stdout.write(RETRIES)
     return 0
@@ -67,22 +67,22 @@ def select(reader: SampleReader, choice: Choice) -> list[Found]:
     split = _split(choice)
     wide = choice.worst or choice.best or choice.failed or choice.filtered or choice.group is not None
     if choice.step is not None:
-        found = reader.of_step(split, choice.step)
+        records = reader.of_step(split, choice.step)
     elif wide:
-        found = reader.every(split)
+        records = reader.every(split)
     else:
         steps = reader.steps(split)
-        found = reader.of_step(split, steps[-1]) if steps else []
+        records = reader.of_step(split, steps[-1]) if steps else []
     if choice.group is not None:
-        found = [one for one in found if one.entry.group == choice.group]
+        records = [record for record in records if record.entry.group == choice.group]
     if choice.failed:
-        return [one for one in found if one.entry.reward is None or one.entry.reason == "error"]
+        return [record for record in records if record.entry.reward is None or record.entry.reason == "error"]
     if choice.filtered:
-        return [one for one in found if one.entry.reason == FILTERED]
+        return [record for record in records if record.entry.reason == FILTERED]
     if choice.worst or choice.best:
-        ordered = worst_first(found)
+        ordered = worst_first(records)
         return ordered if choice.worst else ordered[::-1]
-    return found
+    return records
 
 
 def _split(choice: Choice) -> str:

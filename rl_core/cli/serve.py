@@ -38,17 +38,17 @@ async def _serve(folder: Path, spec: RLJobSpec, host: str, port: int) -> None:
     from rl_core.data.tokenizer import Tokenizer, read_files
     from rl_core.rollouts.serving import serve
 
-    ended = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    stopped = asyncio.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signum, stopped.set)
     files, tokenizer = read_files(folder), Tokenizer.from_folder(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def tell(stage: str) -> None:
         sys.stderr.write(f"starting the engine: {stage}\n")
 
-    def tensors(wanted: Mapping[str, tuple[tuple[int, ...], str]]) -> Iterator[tuple[str, Tensor]]:
-        return stored_tensors(folder, wanted)
+    def tensors(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> Iterator[tuple[str, Tensor]]:
+        return stored_tensors(folder, shapes)
 
     try:
         async with serve(spec, files, tokenizer, tensors, tell, device=device, host=host, port=port) as base_url:
@@ -58,7 +58,7 @@ async def _serve(folder: Path, spec: RLJobSpec, host: str, port: int) -> None:
             if host not in LOOPBACK:
                 sys.stdout.write(f"anybody who reaches {host} can call the model\n")
             sys.stdout.flush()
-            await ended.wait()
+            await stopped.wait()
     except OSError as error:
         raise ConfigError(
             f"--host and --port must be free to listen on, got {host}:{port}: {error}; choose others"
@@ -68,9 +68,9 @@ async def _serve(folder: Path, spec: RLJobSpec, host: str, port: int) -> None:
 def find_model(target: str, engine: str | None, settings: list[str]) -> tuple[Path, RLJobSpec]:
     """Return the model folder of `target` and the settings to serve it with."""
     folder = fetch(target) if target.startswith(HUB_SCHEME) else Path(target).expanduser().resolve()
-    chosen = [f"rollout.engine={engine}"] if engine is not None else []
+    engine_setting = [f"rollout.engine={engine}"] if engine is not None else []
     if (folder / "job.yaml").is_file():
-        spec = load_job(folder / "job.yaml", [*settings, *chosen]).spec
+        spec = load_job(folder / "job.yaml", [*settings, *engine_setting]).spec
         folder = folder / "model"
         if not folder.is_dir():
             raise ConfigError(
@@ -87,7 +87,7 @@ def find_model(target: str, engine: str | None, settings: list[str]) -> tuple[Pa
         "metadata": {"name": "served"},
         "spec": {"model": {"path": str(folder)}, "data": {"train": "none.jsonl"}},
     }
-    for setting in [*settings, *chosen]:
+    for setting in [*settings, *engine_setting]:
         override(document, setting)
     job, problems = find_problems(document)
     if job is None:

@@ -31,12 +31,12 @@ TOLERANCE = 1e-3
 
 
 @contextmanager
-def _within(seconds: float, what: str, deadline: str) -> Iterator[None]:
-    """Name `what` the simulator does in the errors of the block, and raise ConfigError where it takes longer than `seconds`."""
+def _within(seconds: float, action: str, deadline: str) -> Iterator[None]:
+    """Turn the errors of the block into ConfigErrors that name `action`, and raise one if the block takes longer than `seconds`."""
 
-    def late(number: int, frame: Any) -> None:
+    def late(signum: int, frame: Any) -> None:
         raise ConfigError(
-            f"env.options.id: the simulator must {what} within runtime.deadlines.{deadline} = {seconds:g} s, got no answer; "
+            f"env.options.id: the simulator must {action} within runtime.deadlines.{deadline} = {seconds:g} s, got no answer; "
             "raise it, or see why the simulator hangs"
         )
 
@@ -48,9 +48,9 @@ def _within(seconds: float, what: str, deadline: str) -> Iterator[None]:
         raise
     except RLJobError as error:
         raise ConfigError(f"env.options.id: {error}; correct it") from error
-    except Exception as error:  # a simulator raises anything
+    except Exception as error:  # A simulator may raise anything.
         raise ConfigError(
-            f"env.options.id: the simulator must {what}, it raised {describe(error)}; correct it"
+            f"env.options.id: the simulator must {action}, it raised {describe(error)}; correct it"
         ) from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -72,9 +72,9 @@ def try_simulator(spec: RLJobSpec, *, with_policy: bool) -> None:
         obs = simulator.reset(SimulatorReset(seed=1)).obs
     space = simulator.action_space
     zeros = np.zeros((options.chunk, *(space.shape or ())))
-    chosen = _actions_of_policy(spec, options, obs, space) if with_policy else zeros
+    actions = _actions_of_policy(spec, options, obs, space) if with_policy else zeros
     with _within(deadlines.env_step, "make a chunk of actions", "envStep"):
-        simulator.chunk(SimulatorChunk(actions=chosen, seed=2))
+        simulator.chunk(SimulatorChunk(actions=actions, seed=2))
         simulator.close()
 
 
@@ -85,11 +85,11 @@ def _actions_of_policy(spec: RLJobSpec, options: EmbodiedOptions, obs: dict[str,
     except ConfigError as error:
         raise ConfigError(f"model.path: {error}") from error
     _check_choice(policy, options.id, space)
-    seen = {name: torch.from_numpy(np.stack([array] * ROWS)) for name, array in obs.items()}
-    shapes = {name: list(tensor.shape) for name, tensor in seen.items()}
+    batch = {name: torch.from_numpy(np.stack([array] * ROWS)) for name, array in obs.items()}
+    shapes = {name: list(tensor.shape) for name, tensor in batch.items()}
     try:
         with torch.no_grad():
-            actions, result = policy.predict(dict(seen), "train")
+            actions, result = policy.predict(dict(batch), "train")
             scored = policy.forward_train(result["forward_inputs"])
     except Exception as error:  # the policy may be the user's
         raise ConfigError(
@@ -101,11 +101,11 @@ def _actions_of_policy(spec: RLJobSpec, options: EmbodiedOptions, obs: dict[str,
         raise ConfigError(
             f"model.path: predict of the policy must return prev_values with algorithm.name {spec.algorithm.name}, got none; add a value head"
         )
-    before, after = result["prev_logprobs"].float(), scored["log_probs"].float()
-    if before.shape != after.shape or not torch.allclose(before, after, atol=TOLERANCE, rtol=TOLERANCE):
+    sampled, recomputed = result["prev_logprobs"].float(), scored["log_probs"].float()
+    if sampled.shape != recomputed.shape or not torch.allclose(sampled, recomputed, atol=TOLERANCE, rtol=TOLERANCE):
         raise ConfigError(
             "model.path: forward_train of the policy must return the log-probabilities of predict for its forward_inputs, got "
-            f"{_shown(after)} for {_shown(before)}; correct one of them"
+            f"{_shown(recomputed)} for {_shown(sampled)}; correct one of them"
         )
     return np.asarray(actions[0])
 

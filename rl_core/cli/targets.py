@@ -60,8 +60,8 @@ class ClusterSide(Protocol):
 
 def counts_text(counts: Mapping[str, int]) -> str:
     """Return the pods of each group in words, such as "3 rollouts, 2 judge"."""
-    words = {ROLLOUT: "rollouts", ENV: "envs"}
-    return ", ".join(f"{count} {words.get(group, group)}" for group, count in counts.items())
+    plurals = {ROLLOUT: "rollouts", ENV: "envs"}
+    return ", ".join(f"{count} {plurals.get(group, group)}" for group, count in counts.items())
 
 
 def folder_of(target: str) -> Path | None:

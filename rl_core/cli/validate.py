@@ -106,8 +106,12 @@ def find_file_problems(file: Path, settings: Sequence[str]) -> Iterator[str]:
         if field == "model.path":
             yield from _open_model(path, file.resolve().parent)[1]
         else:
-            read = _reader(path, columns.get(field.rpartition(".")[0]), task_name=_task_of(_at(document, "spec", ENV)))
-            yield from _read_problems(field, read, missing_path_hint(path, file.resolve().parent, file="/FILE.parquet"))
+            read_rows = _reader(
+                path, columns.get(field.rpartition(".")[0]), task_name=_task_of(_at(document, "spec", ENV))
+            )
+            yield from _read_problems(
+                field, read_rows, missing_path_hint(path, file.resolve().parent, file="/FILE.parquet")
+            )
 
 
 def _columns_of(data: Any) -> dict[str, DataSpec]:
@@ -123,9 +127,9 @@ def _task_of(env: Any) -> str:
 
     Without a type it is the default, but "", which needs no column of answers, if another field shows that the default is not meant.
     """
-    given = env if isinstance(env, dict) else {}
-    default = "" if given.keys() & {"reward", "agent", "command", "factory"} else EnvSpec.model_fields["type"].default
-    return str(given.get("type", default))
+    fields = env if isinstance(env, dict) else {}
+    default = "" if fields.keys() & {"reward", "agent", "command", "factory"} else EnvSpec.model_fields["type"].default
+    return str(fields.get("type", default))
 
 
 def _reader(path: str, data: DataSpec | None, *, task_name: str) -> Callable[..., object]:
@@ -151,8 +155,10 @@ def find_reference_problems(job: RLJob, *, search_path: Path, on_volumes: Collec
     problems = list(_with_errors(lambda: _check_files(job, search_path, on_volumes)))
     yield from problems
     # Rows that are wrong are reported once, and not again as failures of the code that is called with them.
-    wrong = any(line.startswith("spec.data.") for line in problems)
-    yield from _with_errors(lambda: _check_user_code(job, search_path, {} if wrong else _example_rows(job, on_volumes)))
+    data_is_wrong = any(line.startswith("spec.data.") for line in problems)
+    yield from _with_errors(
+        lambda: _check_user_code(job, search_path, {} if data_is_wrong else _example_rows(job, on_volumes))
+    )
     for check in (_check_placement, _check_schedule):
         yield from _with_errors(lambda check=check: check(job))  # type: ignore[misc]
 
@@ -204,7 +210,7 @@ def _check_files(job: RLJob, folder: Path, on_volumes: Collection[str]) -> Itera
         return
     tokenizer, limit = None, NO_LIMIT
     on_hub: list[tuple[str, str]] = []
-    plain: list[str] = []
+    plain_fields: list[str] = []
     """Fields of the job whose data sets have plain prompts, although the model has a chat template that they could use."""
     if job.spec.model.path.startswith(HUB_SCHEME):
         on_hub.append(("model.path", job.spec.model.path))
@@ -233,20 +239,24 @@ def _check_files(job: RLJob, folder: Path, on_volumes: Collection[str]) -> Itera
             continue
         task = job.spec.env.type
         if tokenizer is None:
-            read = _reader(reference, data, task_name=task)
+            read_prompts = _reader(reference, data, task_name=task)
         else:
-            read = partial(load_prompts, reference, data, tokenizer, name=name, task_name=task, max_seq_len=limit)
+            read_prompts = partial(
+                load_prompts, reference, data, tokenizer, name=name, task_name=task, max_seq_len=limit
+            )
         prompts: list[PromptDataset] = []
-        yield from _read_problems(field, read, missing_path_hint(reference, folder, file="/FILE.parquet"), prompts)
+        yield from _read_problems(
+            field, read_prompts, missing_path_hint(reference, folder, file="/FILE.parquet"), prompts
+        )
         if (
             tokenizer is not None
             and not job.spec.env.calls_model
-            and any(_without_template(one, data, tokenizer) for one in prompts)
+            and any(_without_template(prompt, data, tokenizer) for prompt in prompts)
         ):
-            plain.append(f"spec.{field}")
-    if plain:
+            plain_fields.append(f"spec.{field}")
+    if plain_fields:
         _warn(
-            f"the model has a chat template, but the prompts of {', '.join(plain)} are plain text and are given to it without the template; "
+            f"the model has a chat template, but the prompts of {', '.join(plain_fields)} are plain text and are given to it without the template; "
             "set data.chat: true to make each a user message, or data.chat: false to keep them and silence this warning"
         )
     yield from _hub_problems(on_hub)
@@ -267,10 +277,10 @@ def _check_policy(job: RLJob) -> Iterator[str]:
         yield f'spec.model.path: {config} must have the key "policy", got none; see docs/embodied.md'
 
 
-def _open_model(path: str, beside: Path) -> tuple["tuple[Tokenizer, dict[str, Any]] | None", list[str]]:
+def _open_model(path: str, job_folder: Path) -> tuple["tuple[Tokenizer, dict[str, Any]] | None", list[str]]:
     """Return (tokenizer, content of config.json) of a model folder, None for a missing one, and the problems of the folder.
 
-    `beside`: the folder of the job file.
+    `job_folder`: the folder of the job file.
     """
     from rl_core.data.tokenizer import Tokenizer
     from rl_core.plan.model_facts import stored_shapes
@@ -278,7 +288,7 @@ def _open_model(path: str, beside: Path) -> tuple["tuple[Tokenizer, dict[str, An
     folder, opened, problems = Path(path), None, []
     if not (folder / "config.json").is_file():
         return None, [
-            f"spec.model.path: must be a folder with config.json, got {folder}, check the path{missing_path_hint(path, beside)}"
+            f"spec.model.path: must be a folder with config.json, got {folder}, check the path{missing_path_hint(path, job_folder)}"
         ]
     try:
         opened = Tokenizer.from_folder(folder), json.loads((folder / "config.json").read_text())
@@ -304,16 +314,16 @@ def _data_references(job: RLJob, on_volumes: Collection[str]) -> Iterator[tuple[
                 yield name, f"{field}.{column}", reference, data
 
 
-def _hub_problems(found: Sequence[tuple[str, str]]) -> Iterator[str]:
+def _hub_problems(hub_references: Sequence[tuple[str, str]]) -> Iterator[str]:
     """Yield the problems of (field, reference) pairs, whose references are on the hub. If the hub does not answer, warn on stderr only."""
-    for number, (field, reference) in enumerate(found):
+    for index, (field, reference) in enumerate(hub_references):
         try:
             if problem := hub_problem(reference, data=field != "model.path"):
                 yield f"spec.{field}: {problem}"
         except ConfigError as error:
             yield f"spec.{field}: {error}"
         except ConnectionError as error:
-            unseen = ", ".join(f"spec.{name}" for name, _ in found[number:])
+            unseen = ", ".join(f"spec.{name}" for name, _ in hub_references[index:])
             sys.stderr.write(f"not checked: {unseen}: {error}\n")
             return
 
@@ -344,13 +354,13 @@ def _read_problems(
     from rl_core.data.dataset import PromptDataset
 
     try:
-        found = read(field=field)
-        if isinstance(found, PromptDataset) and prompts is not None:
-            prompts.append(found)
-        if isinstance(found, PromptDataset) and (dropped := found.dropped_overlong):
-            of = dropped + len(found)
+        result = read(field=field)
+        if isinstance(result, PromptDataset) and prompts is not None:
+            prompts.append(result)
+        if isinstance(result, PromptDataset) and (dropped := result.dropped_overlong):
+            total = dropped + len(result)
             _warn(
-                f"spec.{field}: {dropped} of {of} prompts are left out, as they leave no room for a completion (data.onOverlong); "
+                f"spec.{field}: {dropped} of {total} prompts are left out, as they leave no room for a completion (data.onOverlong); "
                 "raise rollout.maxSequenceLength to train on them"
             )
     except RLJobError as error:
@@ -362,17 +372,18 @@ def _example_rows(job: RLJob, on_volumes: Collection[str]) -> dict[str, "EnvRow"
     from rl_core.data.examples import example_rows
     from rl_core.data.source import UnusableRows, numbered_rows
 
-    found: dict[str, EnvRow] = {}
+    examples: dict[str, EnvRow] = {}
     if is_embodied(job.spec):
-        return found
+        return examples
     for name, field, reference, data in _data_references(job, on_volumes):
         if not reference.startswith(HUB_SCHEME):
             try:
                 rows = numbered_rows(reference, field=field, name=name)
-            except UnusableRows as error:  # within data.maxBadRows, or the rows would not be tried
+            # There are at most data.maxBadRows bad rows; otherwise no rows would be tried.
+            except UnusableRows as error:
                 rows = dict(error.good)
-            found |= example_rows(rows, data, field=field, task_name=job.spec.env.type)
-    return found
+            examples |= example_rows(rows, data, field=field, task_name=job.spec.env.type)
+    return examples
 
 
 def _check_user_code(job: RLJob, search_path: Path, examples: Mapping[str, "EnvRow"]) -> Iterator[str]:
@@ -391,22 +402,22 @@ def _check_user_code(job: RLJob, search_path: Path, examples: Mapping[str, "EnvR
 
 
 @contextmanager
-def _waiting_for(what: str) -> Iterator[None]:
-    """Write every WAITING_S seconds to standard error that `what` is waited for, until the block ends."""
-    ended = threading.Event()
+def _waiting_for(label: str) -> Iterator[None]:
+    """Write every WAITING_S seconds to standard error that `label` is waited for, until the block ends."""
+    finished = threading.Event()
 
     def tell() -> None:
         seconds = 0.0
-        while not ended.wait(WAITING_S):
+        while not finished.wait(WAITING_S):
             seconds += WAITING_S
-            sys.stderr.write(f"waiting for {what} ({seconds:.0f} s)\n")
+            sys.stderr.write(f"waiting for {label} ({seconds:.0f} s)\n")
 
     teller = threading.Thread(target=tell, name="waiting", daemon=True)
     teller.start()
     try:
         yield
     finally:
-        ended.set()
+        finished.set()
         teller.join()
 
 

@@ -16,12 +16,14 @@ def serve_view(runs: Sequence[str], place: Place, *, host: str, port: int, brows
 
     Copies of jobs are refreshed meanwhile. Raises ConfigError for a run that does not exist and a port in use.
     """
-    ended = threading.Event()
+    stopped = threading.Event()
     with ExitStack() as opened:
-        found = [opened.enter_context(readable_run(run, place)) for run in runs]
-        server = ViewServer([folder.resolve() for folder, _ in found], host=host, port=port)
+        readable = [opened.enter_context(readable_run(run, place)) for run in runs]
+        server = ViewServer([folder.resolve() for folder, _ in readable], host=host, port=port)
         opened.callback(server.close)
-        followers = [threading.Thread(target=copied.follow, args=(ended,)) for _, copied in found if copied is not None]
+        followers = [
+            threading.Thread(target=copied.follow, args=(stopped,)) for _, copied in readable if copied is not None
+        ]
         try:
             for follower in followers:
                 follower.start()
@@ -35,7 +37,7 @@ def serve_view(runs: Sequence[str], place: Place, *, host: str, port: int, brows
         except KeyboardInterrupt:
             sys.stdout.write("\n")
         finally:
-            ended.set()
+            stopped.set()
             for follower in followers:
-                follower.join()  # before the folder that it writes to is deleted
+                follower.join()  # Joined before the folder that the thread writes to is deleted.
     return 0

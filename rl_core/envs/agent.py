@@ -61,24 +61,24 @@ class AgentEnvironment(ProgramEnvironment):
 
     def _of_function(self, reference: str) -> Run:
         function = import_reference(reference, field="env.agent")
-        given = dict.fromkeys(("row", "base_url", "api_key", "model"))
+        passed = dict.fromkeys(("row", "base_url", "api_key", "model"))
         try:
-            inspect.signature(function).bind(**{**self.config.arguments, **given})
+            inspect.signature(function).bind(**{**self.config.arguments, **passed})
         except TypeError as error:
             raise ConfigError(
-                f"env.agent: {reference} must take the arguments {', '.join(given)}, which are passed by these names, "
+                f"env.agent: {reference} must take the arguments {', '.join(passed)}, which are passed by these names, "
                 f"and those of env.options.arguments; {error}"
             ) from error
         is_async = inspect.iscoroutinefunction(function)
 
-        async def run(**given: Any) -> Any:
-            bound = functools.partial(function, **{**self.config.arguments, **given})
-            return await (bound() if is_async else self.in_thread(bound))
+        async def run(**passed: Any) -> Any:
+            call = functools.partial(function, **{**self.config.arguments, **passed})
+            return await (call() if is_async else self.in_thread(call))
 
         return run
 
-    def _of_command(self, words: list[str], reward: str | None) -> Run:
-        command = Command(words)
+    def _of_command(self, arguments: list[str], reward: str | None) -> Run:
+        command = Command(arguments)
         if reward is None:
             if self.config.arguments:
                 raise ConfigError(
@@ -105,7 +105,7 @@ async def _score(scorer: RewardEnvironment, row: dict[str, Any], printed: str) -
     if inspect.isawaitable(scored):
         scored = await scored
     if isinstance(scored.rewards, Mapping):
-        named = {name: values[0] for name, values in scored.rewards.items()}
-        return {TOTAL: named.pop(TOTAL), "parts": named}
+        parts = {name: values[0] for name, values in scored.rewards.items()}
+        return {TOTAL: parts.pop(TOTAL), "parts": parts}
     [reward] = scored.rewards
     return None if reward is None else float(reward)

@@ -21,8 +21,8 @@ def answers_of(
     observations, metadata, stops, rewards, terminateds, answers = _fields(result, what)
     columns: dict[str, list[Any]] = {
         "observation": [
-            _observation(o, row_name(what, row, rows))
-            for row, o in enumerate(_column(observations, rows, "observations", what))
+            _observation(observation, row_name(what, row, rows))
+            for row, observation in enumerate(_column(observations, rows, "observations", what))
         ],
         "metadata": [
             _metadata(value, row_name(what, row, rows))
@@ -45,26 +45,26 @@ def answers_of(
     return [EnvAnswer(**{name: column[row] for name, column in columns.items()}) for row in range(rows)]
 
 
-def _fields(result: Any, what: str) -> Sequence[Any]:
+def _fields(result: Any, label: str) -> Sequence[Any]:
     if all(hasattr(result, name) for name in FIELDS):
         return [getattr(result, name) for name in FIELDS]
     if isinstance(result, tuple | list) and len(result) == len(FIELDS):
         return result
-    raise RolloutDataFailure(f"{what}: step must return an EnvironmentReturn, got {type(result).__name__}; return one")
+    raise RolloutDataFailure(f"{label}: step must return an EnvironmentReturn, got {type(result).__name__}; return one")
 
 
-def _column(values: Any, rows: int, name: str, what: str, *, optional: bool = False) -> list[Any]:
+def _column(values: Any, rows: int, name: str, label: str, *, optional: bool = False) -> list[Any]:
     if values is None and optional:
         return [None] * rows
     if hasattr(values, "tolist"):
         values = values.tolist()
     if not isinstance(values, list | tuple):
         raise RolloutDataFailure(
-            f"{what}: {name} must be a list of {rows}, got {type(values).__name__}; return one per row"
+            f"{label}: {name} must be a list of {rows}, got {type(values).__name__}; return one per row"
         )
     if len(values) != rows:
         raise RolloutDataFailure(
-            f"{what}: {name} must have one entry per row ({rows}), got {len(values)}; return one per row"
+            f"{label}: {name} must have one entry per row ({rows}), got {len(values)}; return one per row"
         )
     return list(values)
 
@@ -84,9 +84,9 @@ def _metadata(value: Any, place: str) -> Mapping[str, Any] | None:
 
 
 def _flag(value: Any, place: str) -> bool:
-    plain = value.item() if getattr(value, "shape", None) == () else value
-    if isinstance(plain, bool | int | float) and plain in (0, 1):
-        return bool(plain)
+    scalar = value.item() if getattr(value, "shape", None) == () else value
+    if isinstance(scalar, bool | int | float) and scalar in (0, 1):
+        return bool(scalar)
     raise RolloutDataFailure(f"{place}: terminateds must be true or false, got {shown(value)}; return that")
 
 
@@ -100,12 +100,12 @@ def _stops(value: Any, place: str) -> list[str] | None:
     )
 
 
-def _rewards(rewards: Any, rows: int, what: str) -> list[Any]:
+def _rewards(rewards: Any, rows: int, label: str) -> list[Any]:
     if not isinstance(rewards, Mapping):
-        return list(check_scores(rewards, rows, what=f"{what}: rewards"))
+        return list(check_scores(rewards, rows, what=f"{label}: rewards"))
     if not rewards:
-        raise RolloutDataFailure(f"{what}: rewards by name must have a name, got none; return one list per name")
+        raise RolloutDataFailure(f"{label}: rewards by name must have a name, got none; return one list per name")
     columns = {
-        str(name): check_scores(values, rows, what=f"{what}: rewards[{name!r}]") for name, values in rewards.items()
+        str(name): check_scores(values, rows, what=f"{label}: rewards[{name!r}]") for name, values in rewards.items()
     }
     return [{name: column[row] for name, column in columns.items()} for row in range(rows)]

@@ -45,7 +45,7 @@ def confine(hidden: Sequence[str]) -> str:
 def _confine(hidden: Iterable[str]) -> None:
     uid, gid = os.getuid(), os.getgid()
     _check(_libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS))
-    Path("/proc/self/setgroups").write_text("deny")  # required by the kernel before a group is mapped
+    Path("/proc/self/setgroups").write_text("deny")  # The kernel requires this before a group is mapped.
     Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
     _check(_libc.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None))
@@ -58,14 +58,15 @@ def _confine(hidden: Iterable[str]) -> None:
 
 
 def _cover(folder: str, flags: int, options: str) -> None:
-    wanted = ctypes.c_ulong(flags | _MS_NOSUID | _MS_NODEV)
-    _check(_libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", wanted, options.encode()))
+    mount_flags = ctypes.c_ulong(flags | _MS_NOSUID | _MS_NODEV)
+    _check(_libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", mount_flags, options.encode()))
 
 
 def _drop_capabilities() -> None:
-    number = 0
-    while _prctl(_PR_CAPBSET_DROP, number) == 0:  # otherwise a program that is started as root would regain them
-        number += 1
+    capability = 0
+    # Without this, a program that is started as root would regain the capabilities.
+    while _prctl(_PR_CAPBSET_DROP, capability) == 0:
+        capability += 1
     _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     _check(_libc.capset(header, (ctypes.c_uint32 * 6)()))

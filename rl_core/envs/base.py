@@ -53,13 +53,13 @@ def parse_config(model: type[Model], cfg: Any, *, where: str = "env.options") ->
         raise ConfigError("\n".join(_problems(error, model, where))) from error
 
 
-def _problems(error: ValidationError, model: type[Spec], where: str) -> list[str]:
-    known = ", ".join(sorted(field.alias or name for name, field in model.model_fields.items()))
+def _problems(error: ValidationError, model: type[Spec], path_prefix: str) -> list[str]:
+    fields = ", ".join(sorted(field.alias or name for name, field in model.model_fields.items()))
     problems = []
     for item in error.errors(include_url=False):
-        path = ".".join([where, *map(str, item["loc"])])
+        path = ".".join([path_prefix, *map(str, item["loc"])])
         if item["type"] == "extra_forbidden":
-            problems.append(f"{path}: unknown field, got {item['input']!r}; known fields are {known or 'none'}")
+            problems.append(f"{path}: unknown field, got {item['input']!r}; known fields are {fields or 'none'}")
         elif item["type"] == "missing":
             problems.append(f"{path}: is required, got nothing; add it")
         else:
@@ -69,7 +69,7 @@ def _problems(error: ValidationError, model: type[Spec], where: str) -> list[str
 
 def last_assistant_text(log: Log) -> str:
     """Return the content of the last assistant message, "" if there is none."""
-    return next((str(m["content"]) for m in reversed(log) if m["role"] == "assistant"), "")
+    return next((str(message["content"]) for message in reversed(log) if message["role"] == "assistant"), "")
 
 
 def prompt_text(log: Log) -> str:

@@ -68,9 +68,9 @@ class _Calls:
         """Add the problem of `call` to `problems`, and raise ConfigError."""
         self.problems = self.problems or []
         if ENV not in self._callers.get(call.group, ()):
-            got = "a group without it" if call.group in self._callers else f"the groups {', '.join(self._callers)}"
+            present = "a group without it" if call.group in self._callers else f"the groups {', '.join(self._callers)}"
             self.problems.append(
-                f"env.type: calls {call.group}.{call.method}, so spec.groups must have {call.group} with {ENV} in its callers, got {got}; add it"
+                f"env.type: calls {call.group}.{call.method}, so spec.groups must have {call.group} with {ENV} in its callers, got {present}; add it"
             )
         raise ConfigError("no group runs while a job is checked")
 

@@ -45,22 +45,22 @@ def main() -> int:
     die_with_parent(int(sys.argv[2]))
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="env child: %(levelname)s %(message)s")
     sock = socket.socket(fileno=int(sys.argv[1]))
-    sock.set_inheritable(False)  # a program started by user code must not keep the stream open
+    sock.set_inheritable(False)  # Programs that user code starts must not keep the stream open.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # text that cannot be encoded must not fail the call
-    first = os.getpid()
+    copy_pid = os.getpid()
     try:
         source: EnvSettings | SimulatorSettings = pipe.receive_blocking(sock)
         if isinstance(source, EnvSettings):
             member_calls.connect(sock)
         try:
             server = Server(source) if isinstance(source, EnvSettings) else _simulator_server(source)
-            end_copy(first)
+            end_copy(copy_pid)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - building runs user code
-            end_copy(first, error)
+            end_copy(copy_pid, error)
             sock.sendall(pipe.pack(EnvFailure(type="ConfigError", message=_why_not_built(error, source.label))))
             return 2
-        sock.sendall(pipe.pack(EnvReady(pid=first, max_turns=server.max_turns)))
+        sock.sendall(pipe.pack(EnvReady(pid=copy_pid, max_turns=server.max_turns)))
         if not isinstance(server, Server):
             server.serve(sock)
         while True:
@@ -76,11 +76,11 @@ def main() -> int:
 
 def memory_here() -> int:
     """Return the memory limit of this container in bytes, or the memory of the machine if it has none."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        return min(whole, int(CGROUP_MEMORY.read_text()))
+        return min(total, int(CGROUP_MEMORY.read_text()))
     except (OSError, ValueError):  # no cgroup of version 2, or one without a limit
-        return whole
+        return total
 
 
 def end_copy(first: int, error: BaseException | None = None) -> None:
@@ -116,7 +116,7 @@ def prepare_process(source: EnvSettings | SimulatorSettings) -> None:
 
 
 def _simulator_server(source: SimulatorSettings) -> "SimulatorServer":
-    from rl_core.envs.simulator import SimulatorServer  # gymnasium is imported where it is used only
+    from rl_core.envs.simulator import SimulatorServer  # gymnasium is imported only by processes that use it.
 
     prepare_process(source)
     return SimulatorServer(source)

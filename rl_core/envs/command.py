@@ -69,12 +69,12 @@ class _Tail:
 @contextmanager
 def _pipe(take: Callable[[bytes], None]) -> Iterator[int]:
     """Yield a file descriptor for the output of a program. `take` is called with the data; all of it was passed when the block ends."""
-    near, far = os.pipe()
-    copier = PipeCopier(near, take)
+    read_end, write_end = os.pipe()
+    copier = PipeCopier(read_end, take)
     try:
-        yield far
+        yield write_end
     finally:
-        os.close(far)
+        os.close(write_end)
         copier.close()
 
 
@@ -91,26 +91,27 @@ async def _either(*waits: Coroutine[Any, Any, Any]) -> None:
 class Command:
     """Runs a program. Each run has its own process group."""
 
-    def __init__(self, words: Sequence[str], *, folder: str | None = None) -> None:
-        """Run `words`, a program and its arguments, in `folder`; None = the folder with the user's code. `python` is this Python.
+    def __init__(self, arguments: Sequence[str], *, folder: str | None = None) -> None:
+        """Run `arguments`, a program and its arguments, in `folder`; None = the folder with the user's code. `python` is this Python.
 
         Raises ConfigError for a program that does not exist.
         """
         self._folder = folder or next((path for path in sys.path[:1] if Path(path).is_dir()), None)
         self._path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-        program = str(Path(self._folder or ".", words[0])) if "/" in words[0] else words[0]
-        found = shutil.which(program, path=self._path)
-        if found is None:
+        program = str(Path(self._folder or ".", arguments[0])) if "/" in arguments[0] else arguments[0]
+        binary = shutil.which(program, path=self._path)
+        if binary is None:
             raise ConfigError(
-                f"env.command: must begin with a program, got {words[0]!r}, which is not found or not executable; correct it or name its interpreter"
+                f"env.command: must begin with a program, got {arguments[0]!r}, which is not found or not executable; "
+                "correct it or name its interpreter"
             )
-        self._words = [found, *words[1:]]
-        self._label = f"agent {' '.join(words)}"
+        self._arguments = [binary, *arguments[1:]]
+        self._label = f"agent {' '.join(arguments)}"
 
     async def run(self, row: Mapping[str, Any], *, base_url: str, api_key: str, model: str) -> str:
         """Return what the program prints for `row`. Raises RolloutDataFailure if it fails or prints too much."""
-        mark = secrets.token_hex(16)
-        environment = {**os.environ, **endpoint_variables(base_url, api_key, model), MARK: mark, "PATH": self._path}
+        token = secrets.token_hex(16)
+        environment = {**os.environ, **endpoint_variables(base_url, api_key, model), MARK: token, "PATH": self._path}
         printed, errors = _Text(), _Tail()
         with os.fdopen(os.memfd_create("row"), "w+") as rows, _pipe(printed.take) as output, _pipe(errors.take) as log:
             json.dump(row, rows, default=str)
@@ -119,7 +120,7 @@ class Command:
             process = None
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *self._words,
+                    *self._arguments,
                     stdin=rows.fileno(),
                     stdout=output,
                     stderr=log,
@@ -132,8 +133,8 @@ class Command:
                 if process is not None:
                     processes.kill_group(process.pid, signal.SIGKILL)
                     code = await process.wait()
-                # What has left the group is found by its environment.
-                await asyncio.to_thread(processes.kill_with_environment, f"{MARK}={mark}")
+                # Processes that have left the process group are found by their environment.
+                await asyncio.to_thread(processes.kill_with_environment, f"{MARK}={token}")
         return self._result(code, printed, errors)
 
     def _result(self, code: int, printed: _Text, errors: _Tail) -> str:
@@ -142,16 +143,16 @@ class Command:
                 f"{self._label} must print at most {OUTPUT_BYTES} bytes, it printed more; log to standard error"
             )
         if code != 0:
-            how = f"was killed by {processes.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-            raise RolloutDataFailure(f"{self._label} must end with exit code 0, it {how}: {errors.last_line}")
+            exit_text = f"was killed by {processes.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+            raise RolloutDataFailure(f"{self._label} must end with exit code 0, it {exit_text}: {errors.last_line}")
         return printed.data.decode(errors="replace")
 
 
 def endpoint_variables(base_url: str, api_key: str, model: str) -> dict[str, str]:
     """Return the variables by which clients of OpenAI and Anthropic find the endpoint. Anthropic's adds `/v1` by itself."""
     openai = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": model}
-    bare = base_url.removesuffix("/v1")
-    return {**openai, "ANTHROPIC_BASE_URL": bare, "ANTHROPIC_API_KEY": api_key, "ANTHROPIC_MODEL": model}
+    root_url = base_url.removesuffix("/v1")
+    return {**openai, "ANTHROPIC_BASE_URL": root_url, "ANTHROPIC_API_KEY": api_key, "ANTHROPIC_MODEL": model}
 
 
 def last_json(printed: str, *, label: str) -> Any:

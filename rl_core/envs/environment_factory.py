@@ -50,9 +50,9 @@ class EnvironmentFactory(ProgramEnvironment):
         """Build an instance of each class. Raises ConfigError for classes that cannot be built or have no `reset` and `get_reward`."""
         self.config = parse_config(FactoryConfig, cfg)
         super().__init__(f"environment {self.config.factory}")
-        found = import_reference(self.config.factory, field="env.factory")
-        self._by_name = isinstance(found, Mapping)
-        factories = dict(found) if isinstance(found, Mapping) else {None: found}
+        imported = import_reference(self.config.factory, field="env.factory")
+        self._by_name = isinstance(imported, Mapping)
+        factories = dict(imported) if isinstance(imported, Mapping) else {None: imported}
         self._kinds = {name: _Kind(factory, self.config.factory) for name, factory in factories.items()}
 
     async def call(self, row: dict[str, Any], *, base_url: str, api_key: str, model: str) -> Any:
@@ -82,7 +82,7 @@ class EnvironmentFactory(ProgramEnvironment):
         reward = instance.get_reward()
         if inspect.iscoroutine(reward):
             reward = wait_for(reward, loop)
-        kind.give_back(instance)  # an instance of an episode that failed is not used again
+        kind.give_back(instance)  # The instance of a failed episode is not reused.
         return reward
 
     def _kind(self, row: Mapping[str, Any]) -> "_Kind":
@@ -97,26 +97,26 @@ class EnvironmentFactory(ProgramEnvironment):
 class _Kind:
     """One environment class, with the schemas of its tools and its unused instances."""
 
-    def __init__(self, factory: Callable[[], Any], where: str) -> None:
+    def __init__(self, factory: Callable[[], Any], location: str) -> None:
         self._factory = factory
         try:
             instance = factory()
-        except Exception as error:  # user code raises anything
-            raise ConfigError(f"env.factory: {where} could not be built: {describe(error)}; correct it") from error
+        except Exception as error:  # User code may raise anything.
+            raise ConfigError(f"env.factory: {location} could not be built: {describe(error)}; correct it") from error
         methods = [name for name, _ in inspect.getmembers(type(instance), predicate=inspect.isfunction)]
         missing = [name for name in OWN_METHODS if name not in methods]
         if missing:
             raise ConfigError(
-                f"env.factory: {where} must define {' and '.join(missing)}, got methods {methods}; add what is missing"
+                f"env.factory: {location} must define {' and '.join(missing)}, got methods {methods}; add what is missing"
             )
         self.tools = [name for name in methods if not name.startswith("_") and name not in OWN_METHODS]
-        self.schemas = [schema_of(getattr(instance, name), where) for name in self.tools]
+        self.schemas = [schema_of(getattr(instance, name), location) for name in self.tools]
         self._free = [instance]
 
     def take(self) -> Any:
         """Take an instance out of the pool for one episode. Creates a new one if all are in use."""
         try:
-            return self._free.pop()  # atomic: episodes run in threads
+            return self._free.pop()  # `pop` is atomic, which is needed because episodes run in threads.
         except IndexError:
             return self._factory()
 
@@ -135,7 +135,7 @@ def schema_of(tool: Callable[..., Any], where: str) -> dict[str, Any]:
         ) from error
     try:
         schema: dict[str, Any] = get_json_schema(tool)
-    except Exception as error:  # of its own, which are no ValueError
+    except Exception as error:  # The library raises exceptions of its own that are no ValueError.
         raise ConfigError(f"env.factory: {where}: a tool needs types and a docstring: {describe(error)}") from error
     return schema
 
@@ -162,7 +162,7 @@ class Tools:
 
     def run(self, calls: list[Mapping[str, Any]]) -> list[Message]:
         """Run tool calls, and return one message per call. The messages of async tools come last."""
-        done: list[Message] = []
+        messages: list[Message] = []
         waiting: list[tuple[str, str, Coroutine[Any, Any, Any]]] = []
         for call in calls:
             name, key = call["function"]["name"], call["id"]
@@ -171,19 +171,19 @@ class Tools:
                     raise ValueError(f"Tool {name} not found.")
                 result = self._tools[name](**json.loads(call["function"]["arguments"]))
             except Exception as error:  # noqa: BLE001 - the error is the tool's answer to the model
-                done.append(_tool_message(name, key, {"error": str(error)}))
+                messages.append(_tool_message(name, key, {"error": str(error)}))
             else:
                 if inspect.iscoroutine(result):
                     waiting.append((name, key, result))
                 else:
-                    done.append(_tool_message(name, key, result))
+                    messages.append(_tool_message(name, key, result))
         if waiting:
             results = wait_for(_all([work for _, _, work in waiting]), self._loop)
             for (name, key, _), result in zip(waiting, results, strict=True):
-                done.append(
+                messages.append(
                     _tool_message(name, key, {"error": str(result)} if isinstance(result, Exception) else result)
                 )
-        return done
+        return messages
 
 
 async def _all(work: list[Coroutine[Any, Any, Any]]) -> list[Any]:

@@ -84,9 +84,9 @@ class GymnasiumVectorEnv:
         """Slots whose simulator was replaced since the last reset."""
         self._seed_of = seed_of or self._derived_seed
         self._seed = 0
-        self._begun = [0] * num_envs
+        self._num_episodes = [0] * num_envs
         """Number of episodes that each slot has begun."""
-        self._upcoming: list[int | None] = [None] * num_envs
+        self._next_seeds: list[int | None] = [None] * num_envs
         """Seed of the next episode of each slot, if it was computed already."""
         self._failures = [0] * num_envs
         self._episodes = [_Episode() for _ in range(num_envs)]
@@ -131,28 +131,36 @@ class GymnasiumVectorEnv:
         `seed`: one number, from which a seed per simulator follows; a seed for each; or None for the next episodes by `seed_of`. The
         first `record` simulators keep images of the episode.
         """
-        given = seed.tolist() if isinstance(seed, np.ndarray | np.generic) else seed
-        if isinstance(given, int):
-            self._seed, given = given, None
+        seeds_or_base = seed.tolist() if isinstance(seed, np.ndarray | np.generic) else seed
+        if isinstance(seeds_or_base, int):
+            self._seed, seeds_or_base = seeds_or_base, None
             self.restart_seeds()
-        seeds = [self._next_seed(index) if given is None else int(given[index]) for index in range(self.num_envs)]
-        requests = [SimulatorReset(seed=one, record=index < record, row=self._row) for index, one in enumerate(seeds)]
+        seeds = [
+            self._next_seed(index) if seeds_or_base is None else int(seeds_or_base[index])
+            for index in range(self.num_envs)
+        ]
+        requests = [
+            SimulatorReset(seed=simulator_seed, record=index < record, row=self._row)
+            for index, simulator_seed in enumerate(seeds)
+        ]
         for index, outcome in enumerate(self._slots.exchange(requests)):
-            begun = self._checked(index, outcome)
-            if not isinstance(begun, SimulatorAnswer):
-                begun = self._replaced(index, begun, again=requests[index])
-            self._begin(index, begun)
+            answer = self._checked(index, outcome)
+            if not isinstance(answer, SimulatorAnswer):
+                answer = self._replaced(index, answer, again=requests[index])
+            self._begin(index, answer)
         self._restarted.clear()
         return self.current()
 
     def restart_seeds(self) -> None:
         """Count episodes from 0 again, because `seed_of` returns other seeds from now on. Open episodes continue."""
-        self._begun, self._upcoming = [0] * self.num_envs, [None] * self.num_envs
+        self._num_episodes, self._next_seeds = [0] * self.num_envs, [None] * self.num_envs
 
     def current(self) -> EnvOutput:
         """Return the current observations without rewards, as the first output of a trajectory."""
-        none = np.zeros((self.num_envs, 1), bool)
-        return EnvOutput(obs=self._observations(), terminations=none, truncations=none.copy(), dones=none.copy())
+        all_false = np.zeros((self.num_envs, 1), bool)
+        return EnvOutput(
+            obs=self._observations(), terminations=all_false, truncations=all_false.copy(), dones=all_false.copy()
+        )
 
     def step(self, actions: Any) -> EnvOutput:
         """Step each simulator with one action; `actions` is [B, ...]. The output has C = 1."""
@@ -168,22 +176,22 @@ class GymnasiumVectorEnv:
         requests: list[Request | None] = [
             None
             if episode.resting
-            else SimulatorChunk(actions=chosen, seed=self._peek_seed(index) if seed is None else seed, row=self._row)
-            for index, (episode, chosen, seed) in enumerate(zip(self._episodes, actions, self._upcoming, strict=True))
+            else SimulatorChunk(actions=chunk, seed=self._peek_seed(index) if seed is None else seed, row=self._row)
+            for index, (episode, chunk, seed) in enumerate(zip(self._episodes, actions, self._next_seeds, strict=True))
         ]
         outcomes = self._slots.exchange(requests)
         if not self._number_of_steps:
             self._refuse_if_none_works(outcomes)
         rewards: list[tuple[float, ...]] = [()] * count
-        ends = np.zeros((2, count, width), bool)
-        lost: np.ndarray | None = None
-        taken: np.ndarray | None = None
+        end_flags = np.zeros((2, count, width), bool)
+        is_lost: np.ndarray | None = None
+        intervene_actions: np.ndarray | None = None
         flags: np.ndarray | None = None
         final_info: list[dict[str, Any]] = []
         finals: dict[int, dict[str, np.ndarray]] = {}
         for index, (episode, outcome) in enumerate(zip(self._episodes, outcomes, strict=True)):
             if episode.resting is not None:
-                ends[:, index, -1] = episode.resting
+                end_flags[:, index, -1] = episode.resting
                 for array in self._columns[index].values():
                     array[self._row] = array[self._row - 1]
             elif isinstance(outcome, SimulatorAnswer):
@@ -191,46 +199,48 @@ class GymnasiumVectorEnv:
                 rewards[index] = outcome.rewards
                 if outcome.terminated or outcome.truncated:
                     column = -1 if self.auto_reset else len(outcome.rewards) - 1
-                    ends[:, index, column] = outcome.terminated, outcome.truncated
+                    end_flags[:, index, column] = outcome.terminated, outcome.truncated
                 if outcome.intervene_flags is not None:
-                    if taken is None or flags is None:
-                        taken, flags = np.zeros_like(actions), np.zeros((count, width), bool)
-                    taken[index], flags[index] = outcome.intervene_actions, outcome.intervene_flags
+                    if intervene_actions is None or flags is None:
+                        intervene_actions, flags = np.zeros_like(actions), np.zeros((count, width), bool)
+                    intervene_actions[index], flags[index] = outcome.intervene_actions, outcome.intervene_flags
                 if outcome.final_obs is not None:
                     finals[index] = self._moved(index, outcome.final_obs, FINAL_ROW)
                 if info := self._count(index, outcome):
                     final_info.append(info)
             else:
-                lost = np.zeros(count, bool) if lost is None else lost
-                lost[index], ends[1, index, -1] = True, True
+                is_lost = np.zeros(count, bool) if is_lost is None else is_lost
+                is_lost[index], end_flags[1, index, -1] = True, True
                 self._restarted.add(index)
                 self._begin(index, self._replaced(index, outcome))
         if self._ends_together:
-            self._require_common_end(ends[1].any(axis=1))
+            self._require_common_end(end_flags[1].any(axis=1))
         obs = self._observations()
-        sub_steps = [len(made) for made in rewards]
+        sub_steps = [len(chunk_rewards) for chunk_rewards in rewards]
         self._number_of_steps += sum(sub_steps)
         return EnvOutput(
             obs=obs,
             final_obs=self._final_observations(obs, finals) if finals else None,
-            rewards=np.array([made + (0.0,) * (width - len(made)) for made in rewards], np.float32),
-            terminations=ends[0],
-            truncations=ends[1],
-            dones=ends[0] | ends[1],
+            rewards=np.array(
+                [chunk_rewards + (0.0,) * (width - len(chunk_rewards)) for chunk_rewards in rewards], np.float32
+            ),
+            terminations=end_flags[0],
+            truncations=end_flags[1],
+            dones=end_flags[0] | end_flags[1],
             final_info=final_info or None,
             sub_steps=np.array(sub_steps, np.int64),
-            lost=lost,
-            intervene_actions=taken,
+            lost=is_lost,
+            intervene_actions=intervene_actions,
             intervene_flags=flags,
         )
 
-    def _require_common_end(self, ended: np.ndarray) -> None:
-        """Raise RolloutDataFailure when only some of the episodes that began together have `ended` [B]."""
-        ends = [bool(end) for index, end in enumerate(ended) if index not in self._restarted]
-        if any(ends) and not all(ends):
+    def _require_common_end(self, end_flags: np.ndarray) -> None:
+        """Raise RolloutDataFailure when only some of the episodes that began together have ended, as `end_flags` [B] tells."""
+        has_ended = [bool(end) for index, end in enumerate(end_flags) if index not in self._restarted]
+        if any(has_ended) and not all(has_ended):
             raise RolloutDataFailure(
-                f"episodes must be truncated together with env.options.ignoreTerminations and without autoReset, got {sum(ends)} of "
-                f"{len(ends)}; give the simulators one time limit"
+                f"episodes must be truncated together with env.options.ignoreTerminations and without autoReset, got {sum(has_ended)} of "
+                f"{len(has_ended)}; give the simulators one time limit"
             )
 
     @property
@@ -312,7 +322,7 @@ class GymnasiumVectorEnv:
             f"all simulators must have observations of the same shapes {self._shapes}, got {shapes}; correct the simulator"
         )
 
-    def _replaced(self, index: int, why: Outcome | None, *, again: SimulatorReset | None = None) -> SimulatorAnswer:
+    def _replaced(self, index: int, failure: Outcome | None, *, again: SimulatorReset | None = None) -> SimulatorAnswer:
         """Replace the simulator of a slot, and begin an episode; return the answer. Raises after MOST_FAILURES consecutive failures.
 
         The first attempt is the reset `again`, if there is one: simulators of a group begin with the same seed. Each further attempt uses
@@ -320,10 +330,10 @@ class GymnasiumVectorEnv:
         """
         while True:
             self._failures[index] += 1
-            logger.warning("the simulator of slot %s failed and is replaced: %s", index, why)
+            logger.warning("the simulator of slot %s failed and is replaced: %s", index, failure)
             if self._failures[index] > MOST_FAILURES:
                 raise RolloutDataFailure(
-                    f"a simulator must make a chunk of actions, got {MOST_FAILURES} failures in a row in slot {index}, the last: {why}; "
+                    f"a simulator must make a chunk of actions, got {MOST_FAILURES} failures in a row in slot {index}, the last: {failure}; "
                     "correct it"
                 )
             self._slots.replace(index)
@@ -333,7 +343,7 @@ class GymnasiumVectorEnv:
             answer = self._slots.exchange(requests)[index]
             if isinstance(answer := self._checked(index, answer), SimulatorAnswer):
                 return answer
-            why = answer
+            failure = answer
 
     def _observations(self) -> dict[str, np.ndarray]:
         if self._columns[0]:
@@ -359,14 +369,14 @@ class GymnasiumVectorEnv:
         return filled
 
     def _peek_seed(self, index: int) -> int:
-        seed = self._upcoming[index]
+        seed = self._next_seeds[index]
         if seed is None:
-            seed = self._upcoming[index] = self._seed_of(index, self._begun[index])
+            seed = self._next_seeds[index] = self._seed_of(index, self._num_episodes[index])
         return seed
 
     def _next_seed(self, index: int) -> int:
-        seed, self._upcoming[index] = self._peek_seed(index), None
-        self._begun[index] += 1
+        seed, self._next_seeds[index] = self._peek_seed(index), None
+        self._num_episodes[index] += 1
         return seed
 
     def _derived_seed(self, index: int, episode: int) -> int:

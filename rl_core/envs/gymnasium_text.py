@@ -70,13 +70,13 @@ class GymnasiumTextEnvironment(EnvironmentInterface):
             self._turn(row, last_assistant_text(log), dict(metadata or {}))
             for row, (log, metadata) in enumerate(zip(message_log_batch, metadata_batch, strict=True))
         ]
-        texts, metadata, rewards, ends, answers = (list(column) for column in zip(*rows, strict=True))
+        texts, metadata, rewards, terminateds, answers = (list(column) for column in zip(*rows, strict=True))
         return EnvironmentReturn(
             observations=[{"role": "user", "content": text} for text in texts],
             metadata=metadata,
             next_stop_strings=None,
             rewards=float_array(rewards),
-            terminateds=bool_array(ends),
+            terminateds=bool_array(terminateds),
             answers=answers,
         )
 
@@ -91,24 +91,24 @@ class GymnasiumTextEnvironment(EnvironmentInterface):
         self, row: int, text: str, metadata: dict[str, Any]
     ) -> tuple[str, dict[str, Any], float, bool, str | None]:
         """Return the next observation as text, the metadata, the reward, whether the episode is over, and the action as text."""
-        seed, made = metadata.get("seed"), list(metadata.get(ACTIONS, ()))
+        seed, actions = metadata.get("seed"), list(metadata.get(ACTIONS, ()))
         if type(seed) is not int or seed < 0:
             raise RolloutDataFailure(
                 f"environment gymnasium_text, row {row}: column seed must be a whole number of 0 or more, got {seed!r}; add it to the data"
             )
-        episode = self._open.pop(_key(seed, made), None) or self._rebuilt(seed, made)
+        episode = self._open.pop(_key(seed, actions), None) or self._rebuilt(seed, actions)
         action = self._action(text, episode.simulator.action_space)
         if action is None:
-            self._keep(seed, made, episode)
+            self._keep(seed, actions, episode)
             return self._text(episode), metadata, self.config.invalid_reward, False, None
-        made.append(np.asarray(action).tolist())
-        reward, over = episode.make(made[-1])
+        actions.append(np.asarray(action).tolist())
+        reward, done = episode.make(actions[-1])
         observation = self._text(episode)
-        if over:
+        if done:
             self._idle.append(episode.simulator)
         else:
-            self._keep(seed, made, episode)
-        return observation, {**metadata, ACTIONS: made}, reward, over, str(made[-1])
+            self._keep(seed, actions, episode)
+        return observation, {**metadata, ACTIONS: actions}, reward, done, str(actions[-1])
 
     def _text(self, episode: "_Episode") -> str:
         text = self._observation(episode.observation, episode.info)
@@ -118,16 +118,16 @@ class GymnasiumTextEnvironment(EnvironmentInterface):
             )
         return text
 
-    def _keep(self, seed: int, made: list[Any], episode: "_Episode") -> None:
+    def _keep(self, seed: int, actions: list[Any], episode: "_Episode") -> None:
         """Keep the simulator of an episode for its next step."""
         while len(self._open) >= KEPT:
             self._idle.append(self._open.popitem(last=False)[1].simulator)
-        self._open[_key(seed, made)] = episode
+        self._open[_key(seed, actions)] = episode
 
-    def _rebuilt(self, seed: int, made: list[Any]) -> "_Episode":
-        """Reset a simulator with `seed`, repeat the actions `made`, and return this episode."""
+    def _rebuilt(self, seed: int, actions: list[Any]) -> "_Episode":
+        """Reset a simulator with `seed`, make `actions` again, and return the episode."""
         episode = _Episode(self._idle.pop() if self._idle else self._make(), seed)
-        for action in made:
+        for action in actions:
             episode.make(action)
         return episode
 
@@ -148,13 +148,13 @@ class _Episode:
     def make(self, action: Any) -> tuple[float, bool]:
         """Step the simulator with an action. Returns the reward and whether the episode has ended."""
         space = self.simulator.action_space
-        whole = type(space).__name__ == "Discrete"
-        given = action if whole else np.asarray(action, getattr(space, "dtype", None))
-        if not space.contains(given):
+        is_discrete = type(space).__name__ == "Discrete"
+        native = action if is_discrete else np.asarray(action, getattr(space, "dtype", None))
+        if not space.contains(native):
             raise RolloutDataFailure(
                 f"environment gymnasium_text: env.options.action must return an action of {space} or None, got {action!r}; correct the function"
             )
-        self.observation, reward, terminated, truncated, self.info = self.simulator.step(given)
+        self.observation, reward, terminated, truncated, self.info = self.simulator.step(native)
         if not math.isfinite(reward):
             raise RolloutDataFailure(
                 f"environment gymnasium_text: the reward of a step must be a finite number, got {reward!r}; correct the simulator"
@@ -162,5 +162,5 @@ class _Episode:
         return float(reward), bool(terminated or truncated)
 
 
-def _key(seed: int, made: list[Any]) -> str:
-    return json.dumps([seed, made])
+def _key(seed: int, actions: list[Any]) -> str:
+    return json.dumps([seed, actions])

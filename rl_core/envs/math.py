@@ -58,8 +58,8 @@ class MathEnvironment(EnvironmentInterface):
         rewards: list[float | None] = []
         answers: list[str | None] = []
         for row, (log, metadata) in enumerate(zip(message_log_batch, metadata_batch, strict=True)):
-            right, answer = self._score(row, last_assistant_text(log), metadata)
-            rewards.append(self.config.correct if right else self.config.incorrect)
+            is_correct, answer = self._score(row, last_assistant_text(log), metadata)
+            rewards.append(self.config.correct if is_correct else self.config.incorrect)
             answers.append(answer)
         return single_turn_return(rewards, metadata_batch, answers)
 
@@ -122,17 +122,17 @@ def compare_numeric(completion: str, truth: str, *, tolerance: float = 1e-6) -> 
         answer = _last_number(final_answer(completion))
         if answer is None:
             return False, None
-        bound = Decimal(str(tolerance)) * max(Decimal(1), abs(expected[0]))
-        return bool(abs(answer[0] - expected[0]) <= bound), answer[1]
+        allowed_error = Decimal(str(tolerance)) * max(Decimal(1), abs(expected[0]))
+        return bool(abs(answer[0] - expected[0]) <= allowed_error), answer[1]
 
 
 def _last_number(text: str) -> tuple[Decimal, str] | None:
     """Return the last number in `text` as value and text; None if there is none or it is not finite."""
-    matches = NUMBER.findall(text.replace("\u2212", "-"))  # the minus of typeset text
+    matches = NUMBER.findall(text.replace("\u2212", "-"))  # U+2212, the minus sign of typeset text.
     if not matches:
         return None
-    over, _, under = matches[-1].replace(",", "").partition("/")
-    value = Decimal(over) / Decimal(under) if under else Decimal(over)
+    numerator, _, denominator = matches[-1].replace(",", "").partition("/")
+    value = Decimal(numerator) / Decimal(denominator) if denominator else Decimal(numerator)
     return (value, matches[-1]) if value.is_finite() else None
 
 
@@ -147,7 +147,8 @@ class MathVerify:
                 "env.options.comparator: math_verify needs the package math-verify: pip install 'rljob[env]', "
                 "or use comparator numeric or exact"
             ) from error
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own wall-clock limits are disabled
+        # The library would warn that its own wall-clock limits are disabled.
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
         self._parse, self._verify = math_verify.parse, math_verify.verify
         self._cpu_seconds = cpu_seconds
 
@@ -161,7 +162,7 @@ class MathVerify:
                 return bool(self._verify(expected, parsed, timeout_seconds=None, raise_on_error=True)), answer
         except CpuLimitReached:
             return False, None
-        except Exception as error:  # sympy raises anything
+        except Exception as error:  # sympy may raise anything.
             raise ValueError(
                 f"math-verify failed on {completion[-80:]!r} against {truth!r}: {type(error).__name__}: {error}"
             ) from error

@@ -41,7 +41,7 @@ class MemberScoresEnvironment(EnvironmentInterface):
         """Return rewards [B]. Raises RolloutDataFailure for a row without a score, unless `onFailure` is mask."""
         rows = [
             {
-                "messages": [{"role": m["role"], "content": m["content"]} for m in log],
+                "messages": [{"role": message["role"], "content": message["content"]} for message in log],
                 "columns": metadata or {},
                 "explain": True,
             }

@@ -25,11 +25,13 @@ class MetaWorld(gymnasium.Env):  # type: ignore[misc]
         self._env = suite.train_classes[task](render_mode=render_mode)
         self._env.set_task(self._arrangements[0])
         shape = self._env.observation_space.shape
-        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, shape, np.float32)  # some are outside its own
+        # Some observations are outside the space that the task declares.
+        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, shape, np.float32)
         self.action_space, self.render_mode, self.metadata = self._env.action_space, render_mode, self._env.metadata
         if render_mode is not None:
             quality = self._env.model.vis.quality
-            quality.shadowsize = quality.offsamples = 0  # five times as fast
+            # Rendering without shadows and antialiasing is five times as fast.
+            quality.shadowsize = quality.offsamples = 0
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

@@ -18,23 +18,23 @@ def math_metrics(batch: Mapping[str, Any], *, correct: float = 1.0) -> dict[str,
         raise ValueError(f"batch must hold rewards, got columns {sorted(batch)}; pass a scored batch")
     rows = range(len(rewards))
     mask = _column(batch, "sample_mask", "loss_multiplier") or [1.0] * len(rewards)
-    ended = _ended(batch, len(rewards))
+    properly_ended = _ended(batch, len(rewards))
     prompts = _column(batch, "group_id", "idx", "text") or list(rows)
-    kept = [row for row in rows if mask[row]]
-    right = {row: rewards[row] == correct and ended[row] for row in kept}
+    kept_rows = [row for row in rows if mask[row]]
+    is_correct = {row: rewards[row] == correct and properly_ended[row] for row in kept_rows}
     solved: dict[Any, bool] = defaultdict(bool)
-    for row in kept:
-        solved[prompts[row]] |= right[row]
+    for row in kept_rows:
+        solved[prompts[row]] |= is_correct[row]
     metrics = {
-        "accuracy": _mean([float(value) for value in right.values()]),
+        "accuracy": _mean([float(value) for value in is_correct.values()]),
         "pass@k": _mean([float(value) for value in solved.values()]),
-        "fraction_of_samples_properly_ended": _mean([float(ended[row]) for row in kept]),
-        "num_problems_in_batch": float(len(kept)),
+        "fraction_of_samples_properly_ended": _mean([float(properly_ended[row]) for row in kept_rows]),
+        "num_problems_in_batch": float(len(kept_rows)),
     }
     for name in ("generation_lengths", "prompt_lengths"):
         lengths = _column(batch, name)
         if lengths is not None:
-            metrics[name] = _mean([float(lengths[row]) for row in kept])
+            metrics[name] = _mean([float(lengths[row]) for row in kept_rows])
     return metrics
 
 
@@ -47,9 +47,9 @@ def _column(batch: Mapping[str, Any], *names: str) -> list[Any] | None:
 
 
 def _ended(batch: Mapping[str, Any], rows: int) -> list[bool]:
-    ended = _column(batch, "is_end")
-    if ended is not None:
-        return [bool(value) for value in ended]
+    column = _column(batch, "is_end")
+    if column is not None:
+        return [bool(value) for value in column]
     return [not value for value in _column(batch, "truncated") or [False] * rows]
 
 

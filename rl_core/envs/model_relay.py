@@ -75,7 +75,7 @@ class ModelRelay:
     async def _start(self, host: str, port: int) -> int:
         app = web.Application(client_max_size=BODY_BYTES)
         app.add_routes([web.get("/v1/models", self._models), web.post("/v1/chat/completions", self._chat)])
-        # handler_cancellation: a row that is given up must not go on generating.
+        # handler_cancellation: generation must stop for a row that is given up.
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_SECONDS)
         self._runner = runner
         await runner.setup()
@@ -85,8 +85,8 @@ class ModelRelay:
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(), timeout=timeout
         )
-        bound: int = runner.addresses[0][1]
-        return bound
+        bound_port: int = runner.addresses[0][1]
+        return bound_port
 
     def close(self) -> None:
         """Stop listening and drop the calls in progress; idempotent."""
@@ -117,7 +117,7 @@ class ModelRelay:
                 400,
                 f"the body of a call must have {SESSION} with a session of the job; rows of rljob have it in metadata.extra_body",
             )
-        # With the ids in the answer, the servers do not ask for them by a second call that no session could be told for.
+        # With the ids in the answer, the servers do not request them by a second call, which would carry no session.
         body |= {"return_token_ids": True}
         try:
             async with self._http.post(

@@ -66,8 +66,8 @@ class NemoGymPrograms(ProgramEnvironment):
         if not isinstance(agent, Mapping) or not isinstance(agent.get("name"), str):
             raise ValueError(f"agent_ref of a row must have the name of an agent, got {shown(agent)}; correct the data")
         await self._until_ready()
-        sent = session_of_row({"_ng_task_index": 0, "_ng_rollout_index": 0, **row, "_rowidx": 0}, base_url, api_key)
-        answer = await self._client.run_row(sent)
+        request = session_of_row({"_ng_task_index": 0, "_ng_rollout_index": 0, **row, "_rowidx": 0}, base_url, api_key)
+        answer = await self._client.run_row(request)
         if isinstance(answer, RowFailure):
             self.unready = await self._client.not_ready()  # servers that have ended may be started again
             raise RunFailed(answer.reason)
@@ -81,8 +81,8 @@ class NemoGymPrograms(ProgramEnvironment):
     async def _until_ready(self) -> None:
         """Wait for the servers to have started, as long as the row has time."""
         while self.unready:
-            before, self.unready = self.unready, await self._client.not_ready()
-            if self.unready and self.unready != before:
+            previous, self.unready = self.unready, await self._client.not_ready()
+            if self.unready and self.unready != previous:
                 logger.info("rows wait for the NeMo-Gym servers: %s", self.unready)
             if self.unready:
                 await self._sleep(READY_POLL_SECONDS)

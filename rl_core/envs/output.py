@@ -25,28 +25,28 @@ class BoundedOutput:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Pass output to `write`. `most` is the largest number of bytes per window of `window` seconds; `clock` returns seconds."""
-        self._write, self._most, self._window, self._clock = write, most, window, clock
-        self._began = clock()
-        self._passed = self._left_out = 0
+        self._write, self._max_bytes, self._window, self._clock = write, most, window, clock
+        self._window_start = clock()
+        self._num_written = self._num_dropped = 0
 
     def take(self, data: bytes) -> None:
         """Write `data`, or as much of it as the limit of the window allows."""
-        if self._clock() - self._began >= self._window:
+        if self._clock() - self._window_start >= self._window:
             self.report_omitted()
-            self._began, self._passed = self._clock(), 0
-        room = self._most - self._passed
-        if room > 0:
-            self._write(data[:room])
-        self._passed += min(len(data), max(room, 0))
-        self._left_out += max(len(data) - max(room, 0), 0)
+            self._window_start, self._num_written = self._clock(), 0
+        num_free = self._max_bytes - self._num_written
+        if num_free > 0:
+            self._write(data[:num_free])
+        self._num_written += min(len(data), max(num_free, 0))
+        self._num_dropped += max(len(data) - max(num_free, 0), 0)
 
     def report_omitted(self) -> None:
         """Write how many bytes were left out since the last such line, if any."""
-        if self._left_out:
+        if self._num_dropped:
             self._write(
-                f"\nenv child: {self._left_out} bytes of output are left out: at most {self._most} in {self._window:.0f} s\n".encode()
+                f"\nenv child: {self._num_dropped} bytes of output are left out: at most {self._max_bytes} in {self._window:.0f} s\n".encode()
             )
-            self._left_out = 0
+            self._num_dropped = 0
 
 
 def _to_standard_output(data: bytes) -> None:

@@ -156,7 +156,7 @@ class EnvPool:
                     entry.fail(RolloutTimeout, self._no_answer())
         finally:
             for entry in waiting:
-                entry.answer.cancel()  # drops rows of a cancelled caller; answered rows are not affected
+                entry.answer.cancel()  # Drops the rows of a cancelled caller; answered rows are not affected.
         return [entry.answer.result() for entry in waiting]
 
     def _waiting(self, row: EnvRow) -> WaitingRow:
@@ -303,11 +303,11 @@ class EnvPool:
         self._enqueue(row for row in batch if row.is_open)
 
     async def _start_process(self, slot: _Slot) -> None:
-        began = time.monotonic()
+        start = time.monotonic()
         slot.process = await EnvProcess.start(
             self._source, deadline=self._start_deadline, call_member=self._call_member
         )
-        self._start_seconds = max(self._start_seconds, time.monotonic() - began)
+        self._start_seconds = max(self._start_seconds, time.monotonic() - start)
         slot.starts += 1
         self.counters["starts"] += 1
         if self._on_event is not None:

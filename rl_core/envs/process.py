@@ -60,12 +60,12 @@ class EnvProcess:
     ) -> None:
         self._process = process
         self._call_member = call_member
-        self._mark = mark
+        self._marked_variable = mark
         """`NAME=value` in its environment, inherited by all processes that it starts."""
         self._reader, self._writer = reader, writer
         self._label = label
         self._relay = relay
-        self._ended = asyncio.create_task(process.wait())
+        self._exit = asyncio.create_task(process.wait())
         self.max_turns: int | None = None
         """Turns of an episode that the environment declares; known once the child has started."""
 
@@ -77,13 +77,13 @@ class EnvProcess:
     @property
     def alive(self) -> bool:
         """Whether the process has not been seen to end."""
-        return not self._ended.done()
+        return not self._exit.done()
 
     async def ended_or(self, event: asyncio.Event) -> None:
         """Wait until the process ends or `event` is set."""
         wake = asyncio.create_task(event.wait())
         try:
-            await asyncio.wait({wake, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({wake, self._exit}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             wake.cancel()
 
@@ -127,9 +127,9 @@ class EnvProcess:
 
     @classmethod
     async def _spawn(cls, label: str, hidden: list[str], *, quiet: bool, call_member: CallMember | None) -> Self:
-        near, far = socket.socketpair()
+        own_end, child_end = socket.socketpair()
         printed, output = os.pipe()
-        mark = f"{MARK}={uuid.uuid4().hex}"
+        marked_variable = f"{MARK}={uuid.uuid4().hex}"
         try:
             process = await asyncio.create_subprocess_exec(
                 *(
@@ -138,27 +138,27 @@ class EnvProcess:
                     "-u",
                     "-m",
                     "rl_core.envs.confined",
-                    str(far.fileno()),
+                    str(child_end.fileno()),
                     str(os.getpid()),
                     *hidden,
                 ),
-                pass_fds=(far.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,  # the whole group can be killed, and Ctrl-C does not reach it
-                env=child_environment(os.environ) | dict([mark.split("=")]),
+                env=child_environment(os.environ) | dict([marked_variable.split("=")]),
             )
         except OSError as error:
-            near.close()
+            own_end.close()
             os.close(printed)
             raise InfrastructureError(f"{label}: a process could not be started: {error}") from error
         finally:
-            far.close()
+            child_end.close()
             os.close(output)
-        reader, writer = await asyncio.open_connection(sock=near)
+        reader, writer = await asyncio.open_connection(sock=own_end)
         relay = PipeCopier(printed, lambda data: None) if quiet else PipeCopier(printed)
-        return cls(process, reader, writer, relay, label, mark, call_member)
+        return cls(process, reader, writer, relay, label, marked_variable, call_member)
 
     async def call(self, rows: list[EnvRow], *, deadline: float) -> list[EnvAnswer] | EnvFailure:
         """Send `rows` to the child and return one answer per row, or one EnvFailure when the environment failed as a whole.
@@ -169,7 +169,7 @@ class EnvProcess:
             answer = await self._exchange(rows, deadline)
             if isinstance(answer, EnvFailure):
                 return answer
-            if not isinstance(answer, list) or not all(isinstance(one, EnvAnswer) for one in answer):
+            if not isinstance(answer, list) or not all(isinstance(row_answer, EnvAnswer) for row_answer in answer):
                 raise InfrastructureError(self._unexpected_answer(answer))
             if len(answer) != len(rows):
                 raise InfrastructureError(
@@ -205,7 +205,7 @@ class EnvProcess:
         answer = asyncio.create_task(self._send_and_receive(packed))
         try:
             async with asyncio.timeout(deadline):
-                await asyncio.wait({answer, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({answer, self._exit}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 await asyncio.wait({answer}, timeout=LAST_ANSWER_SECONDS)
             if not answer.done():
@@ -247,25 +247,25 @@ class EnvProcess:
 
     async def how_it_ended(self) -> str:
         """Return a text about the end of the child, once it has ended or closed its connection."""
-        await asyncio.wait({self._ended}, timeout=LAST_ANSWER_SECONDS)
+        await asyncio.wait({self._exit}, timeout=LAST_ANSWER_SECONDS)
         code = self._process.returncode
         if code is None:
-            how = "closed its connection"
+            exit_text = "closed its connection"
         elif code < 0:
-            how = f"was killed by {processes.signal_name(-code)}"
+            exit_text = f"was killed by {processes.signal_name(-code)}"
         else:
-            how = f"ended with exit code {code}"
-        return f"{self._label}: process {self.pid} {how} before it answered; see the env log for its last output"
+            exit_text = f"ended with exit code {code}"
+        return f"{self._label}: process {self.pid} {exit_text} before it answered; see the env log for its last output"
 
     async def kill(self) -> None:
         """Kill the child and the processes that it started, and reap it."""
         with suppress(ProcessLookupError, PermissionError):
             # Not Process.kill, which may reap the child before its watcher does.
             os.killpg(self._process.pid, signal.SIGKILL)
-        await asyncio.shield(self._ended)
+        await asyncio.shield(self._exit)
         # A program in a session of its own is not in the child's process group, but has inherited the marked variable. One that was
         # started without it lives until the worker ends, when the supervisor kills all remaining processes.
-        await asyncio.to_thread(processes.kill_with_environment, self._mark)
+        await asyncio.to_thread(processes.kill_with_environment, self._marked_variable)
         self._relay.close()
         self._writer.close()
         with suppress(ConnectionError, OSError):

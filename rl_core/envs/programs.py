@@ -94,11 +94,11 @@ class ProgramEnvironment(EnvironmentInterface):
         result = AgentResult(run="", error="", late=False, parts={}, unavailable=False, generated=[])
         try:
             async with asyncio.timeout(request["seconds"]) as limit:
-                returned = await self._returned(row, request, result)
-            reward, result["parts"] = read_reward(returned)
-            if text := explanation_of(returned):
+                scored = await self._returned(row, request, result)
+            reward, result["parts"] = read_reward(scored)
+            if text := explanation_of(scored):
                 result["explanation"] = text
-            result["generated"] = returned.generated if isinstance(returned, ScoredRun) else []
+            result["generated"] = scored.generated if isinstance(scored, ScoredRun) else []
         except TimeoutError as error:
             if not limit.expired():
                 return None, self._failed(result, error)
@@ -119,7 +119,7 @@ class ProgramEnvironment(EnvironmentInterface):
 
     async def _returned(self, row: dict[str, Any], request: AgentRequest, result: AgentResult) -> Any:
         """Run the program, again after RunFailed, and return its result. Each run has a new id, so that only its own calls are recorded with it."""
-        for number in range(self.runs):
+        for attempt in range(self.runs):
             result["run"] = secrets.token_hex(8)
             try:
                 return await self.call(
@@ -129,10 +129,10 @@ class ProgramEnvironment(EnvironmentInterface):
                     model=request["model"],
                 )
             except RunFailed as error:
-                if number + 1 == self.runs:
+                if attempt + 1 == self.runs:
                     raise
                 logger.warning("%s failed and is run again: %s", self.label, error)
-                await self._sleep(min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0**number))
+                await self._sleep(min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0**attempt))
         raise AssertionError("bug: a program without a run")
 
     def _failed(self, result: AgentResult, error: BaseException) -> AgentResult:
@@ -157,7 +157,7 @@ class ProgramEnvironment(EnvironmentInterface):
             failure: BaseException | None = None
             try:
                 value = function()
-            except StopIteration as error:  # a future cannot hold it
+            except StopIteration as error:  # A future cannot hold this exception.
                 failure = RuntimeError(f"StopIteration: {error}")
             except BaseException as error:  # noqa: BLE001 - the user's code raises anything, also SystemExit
                 failure = error

@@ -68,12 +68,12 @@ class ReasoningGymEnvironment(EnvironmentInterface):
             score = self._scored(scorer(problem["task"], problem.get("config")), answer, problem["entry"])
         except ConfigError as error:
             raise RolloutDataFailure(f"environment reasoning_gym, row {row}: {error}") from error
-        except Exception as error:  # 100 scorers of a library
+        except Exception as error:  # Any of the library's 100 scorers may raise anything.
             raise RolloutDataFailure(
                 f"environment reasoning_gym, row {row}: the scorer of {problem['task']} failed on {answer!r}: {describe(error)}"
             ) from error
-        least = self.config.min_score
-        return 0.0 if least is not None and score < least else score
+        min_score = self.config.min_score
+        return 0.0 if min_score is not None and score < min_score else score
 
     def _scored(self, score: Scorer, answer: str | None, entry: dict[str, Any]) -> float:
         """Return the score of `answer`. An answer that the scorer fails on is scored as missing.

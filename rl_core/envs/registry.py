@@ -34,8 +34,8 @@ def register_env(name: str) -> Callable[[Env], Env]:
     """
 
     def add(cls: Env) -> Env:
-        taken = _registered.get(name)
-        if name in BUILT_IN or (taken is not None and taken.__qualname__ != cls.__qualname__):
+        previous = _registered.get(name)
+        if name in BUILT_IN or (previous is not None and previous.__qualname__ != cls.__qualname__):
             raise ValueError(f"environment name must be free, got {name!r}, which is taken; choose another")
         _registered[name] = cls
         return cls
@@ -81,14 +81,14 @@ def _make_user_env(reference: str, options: Any) -> EnvironmentInterface:
         from rl_core.envs.base import parse_config
 
         options = parse_config(model, options)
-    plain = "__init__" not in {name for base in cls.__mro__[:-1] for name in vars(base)}
-    if plain and options:
+    takes_nothing = "__init__" not in {name for base in cls.__mro__[:-1] for name in vars(base)}
+    if takes_nothing and options:
         raise ConfigError(
             f"env.options: {reference} takes no options, got {sorted(options)}; remove them or give it __init__(self, options)"
         )
     try:
-        env: EnvironmentInterface = cls() if plain else cls(options)
-    except Exception as error:  # user code may raise anything
+        env: EnvironmentInterface = cls() if takes_nothing else cls(options)
+    except Exception as error:  # User code may raise anything.
         raise ConfigError(
             f"env.type: {reference} could not be built: {describe(error)}; correct its __init__"
         ) from error

@@ -80,7 +80,7 @@ class RewardEnvironment(EnvironmentInterface):
         columns = self._columns(message_log_batch, metadata_batch)
         try:
             scores = self._function(prompts, completions, **columns)
-        except Exception as error:  # user code may raise anything
+        except Exception as error:  # User code may raise anything.
             raise self._failure(error) from error
         if inspect.isawaitable(scores):
             return self._await_scores(scores, metadata_batch)
@@ -89,7 +89,7 @@ class RewardEnvironment(EnvironmentInterface):
     async def _await_scores(self, scores: Awaitable[Any], metadata_batch: Metadata) -> EnvironmentReturn:
         try:
             result = await scores
-        except Exception as error:  # user code may raise anything
+        except Exception as error:  # User code may raise anything.
             raise self._failure(error) from error
         return self._answer(result, metadata_batch)
 
@@ -100,13 +100,15 @@ class RewardEnvironment(EnvironmentInterface):
     def _columns(self, logs: Sequence[Log], metadata_batch: Metadata) -> dict[str, list[Any]]:
         names = list(dict.fromkeys(key for metadata in metadata_batch for key in metadata or ()))
         columns = {name: [(metadata or {}).get(name) for metadata in metadata_batch] for name in names}
-        columns["messages"] = [[{"role": m["role"], "content": m["content"]} for m in log] for log in logs]
+        columns["messages"] = [
+            [{"role": message["role"], "content": message["content"]} for message in log] for log in logs
+        ]
         columns |= self.config.arguments
-        taken = [name for name in self._by_position if name in columns and name not in PASSED]
-        if taken:
+        reserved = [name for name in self._by_position if name in columns and name not in PASSED]
+        if reserved:
             raise RolloutDataFailure(
                 f"env.reward: the first two parameters get prompts and completions, got {self.config.reward}({', '.join(self._by_position)}), and "
-                f"{taken[0]} is a column of the data; begin its parameters with prompts, completions"
+                f"{reserved[0]} is a column of the data; begin its parameters with prompts, completions"
             )
         missing = [name for name, required in self._parameters.items() if required and name not in columns]
         if missing and (way_out := FOREIGN_ARGUMENTS.get(missing[0])):
@@ -141,7 +143,10 @@ def _first_two(function: Any) -> list[str]:
     """Return the names of the first two parameters, which get prompts and completions by position; empty where Python does not know them."""
     try:
         parameters = list(inspect.signature(function).parameters.values())[: len(PASSED)]
-        return [f"**{one.name}" if one.kind is one.VAR_KEYWORD else one.name for one in parameters]
+        return [
+            f"**{parameter.name}" if parameter.kind is parameter.VAR_KEYWORD else parameter.name
+            for parameter in parameters
+        ]
     except (TypeError, ValueError):
         return []
 
@@ -155,7 +160,7 @@ def _check_order(by_position: list[str], name: str) -> None:
             "(prompts, completions, ground_truth) and return [compute_score(None, text, truth) for text, truth in zip(completions, ground_truth)]"
         )
     if first == "completions" or second == "prompts":
-        missing = [one for one in PASSED if one not in (first, second)]
+        missing = [parameter for parameter in PASSED if parameter not in (first, second)]
         way_out = f"add {' and '.join(missing)}" if missing else "reorder its parameters"
         raise ConfigError(
             f"env.reward: must take (prompts, completions, ...) in this order, got {name}({', '.join(by_position)}); {way_out}"
@@ -168,6 +173,6 @@ def _named_parameters(function: Any) -> tuple[dict[str, bool], bool]:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return {}, True
-    named = [p for p in parameters[2:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    keywords = [p for p in parameters[2:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return {parameter.name: parameter.default is parameter.empty for parameter in named}, takes_any
+    return {parameter.name: parameter.default is parameter.empty for parameter in keywords}, takes_any

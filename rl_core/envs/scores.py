@@ -24,9 +24,11 @@ def check_rewards(scores: Any, rows: int, *, what: str) -> list[float | None] | 
     values = _values(scores, rows, what)
     if not any(map(has_parts, values)):
         return check_scores(values, rows, what=what)
-    read = [_reward_in_parts(value, row_name(what, row, rows)) for row, value in enumerate(values)]
-    names = dict.fromkeys(name for _, parts in read for name in parts)
-    return {TOTAL: [reward for reward, _ in read]} | {name: [parts.get(name) for _, parts in read] for name in names}
+    rewards_and_parts = [_reward_in_parts(value, row_name(what, row, rows)) for row, value in enumerate(values)]
+    names = dict.fromkeys(name for _, parts in rewards_and_parts for name in parts)
+    return {TOTAL: [reward for reward, _ in rewards_and_parts]} | {
+        name: [parts.get(name) for _, parts in rewards_and_parts] for name in names
+    }
 
 
 def row_name(what: str, row: int, rows: int) -> str:
@@ -43,15 +45,15 @@ def _reward_in_parts(value: Any, place: str) -> tuple[float | None, dict[str, fl
         raise RolloutDataFailure(f"{place}: {error}") from error
 
 
-def _values(scores: Any, rows: int, what: str) -> Sequence[Any]:
+def _values(scores: Any, rows: int, label: str) -> Sequence[Any]:
     values = scores.tolist() if hasattr(scores, "tolist") else scores
     if not isinstance(values, list | tuple):
         raise RolloutDataFailure(
-            f"{what} must return a list of {rows} scores, got {type(scores).__name__}; return one per row"
+            f"{label} must return a list of {rows} scores, got {type(scores).__name__}; return one per row"
         )
     if len(values) != rows:
         raise RolloutDataFailure(
-            f"{what} must return one score per completion ({rows}), got {len(values)}; return one per row"
+            f"{label} must return one score per completion ({rows}), got {len(values)}; return one per row"
         )
     return values
 
@@ -59,10 +61,10 @@ def _values(scores: Any, rows: int, what: str) -> Sequence[Any]:
 def _score(value: Any, place: str) -> float | None:
     if value is None:
         return None
-    is_text = isinstance(value, str | bytes | bytearray)  # text is no score, although float() would accept "1"
+    is_text = isinstance(value, str | bytes | bytearray)  # A text is not a score, although float() would accept "1".
     try:
         number = float(None if is_text else value)  # type: ignore[arg-type]
-    except Exception as error:  # OverflowError, or any exception of a class of the user
+    except Exception as error:  # float() raises OverflowError, and a class of the user may raise anything.
         raise RolloutDataFailure(f"{place}: a score must be a number or None, got {shown(value)}") from error
     if not abs(number) <= LARGEST:
         raise RolloutDataFailure(f"{place}: a score must be finite, got {number}; return None where it does not apply")

@@ -156,7 +156,7 @@ class SessionRouter:
         """Listen on a free port of loopback."""
         app = web.Application(client_max_size=BODY_BYTES)
         app.router.add_route("*", "/{path:.*}", self._answer)
-        # handler_cancellation: a row whose client is gone leaves the engine.
+        # handler_cancellation: when a client disconnects, its row is dropped from the engine.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_SECONDS)
         await self._runner.setup()
         await web.TCPSite(self._runner, HOST, 0, backlog=1024).start()
@@ -188,26 +188,26 @@ class SessionRouter:
 
     async def step_rows(self, rows: Sequence[EnvRow]) -> list[EnvAnswer | EnvFailure]:
         """Return one answer per row, in order. A row whose program runs here already is answered by that run."""
-        sessions, fresh, moved = [], [], []
+        sessions, new_sessions, to_move = [], [], []
         for row in rows:
             request: AgentRequest = (row.metadata or {})[REQUEST]
             endpoint = _Endpoint(request["base_url"], request["api_key"])
             session = self._sessions.get(row.key)
             if session is not None and session.continues(request):
-                moved.append((session, endpoint))
+                to_move.append((session, endpoint))
             else:
                 if session is not None:
                     self._forget(session)
                 session = self._open(row.key, request["attempt"], endpoint)
                 address = {"base_url": self._base_url, "api_key": session.key}
-                fresh.append(
+                new_sessions.append(
                     (session, replace(row, metadata={**(row.metadata or {}), REQUEST: {**request, **address}}))
                 )
             sessions.append(session)
-        if fresh:
-            self._spawn(self._run(fresh))
-        moves = [self._spawn(self._move(session, endpoint)) for session, endpoint in moved]
-        # The answer of a run is worth nothing without the calls that led to it.
+        if new_sessions:
+            self._spawn(self._run(new_sessions))
+        moves = [self._spawn(self._move(session, endpoint)) for session, endpoint in to_move]
+        # The answer of a run cannot be trained without the calls that led to it.
         await asyncio.gather(*map(asyncio.shield, moves))
         return list(await asyncio.gather(*(asyncio.shield(session.answer) for session in sessions)))
 
@@ -252,9 +252,9 @@ class SessionRouter:
         self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        ended = [session for session in self._sessions.values() if session.ended]
-        size = sum(session.bytes for session in ended)
-        for session in ended:
+        ended_sessions = [session for session in self._sessions.values() if session.ended]
+        size = sum(session.bytes for session in ended_sessions)
+        for session in ended_sessions:
             if size > KEPT_BYTES:
                 size -= session.bytes
                 self._forget(session)
@@ -340,7 +340,7 @@ class SessionRouter:
         run = session.run
 
         def keep(record: bytes) -> None:
-            if session.endpoint is not endpoint:  # it was moved meanwhile, without this call
+            if session.endpoint is not endpoint:  # The session was moved meanwhile, without this call.
                 raise _Lost("the session was moved")
             if session.run == run:
                 session.keep(_Call(request.path, body, record))
@@ -348,7 +348,7 @@ class SessionRouter:
         async with self._http.request(
             request.method, endpoint.url(request.path), data=io.BytesIO(body), headers=headers, allow_redirects=False
         ) as answer:
-            if answer.status in (401, 503):  # it has closed the session, or lost its engine
+            if answer.status in (401, 503):  # The rollout has closed the session, or lost its engine.
                 raise _Lost(f"status {answer.status}")
             if answer.content_type == "text/event-stream":
                 return await _pass_events(request, answer, keep)
@@ -378,15 +378,15 @@ async def _pass_events(
             return False
         return True
 
-    rest = b""
+    buffer = b""
     try:
         async for chunk in answer.content.iter_any():
-            *events, rest = (rest + chunk).split(b"\n\n")
+            *events, buffer = (buffer + chunk).split(b"\n\n")
             for event in events:
                 if event.startswith(_EVENT):
                     keep(event.removeprefix(_EVENT))
-            others = b"".join(event + b"\n\n" for event in events if not event.startswith(_EVENT))
-            if others and not await send(others):
+            passed = b"".join(event + b"\n\n" for event in events if not event.startswith(_EVENT))
+            if passed and not await send(passed):
                 break
     except (aiohttp.ClientError, OSError, _Lost) as error:
         if not response.prepared:

@@ -63,7 +63,7 @@ def make_simulator(settings: SimulatorSettings) -> Any:
         raise ConfigError(
             f"env.options.id: {name} needs a package that is not installed: {error}; install rljob[env]"
         ) from error
-    except Exception as error:  # gymnasium and user code raise anything
+    except Exception as error:  # gymnasium and user code may raise anything.
         raise ConfigError(f"env.options.id: {name} could not be built: {describe(error)}; correct it") from error
 
 
@@ -101,29 +101,28 @@ class Simulator:
         rewards: list[float] = []
         successes: list[bool] = []
         frames: list[Any] = []
-        taken: dict[int, Any] = {}
+        interventions: dict[int, Any] = {}
         terminated = truncated = False
         obs: Observation = {}
-        for index, action in enumerate(
-            actions.tolist() if actions.ndim == 1 else actions
-        ):  # numbers of Python are quicker
+        # Numbers of Python are faster than arrays here.
+        for index, action in enumerate(actions.tolist() if actions.ndim == 1 else actions):
             answer = self._step(self._action(action))
             if type(answer) is not tuple or len(answer) != 5:
                 raise RolloutDataFailure(
                     f"{self._label}: step must return (observation, reward, terminated, truncated, info), got {type(answer).__name__}"
                 )
-            raw, reward, ended, cut, info = answer
+            raw, reward, raw_terminated, raw_truncated, info = answer
             obs = self._observation(raw, request.row)
             rewards.append(self._reward(reward))
-            terminated, truncated = bool(ended), bool(cut)
+            terminated, truncated = bool(raw_terminated), bool(raw_truncated)
             successes.append(bool(info) and any(bool(info.get(name)) for name in SUCCESS))
             if info and info.get(INTERVENTION) is not None:
-                taken[index] = self._taken(info[INTERVENTION], np.asarray(actions[index]))
+                interventions[index] = self._taken(info[INTERVENTION], np.asarray(actions[index]))
             if self._camera:
                 frames += self._camera.after_step(last=terminated or truncated)
             if terminated or truncated:
                 break
-        flags = np.isin(np.arange(len(actions)), list(taken)) if taken else None
+        flags = np.isin(np.arange(len(actions)), list(interventions)) if interventions else None
         done = terminated or truncated
         final_obs = obs if done else None
         if done and self._auto_reset:
@@ -137,8 +136,10 @@ class Simulator:
             terminated=terminated,
             truncated=truncated,
             successes=tuple(successes),
-            intervene_actions=np.stack([taken.get(at, np.zeros_like(action)) for at, action in enumerate(actions)])
-            if taken
+            intervene_actions=np.stack(
+                [interventions.get(step, np.zeros_like(action)) for step, action in enumerate(actions)]
+            )
+            if interventions
             else None,
             intervene_flags=flags,
             frames=frames,
@@ -172,14 +173,14 @@ class Simulator:
             ).reshape(self.action_space.shape)
         return action
 
-    def _taken(self, action: Any, like: np.ndarray) -> np.ndarray:
-        """Return the action of a person in the form of the policy's, `like`."""
-        taken = np.asarray(action) - (int(self.action_space.start) if self._discrete else 0)
-        if taken.size != like.size:
+    def _taken(self, action: Any, planned: np.ndarray) -> np.ndarray:
+        """Return the action of a person in the form of the policy's, `planned`."""
+        numbers = np.asarray(action) - (int(self.action_space.start) if self._discrete else 0)
+        if numbers.size != planned.size:
             raise RolloutDataFailure(
-                f"{self._label}: info[{INTERVENTION!r}] must have the {like.size} numbers of an action, got {taken.size}"
+                f"{self._label}: info[{INTERVENTION!r}] must have the {planned.size} numbers of an action, got {numbers.size}"
             )
-        return taken.reshape(like.shape).astype(like.dtype)
+        return numbers.reshape(planned.shape).astype(planned.dtype)
 
     def _reward(self, reward: Any) -> float:
         number = float(reward) if isinstance(reward, NUMBERS) else math.nan
@@ -198,31 +199,31 @@ class Simulator:
             if math.isfinite(sum(copied.tolist())):
                 return {"states": copied}
         if isinstance(raw, dict):
-            named = {str(name): np.asarray(value) for name, value in raw.items()}
+            arrays = {str(name): np.asarray(value) for name, value in raw.items()}
         else:
             array = np.asarray(raw)
-            named = {"pixels" if array.ndim == 3 else "states": array}
-        found = {}
-        for name, array in named.items():
+            arrays = {"pixels" if array.ndim == 3 else "states": array}
+        observation = {}
+        for name, array in arrays.items():
             if array.dtype == np.float64:
                 array = array.astype(np.float32)
             if array.dtype.kind not in "buif" or (array.dtype.kind == "f" and not np.isfinite(array).all()):
                 raise RolloutDataFailure(
                     f"{self._label}: observation {name} must be finite numbers, got {array.dtype} {array.reshape(-1)[:4]}"
                 )
-            found[name] = array
-        shapes = {name: array.shape for name, array in found.items()}
+            observation[name] = array
+        shapes = {name: array.shape for name, array in observation.items()}
         expected = (self._shapes or shapes) | {name: array.shape[1:] for name, array in self._column.items()}
         if shapes != expected:
             raise RolloutDataFailure(f"{self._label}: observations must keep their shapes {expected}, got {shapes}")
         self._shapes = shapes
         for name, column in self._column.items():
-            np.copyto(column[row], found.pop(name), casting="safe")
-        found = {name: np.array(array) for name, array in found.items()}
-        states = found.get("states")
-        if len(found) == 1 and states is not None and states.ndim == 1 and states.dtype.kind == "f":
+            np.copyto(column[row], observation.pop(name), casting="safe")
+        observation = {name: np.array(array) for name, array in observation.items()}
+        states = observation.get("states")
+        if len(observation) == 1 and states is not None and states.ndim == 1 and states.dtype.kind == "f":
             self._vector = states.shape
-        return found
+        return observation
 
 
 class SimulatorServer:

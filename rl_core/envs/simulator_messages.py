@@ -42,7 +42,7 @@ def answer_to_arrays(answer: SimulatorAnswer) -> dict[str, Any]:
     arrays = {f"obs.{name}": array for name, array in answer.obs.items()}
     if answer.final_obs is not None:
         arrays |= {f"final_obs.{name}": array for name, array in answer.final_obs.items()}
-    arrays |= {f"frames.{number}": frame for number, frame in enumerate(answer.frames)}
+    arrays |= {f"frames.{index}": frame for index, frame in enumerate(answer.frames)}
     if answer.intervene_flags is not None:
         arrays |= {"intervene_actions": answer.intervene_actions, "intervene_flags": answer.intervene_flags}
     if answer.rewards:
@@ -55,9 +55,9 @@ def answer_from_arrays(arrays: Arrays) -> SimulatorAnswer:
     """Return the answer that `answer_to_arrays` converted to `arrays`."""
     parts: dict[str, dict[str, np.ndarray]] = {"obs": {}, "final_obs": {}, "frames": {}}
     for name, array in arrays.items():
-        outer, dot, inner = name.partition(".")
+        part, dot, field = name.partition(".")
         if dot:
-            parts[outer][inner] = array
+            parts[part][field] = array
     if "rewards" not in arrays:
         return SimulatorAnswer(obs=parts["obs"], frames=list(parts["frames"].values()))
     terminated, truncated, *successes = arrays["ends"].tolist()

@@ -96,7 +96,7 @@ class LocalSlots:
 def _close(simulator: Simulator) -> None:
     try:
         simulator.close()
-    except Exception:  # a simulator raises anything, and one that has failed may not be able to close
+    except Exception:  # A simulator may raise anything, and one that has failed may be unable to close.
         logger.warning("a simulator raised as it was closed", exc_info=True)
 
 
@@ -154,15 +154,15 @@ class ProcessSlots:
         deadline = time.monotonic() + self._step_seconds
         while waiting:
             ready = poll.poll(max(deadline - time.monotonic(), 0.0) * 1000)
-            for number in [number for number, _ in ready] or list(waiting):
-                index = waiting[number]
+            for descriptor in [descriptor for descriptor, _ in ready] or list(waiting):
+                index = waiting[descriptor]
                 child = self._children[index]
                 assert child is not None
                 outcome = self._answer_of(child) if ready else self._late(child)
                 if outcome is not None:
                     outcomes[index] = outcome
-                    del waiting[number]
-                    poll.unregister(number)
+                    del waiting[descriptor]
+                    poll.unregister(descriptor)
         return outcomes
 
     def write_to(self, columns: Sequence[ColumnAddress | None]) -> None:

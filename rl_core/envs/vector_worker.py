@@ -99,7 +99,7 @@ class EnvWorker(Worker):
             await self._open(exchange, request)
             return await (self._evaluate if request.mode == "eval" else self._collect)(exchange, request)
         except Exception:
-            exchange.disconnect()  # tells the rollouts that no observations follow
+            exchange.disconnect()  # Tells the rollouts that no observations follow.
             raise
         finally:
             exchange.close()
@@ -112,34 +112,40 @@ class EnvWorker(Worker):
         If all rollouts of a stage lend shared memory, its large observations are written there.
         """
         index = request.envs.index(self.rank)
-        lent: dict[tuple[str, int], np.ndarray] = {}
+        lent_columns: dict[tuple[str, int], np.ndarray] = {}
         for rollout in range(len(request.rollouts)):
             if request.address(index, rollout) is not None:
                 with self.waiting("connection", f"rollout:{request.rollouts[rollout]}"):
                     opening, connection = await exchange.accept(request.opening_key(rollout))
-                lent |= {(key, rollout): packed for key, packed in opening.items()}
+                lent_columns |= {(key, rollout): packed for key, packed in opening.items()}
                 for stage in range(self.options.stages):
                     exchange.connect(request.key(stage, index, rollout), connection)
-        every = routes(self.per_stage, env_workers=len(request.envs), rollouts=len(request.rollouts), group=self._group)
+        all_routes = routes(
+            self.per_stage, env_workers=len(request.envs), rollouts=len(request.rollouts), group=self._group
+        )
         for stage, env in enumerate(self.envs):
-            mine = [one for one in every if one.env == index]
-            places = [lent.get((request.columns_key(stage), one.rollout)) for one in mine]
+            own_routes = [route for route in all_routes if route.env == index]
+            places = [lent_columns.get((request.columns_key(stage), route.rollout)) for route in own_routes]
             columns = [
-                columns_of(packed, one.size) for packed, one in zip(places, mine, strict=True) if packed is not None
+                columns_of(packed, route.size)
+                for packed, route in zip(places, own_routes, strict=True)
+                if packed is not None
             ]
-            if len(columns) == len(mine):
+            if len(columns) == len(own_routes):
                 env.share([column for part in columns for column in part])
         self._parts = [
             [
-                _Part(request.key(stage, index, one.rollout), one.size, f"rollout:{request.rollouts[one.rollout]}")
-                for one in every
-                if one.env == index
+                _Part(
+                    request.key(stage, index, route.rollout), route.size, f"rollout:{request.rollouts[route.rollout]}"
+                )
+                for route in all_routes
+                if route.env == index
             ]
             for stage in range(self.options.stages)
         ]
 
     async def _collect(self, exchange: DirectChannel, request: CollectionRequest) -> EpisodeStats:
-        before, parts = sum(env.num_steps for env in self.envs), []
+        num_before, parts = sum(env.num_steps for env in self.envs), []
         for epoch in range(self.options.rollout_epochs):
             self.update_reset_state_ids(request.step, epoch)
             for env in self.envs if epoch else ():
@@ -147,7 +153,7 @@ class EnvWorker(Worker):
             parts.append(await self._run_epoch(exchange))
         return EpisodeStats(
             episodes=[episode for part in parts for episode in part.episodes],
-            steps=sum(env.num_steps for env in self.envs) - before,
+            steps=sum(env.num_steps for env in self.envs) - num_before,
             lost=sum(part.lost for part in parts),
             interventions=sum(part.interventions for part in parts),
         )
@@ -156,23 +162,23 @@ class EnvWorker(Worker):
         """Make the steps of a rollout epoch; return its episodes."""
         stages = range(self.options.stages)
         episodes: list[dict[str, Any]] = []
-        lost = interventions = 0
+        num_lost = interventions = 0
         if self._prefetched is None:
             self.prefetch_train_bootstrap()
-        first, self._prefetched = self._prefetched or [], None
+        outputs, self._prefetched = self._prefetched or [], None
         for stage in stages:
-            first[stage].env_ids = np.arange(self.per_stage, dtype=np.int64) + self._first_env(stage)
-            self._send(exchange, stage, first[stage])
+            outputs[stage].env_ids = np.arange(self.per_stage, dtype=np.int64) + self._first_env(stage)
+            self._send(exchange, stage, outputs[stage])
         for _ in range(self.options.decisions):
             for stage in stages:
-                chosen = await self._receive(exchange, stage)
-                output = self.env_interact_step(chosen, stage)
+                actions = await self._receive(exchange, stage)
+                output = self.env_interact_step(actions, stage)
                 self._send(exchange, stage, output)
                 episodes.extend(output.final_info or ())
-                lost += int(output.lost.sum()) if output.lost is not None else 0
+                num_lost += int(output.lost.sum()) if output.lost is not None else 0
                 interventions += int(output.intervene_flags.sum()) if output.intervene_flags is not None else 0
             self.record_progress("env_steps", self.options.num_envs)
-        return EpisodeStats(episodes=episodes, lost=lost, interventions=interventions)
+        return EpisodeStats(episodes=episodes, lost=num_lost, interventions=interventions)
 
     async def _evaluate(self, exchange: DirectChannel, request: CollectionRequest) -> EpisodeStats:
         index, workers = request.envs.index(self.rank), len(request.envs)
@@ -204,8 +210,8 @@ class EnvWorker(Worker):
         if self._evaluation is None or self._evaluation.num_envs != count:
             if self._evaluation is not None:
                 self._evaluation.close()
-            every = -(-self.options.eval_horizon // FRAMES) if self.options.videos else 0
-            self._evaluation = self._build(count, False, None, record_every=every)
+            frame_interval = -(-self.options.eval_horizon // FRAMES) if self.options.videos else 0
+            self._evaluation = self._build(count, False, None, record_every=frame_interval)
         return self._evaluation
 
     # --- simulators --------------------------------------------------------------------------------------------------
@@ -292,15 +298,15 @@ class EnvWorker(Worker):
 
     def _send(self, exchange: DirectChannel, stage: int, output: EnvOutput) -> None:
         """Send each rollout its simulators' part of the output."""
-        begin = 0
+        start = 0
         for part in self._parts[stage]:
-            whole = part.size == self.per_stage
-            exchange.put(output if whole else slice_output(output, begin, begin + part.size), part.key)
-            begin += part.size
+            single = part.size == self.per_stage
+            exchange.put(output if single else slice_output(output, start, start + part.size), part.key)
+            start += part.size
 
     async def _receive(self, exchange: DirectChannel, stage: int) -> np.ndarray:
         """Return the actions of a stage [B, C, ...] from all rollouts that serve it."""
-        chosen = []
+        parts = []
         for part in self._parts[stage]:
             with self.waiting("actions", part.rollout):
                 actions = np.asarray(await exchange.get_async(part.key))
@@ -308,8 +314,8 @@ class EnvWorker(Worker):
                 raise InfrastructureError(
                     f"actions of {part.size} simulators are expected from {part.rollout}, got {len(actions)}"
                 )
-            chosen.append(actions)
-        return chosen[0] if len(chosen) == 1 else np.concatenate(chosen)
+            parts.append(actions)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 class _Part(NamedTuple):

@@ -32,25 +32,25 @@ class Camera:
 
     def __init__(self, env: Any, every: int) -> None:
         """Render `env` every `every` steps. Raises ConfigError when its `render()` gives no image of [height, width, 3] bytes."""
-        self._env, self._every = env, every
-        self._on, self._steps = False, 0
+        self._env, self._interval = env, every
+        self._recording, self._steps = False, 0
         env.reset(seed=0)
         self._frame()
 
     def begin(self, on: bool) -> list[np.ndarray]:
         """Return the frames of the beginning of an episode, none unless it is recorded (`on`)."""
-        self._on, self._steps = on, 0
+        self._recording, self._steps = on, 0
         return [self._frame()] if on else []
 
     def after_step(self, *, last: bool) -> list[np.ndarray]:
         """Return the frames that follow a step; `last`: the episode ended with it."""
         self._steps += 1
-        return [self._frame()] if self._on and (last or self._steps % self._every == 0) else []
+        return [self._frame()] if self._recording and (last or self._steps % self._interval == 0) else []
 
     def _frame(self) -> np.ndarray:
         try:
             frame = np.asarray(self._env.render())
-        except Exception as error:  # a simulator raises anything
+        except Exception as error:  # A simulator may raise anything.
             raise ConfigError(
                 f"env.options.videos: the simulator could not render: {describe(error)}; install what it needs or set videos to 0"
             ) from error
@@ -67,5 +67,5 @@ def gif(frames: Sequence[np.ndarray]) -> bytes:
     """Return a GIF file that shows the images [height, width, 3] one after the other, and begins anew at the end."""
     import imageio.v3
 
-    written: bytes = imageio.v3.imwrite("<bytes>", np.stack(frames), extension=".gif", duration=FRAME_MS, loop=0)
-    return written
+    data: bytes = imageio.v3.imwrite("<bytes>", np.stack(frames), extension=".gif", duration=FRAME_MS, loop=0)
+    return data

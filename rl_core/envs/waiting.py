@@ -80,12 +80,12 @@ class Suspects:
         """Count and answer a row whose process ended when it was called alone."""
         self._strike(row, message, "death", DEATHS_OF_A_SAMPLE, InfrastructureError)
 
-    def _strike(self, row: WaitingRow, message: str, what: str, limit: int, kind: type[RLJobError]) -> None:
+    def _strike(self, row: WaitingRow, message: str, cause: str, limit: int, kind: type[RLJobError]) -> None:
         count = 1
         if row.key:
             strikes = self._strikes.setdefault(row.key, Counter())
-            strikes[what] += 1
-            count = strikes[what]
+            strikes[cause] += 1
+            count = strikes[cause]
             if len(self._strikes) > REMEMBERED:
                 self._strikes.popitem(last=False)
         if count >= limit:

@@ -129,7 +129,7 @@ class BackgroundPool:
         """Start the pool's processes and wait for them. `routed`: they run agent programs. Raises what `EnvPool.start` raises."""
         self.pool = pool
         self._router: SessionRouter | None = None
-        if routed:  # other env workers do not load the HTTP server
+        if routed:  # Other env workers need no HTTP server, so they do not load it.
             from rl_core.envs import sessions
 
             self._router = sessions.SessionRouter(pool)

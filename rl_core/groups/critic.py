@@ -89,18 +89,18 @@ class Critic(Worker):
         that step, or has trained a later one.
         """
         self._check_version(version)
-        found: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
+        values_of_rows: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
         masks = [np.arange(len(row)) > 0 for row in rows]
-        whole = step_rows([{"input_ids": row, "loss_mask": mask} for row, mask in zip(rows, masks, strict=True)])
-        cuts = plan_microbatches(whole.lengths, token_budget=self._spec.actor.micro_batch_tokens)
+        all_rows = step_rows([{"input_ids": row, "loss_mask": mask} for row, mask in zip(rows, masks, strict=True)])
+        cuts = plan_microbatches(all_rows.lengths, token_budget=self._spec.actor.micro_batch_tokens)
         scored = self._backend.score_rows(
-            [whole.take(cut) for cut in cuts], proceed=self._progress, log_probs=False, values=True
+            [all_rows.take(indices) for indices in cuts], proceed=self._progress, log_probs=False, values=True
         )
-        for cut, part in zip(cuts, scored, strict=True):
+        for indices, part in zip(cuts, scored, strict=True):
             assert part.values is not None
-            for place, index in enumerate(cut):
-                found[index] = part.values[place, : whole.lengths[index]].numpy()
-        return found
+            for row_in_batch, index in enumerate(indices):
+                values_of_rows[index] = part.values[row_in_batch, : all_rows.lengths[index]].numpy()
+        return values_of_rows
 
     def add_rows(self, version: int, data_rank: int, rows: Sequence[CriticRow]) -> None:
         """Store the rows that a data rank of the actor sends for the next `run_training`; they replace those that it sent before."""
@@ -117,11 +117,11 @@ class Critic(Worker):
         self._check_version(step - 1)
         if missing := [rank for rank in range(data_ranks) if rank not in self._rows]:
             raise DataError(f"the critic must have the rows of {data_ranks} data ranks, got none of {missing}")
-        began, algorithm, report = time.perf_counter(), self._spec.algorithm, StepMetrics(self.manager.counts)
-        sent = [row for rank in range(data_ranks) for row in self._rows[rank]]
-        sent.sort(key=lambda row: natural_key(row.group_id))  # the order by which the actors number the rows
+        start, algorithm, report = time.perf_counter(), self._spec.algorithm, StepMetrics(self.manager.counts)
+        sent_rows = [row for rank in range(data_ranks) for row in self._rows[rank]]
+        sent_rows.sort(key=lambda row: natural_key(row.group_id))  # the order by which the actors number the rows
         names = ("input_ids", "loss_mask", "values", "returns")
-        rows = step_rows([{name: getattr(row, name) for name in names} for row in sent])
+        rows = step_rows([{name: getattr(row, name) for name in names} for row in sent_rows])
         for epoch in range(algorithm.update_epochs):
             plan = plan_pass(
                 rows.lengths,
@@ -134,10 +134,12 @@ class Critic(Worker):
             for (share,) in plan.minibatches:
                 self._train_minibatch(rows.take(share), report)
         self._rows, self.manager.global_step = {}, step
-        metrics = report.finish(self.manager.ranks, tokens=sum(rows.lengths), seconds=time.perf_counter() - began)
+        metrics = report.finish(self.manager.ranks, tokens=sum(rows.lengths), seconds=time.perf_counter() - start)
         renamed = METRICS | {name: name for name in SHARED_METRICS}
         return {
-            f"train/{ours}": metrics[f"actor/{name}"] for name, ours in renamed.items() if f"actor/{name}" in metrics
+            f"train/{own_name}": metrics[f"actor/{name}"]
+            for name, own_name in renamed.items()
+            if f"actor/{name}" in metrics
         }
 
     def set_global_step(self, global_step: int) -> None:
@@ -153,8 +155,8 @@ class Critic(Worker):
 
         See `ModelManager.save_checkpoint`.
         """
-        written = self.manager.save_checkpoint(str(Path(save_path) / FOLDER), step, in_background)
-        digests = await written if isinstance(written, Awaitable) else written
+        result = self.manager.save_checkpoint(str(Path(save_path) / FOLDER), step, in_background)
+        digests = await result if isinstance(result, Awaitable) else result
         return {f"{FOLDER}/{name}": digest for name, digest in digests.items()}
 
     def load_checkpoint(self, load_path: str) -> None:
@@ -176,7 +178,7 @@ class Critic(Worker):
             self.manager.counts.empty += 1
             return
         cuts = plan_microbatches(rows.lengths, token_budget=self._spec.actor.micro_batch_tokens)
-        parts = [rows.take(cut) for cut in cuts]
+        parts = [rows.take(indices) for indices in cuts]
         stats = self._backend.forward_backward(parts, self._objective, normalizers, proceed=self._progress)
         norm, rates = self.manager.optimizer_step()
         report.add_step(stats, norm=norm, rate=rates[0])

@@ -52,8 +52,8 @@ class Inference(PolicyWorker):
             return await asyncio.to_thread(self._scored, model, rows, temperature)
 
     def _scored(self, model: Any, rows: Sequence[np.ndarray], temperature: float) -> list[np.ndarray]:
-        found: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
+        log_probs: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
         for index, targets, scores in token_scores(model, rows, temperature, batch_tokens=self._batch_tokens):
-            found[index] = after_nothing(entries(targets, scores))
+            log_probs[index] = after_nothing(entries(targets, scores))
         self.record_progress("inference_rows", len(rows))
-        return found
+        return log_probs

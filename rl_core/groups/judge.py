@@ -111,15 +111,15 @@ class Judge(Worker):
             raise ConfigError(
                 f"config.maxNewTokens: must be below the {length} tokens of message and answer, got {self._config.max_new_tokens}; lower it"
             )
-        self._longest = length - self._config.max_new_tokens
+        self._max_message_tokens = length - self._config.max_new_tokens
         """Most tokens of a message to the judge."""
-        ends = model.generation_config.eos_token_id
+        eos = model.generation_config.eos_token_id
         engine = HFEngine(
             model,
             self._tokenizer,
             max_batch=self._config.max_batch,
             max_seq_len=length,
-            eos_token_ids=ends if isinstance(ends, list) else [] if ends is None else [ends],
+            eos_token_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
         )
         self._loop = EngineLoop(engine, on_tokens=lambda tokens: self.record_progress("judge_tokens", tokens))
         params = SamplingParams(
@@ -157,24 +157,26 @@ class Judge(Worker):
             template=self._config.chat_template,
             generate=True,
         )
-        if not 1 <= len(ids) <= self._longest:
-            return self._failure(f"a message to the judge must have 1 to {self._longest} tokens, got {len(ids)}")
+        if not 1 <= len(ids) <= self._max_message_tokens:
+            return self._failure(
+                f"a message to the judge must have 1 to {self._max_message_tokens} tokens, got {len(ids)}"
+            )
         reason = ""
         for attempt in range(1, self._config.attempts + 1):
             self.counts["retries"] += attempt > 1
             output = await self._generator.generate_row(ids, seed=sample_seed(self._config.seed, message, 0, attempt))
             self.counts["answers"] += 1
             answer = self._tokenizer.decode(output.ids, skip_special_tokens=True)
-            number, reason = self._read(answer)
-            if number is not None:
+            score, reason = self._read(answer)
+            if score is not None:
                 explain = isinstance(row, Mapping) and row.get("explain")
-                return {"score": number, EXPLANATION: bounded_explanation(answer)} if explain else number
+                return {"score": score, EXPLANATION: bounded_explanation(answer)} if explain else score
         return self._failure(f"the judge gave no score in {self._config.attempts} answers, in the last one {reason}")
 
     def _message(self, row: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
         """Return the message to the judge about `row`. Raises TemplateError and DataError."""
         messages = row["messages"] if isinstance(row, Mapping) else row
-        if not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
+        if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages):
             raise DataError(
                 f"a conversation must be a list of {{role, content}}, got {messages!r:.200}; correct the call"
             )
@@ -191,16 +193,16 @@ class Judge(Worker):
     def _read(self, answer: str) -> tuple[float | None, str]:
         """Return (score of `answer`, ""), or (None, why it has none)."""
         try:
-            found = self._parse(answer)
-            number = None if found is None else float(found)
+            parsed = self._parse(answer)
+            score = None if parsed is None else float(parsed)
         except Exception as error:  # noqa: BLE001 - code of the user may raise anything
             return None, f"the parser raised {describe(error)} for {shown(answer)}"
-        if number is None:
+        if score is None:
             return None, f"no score was found: {shown(answer)}"
         low, high = self._config.minimum, self._config.maximum
-        if not (math.isfinite(number) and low <= number <= high):
+        if not (math.isfinite(score) and low <= score <= high):
             return None, f"the score is not in [{low:g}, {high:g}]: {shown(answer)}"
-        return number, ""
+        return score, ""
 
     def _failure(self, reason: str) -> dict[str, str]:
         self.counts["failures"] += 1
@@ -216,5 +218,5 @@ def _parser(reference: str | None) -> Callable[[str], Any]:
 
 def marked_number(answer: str) -> float | None:
     """Return the number between the last <score> and </score> of `answer`, None where there is none."""
-    found = SCORE.findall(answer)
-    return float(found[-1]) if found else None
+    matches = SCORE.findall(answer)
+    return float(matches[-1]) if matches else None

@@ -95,9 +95,9 @@ def token_scores(
         ids, mask = padded([rows[index].tolist() for index in batch], pad=0, device=device)
         with torch.inference_mode():
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        for place, index in enumerate(batch):
-            scores = (logits[place, : len(rows[index]) - 1].float() / temperature).log_softmax(dim=-1)
-            yield index, ids[place, 1 : len(rows[index])], scores
+        for row_in_batch, index in enumerate(batch):
+            scores = (logits[row_in_batch, : len(rows[index]) - 1].float() / temperature).log_softmax(dim=-1)
+            yield index, ids[row_in_batch, 1 : len(rows[index])], scores
 
 
 def entries(targets: Tensor, scores: Tensor) -> Tensor:
@@ -107,8 +107,8 @@ def entries(targets: Tensor, scores: Tensor) -> Tensor:
 
 def after_nothing(values: Tensor) -> np.ndarray:
     """Return `values` [T - 1, ...] on the CPU after a first entry of 0, [T, ...]."""
-    whole: np.ndarray = torch.cat([values.new_zeros(1, *values.shape[1:]), values]).cpu().numpy()
-    return whole
+    padded_values: np.ndarray = torch.cat([values.new_zeros(1, *values.shape[1:]), values]).cpu().numpy()
+    return padded_values
 
 
 def padded(rows: Sequence[Sequence[int]], *, pad: int, device: str | torch.device) -> tuple[torch.Tensor, torch.Tensor]:

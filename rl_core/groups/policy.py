@@ -77,9 +77,9 @@ class PolicyWorker(WeightMethods):
                         break
                     self._in_use.release()  # an update began while the block waited for its turn
         except TimeoutError as error:
-            wanted = "weights" if version is None else f"version {version} of the weights"
+            description = "weights" if version is None else f"version {version} of the weights"
             raise DeadlineExceeded(
-                f"{self.identity.name} must serve {wanted} within {seconds:g} s, it is at {self._served}"
+                f"{self.identity.name} must serve {description} within {seconds:g} s, it is at {self._served}"
             ) from error
         try:
             if version is not None and self._served != version:

@@ -70,18 +70,18 @@ class RewardModel(Worker):
         ]
         usable = [index for index, row in enumerate(ids) if 1 <= len(row) <= self._limit]
         for batch in batches([len(ids[index]) for index in usable], tokens=self._config.batch_tokens):
-            chosen = [usable[index] for index in batch]
-            tokens, mask = padded([ids[index] for index in chosen], pad=self._pad, device=self.device)
+            selected = [usable[index] for index in batch]
+            tokens, mask = padded([ids[index] for index in selected], pad=self._pad, device=self.device)
             with torch.inference_mode():
                 logits = self._model(input_ids=tokens, attention_mask=mask).logits[:, 0].float().tolist()
-            for index, logit in zip(chosen, logits, strict=True):
+            for index, logit in zip(selected, logits, strict=True):
                 scores[index] = logit
         self.record_progress("scores", len(rows))
         return scores
 
     def _ids(self, row: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[int]:
         messages = row["messages"] if isinstance(row, Mapping) else row
-        if not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
+        if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages):
             raise DataError(
                 f"a conversation must be a list of {{role, content}}, got {messages!r:.200}; correct the call"
             )

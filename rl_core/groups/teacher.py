@@ -62,10 +62,10 @@ class Teacher(Worker):
 
         The logits are divided by `temperature`. Raises DataError for an empty row and for ids outside the vocabulary.
         """
-        found: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
+        results: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
         for index, targets, scores in self._scored(rows, temperature):
-            found[index] = after_nothing(entries(targets, scores))
-        return found
+            results[index] = after_nothing(entries(targets, scores))
+        return results
 
     def top_log_probs(self, rows: Sequence[np.ndarray], temperature: float, top_k: int) -> list[TopScores]:
         """Return log p(row[t] | row[:t]) of each row, and those of the `top_k` likeliest tokens in the place of row[t].
@@ -77,12 +77,12 @@ class Teacher(Worker):
                 f"algorithm.distillation.topK must be in [1, {self._shared}], the tokens of student and teacher, got {top_k}; lower it"
             )
         empty = np.zeros(0, np.float32)
-        found: list[TopScores] = [(empty, empty, empty)] * len(rows)
+        results: list[TopScores] = [(empty, empty, empty)] * len(rows)
         for index, targets, scores in self._scored(rows, temperature):
             top = scores[:, : self._shared].topk(top_k, dim=-1)
             parts = (entries(targets, scores), top.indices.to(torch.int32), top.values)
-            found[index] = (after_nothing(parts[0]), after_nothing(parts[1]), after_nothing(parts[2]))
-        return found
+            results[index] = (after_nothing(parts[0]), after_nothing(parts[1]), after_nothing(parts[2]))
+        return results
 
     def _scored(self, rows: Sequence[np.ndarray], temperature: float) -> Iterator[tuple[int, Tensor, Tensor]]:
         yield from token_scores(self._model, rows, temperature, batch_tokens=self._config.batch_tokens)
@@ -96,12 +96,12 @@ def _tokens(tokenizer: Tokenizer) -> int:
 
 def check_tokenizers(student: Tokenizer, teacher: Tokenizer) -> None:
     """Raise ConfigError unless every token of the student has the same id for the teacher, which is given ids and no text."""
-    known = teacher.backend.get_vocab(with_added_tokens=True)
+    teacher_ids = teacher.backend.get_vocab(with_added_tokens=True)
     vocabulary = student.backend.get_vocab(with_added_tokens=True)
-    differing = sorted((index, token) for token, index in vocabulary.items() if known.get(token) != index)
+    differing = sorted((index, token) for token, index in vocabulary.items() if teacher_ids.get(token) != index)
     if differing:
         index, token = differing[0]
         raise ConfigError(
             f"config.modelPath: a teacher must have the tokens of model.path, got {len(differing)} of {len(vocabulary)} that differ, "
-            f"the first {token!r}, which is {index} for the student and {known.get(token)} for the teacher; take a teacher of the same family"
+            f"the first {token!r}, which is {index} for the student and {teacher_ids.get(token)} for the teacher; take a teacher of the same family"
         )

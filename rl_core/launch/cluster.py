@@ -84,7 +84,7 @@ class Cluster(WorkerCluster):
         node = NodeInfo(0, slots, "GPU" if gpus else "slot")
         self._inventory, self._slots, self._gpus = Inventory([node]), slots, gpus
         self._groups: set[str] = set()
-        self._ended: dict[str, str] = {}
+        self._end_reasons: dict[str, str] = {}
         """Group name -> reason, for groups whose processes have ended and are not started again."""
         self._close_lock = threading.Lock()
         """Guards `_closed`: the end of the script and `close` may come at the same time."""
@@ -167,7 +167,7 @@ class Cluster(WorkerCluster):
             )
         placements = strategy.get_placement(self._inventory, isolate_gpu)
         if not self._gpus:
-            placements = [_on_cpu(place) for place in placements]
+            placements = [_on_cpu(placement) for placement in placements]
         self._groups.add(name)
         self.sizes[name] = len(placements)
         self._pods.start(script_pods.worker_pod(name, placements, self._environ))
@@ -181,8 +181,8 @@ class Cluster(WorkerCluster):
         def check() -> None:
             on_poll()
             for name in names:
-                if name in self._ended:
-                    raise InfrastructureError(f"the processes of group {name} have ended: {self._ended[name]}")
+                if name in self._end_reasons:
+                    raise InfrastructureError(f"the processes of group {name} have ended: {self._end_reasons[name]}")
 
         super().wait_ready(names, timeout, on_poll=check)
 
@@ -190,15 +190,15 @@ class Cluster(WorkerCluster):
         if pod.expected:
             return
         reason = pod.reason or f"its supervisor ended with code {pod.returncode}"
-        self._ended[pod.role] = reason
+        self._end_reasons[pod.role] = reason
         for member in self.members():
             if member.group == pod.role:
                 self.hub.declare_lost(member, reason)
 
 
-def _on_cpu(place: Placement) -> Placement:
+def _on_cpu(placement: Placement) -> Placement:
     """Return the placement of a process in a slot that is no accelerator."""
-    return replace(place, visible_accelerators=[], accelerator_type=None, local_accelerator_rank=-1)
+    return replace(placement, visible_accelerators=[], accelerator_type=None, local_accelerator_rank=-1)
 
 
 def _check_name(name: str) -> None:

@@ -59,8 +59,8 @@ class ControlClient:
         try:
             with _OPENER.open(request, timeout=TIMEOUT) as answer:
                 text = answer.read()
-                given = call.verify(answer.status, answer.headers, text) if call is not None else ""
-                found = json.loads(text)
+                proof = call.verify(answer.status, answer.headers, text) if call is not None else ""
+                document = json.loads(text)
         except urllib.error.HTTPError as error:
             with error:
                 if error.code == http.HTTPStatus.BAD_REQUEST:
@@ -68,7 +68,7 @@ class ControlClient:
             return None, ""
         except (OSError, ValueError, http.client.HTTPException, NotTheRunner):
             return None, ""
-        return (found, given) if isinstance(found, dict) else (None, "")
+        return (document, proof) if isinstance(document, dict) else (None, "")
 
     def _signed(self, method: str, path: str, body: bytes, challenge: str) -> SignedCall | None:
         if not self._token_file.is_file():

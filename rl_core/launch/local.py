@@ -90,7 +90,7 @@ class LocalCluster:
         """The last status of the runner."""
         self.failure = ""
         """Why the run failed, with the last lines of the process that caused it."""
-        self._first = plan
+        self._first_plan = plan
         self._plan_for = plan_for
         self._job = job
         self._resume = resume
@@ -189,16 +189,16 @@ class LocalCluster:
     # --- start -----------------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        self._space.open(uid=self._first.uid, job=self._job)
-        self._plan = self._localised(self._first)
+        self._space.open(uid=self._first_plan.uid, job=self._job)
+        self._plan = self._localised(self._first_plan)
         port = control_port(self._plan)
         self._control = self._client(port) if port else None
-        constant = {"RLJOB_GRACE_SECONDS": str(STOP_SECONDS), "RLJOB_FIRST_EPOCH": str(self._first.epoch)}
+        constant = {"RLJOB_GRACE_SECONDS": str(STOP_SECONDS), "RLJOB_FIRST_EPOCH": str(self._first_plan.epoch)}
         self._pods = LocalPods(
             self._space,
             environ={**self._environ, **constant},
             on_end=self._on_pod_end,
-            say=lambda text: self._say(text),  # `run` replaces it
+            say=lambda text: self._say(text),  # A lambda, because `run` replaces `_say`.
         )
 
     def _client(self, port: int) -> ControlClient:
@@ -239,7 +239,7 @@ class LocalCluster:
 
     def _start_pod(self, plan: PodPlan) -> None:
         """Start a pod. `resume` of the user is used in the first epoch; a restart resumes from what the run has saved."""
-        as_asked = self._plan.epoch == self._first.epoch or self._resume != "none"
+        as_asked = self._plan.epoch == self._first_plan.epoch or self._resume != "none"
         self._pods.start(plan, RLJOB_RESUME=self._resume if as_asked else "auto")
 
     # --- watching --------------------------------------------------------------------------------------------------
@@ -250,9 +250,9 @@ class LocalCluster:
         assert pod.returncode is not None
         reason = f"pod {pod.plan.name} ended with code {pod.returncode}" + (f": {pod.reason}" if pod.reason else "")
         # A runner whose metrics break a rule ends by itself, perhaps before the next poll of its status.
-        last = self._space.read_status() if pod.role == CONTROL_GROUP and self._space.is_final(self.epoch) else {}
-        ended = self._policy.pod_ended
-        self._carry_out(self._policy.numbers(last) or ended(pod.role, pod.index, pod.returncode, reason), pod)
+        status = self._space.read_status() if pod.role == CONTROL_GROUP and self._space.is_final(self.epoch) else {}
+        decide = self._policy.pod_ended
+        self._carry_out(self._policy.numbers(status) or decide(pod.role, pod.index, pod.returncode, reason), pod)
 
     def _carry_out(self, decision: RestartDecision, pod: LocalPod | None = None) -> None:
         action = decision.action
@@ -275,8 +275,8 @@ class LocalCluster:
         elif action is Action.RESTART_ROLE:
             self._spawn(self._restart_role(decision.role))
         elif action is Action.RESTART_JOB:
-            for other in self._gang():
-                other.expected = True  # the rest of the gang ends too: one restart is enough
+            for gang_pod in self._gang():
+                gang_pod.expected = True  # The rest of the gang ends too, and one restart is enough.
             self._spawn(self._restart_job())
 
     @property
@@ -294,7 +294,7 @@ class LocalCluster:
 
     async def _restart_role(self, role: str) -> None:
         pods = [pod for pod in self._pods.of_role(role) if not pod.retired]
-        if not pods:  # its processes run in pods of the actor and restart with them
+        if not pods:  # The processes of the role run in pods of the actor and restart with these.
             await self._restart_job()
             return
         await self._pods.kill(pods)
@@ -309,11 +309,11 @@ class LocalCluster:
         plan = self._planned(epoch) if self._plan_for is not None else under_epoch(self._plan, epoch)
         self._plan = self._localised(plan)
         self.status, self._step_at_restart = {}, self._saved_step
-        last = self._space.read_status()
-        failures = {**(last.get("failures") or {})}
+        status = self._space.read_status()
+        failures = {**(status.get("failures") or {})}
         restarts = failures.get("actor/restart", 0)
         failures["actor/restart"] = restarts + 1  # the next runner continues the count from the file
-        self._publish({**last, "phase": "Restarting", "epoch": epoch, "stall": None, "failures": failures})
+        self._publish({**status, "phase": "Restarting", "epoch": epoch, "stall": None, "failures": failures})
         await self._pods.kill(self._gang())
         if self._ending.is_set():
             return
@@ -333,8 +333,8 @@ class LocalCluster:
             await asyncio.sleep(STATUS_SECONDS)
             epoch = self._plan.epoch
             status = await asyncio.to_thread(self._control.status)
-            late = epoch != self._plan.epoch  # the answer is that of a gang which is being ended
-            if status is None or late or status.get("epoch", epoch) != epoch or self._ending.is_set():
+            outdated = epoch != self._plan.epoch  # The answer comes from a gang that is being ended.
+            if status is None or outdated or status.get("epoch", epoch) != epoch or self._ending.is_set():
                 continue
             self.status = status
             if not self._space.is_final(epoch):
@@ -354,33 +354,33 @@ class LocalCluster:
         if reason := await asyncio.to_thread(follow_workload, self._control, config, status):
             self._say(reason)
 
-    async def _scale(self, moves: PodChanges) -> None:
+    async def _scale(self, changes: PodChanges) -> None:
         """Start the pods that a changed spec asks for, drain those that it no longer needs, end those that have drained."""
         assert self._control is not None
-        for name in moves.end:
+        for name in changes.end:
             self._say(f"{name} has drained: ending it")
             self._pods[name].terminate()
-        if moves.drain:
-            self._say(f"scaling down: {', '.join(moves.drain)} drain")
-            for name in moves.drain:
+        if changes.drain:
+            self._say(f"scaling down: {', '.join(changes.drain)} drain")
+            for name in changes.drain:
                 self._pods[name].draining = True
-            await asyncio.to_thread(self._control.drain, moves.drain)
-        fresh = [name for name in moves.start if name not in self._pods or self._pods[name].retired]
-        if fresh:
-            self._say(f"scaling up: starting {', '.join(fresh)}")
-            for name in fresh:
+            await asyncio.to_thread(self._control.drain, changes.drain)
+        new_pods = [name for name in changes.start if name not in self._pods or self._pods[name].retired]
+        if new_pods:
+            self._say(f"scaling up: starting {', '.join(new_pods)}")
+            for name in new_pods:
                 role, _, index = name.removeprefix(f"{self._plan.job}-").rpartition("-")
                 self._replicas[role] = max(self._replicas.get(role, 0), int(index) + 1)
             self._plan = self._localised(self._planned(self._plan.epoch))
             for plan in self._plan.pods:
-                if plan.name in fresh:
+                if plan.name in new_pods:
                     self._start_pod(plan)
 
     def _planned(self, epoch: int) -> LaunchPlan:
         assert self._plan_for is not None
         if not self._replicas:
             return self._plan_for(epoch)
-        planned = {role: max(count, len(self._first.pods_of(role))) for role, count in self._replicas.items()}
+        planned = {role: max(count, len(self._first_plan.pods_of(role))) for role, count in self._replicas.items()}
         return self._plan_for(epoch, planned)
 
     def _publish(self, status: dict[str, Any]) -> None:
@@ -388,7 +388,7 @@ class LocalCluster:
         for listener in self._listeners:
             try:
                 listener(status)
-            except Exception:  # a display must not end the run
+            except Exception:  # A failure of the display must not end the run.
                 logger.exception("a status listener failed")
 
     # --- ending ----------------------------------------------------------------------------------------------------
@@ -412,14 +412,14 @@ class LocalCluster:
     async def _finish_runner(self) -> None:
         """Ask the runner to save a checkpoint and end, by its control port or, where that does not answer, by SIGTERM."""
         actors = [pod for pod in self._pods.of_role(CONTROL_GROUP) if pod.running]
-        first = [pod for pod in actors if pod.index == 0]
+        first_pods = [pod for pod in actors if pod.index == 0]
         for pod in actors:
             pod.expected = True
-        answered = self._control is not None and await asyncio.to_thread(self._control.finish)
-        if not answered:
-            for pod in first:
+        accepted = self._control is not None and await asyncio.to_thread(self._control.finish)
+        if not accepted:
+            for pod in first_pods:
                 pod.terminate()
-        await self._pods.wait_ended(first, self._grace * RUNNER_SHARE)
+        await self._pods.wait_ended(first_pods, self._grace * RUNNER_SHARE)
 
     def _kill(self) -> None:
         self._begin_end(INTERRUPTED, "killed on request", 0.0)
@@ -436,24 +436,24 @@ class LocalCluster:
         ):
             yield
             return
-        wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, self._on_signal) for number in wanted}
+        handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        previous = {signum: signal.signal(signum, self._on_signal) for signum in handled}
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
 
-    def _on_signal(self, number: int, frame: object) -> None:
+    def _on_signal(self, signum: int, frame: object) -> None:
         self._interrupts += 1
         if self._interrupts == 1:
             if self.status.get("step"):
-                how = "saving a checkpoint and ending"
+                action = "saving a checkpoint and ending"
             elif self._saved_step:
-                how = f"ending; the newest checkpoint is of step {self._saved_step}"
+                action = f"ending; the newest checkpoint is of step {self._saved_step}"
             else:
-                how = "ending; no step is trained yet"
-            self._say(f"{signal.Signals(number).name}: {how}; again to end at once")
+                action = "ending; no step is trained yet"
+            self._say(f"{signal.Signals(signum).name}: {action}; again to end at once")
             self.stop()
         else:
             self._say("ending at once")
@@ -461,7 +461,7 @@ class LocalCluster:
 
     def _schedule(self, work: Callable[[], None]) -> None:
         if self._loop is not None and not self._done.is_set():
-            with contextlib.suppress(RuntimeError):  # the loop has just closed: everything has ended
+            with contextlib.suppress(RuntimeError):  # The event loop has just closed, so everything has ended.
                 self._loop.call_soon_threadsafe(work)
 
     def _spawn(self, work: Any) -> asyncio.Task[Any]:

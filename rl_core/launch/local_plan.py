@@ -31,8 +31,8 @@ def localise(plan: LaunchPlan, *, ports: Ports, curve_dir: Path, config: Path | 
                 "MASTER_PORT": str(ports.master),
             }
             env |= {key: value for key, value in local.items() if key in env}
-            for fixed in ("RLJOB_RPC_PORT", "RLJOB_ENDPOINT_PORT"):  # one port per pod does not fit on one machine
-                env.pop(fixed, None)
+            for variable in ("RLJOB_RPC_PORT", "RLJOB_ENDPOINT_PORT"):  # one port per pod does not fit on one machine
+                env.pop(variable, None)
         return env
 
     return replace(plan, pods=tuple(_with_env(pod, change) for pod in plan.pods))

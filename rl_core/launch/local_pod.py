@@ -53,19 +53,19 @@ class LocalPod:
         self.ended = asyncio.Event()
         self._on_event, self._on_end = on_event, on_end
         plan_file.write_text(plan.to_json())
-        ours, theirs = socket.socketpair()
-        with open(2, "ab", closefd=False) if log_file is None else log_file.open("ab") as log, theirs:
+        own_end, child_end = socket.socketpair()
+        with open(2, "ab", closefd=False) if log_file is None else log_file.open("ab") as log, child_end:
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", "rl_core.launch.pod", str(plan_file)],
-                env={**environ, events.VARIABLE: str(theirs.fileno())},
+                env={**environ, events.VARIABLE: str(child_end.fileno())},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 start_new_session=True,
             )
         self.pid = self._popen.pid
-        self._lines = LineReader(ours.detach(), self._line)
+        self._lines = LineReader(own_end.detach(), self._line)
         self._pidfd = os.pidfd_open(self.pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._exited)
 

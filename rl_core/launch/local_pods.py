@@ -46,14 +46,14 @@ class LocalPods:
         again in its pod. With `keep_logs` false pods write to standard error and not to the log files of `space`.
         """
         self._space = space
-        self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
+        self._run_mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._environ = {
             **environ,
             "RLJOB_OUTPUT": str(space.folder),
             "RLJOB_CURVE_DIR": str(space.key_folder),
             "RLJOB_HEALTH_PORT": "0",
             "RLJOB_HEALTH_HOST": "127.0.0.1",
-            "RLJOB_LAUNCHER": self._mark,
+            "RLJOB_LAUNCHER": self._run_mark,
         }
         self._on_end, self._say = on_end, say
         self._keep_logs = keep_logs
@@ -113,7 +113,7 @@ class LocalPods:
 
         Returns when none is left, or after `seconds`.
         """
-        marks = [f"RLJOB_LAUNCHER={self._mark}", *([f"RLJOB_POD={pod}"] if pod else [])]
+        marks = [f"RLJOB_LAUNCHER={self._run_mark}", *([f"RLJOB_POD={pod}"] if pod else [])]
         processes.kill_with_environment(*marks, seconds=seconds)
 
     def _note(self, pod: LocalPod, event: dict[str, Any]) -> None:

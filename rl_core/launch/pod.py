@@ -87,8 +87,8 @@ def _parse(text: str, origin: str) -> "PodPlan":
 def _check(plan: "PodPlan") -> None:
     """Raise TypeError or ValueError for what would only fail once processes are started."""
     for process in (process for container in plan.containers for process in container.processes):
-        words = (process.name, *process.command, *process.env, *process.env.values(), *process.visible_devices)
-        if not process.command or not all(isinstance(word, str) for word in words):
+        arguments = (process.name, *process.command, *process.env, *process.env.values(), *process.visible_devices)
+        if not process.command or not all(isinstance(argument, str) for argument in arguments):
             raise TypeError(f"process {process.name} must have a command and an environment of texts")
         int(process.env.get("RLJOB_HEALTH_PORT", "0"))
 

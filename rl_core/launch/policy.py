@@ -63,7 +63,7 @@ class RestartPolicy:
         self._budget = Budget()
         self._step = 0
         """The last finished step that the runner reported."""
-        self._ends: dict[str, PodFailures] = {}
+        self._failures: dict[str, PodFailures] = {}
         self._stall_acted_at: float | None = None
 
     @property
@@ -96,13 +96,13 @@ class RestartPolicy:
 
     def numbers(self, status: Mapping[str, Any]) -> RestartDecision | None:
         """Decide what to do about metrics that violate a rule of failurePolicy; None if no rule is violated."""
-        trip = rules.fired_rule(self._spec, status.get("streaks"), status.get("metrics"))
-        if trip is None:
+        violation = rules.fired_rule(self._spec, status.get("streaks"), status.get("metrics"))
+        if violation is None:
             return None
-        reason = f"{trip.reason}: {trip.message}"
-        if trip.action == "RestartFromCheckpoint":
+        reason = f"{violation.reason}: {violation.message}"
+        if violation.action == "RestartFromCheckpoint":
             return self._restart_job(reason)
-        if trip.action == "Pause":
+        if violation.action == "Pause":
             return RestartDecision(action=Action.PAUSE, reason=reason)
         return RestartDecision(action=Action.FAIL, code=ExitCode.INFRASTRUCTURE, reason=reason)
 
@@ -112,10 +112,10 @@ class RestartPolicy:
             self._stall_acted_at = None
             return RestartDecision(action=Action.NONE)
         now, cause = self._clock(), str(stall.get("reason"))
-        taken = self._budget.stall_actions
-        action, role = rules.rule_on_stall(self._spec.stall, cause, acts=taken, groups=self._groups)
-        due = rules.stall_action_is_due(float(stall.get("since") or 0.0), at=now, acted_at=self._stall_acted_at)
-        if action == "Ignore" or not due:
+        num_acts = self._budget.stall_actions
+        action, role = rules.rule_on_stall(self._spec.stall, cause, acts=num_acts, groups=self._groups)
+        is_due = rules.stall_action_is_due(float(stall.get("since") or 0.0), at=now, acted_at=self._stall_acted_at)
+        if action == "Ignore" or not is_due:
             return RestartDecision(action=Action.NONE)
         self._stall_acted_at = now
         self._charge(stall_actions=1)
@@ -142,5 +142,5 @@ class RestartPolicy:
         self._budget = self._budget.consume(**charges, step=self._step, every=self._spec.forgive_after_steps)
 
     def _pod_pause(self, pod: str) -> float:
-        self._ends[pod] = rules.add_failure(self._ends.get(pod) or PodFailures(), self._clock())
-        return self._ends[pod].backoff
+        self._failures[pod] = rules.add_failure(self._failures.get(pod) or PodFailures(), self._clock())
+        return self._failures[pod].backoff

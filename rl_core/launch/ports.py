@@ -21,24 +21,24 @@ def free_ports(host: str = "127.0.0.1") -> Ports:
     """
     names = [field.name for field in fields(Ports)]
     first, last = _FIRST, _first_ephemeral() - 1
-    found: list[int] = []
+    ports: list[int] = []
     for _ in range(_TRIES):
         port = random.randint(first, last)
-        if port not in found and _is_free(host, port):
-            found.append(port)
-        if len(found) == len(names):
-            return Ports(**dict(zip(names, found, strict=True)))
+        if port not in ports and _is_free(host, port):
+            ports.append(port)
+        if len(ports) == len(names):
+            return Ports(**dict(zip(names, ports, strict=True)))
     raise InfrastructureError(
-        f"{len(names)} free ports are needed between {first} and {last}, got {len(found)}; end what holds them"
+        f"{len(names)} free ports are needed between {first} and {last}, got {len(ports)}; end what holds them"
     )
 
 
 def _first_ephemeral() -> int:
     try:
-        first = int(_RANGE_FILE.read_text().split()[0])
+        port = int(_RANGE_FILE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
-        first = 32_768
-    return first if first > _FIRST + 1_000 else 65_536
+        port = 32_768
+    return port if port > _FIRST + 1_000 else 65_536
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -36,29 +36,29 @@ class ProcessRegistry:
 
     def entries(self) -> list[ProcessEntry]:
         """Return the live processes by pod, role and rank."""
-        return sorted(self._entries.values(), key=lambda e: (e.pod, e.role, e.rank or 0, e.pid))
+        return sorted(self._entries.values(), key=lambda entry: (entry.pod, entry.role, entry.rank or 0, entry.pid))
 
     def add(self, entry: ProcessEntry, *, parent: int | None = None) -> None:
-        """Note a started process; it goes with its `parent`."""
+        """Add a started process. It is removed together with its `parent`."""
         self._entries[entry.pid] = entry
         if parent is not None:
             self._parents[entry.pid] = parent
         self._write()
 
     def remove(self, pid: int) -> None:
-        """Note an ended process, and with it all that descend from it."""
-        gone, more = set(), {pid}
-        while more:
-            gone |= more
-            more = {child for child, parent in self._parents.items() if parent in gone} - gone
-        for ended in gone:
-            self._entries.pop(ended, None)
-            self._parents.pop(ended, None)
+        """Remove an ended process and all its descendants."""
+        removed, descendants = set(), {pid}
+        while descendants:
+            removed |= descendants
+            descendants = {child for child, parent in self._parents.items() if parent in removed} - removed
+        for removed_pid in removed:
+            self._entries.pop(removed_pid, None)
+            self._parents.pop(removed_pid, None)
         self._write()
 
     def _write(self) -> None:
         entries: list[dict[str, Any]] = [asdict(entry) for entry in self.entries()]
         try:
             write_json(self._path, entries)
-        except OSError as error:  # a full disk must not end the run
+        except OSError as error:  # A full disk must not end the run.
             logger.warning("%s could not be written: %s", self._path, error)

@@ -61,8 +61,8 @@ def follow_workload(control: Control, config: Path, status: Mapping[str, Any]) -
         return ""
     try:
         applied = int(status.get("appliedGeneration", 0))
-        taken = set_replicas(control, config, {ROLLOUT: verdict.replicas}, applied=applied)
+        accepted = set_replicas(control, config, {ROLLOUT: verdict.replicas}, applied=applied)
     except ConfigError as error:
         logger.warning("rollout.autoscale: %s; the runner refused: %s", verdict.reason, error)
         return ""
-    return verdict.reason if taken else ""
+    return verdict.reason if accepted else ""

@@ -36,9 +36,9 @@ def follow(
     missing = [entry["pod"] for entry in status.get("missing", []) if entry["role"] in elastic]
     drain: list[str] = []
     for role in status.get("roles", []):
-        here = [m for m in members if m["role"] == role["name"] and m["state"] not in (*LEAVING, "lost")]
-        surplus = len(here) - role["desired"]
-        highest_first = sorted(here, key=lambda member: -member["index"])
+        present = [m for m in members if m["role"] == role["name"] and m["state"] not in (*LEAVING, "lost")]
+        surplus = len(present) - role["desired"]
+        highest_first = sorted(present, key=lambda member: -member["index"])
         drain += [member["pod"] for member in highest_first[: max(surplus, 0)]]
     working = {member["pod"] for member in members if member["state"] not in ("drained", "lost")}
     drained = [member["pod"] for member in members if member["state"] == "drained" and member["pod"] not in working]

@@ -39,8 +39,10 @@ def worker_pod(name: str, placements: Sequence[Placement], environ: Mapping[str,
     return _pod(
         name,
         [
-            _process(name, SCRIPT_WORKERS, place.rank, len(placements), WORKER_COMMAND, {**environ, **place.to_env()})
-            for place in placements
+            _process(
+                name, SCRIPT_WORKERS, placement.rank, len(placements), WORKER_COMMAND, {**environ, **placement.to_env()}
+            )
+            for placement in placements
         ],
     )
 

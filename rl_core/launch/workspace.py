@@ -35,10 +35,10 @@ PRIVATE = ".rljob"
 def stored_job(folder: Path) -> dict[str, Any]:
     """Return the resolved job of the run in `folder`; empty where there is none."""
     try:
-        found = json.loads((folder / PRIVATE / "job.json").read_text())
+        document = json.loads((folder / PRIVATE / "job.json").read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 def is_abandoned(folder: Path) -> bool:
@@ -56,12 +56,12 @@ def is_abandoned(folder: Path) -> bool:
 
 def _lock_within(file: IO[str], seconds: float) -> bool:
     """Return whether the lock was acquired within `seconds`."""
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline:
                 return False
             time.sleep(seconds / 20)
         else:
@@ -139,10 +139,10 @@ class Workspace:
     def read_status(self) -> dict[str, Any]:
         """Return the last written status; empty when there is none."""
         try:
-            found = json.loads((self.folder / "status.json").read_text())
+            status = json.loads((self.folder / "status.json").read_text())
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return status if isinstance(status, dict) else {}
 
     def write_status(self, status: Mapping[str, Any], *, restarts: int) -> None:
         """Replace the status; a full disk is logged and does not end the run."""
@@ -164,11 +164,11 @@ class Workspace:
         elif code != INTERRUPTED or status.get("phase") not in FINAL_PHASES:
             status["phase"] = "Failed"
         elif status["phase"] == "Finished" and status.get("step", 0) < status.get("totalSteps", 0):
-            status["phase"] = "Suspended"  # it was asked to end and has saved: `--resume auto` continues it
-        own = status.get("failure") or {}
-        if code not in (0, INTERRUPTED) and failure and str(own.get("message")).startswith(TERMINATED):
-            status["failure"] = {**own, "message": f"{failure}; {own['message']}"}
-        if code != 0 and not own:
+            status["phase"] = "Suspended"  # The run was asked to end and has saved; `--resume auto` continues it.
+        runner_failure = status.get("failure") or {}
+        if code not in (0, INTERRUPTED) and failure and str(runner_failure.get("message")).startswith(TERMINATED):
+            status["failure"] = {**runner_failure, "message": f"{failure}; {runner_failure['message']}"}
+        if code != 0 and not runner_failure:
             kind, message = "Interrupted" if code == INTERRUPTED else "", failure or "the launcher failed"
             status["failure"] = {"type": kind, "message": message, "exitCode": code}
         return status

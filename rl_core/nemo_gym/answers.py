@@ -63,19 +63,19 @@ def row_result(answer: Mapping[str, Any], tokenizer: Any = None) -> dict[str, An
     if not isinstance(output, Sequence) or not all(isinstance(item, Mapping) for item in output):
         raise GymProtocolFailure(f"an answer must have response.output, a list of objects, got {shown(response)}")
     log: list[dict[str, Any]] = []
-    seen: list[int] = []
-    for number, item in enumerate(_turns(output, incomplete=is_incomplete(answer))):
-        prompt, generated, logprobs = _tokens(item, number)
-        if prompt[: len(seen)] != seen:
-            same = next((i for i, (a, b) in enumerate(zip(seen, prompt, strict=False)) if a != b), len(prompt))
+    path: list[int] = []
+    for turn, item in enumerate(_turns(output, incomplete=is_incomplete(answer))):
+        prompt, generated, logprobs = _tokens(item, turn)
+        if prompt[: len(path)] != path:
+            position = next((i for i, (a, b) in enumerate(zip(path, prompt, strict=False)) if a != b), len(prompt))
             raise RolloutDataFailure(
-                f"Non-contiguous messages found: the prompt of turn {number} must begin with the {len(seen)} tokens before it, got another "
-                f"token at position {same}; serve the model by an endpoint that keeps the ids of earlier turns"
+                f"Non-contiguous messages found: the prompt of turn {turn} must begin with the {len(path)} tokens before it, got another "
+                f"token at position {position}; serve the model by an endpoint that keeps the ids of earlier turns"
             )
-        log.append({"role": "user", "content": "", "token_ids": prompt[len(seen) :]})
+        log.append({"role": "user", "content": "", "token_ids": prompt[len(path) :]})
         text = "" if tokenizer is None else tokenizer.decode(generated, skip_special_tokens=True)
         log.append({"role": "assistant", "content": text, "token_ids": generated, "generation_logprobs": logprobs})
-        seen = prompt + generated
+        path = prompt + generated
     if not log:
         raise GymProtocolFailure(
             f"an answer must have an output item with generation_token_ids, got {len(output)} items without; have the model server return "
@@ -127,25 +127,25 @@ def _says_something(item: Mapping[str, Any]) -> bool:
     return item.get("type") != "message" or any(texts)
 
 
-def _tokens(item: Mapping[str, Any], number: int) -> tuple[list[int], list[int], list[float]]:
-    """Return the prompt ids, generated ids and log-probabilities of turn `number`."""
-    prompt, generated = _ids(item, "prompt_token_ids", number), _ids(item, "generation_token_ids", number)
+def _tokens(item: Mapping[str, Any], turn: int) -> tuple[list[int], list[int], list[float]]:
+    """Return the prompt ids, generated ids and log-probabilities of the turn with the index `turn`."""
+    prompt, generated = _ids(item, "prompt_token_ids", turn), _ids(item, "generation_token_ids", turn)
     logprobs = item.get("generation_log_probs")
     if not isinstance(logprobs, list) or not all(type(value) in (int, float) for value in logprobs):
         raise GymProtocolFailure(
-            f"generation_log_probs of turn {number} must be a list of numbers, got {shown(logprobs)}"
+            f"generation_log_probs of turn {turn} must be a list of numbers, got {shown(logprobs)}"
         )
     if len(logprobs) != len(generated):
         raise GymProtocolFailure(
-            f"generation_log_probs of turn {number} must have one entry per generated token, {len(generated)}, got {len(logprobs)}"
+            f"generation_log_probs of turn {turn} must have one entry per generated token, {len(generated)}, got {len(logprobs)}"
         )
     return prompt, generated, logprobs
 
 
-def _ids(item: Mapping[str, Any], key: str, number: int) -> list[int]:
+def _ids(item: Mapping[str, Any], key: str, turn: int) -> list[int]:
     ids = item.get(key)
     if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
-        raise GymProtocolFailure(f"{key} of turn {number} must be a list of token ids, got {shown(ids)}")
+        raise GymProtocolFailure(f"{key} of turn {turn} must be a list of token ids, got {shown(ids)}")
     return ids
 
 
@@ -153,5 +153,5 @@ def _without_tokens(answer: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of `answer` without the tokens of its turns, which the message log holds."""
     response = answer["response"]
     output = [{key: value for key, value in item.items() if key not in TOKEN_KEYS} for item in response["output"]]
-    rest = {key: value for key, value in answer.items() if key != "response"}
-    return {**copy.deepcopy(rest), "response": {**response, "output": output}}
+    other_fields = {key: value for key, value in answer.items() if key != "response"}
+    return {**copy.deepcopy(other_fields), "response": {**response, "output": output}}

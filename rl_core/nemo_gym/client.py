@@ -135,8 +135,8 @@ class NemoGymEnvironment:
             except TimeoutError:
                 if not limit.expired():
                     raise
-                before = f" after {failures[-1]}" if failures else ""
-                return RowFailure(reason=f"no answer in {self._row_seconds:g} s{before}")
+                last_failure = f" after {failures[-1]}" if failures else ""
+                return RowFailure(reason=f"no answer in {self._row_seconds:g} s{last_failure}")
 
     async def _run_row(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[int, dict[str, Any] | RowFailure]:
         answer = await self.run_row(row)
@@ -144,11 +144,11 @@ class NemoGymEnvironment:
 
     async def _answer(self, row: Mapping[str, Any], failures: list[str]) -> Mapping[str, Any] | RowFailure:
         """Return the answer to `row`, called as often as `tries` allows; `failures` receives what happened."""
-        for number in range(self._tries):
-            if number:
-                await self._sleep(min(self._max_backoff, self._backoff * 2.0 ** (number - 1)))
+        for attempt in range(self._tries):
+            if attempt:
+                await self._sleep(min(self._max_backoff, self._backoff * 2.0 ** (attempt - 1)))
             try:
-                return await self._call(row, number)
+                return await self._call(row, attempt)
             except (_Unavailable, aiohttp.ClientError, TimeoutError, OSError) as error:
                 name = ""
                 if not isinstance(error, _Unavailable):
@@ -157,9 +157,9 @@ class NemoGymEnvironment:
                 failures.append(f"{name}{text_of(error, limit=KEPT_BODY_BYTES)}")
         return RowFailure(reason=f"{self._tries} tries failed, the last: {failures[-1]}")
 
-    async def _call(self, row: Mapping[str, Any], number: int) -> Mapping[str, Any] | RowFailure:
+    async def _call(self, row: Mapping[str, Any], attempt: int) -> Mapping[str, Any] | RowFailure:
         addresses = await self._addresses(row)
-        url = f"{addresses[(row['_rowidx'] + number) % len(addresses)]}/run"
+        url = f"{addresses[(row['_rowidx'] + attempt) % len(addresses)]}/run"
         headers = {"X-Row-Id": str(row[ROW_ID])} if ROW_ID in row else {}
         async with self._http().post(url, json=row, headers=headers, allow_redirects=False) as response:
             body = await self._body(response)

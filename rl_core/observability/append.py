@@ -14,16 +14,16 @@ class AppendFile:
 
     def append(self, data: bytes, *, sync: bool = False) -> None:
         """Append `data`, and flush it to disk with `sync`. Raises OSError when the storage fails; the file is then unchanged."""
-        end = os.fstat(self._file).st_size
+        old_size = os.fstat(self._file).st_size
         try:
-            left = memoryview(data)
-            while left:
-                left = left[os.write(self._file, left) :]
+            remaining = memoryview(data)
+            while remaining:
+                remaining = remaining[os.write(self._file, remaining) :]
             if sync:
                 os.fsync(self._file)
         except OSError:
             with suppress(OSError):
-                os.ftruncate(self._file, end)
+                os.ftruncate(self._file, old_size)
             raise
 
     def close(self) -> None:

@@ -39,8 +39,8 @@ def _pattern(part: str) -> str:
     """Return the regular expression of a part of a name: one of several words, anything without a slash, or the text itself."""
     if not part.startswith("<"):
         return re.escape(part)
-    words = part.strip("<>").split(",")
-    return f"(?:{'|'.join(map(re.escape, words))})" if len(words) > 1 else "[^/]+"
+    choices = part.strip("<>").split(",")
+    return f"(?:{'|'.join(map(re.escape, choices))})" if len(choices) > 1 else "[^/]+"
 
 
 _PARTS = re.compile(r"(<[^>]+>)")
@@ -339,11 +339,11 @@ def search(text: str) -> Sequence[Metric]:
     """Return the metric named `text`; where there is none, those whose name or meaning contains it, and else the nearest names."""
     if exact := find(text):
         return [exact]
-    word = text.lower()
-    if found := [metric for metric in METRICS if word in metric.name.lower() or word in metric.meaning.lower()]:
-        return found
-    near = difflib.get_close_matches(text, [metric.name for metric in METRICS], n=3)
-    return [metric for metric in METRICS if metric.name in near]
+    query = text.lower()
+    if matches := [metric for metric in METRICS if query in metric.name.lower() or query in metric.meaning.lower()]:
+        return matches
+    similar = difflib.get_close_matches(text, [metric.name for metric in METRICS], n=3)
+    return [metric for metric in METRICS if metric.name in similar]
 
 
 def render_page() -> str:

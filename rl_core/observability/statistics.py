@@ -27,16 +27,16 @@ def summarize(values: Sequence[float], n: int | None = None) -> dict[str, Any]:
 
     `n` is the divisor of the mean where it is not the number of values.
     """
-    found = [float(value) for value in values]
-    count = len(found) if n is None else n
-    if not found:
+    numbers = [float(value) for value in values]
+    count = len(numbers) if n is None else n
+    if not numbers:
         return {"mean": 0.0, "max": 0.0, "min": 0.0, "median": 0.0, "stddev": math.nan, "histogram": []}
     return {
-        "mean": sum(found) / count if count else 0.0,
-        "max": max(found),
-        "min": min(found),
-        "median": _median(found),
-        "stddev": _stddev(found),
+        "mean": sum(numbers) / count if count else 0.0,
+        "max": max(numbers),
+        "min": min(numbers),
+        "median": _median(numbers),
+        "stddev": _stddev(numbers),
         "histogram": list(values),
     }
 
@@ -55,8 +55,8 @@ def _stddev(values: list[float]) -> float:
 
 def prefixed(name: str, values: Sequence[float], *, percentiles: Sequence[int] = ()) -> dict[str, Any]:
     """Return `summarize(values)` under keys such as `name/mean`, and the given percentiles under keys such as `name/p95`."""
-    found = {f"{name}/{key}": value for key, value in summarize(values).items()}
-    return found | {f"{name}/p{p}": percentile(values, p) for p in percentiles}
+    statistics = {f"{name}/{key}": value for key, value in summarize(values).items()}
+    return statistics | {f"{name}/p{p}": percentile(values, p) for p in percentiles}
 
 
 def aggregate_rollout_metrics(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -75,19 +75,19 @@ def aggregate_rollout_metrics(groups: Sequence[Mapping[str, Any]]) -> dict[str, 
 
 
 def _reduce(name: str, values: list[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    if not known:
+    numbers = [value for value in values if not math.isnan(value)]
+    if not numbers:
         return math.nan
-    last = name.rsplit("/", 1)[-1]
-    last = name.rsplit("/", 1)[-1]
-    bare = "/" not in name
-    if last in SUMMED:
-        return sum(known)
-    if last == "min" or (bare and last.startswith("min_")):
-        return min(known)
-    if not last.endswith("_rate") and (last == "max" or (bare and last.startswith("max_"))):
-        return max(known)
-    return math.fsum(known) / len(known)
+    suffix = name.rsplit("/", 1)[-1]
+    suffix = name.rsplit("/", 1)[-1]
+    has_no_prefix = "/" not in name
+    if suffix in SUMMED:
+        return sum(numbers)
+    if suffix == "min" or (has_no_prefix and suffix.startswith("min_")):
+        return min(numbers)
+    if not suffix.endswith("_rate") and (suffix == "max" or (has_no_prefix and suffix.startswith("max_"))):
+        return max(numbers)
+    return math.fsum(numbers) / len(numbers)
 
 
 def _join(values: list[Any]) -> Any:
@@ -101,7 +101,7 @@ def _join(values: list[Any]) -> Any:
 def add_counts(maps: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
     """Return the sum of the numbers of each key over all maps."""
     total: dict[Any, Any] = {}
-    for one in maps:
-        for key, value in one.items():
+    for counts in maps:
+        for key, value in counts.items():
             total[key] = total.get(key, 0) + value
     return total

@@ -45,9 +45,9 @@ class TraceEvents:
     def arrow(self, name: str, source: tuple[int, int], target: tuple[int, int], at: float) -> None:
         """Add an arrow from the span that ends on `source` at time `at` to the span that begins on `target` at that time."""
         micros, label = int(at * 1e6), json.dumps(name)
-        for mark, (process, thread), when in (('"s"', source, micros - 1), ('"f","bp":"e"', target, micros)):
+        for phase, (process, thread), timestamp in (('"s"', source, micros - 1), ('"f","bp":"e"', target, micros)):
             self._lines.append(
-                f'{{"ph":{mark},"pid":{process},"tid":{thread},"ts":{when},"id":{label},"cat":"group","name":"group"}},\n'
+                f'{{"ph":{phase},"pid":{process},"tid":{thread},"ts":{timestamp},"id":{label},"cat":"group","name":"group"}},\n'
             )
 
     def text(self) -> str:
@@ -66,9 +66,9 @@ class TraceRows:
 
     def __init__(self) -> None:
         self._processes: dict[str, int] = {}
-        self._ends: dict[int, list[tuple[float, int]]] = {}
+        self._slot_ends: dict[int, list[tuple[float, int]]] = {}
         """End of the last span in each slot and the slot's number, by process, as a heap."""
-        self._named: set[tuple[int, int]] = set()
+        self._named_rows: set[tuple[int, int]] = set()
         self._names: list[str] = []
 
     def process(self, name: str) -> int:
@@ -77,7 +77,7 @@ class TraceRows:
 
     def slot(self, process: str, began: float, ended: float, *, of: str) -> tuple[int, int]:
         """Return a row of `process` that has no span after `began`. `of` names the kind of row."""
-        ends = self._ends.setdefault(self.process(process), [])
+        ends = self._slot_ends.setdefault(self.process(process), [])
         if ends and ends[0][0] <= began:
             place = ends[0][1]
             heapq.heapreplace(ends, (ended, place))
@@ -88,28 +88,28 @@ class TraceRows:
 
     def row(self, process: str, thread: int, name: str) -> tuple[int, int]:
         """Return the row `thread` of `process`, named `name`."""
-        number = self.process(process)
-        row = (number, thread)
-        if row not in self._named:
-            if (number, 0) not in self._named:
-                self._named.add((number, 0))
-                self._name("process_name", number, 0, process)
-            self._named.add(row)
-            self._name("thread_name", number, thread, name)
+        process_number = self.process(process)
+        row = (process_number, thread)
+        if row not in self._named_rows:
+            if (process_number, 0) not in self._named_rows:
+                self._named_rows.add((process_number, 0))
+                self._name("process_name", process_number, 0, process)
+            self._named_rows.add(row)
+            self._name("thread_name", process_number, thread, name)
         return row
 
     def take_names(self) -> list[str]:
         """Return the lines that name rows since the last call."""
-        taken, self._names = self._names, []
-        return taken
+        names, self._names = self._names, []
+        return names
 
     def name_again(self) -> None:
         """Write the names of all rows again, because a new file begins."""
-        self._named.clear()
+        self._named_rows.clear()
 
-    def _name(self, what: str, process: int, thread: int, name: str) -> None:
+    def _name(self, kind: str, process: int, thread: int, name: str) -> None:
         self._names.append(
-            f'{{"ph":"M","pid":{process},"tid":{thread},"name":"{what}","args":{{"name":{json.dumps(name)}}}}},\n'
+            f'{{"ph":"M","pid":{process},"tid":{thread},"name":"{kind}","args":{{"name":{json.dumps(name)}}}}},\n'
         )
 
 
@@ -118,16 +118,16 @@ class TraceFolder:
 
     def __init__(self, folder: Path, *, file_bytes: int = FILE_BYTES, kept: int = KEPT) -> None:
         """Write to `folder`, which is created with the first event."""
-        self._folder, self._file_bytes, self._kept = folder, file_bytes, kept
+        self._folder, self._file_bytes, self._max_files = folder, file_bytes, kept
         self._file: AppendFile | None = None
-        self._written = 0
+        self._num_written = 0
         self._complaint = ""
         """The last failure, so that the same one is logged once."""
 
     @property
     def full(self) -> bool:
         """Return whether the current file is full, so that the next events begin another one."""
-        return self._file is None or self._written >= self._file_bytes
+        return self._file is None or self._num_written >= self._file_bytes
 
     def append(self, text: str, *, name: str) -> None:
         """Append events; a new file is called `name`.json. Errors of the storage are logged and do not stop the run."""
@@ -137,7 +137,7 @@ class TraceFolder:
             assert self._file is not None
             data = text.encode()
             self._file.append(data)
-            self._written += len(data)
+            self._num_written += len(data)
         except OSError as error:
             if str(error) != self._complaint:
                 self._complaint = str(error)
@@ -154,6 +154,6 @@ class TraceFolder:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._file = AppendFile(self._folder / f"{name}.json")
         self._file.append(b"[\n")
-        self._written = 0
-        for old in sorted(self._folder.glob("*.json"))[: -self._kept]:
+        self._num_written = 0
+        for old in sorted(self._folder.glob("*.json"))[: -self._max_files]:
             old.unlink(missing_ok=True)

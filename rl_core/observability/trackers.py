@@ -180,10 +180,10 @@ class TensorBoardTracker:
     def log_videos(self, step: int, videos: Sequence[bytes]) -> None:
         """Write the videos as the images `val/episode_<number>`, which TensorBoard shows moving."""
         values = []
-        for number, video in enumerate(videos):
+        for index, video in enumerate(videos):
             width, height = struct.unpack_from("<HH", video, GIF_SIZE_AT)
             image = self._summary.Image(height=height, width=width, colorspace=3, encoded_image_string=video)
-            values.append(self._summary.Value(tag=f"val/episode_{number}", image=image))
+            values.append(self._summary.Value(tag=f"val/episode_{index}", image=image))
         self._write(step=step, summary=self._summary(value=values))
 
     def finish(self, status: str) -> None:
@@ -209,8 +209,8 @@ def _quoted(text: str) -> str:
 
 def _cells(row: SampleRow) -> list[Any]:
     """Return a row of a table: texts are cut, and lone surrogates, which UTF-8 cannot hold, become question marks."""
-    shown = row._replace(prompt=row.prompt[:TEXT_CHARACTERS], response=row.response[:TEXT_CHARACTERS])
-    return [cell.encode(errors="replace").decode() if isinstance(cell, str) else cell for cell in shown]
+    shortened = row._replace(prompt=row.prompt[:TEXT_CHARACTERS], response=row.response[:TEXT_CHARACTERS])
+    return [cell.encode(errors="replace").decode() if isinstance(cell, str) else cell for cell in shortened]
 
 
 class WandbTracker:
@@ -275,16 +275,16 @@ class TrackioTracker:
         if spec.uri or spec.offline:  # the library prefers these to what is passed to it
             for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
                 os.environ.pop(variable, None)
-        wanted = folder / "trackio"
-        os.environ["TRACKIO_DIR"] = str(wanted)  # the library reads it once, when it is imported
+        target = folder / "trackio"
+        os.environ["TRACKIO_DIR"] = str(target)  # the library reads it once, when it is imported
         try:
             import trackio
         except ImportError as error:
             raise ConfigError(
                 "tracker trackio needs the package: pip install 'rljob[trackio]', or remove it from trackers"
             ) from error
-        if wanted != trackio.TRACKIO_DIR:
-            raise RuntimeError(f"trackio was imported before and writes to {trackio.TRACKIO_DIR}, not to {wanted}")
+        if target != trackio.TRACKIO_DIR:
+            raise RuntimeError(f"trackio was imported before and writes to {trackio.TRACKIO_DIR}, not to {target}")
         remote = spec.uri or any(map(os.environ.get, ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")))
         options = {"server_url": spec.uri, "resume": "never" if remote else "allow", "embed": False}
         options |= {"project": spec.project or "rljob", "name": name, "auto_log_gpu": False, "auto_log_cpu": False}
@@ -355,9 +355,9 @@ class MlflowTracker:
                 "tracker mlflow needs the package: pip install 'rljob[mlflow]', or remove it from trackers"
             ) from error
         self._client = MlflowClient(tracking_uri=spec.uri)
-        wanted = spec.project or "rljob"
-        found = self._client.get_experiment_by_name(wanted)
-        experiment = found.experiment_id if found else self._client.create_experiment(wanted)
+        project = spec.project or "rljob"
+        existing = self._client.get_experiment_by_name(project)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(project)
         self._run_id = self._client.create_run(experiment, run_name=name).info.run_id
 
     def log_config(self, config: Mapping[str, Any]) -> None:

@@ -86,12 +86,12 @@ def decide(rollout: RolloutSpec, shares: IdleShares | None, *, on_policy: bool) 
         return None
     joined = -(-shares.rollouts // rollout.engines)
     excess = shares.starved_in_generation if on_policy else shares.starved
-    wanted = _wanted(joined, shares, excess, rule.target_idle)
-    if wanted >= joined:
-        wanted = max(wanted, present)
+    proposed = _wanted(joined, shares, excess, rule.target_idle)
+    if proposed >= joined:
+        proposed = max(proposed, present)
     low = max(rule.min, rollout.min_replicas)
     high = min(rule.max, rule.max if rollout.max_replicas is None else rollout.max_replicas)
-    replicas = min(max(wanted, low), high)
+    replicas = min(max(proposed, low), high)
     if replicas == present:
         return None
     generation = f", for {excess:.0%} of generation" if on_policy else ""
@@ -110,12 +110,12 @@ def _wanted(present: int, shares: IdleShares, excess: float, target: float) -> i
     `excess` is the fraction of time in which fewer rollouts could do the same work.
     """
     band = min(HYSTERESIS, target / 2)
-    waits = shares.trainer_starved
+    starved_share = shares.trainer_starved
     if excess > target + band:
         same_work = math.ceil(present * (1 - excess) / (1 - target) - ROUNDING)
         return max(same_work, math.ceil(present / 2))
-    if max(excess, shares.starved) < target - band and waits > HYSTERESIS:
-        feeding = math.ceil(present / max(1 - waits, 0.5) - ROUNDING)
+    if max(excess, shares.starved) < target - band and starved_share > HYSTERESIS:
+        feeding = math.ceil(present / max(1 - starved_share, 0.5) - ROUNDING)
         return min(max(feeding, present + 1), 2 * present)
     return present
 

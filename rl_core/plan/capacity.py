@@ -77,8 +77,8 @@ class CapacityRow:
     @property
     def largest_part(self) -> str:
         """Return the name of the largest part. The device context and the margin are returned only if there is no other part."""
-        named = {name: size for name, size in self.parts.items() if name not in ("context", "margin")} or self.parts
-        return max(named, key=lambda name: named[name])
+        parts = {name: size for name, size in self.parts.items() if name not in ("context", "margin")} or self.parts
+        return max(parts, key=lambda name: parts[name])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,20 +114,20 @@ class CapacityReport:
 
         A line describes the row that lacks most, with its largest part. `role` restricts the check to one worker group; None checks all.
         """
-        lacking: dict[str, tuple[int, str]] = {}
+        shortages: dict[str, tuple[int, str]] = {}
         for row in (row for row in self.rows if role in (None, row.role)):
             on_cpu = row.role in self.on_cpu
             on_host = row.host + (row.device if on_cpu else 0)
-            needs = [("host", on_host * self.processes[row.role], self.host_memory)]
+            requirements = [("host", on_host * self.processes[row.role], self.host_memory)]
             if not on_cpu:
-                needs.append(("device", row.device - row.optional, self.device_memory))
-            for place, needed, available in needs:
+                requirements.append(("device", row.device - row.optional, self.device_memory))
+            for place, needed, available in requirements:
                 if available is not None and needed > available:
                     fits_with = self.fits_with.get(row.role) if place == "device" else None
-                    found = (needed - available, _shortage(row, place, needed, available, fits_with))
-                    lacking[row.role] = max(lacking.get(row.role, found), found)
-        if lacking:
-            raise CapacityError("\n".join(line for _, line in lacking.values()))
+                    shortage = (needed - available, _shortage(row, place, needed, available, fits_with))
+                    shortages[row.role] = max(shortages.get(row.role, shortage), shortage)
+        if shortages:
+            raise CapacityError("\n".join(line for _, line in shortages.values()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,9 +176,9 @@ def estimate(
 
     fits_with, pool = {}, None
     if device_memory is not None:
-        short = [name for name, gpus in ((ACTOR, job.actor.gpus), (ROLLOUT, job.rollout.gpus)) if gpus]
-        found = {name: way_out(name, device_memory) for name in short if needed(job, name) > device_memory}
-        fits_with = {name: changes for name, changes in found.items() if changes}
+        roles = [name for name, gpus in ((ACTOR, job.actor.gpus), (ROLLOUT, job.rollout.gpus)) if gpus]
+        changes_by_role = {name: way_out(name, device_memory) for name in roles if needed(job, name) > device_memory}
+        fits_with = {name: changes for name, changes in changes_by_role.items() if changes}
         if has_pool(job):
             pool = _pool_room(job, facts, device_memory)
     return CapacityReport(
@@ -230,7 +230,8 @@ def _critic_rows(name: str, job: RLJobSpec, facts: ModelFacts) -> list[CapacityR
     spec = critic_spec(job, group=name)
     phases = trainer_phases(spec, facts, logits=False)
     phases = {"values" if phase == "logprob" else phase: parts for phase, parts in phases.items() if phase != "sync"}
-    offload = spec.actor.offload.model_copy(update={"params": False, "grads": False})  # nobody shares its devices
+    # No other group shares its devices.
+    offload = spec.actor.offload.model_copy(update={"params": False, "grads": False})
     spec = spec.model_copy(update={ACTOR: spec.actor.model_copy(update={"offload": offload})})
     return _trainer_rows(name, spec, phases, host=checkpoint_copy(spec, facts))
 
@@ -240,11 +241,17 @@ def _trainer_rows(name: str, job: RLJobSpec, phases: dict[str, dict[str, int]], 
         phases[UPDATE] = _update(job, phases["train"])
     rows = []
     for phase, parts in phases.items():
-        away = {part: size for part, size in parts.items() if part in _offloaded(job, phase)}
-        kept = {part: size for part, size in parts.items() if part not in away}
-        optional = kept.get("publisher_copy", 0) if job.weights.transport != "ipc" else 0
+        offloaded = {part: size for part, size in parts.items() if part in _offloaded(job, phase)}
+        resident = {part: size for part, size in parts.items() if part not in offloaded}
+        optional = resident.get("publisher_copy", 0) if job.weights.transport != "ipc" else 0
         rows.append(
-            _row(name, phase, kept, host=(0 if phase == "load" else host) + sum(away.values()), optional=optional)
+            _row(
+                name,
+                phase,
+                resident,
+                host=(0 if phase == "load" else host) + sum(offloaded.values()),
+                optional=optional,
+            )
         )
     return rows
 
@@ -259,14 +266,14 @@ def _update(job: RLJobSpec, train: Mapping[str, int]) -> dict[str, int]:
 
 def _offloaded(job: RLJobSpec, phase: str) -> frozenset[str]:
     """Return the parts of the trainer that `actor.offload` has in host memory in `phase`."""
-    offload, away = job.actor.offload, frozenset[str]()
+    offload, parts = job.actor.offload, frozenset[str]()
     if offload.optimizer and phase not in ("load", UPDATE):
-        away |= OPTIMIZER_STATE
+        parts |= OPTIMIZER_STATE
     if offload.grads and phase in ("sync", "idle"):
-        away |= {"gradients"}
+        parts |= {"gradients"}
     if offload.params and phase == "idle":
-        away |= {"weights"}
-    return away
+        parts |= {"weights"}
+    return parts
 
 
 def _rollout_rows(name: str, job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
@@ -317,14 +324,14 @@ def _colocated(rows: Sequence[CapacityRow]) -> list[CapacityRow]:
         parts = {name: size for name, size in row.parts.items() if name not in ("context", "margin")}
         leaving = {"idle": frozenset(parts), "sync": OFFLOADED_FOR_SYNC}.get(row.phase, frozenset())
         offloaded = {name: parts.pop(name) for name in leaving & parts.keys()}
-        other = weights[ROLLOUT if row.role == ACTOR else ACTOR] if row.phase == "sync" else 0
-        beside = {"neighbour": CONTEXT_BYTES + other}
+        other_weights = weights[ROLLOUT if row.role == ACTOR else ACTOR] if row.phase == "sync" else 0
+        neighbour = {"neighbour": CONTEXT_BYTES + other_weights}
         host = row.host + sum(offloaded.values())
         result.append(
             _row(
                 row.role,
                 row.phase,
-                parts | beside,
+                parts | neighbour,
                 host=host,
                 optional=row.parts.get("publisher_copy", 0) if row.optional else 0,
             )
@@ -334,11 +341,11 @@ def _colocated(rows: Sequence[CapacityRow]) -> list[CapacityRow]:
 
 def _row(role: str, phase: str, parts: Mapping[str, int], *, host: int = 0, optional: int = 0) -> CapacityRow:
     """Return the row of `parts`, of which `optional` bytes need not be there."""
-    counted = {"context": CONTEXT_BYTES, **parts}
-    counted["margin"] = int(sum(counted.values()) * MARGIN)
+    all_parts = {"context": CONTEXT_BYTES, **parts}
+    all_parts["margin"] = int(sum(all_parts.values()) * MARGIN)
     optional += int(optional * MARGIN)
     return CapacityRow(
-        role=role, phase=phase, device=sum(counted.values()), host=host, parts=counted, optional=optional
+        role=role, phase=phase, device=sum(all_parts.values()), host=host, parts=all_parts, optional=optional
     )
 
 

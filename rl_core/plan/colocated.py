@@ -45,18 +45,18 @@ def shape_of(spec: RLJobSpec) -> Shape:
             f"{spec.actor.replicas} of actor; write auto"
         )
     shape: Shape = "processes" if spec.actor.gpus and spec.actor.gpu_allocation == "devicePlugin" else "containers"
-    own = PROCESS_FIELDS | (CONTAINER_FIELDS if shape == "containers" else frozenset())
+    own_fields = PROCESS_FIELDS | (CONTAINER_FIELDS if shape == "containers" else frozenset())
     actor, rollout = spec.actor, spec.rollout
     for name, field in type(rollout).model_fields.items():
-        if name in own or name not in type(actor).model_fields:
+        if name in own_fields or name not in type(actor).model_fields:
             continue
-        given, of_actor = getattr(rollout, name), getattr(actor, name)
+        rollout_value, actor_value = getattr(rollout, name), getattr(actor, name)
         by_default = field.get_default(call_default_factory=True)
-        unset = by_default if shape == "processes" or name not in CLAIM_FIELDS else of_actor
-        if given not in (unset, of_actor):
+        unset = by_default if shape == "processes" or name not in CLAIM_FIELDS else actor_value
+        if rollout_value not in (unset, actor_value):
             raise ConfigError(
                 f"rollout.{field.alias} must be that of actor with placement.mode {spec.placement.mode}, as they share a pod, "
-                f"got {given} beside {of_actor}; remove it, or write it in actor"
+                f"got {rollout_value} beside {actor_value}; remove it, or write it in actor"
             )
     if shape == "containers":
         _check_volumes(spec)
@@ -67,10 +67,10 @@ def _check_volumes(spec: RLJobSpec) -> None:
     """Raise ConfigError if actor and rollout define different volumes of one name: a pod has one volume of a name."""
     of_actor = {volume.name: volume for volume in spec.actor.volumes}
     for volume in spec.rollout.volumes:
-        if (other := of_actor.get(volume.name, volume)) != volume:
+        if (actor_volume := of_actor.get(volume.name, volume)) != volume:
             raise ConfigError(
                 f"rollout.volumes must define {volume.name} as actor.volumes does with placement.mode {spec.placement.mode}, as they share a "
-                f"pod, got {_written(volume)} beside {_written(other)}; rename one of them with its mounts, or write both alike"
+                f"pod, got {_written(volume)} beside {_written(actor_volume)}; rename one of them with its mounts, or write both alike"
             )
 
 
@@ -86,16 +86,16 @@ def colocate(plan: LaunchPlan, *, shape: Shape, spare: bool = False) -> LaunchPl
     """
     actors, rollouts = plan.pods_of(ACTOR), plan.pods_of(ROLLOUT)
     merged, spares = rollouts[: len(actors)] if spare else rollouts, rollouts[len(actors) :]
-    asked = [(len(pods), pods[0].claim.count if pods and pods[0].claim else 0) for pods in (actors, merged)]
-    if asked[0] != asked[1]:
+    sizes = [(len(pods), pods[0].claim.count if pods and pods[0].claim else 0) for pods in (actors, merged)]
+    if sizes[0] != sizes[1]:
         raise ConfigError(
-            f"actor and rollout that share devices must have equal replicas and gpus, got {asked[0]} and {asked[1]}; make them equal"
+            f"actor and rollout that share devices must have equal replicas and gpus, got {sizes[0]} and {sizes[1]}; make them equal"
             f"{', or give rollout more replicas' if spare else ''}"
         )
     merge = _as_containers if shape == "containers" else _as_processes
     pairs = [merge(actor, rollout) for actor, rollout in zip(actors, merged, strict=True)]
-    others = [pod for pod in plan.pods if pod.role not in (ACTOR, ROLLOUT)]
-    return replace(plan, pods=(*pairs, *spares, *others))
+    other_pods = [pod for pod in plan.pods if pod.role not in (ACTOR, ROLLOUT)]
+    return replace(plan, pods=(*pairs, *spares, *other_pods))
 
 
 def _as_containers(actor: PodPlan, rollout: PodPlan) -> PodPlan:
@@ -105,9 +105,15 @@ def _as_containers(actor: PodPlan, rollout: PodPlan) -> PodPlan:
 
 
 def _as_processes(actor: PodPlan, rollout: PodPlan) -> PodPlan:
-    (own,) = actor.containers
-    inside = tuple(process for container in rollout.containers for process in _moved(container, actor).processes)
-    return replace(actor, containers=(replace(own, processes=(*own.processes, *inside)),), claim=_shared(actor))
+    (actor_container,) = actor.containers
+    rollout_processes = tuple(
+        process for container in rollout.containers for process in _moved(container, actor).processes
+    )
+    return replace(
+        actor,
+        containers=(replace(actor_container, processes=(*actor_container.processes, *rollout_processes)),),
+        claim=_shared(actor),
+    )
 
 
 def _shared(actor: PodPlan) -> GpuClaim | None:

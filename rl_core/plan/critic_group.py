@@ -8,14 +8,14 @@ from rl_core.plan.groups import ACTOR
 
 def critic_spec(spec: RLJobSpec, *, group: str) -> RLJobSpec:
     """Return the spec by which the critic of a job trains: a model with a value head, on the devices of `group`, without a policy."""
-    (place,) = [one for one in spec.groups if one.name == group]
+    (critic_group,) = [candidate for candidate in spec.groups if candidate.name == group]
     critic, optimizer = spec.algorithm.critic_in_use or CriticSpec(), spec.actor.optimizer
     rate = optimizer.value_learning_rate or optimizer.learning_rate
     actor = {
         "backend": "fsdp2" if spec.actor.backend == "megatron" else spec.actor.backend,
         "replicas": 1,
         "processes_per_pod": 1,
-        "gpus": place.gpus,
+        "gpus": critic_group.gpus,
         "parallel": ParallelSpec(),
         "optimizer": optimizer.model_copy(update={"learning_rate": rate, "distributed": True}),
     }

@@ -117,21 +117,21 @@ def check_engine_arguments(spec: RLJobSpec) -> None:
 def _sizes(spec: RLJobSpec) -> Iterator[str]:
     """Yield what is wrong with the sizes of the engines of a pod. Their types are right."""
     rollout, field = spec.rollout, "rollout.engineArgs."
-    given = {name: rollout.engine_args[name] for name in POD_ARGUMENTS if name in rollout.engine_args}
-    wrong = {name: size for name, size in given.items() if not 1 <= size <= MOST_ENGINE_PROCESSES}
-    for name, size in wrong.items():
+    engine_sizes = {name: rollout.engine_args[name] for name in POD_ARGUMENTS if name in rollout.engine_args}
+    invalid = {name: size for name, size in engine_sizes.items() if not 1 <= size <= MOST_ENGINE_PROCESSES}
+    for name, size in invalid.items():
         yield f"{field}{name} must be 1 to {MOST_ENGINE_PROCESSES}, got {size}; correct it"
-    if not given or wrong:
+    if not engine_sizes or invalid:
         return
-    ranks, engines = given.get("tp_size", 1), given.get("dp_size", 1)
+    ranks, engines = engine_sizes.get("tp_size", 1), engine_sizes.get("dp_size", 1)
     if not rollout.gpus:
         if ranks > 1:
             yield f"{field}tp_size must be 1 with rollout.gpus 0, as an engine on CPU is one process, got {ranks}; set dp_size for more engines"
-    elif len(given) == 2 and ranks * engines != rollout.gpus:
+    elif len(engine_sizes) == 2 and ranks * engines != rollout.gpus:
         yield f"{field}tp_size x dp_size must be rollout.gpus {rollout.gpus}, got {ranks} x {engines}; change one, or remove dp_size"
     elif rollout.gpus % (ranks * engines):
-        (name,) = given if len(given) == 1 else ("tp_size",)
-        yield f"{field}{name} must divide rollout.gpus {rollout.gpus}, got {given[name]}; change one of them"
+        (name,) = engine_sizes if len(engine_sizes) == 1 else ("tp_size",)
+        yield f"{field}{name} must divide rollout.gpus {rollout.gpus}, got {engine_sizes[name]}; change one of them"
     elif rollout.parallel.tensor not in (None, rollout.tensor_parallel):
         yield f"{field}tp_size must be rollout.parallel.tensor {rollout.parallel.tensor}, got {rollout.tensor_parallel}; remove rollout.parallel"
 
@@ -155,19 +155,19 @@ def _divisions(spec: RLJobSpec) -> Iterator[str]:
 
 
 def _problem(name: str, value: Any, *, kept: bool) -> str | None:
-    version, known = _arguments()
+    version, arguments = _arguments()
     if name in RESERVED:
         return f"is not for a job to set, got {value!r}: {RESERVED[name]}"
-    if name not in known:
-        near = [OF_VLLM[name]] if name in OF_VLLM else difflib.get_close_matches(name, known, n=1)
-        hint = RESERVED.get(near[0], f"write {near[0]}") if near else "remove it"
+    if name not in arguments:
+        matches = [OF_VLLM[name]] if name in OF_VLLM else difflib.get_close_matches(name, arguments, n=1)
+        hint = RESERVED.get(matches[0], f"write {matches[0]}") if matches else "remove it"
         return f"must be an argument of SGLang {version}, which has none of that name; {hint}"
-    if not any(_fits(value, kind) for kind in known[name]):
-        choices = [kind["is"] for kind in known[name] if not isinstance(kind, str)]
-        kinds = [kind for kind in known[name] if isinstance(kind, str)]
+    if not any(_fits(value, kind) for kind in arguments[name]):
+        choices = [kind["is"] for kind in arguments[name] if not isinstance(kind, str)]
+        kinds = [kind for kind in arguments[name] if isinstance(kind, str)]
         kinds += [f"one of {', '.join(map(repr, choices))}"] if choices else []
-        near = difflib.get_close_matches(value, map(str, choices), n=1) if isinstance(value, str) else []
-        return f"must be {' or '.join(kinds)}, got {value!r}; {f'write {near[0]}' if near else 'correct it'}"
+        matches = difflib.get_close_matches(value, map(str, choices), n=1) if isinstance(value, str) else []
+        return f"must be {' or '.join(kinds)}, got {value!r}; {f'write {matches[0]}' if matches else 'correct it'}"
     if name == "mem_fraction_static" and value is not None and not 0 < value < 1:
         return f"must be above 0 and below 1, as a share of the memory of an accelerator, got {value!r}; correct it"
     if kept and name in KEPT_CACHE and value is False:

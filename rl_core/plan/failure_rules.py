@@ -92,12 +92,12 @@ def matches(rule: FailureRule, end: PodEnd) -> bool:
 
 def contains(text: str, pattern: str) -> bool:
     """Return whether `text` contains `pattern`, in which `*` stands for any text; takes time linear in the length of the text."""
-    at = 0
+    start = 0
     for part in pattern.split("*"):
-        found = text.find(part, at)
-        if found < 0:
+        position = text.find(part, start)
+        if position < 0:
             return False
-        at = found + len(part)
+        start = position + len(part)
     return True
 
 
@@ -132,7 +132,7 @@ def add_failure(failures: PodFailures, now: float, *, uid: str = "") -> PodFailu
 
     The first few failures cause no back-off. Further ones cause a back-off that doubles each time, until a pod runs for FAILURE_WINDOW seconds.
     """
-    recent = tuple(at for at in failures.times if now - at <= FAILURE_WINDOW)
+    recent = tuple(time for time in failures.times if now - time <= FAILURE_WINDOW)
     times = (*recent, now)[-(FAILURES_BEFORE_BACKOFF + 1) :]
     relapsed = bool(failures.backoff and recent)
     if len(times) <= FAILURES_BEFORE_BACKOFF and not relapsed:
@@ -157,18 +157,18 @@ class Budget:
         `forgive_at` never decreases while something is counted. Otherwise a run that fails at the same step again and again would be
         forgiven a restart each time, only for repeating the steps since its checkpoint.
         """
-        at = None if every is None else max(step + every, self.forgive_at or 0)
+        forgive_at = None if every is None else max(step + every, self.forgive_at or 0)
         return Budget(
-            restarts=self.restarts + restarts, stall_actions=self.stall_actions + stall_actions, forgive_at=at
+            restarts=self.restarts + restarts, stall_actions=self.stall_actions + stall_actions, forgive_at=forgive_at
         )
 
     def replenish(self, step: int, *, every: int | None) -> Budget:
         """Return the budget after `step` was finished, with restarts forgiven if that is due. `every` is failurePolicy.forgiveAfterSteps."""
         if every is None or self.forgive_at is None or step < self.forgive_at:
             return self
-        given = 1 + (step - self.forgive_at) // every
-        restarts = max(self.restarts - given, 0)
-        return Budget(restarts=restarts, forgive_at=self.forgive_at + given * every if restarts else None)
+        num_forgiven = 1 + (step - self.forgive_at) // every
+        restarts = max(self.restarts - num_forgiven, 0)
+        return Budget(restarts=restarts, forgive_at=self.forgive_at + num_forgiven * every if restarts else None)
 
 
 def stall_action_is_due(since: float, *, at: float, acted_at: float | None) -> bool:
@@ -227,19 +227,19 @@ def fired_rule(policy: FailurePolicySpec, streaks: Any, metrics: Any = None) -> 
         "mismatch": (policy.mismatch, _mismatch(policy, metrics)),
         "klBlowUp": (policy.kl_blow_up, "approx_kl above failurePolicy.klBlowUp.above"),
     }
-    for name, (rule, what) in table.items():
+    for name, (rule, description) in table.items():
         count = streaks.get(name)
         if rule is not None and isinstance(count, int) and count >= rule.steps:
-            message = f"{what} for {rule.steps} or more steps in a row"
+            message = f"{description} for {rule.steps} or more steps in a row"
             return FiredRule(rule=name, action=rule.action, message=message, steps=count)
     return None
 
 
 def _mismatch(policy: FailurePolicySpec, metrics: Any) -> str:
     """Return the message for failurePolicy.mismatch, with the metrics of the newest step where there are any."""
-    bound = policy.mismatch.kl if policy.mismatch is not None else 0.0
+    limit = policy.mismatch.kl if policy.mismatch is not None else 0.0
     values = metrics if isinstance(metrics, Mapping) else {}
     numbers = ", ".join(
         f"{name} {values[name]:.3g}" for name in MISMATCH_METRICS if isinstance(values.get(name), float)
     )
-    return f"mismatch/kl above failurePolicy.mismatch.kl {bound:g}" + (f" (now {numbers})" if numbers else "")
+    return f"mismatch/kl above failurePolicy.mismatch.kl {limit:g}" + (f" (now {numbers})" if numbers else "")

@@ -24,11 +24,11 @@ def changes_that_fit(job: RLJobSpec, group: str, fits: Callable[[RLJobSpec], boo
         ACTOR: (list(_settings(job)), list(_more_processes(job))),
         ROLLOUT: (list(_smaller_batches(job)), list(_larger_engines(job))),
     }.get(group, ([], []))
-    most = len(settings) if group == ACTOR else 1  # the rollout's are alternatives
-    for more in ([], *([change] for change in devices)):
-        for count in range(most + 1):
-            for chosen in combinations(settings, count):
-                changes = [*chosen, *more]
+    max_settings = len(settings) if group == ACTOR else 1  # The rollout's settings are alternatives.
+    for device_changes in ([], *([change] for change in devices)):
+        for count in range(max_settings + 1):
+            for setting_changes in combinations(settings, count):
+                changes = [*setting_changes, *device_changes]
                 if changes and fits(_changed(job, group, changes)):
                     return " and ".join(text for text, _ in changes)
     return None
@@ -66,8 +66,8 @@ def _more_processes(job: RLJobSpec) -> Iterator[Change]:
         else:
             replicas = actor.replicas * factor
             shared = job.placement.mode != "disaggregated"  # each pod of the actor has a rollout
-            beside = f" and rollout.replicas {replicas}" if shared and job.rollout.replicas < replicas else ""
-            yield f"actor.replicas {replicas}{beside}", {"replicas": replicas}
+            rollout_change = f" and rollout.replicas {replicas}" if shared and job.rollout.replicas < replicas else ""
+            yield f"actor.replicas {replicas}{rollout_change}", {"replicas": replicas}
 
 
 def _smaller_batches(job: RLJobSpec) -> Iterator[Change]:
@@ -83,11 +83,11 @@ def _larger_engines(job: RLJobSpec) -> Iterator[Change]:
         return
     rollout = job.rollout
     engine = "" if rollout.engine == "sglang" else "rollout.engine sglang and "
-    others = {name: value for name, value in rollout.engine_args.items() if name not in ("tp_size", "dp_size")}
+    engine_args = {name: value for name, value in rollout.engine_args.items() if name not in ("tp_size", "dp_size")}
     for gpus in (2, 4, 8):
         if gpus <= rollout.tensor_parallel:
             continue
         if rollout.engines == 1:
-            yield f"{engine}rollout.gpus {gpus}", {"engine": "sglang", "gpus": gpus, "engine_args": others}
+            yield f"{engine}rollout.gpus {gpus}", {"engine": "sglang", "gpus": gpus, "engine_args": engine_args}
         elif rollout.gpus % gpus == 0:
-            yield f"tp_size {gpus} in rollout.engineArgs", {"engine_args": others | {"tp_size": gpus}}
+            yield f"tp_size {gpus} in rollout.engineArgs", {"engine_args": engine_args | {"tp_size": gpus}}

@@ -222,10 +222,10 @@ def elastic_block(spec: Mapping[str, Any], name: str) -> dict[str, Any]:
     """
     gang = Lifecycle.GANG.value
     blocks = group_blocks(spec)
-    fixed = {group for group, block in blocks.items() if block.get("lifecycle") == gang}
-    fixed |= {group for group, kind in BUILT_IN.items() if not kind.elastic}
-    if name not in blocks.keys() - fixed:
-        elastic = ", ".join(group for group in blocks if group not in fixed)
+    gangs = {group for group, block in blocks.items() if block.get("lifecycle") == gang}
+    gangs |= {group for group, kind in BUILT_IN.items() if not kind.elastic}
+    if name not in blocks.keys() - gangs:
+        elastic = ", ".join(group for group in blocks if group not in gangs)
         raise ConfigError(
             f"group must be one of the elastic groups of the job ({elastic}), got {name}; name one of them"
         )
@@ -234,9 +234,9 @@ def elastic_block(spec: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def group_blocks(spec: Any) -> dict[str, dict[str, Any]]:
     """Return the block of each group by name in `spec`, a job as it was written, before validation. Malformed blocks are left out."""
-    written = spec if isinstance(spec, Mapping) else {}
-    declared = written.get("groups")
-    blocks = {name: written.get(name) or {} for name in BUILT_IN}
+    job_fields = spec if isinstance(spec, Mapping) else {}
+    declared = job_fields.get("groups")
+    blocks = {name: job_fields.get(name) or {} for name in BUILT_IN}
     for block in declared if isinstance(declared, list) else []:
         if isinstance(block, dict) and isinstance(block.get("name"), str):
             blocks.setdefault(block["name"], block)

@@ -44,17 +44,19 @@ def kept_layers(job: RLJobSpec, layers: int) -> list[KeptLayers]:
         # The first stage has some more micro-batches under way than there are stages, each in its share of the layers.
         passes = 1 + (parallel.pipeline - 1) / (parallel.pipeline * parallel.virtual_pipeline)
         return [KeptLayers(trained=passes * len(trained), frozen=passes * (layers - len(trained)))]
-    each = layers // parallel.pipeline
-    found = []
+    layers_per_stage = layers // parallel.pipeline
+    counts = []
     for stage in range(parallel.pipeline):
-        first, end = stage * each, (stage + 1) * each
-        own = [layer for layer in trained if first <= layer < end]
+        first_layer, end_layer = stage * layers_per_stage, (stage + 1) * layers_per_stage
+        trained_here = [layer for layer in trained if first_layer <= layer < end_layer]
         # Other stages send gradients to the one before. Megatron recomputes only layers whose inputs want gradients.
         to_inputs = stage > 0 or (job.actor.backend == "megatron" and job.actor.gradient_checkpointing)
-        frozen = end - (first if to_inputs else min(own, default=end)) - len(own)
+        frozen = end_layer - (first_layer if to_inputs else min(trained_here, default=end_layer)) - len(trained_here)
         # The single parameter of a layer under FSDP1 wants a gradient, and so does all that is computed with it.
-        partly = bool(own) and not to_inputs and lora is not None and job.actor.backend != "fsdp1"
+        partly = bool(trained_here) and not to_inputs and lora is not None and job.actor.backend != "fsdp1"
         passes = parallel.pipeline - stage
-        kept = KeptLayers(trained=passes * (len(own) - partly), frozen=passes * frozen, lowest=passes * partly)
-        found.append(kept)
-    return found
+        stage_counts = KeptLayers(
+            trained=passes * (len(trained_here) - partly), frozen=passes * frozen, lowest=passes * partly
+        )
+        counts.append(stage_counts)
+    return counts

@@ -122,15 +122,15 @@ def build_launch_plan(
 def _check_container_names(plan: LaunchPlan, groups: Mapping[str, Group]) -> None:
     """Raise ConfigError if an init container has the name of another container of its pod, which the API server refuses."""
     for pod in plan.pods:
-        taken = [container.name for container in pod.containers]
+        names = [container.name for container in pod.containers]
         for container in pod.containers:
             for init in groups[container.image_role].spec.init_containers:
-                if init.name in taken:
+                if init.name in names:
                     raise ConfigError(
                         f"initContainers of {container.image_role} must have names that no other container of their pod has, got {init.name} "
-                        f"beside {', '.join(taken)}; rename it"
+                        f"beside {', '.join(names)}; rename it"
                     )
-                taken.append(init.name)
+                names.append(init.name)
 
 
 def _pod_counts(groups: Mapping[str, Group], replicas: Mapping[str, int]) -> dict[str, int]:
@@ -218,8 +218,8 @@ def _worker(context: _Context, group: Group, placement: Placement, *, world: int
         "OMP_NUM_THREADS": str(group.spec.threads),
     }
     if not group.elastic:
-        first = context.host if context.local else _pod_host(context.name, context.namespace, name)
-        env |= {"MASTER_ADDR": first, "MASTER_PORT": str(context.ports.master)}
+        master_host = context.host if context.local else _pod_host(context.name, context.namespace, name)
+        env |= {"MASTER_ADDR": master_host, "MASTER_PORT": str(context.ports.master)}
     elif not context.local:
         offset = _offset(context, name, placement.placement_node_rank, placement.local_rank)
         env |= {"RLJOB_RPC_PORT": str(context.ports.rpc + offset)}

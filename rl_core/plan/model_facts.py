@@ -71,9 +71,9 @@ class ModelFacts:
         layer = _layer_parameters(config, hidden, heads, kv_heads, head_dim)
         embedding = vocab * hidden
         untied = 0 if config.get("tie_word_embeddings", config.get("model_type") == "gpt2") else embedding
-        counted = sum(map(prod, stored_shapes(file.parent).values()))
+        num_stored = sum(map(prod, stored_shapes(file.parent).values()))
         return cls(
-            parameters=counted or embedding + untied + layers * layer + hidden,
+            parameters=num_stored or embedding + untied + layers * layer + hidden,
             layer=layer,
             hidden=hidden,
             layers=layers,
@@ -98,7 +98,7 @@ def _read_config(file: Path) -> Mapping[str, Any]:
         ) from error
     if not isinstance(config, dict):
         raise ConfigError(f"{file} must hold an object, got {type(config).__name__}")
-    text = config.get("text_config")  # models that also see keep the language model's sizes here
+    text = config.get("text_config")  # Multimodal models have the sizes of the language model here.
     return config | text if isinstance(text, dict) else config
 
 

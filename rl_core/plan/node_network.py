@@ -41,28 +41,28 @@ def port_offset(groups: Mapping[str, Group], name: str, index: int, process: int
     """
     if not is_on_node(groups[name]):
         return STRIDE * process
-    before = 0
+    num_before = 0
     for group in groups.values():
         if group.name == name:
             break
-        before += group.replicas * listeners(group) if is_on_node(group) else 0
-    return STRIDE * (before + index * listeners(groups[name]) + process)
+        num_before += group.replicas * listeners(group) if is_on_node(group) else 0
+    return STRIDE * (num_before + index * listeners(groups[name]) + process)
 
 
 def check(groups: Mapping[str, Group]) -> None:
     """Raise ConfigError if only some of the groups that hold weights are on the network of their nodes, or if they need too many ports."""
     holding = [group for group in groups.values() if group.holds_model and group.replicas]
     on_nodes = [group.name for group in holding if is_on_node(group)]
-    others = [group.name for group in holding if not is_on_node(group)]
-    if on_nodes and others:
+    other_groups = [group.name for group in holding if not is_on_node(group)]
+    if on_nodes and other_groups:
         raise ConfigError(
-            f"hostNetwork must be true for all groups that hold weights or for none, got {', '.join(on_nodes)} without {', '.join(others)}: "
+            f"hostNetwork must be true for all groups that hold weights or for none, got {', '.join(on_nodes)} without {', '.join(other_groups)}: "
             "no NetworkPolicy can permit NCCL, gloo and transfers of weights between pods and the addresses of nodes; set it for actor and "
             "rollout and declare no other such group, or remove it and give the pods RDMA by a device plugin (resources.limits, IPC_LOCK)"
         )
-    most = max((port_offset(groups, name, groups[name].replicas) for name in on_nodes), default=0)
-    if (last := max(asdict(Ports()).values()) + most) >= FIRST_NODE_PORT:
+    max_offset = max((port_offset(groups, name, groups[name].replicas) for name in on_nodes), default=0)
+    if (highest := max(asdict(Ports()).values()) + max_offset) >= FIRST_NODE_PORT:
         raise ConfigError(
-            f"hostNetwork needs ports below {FIRST_NODE_PORT}, {STRIDE} for each engine, got {last}; lower rollout.replicas, or raise tp_size of "
+            f"hostNetwork needs ports below {FIRST_NODE_PORT}, {STRIDE} for each engine, got {highest}; lower rollout.replicas, or raise tp_size of "
             "rollout.engineArgs"
         )

@@ -32,8 +32,8 @@ class Ports:
 def _slim(value: Any) -> Any:
     """Return the JSON form of a part of a plan, without the fields that hold their default."""
     if isinstance(value, _Plan):
-        own = {field.name: (field, getattr(value, field.name)) for field in fields(value)}  # type: ignore[arg-type]
-        return {name: _slim(item) for name, (field, item) in own.items() if item != _default(field)}
+        items = {field.name: (field, getattr(value, field.name)) for field in fields(value)}  # type: ignore[arg-type]
+        return {name: _slim(item) for name, (field, item) in items.items() if item != _default(field)}
     return [_slim(item) for item in value] if isinstance(value, tuple) else value
 
 

@@ -29,8 +29,8 @@ def rollout_phases(job: RLJobSpec, facts: ModelFacts, *, context: int, margin: f
     logits = {"logits": -(-facts.vocab // _ranks(job)) * (job.rollout.max_batch * LOGIT_BYTES + head)}
     if has_pool(job):
         static = weights["weights"] + cache["kv_cache"]
-        whole = int((static + context) / static_fraction(job) / (1 + margin))
-        logits["engine"] = max(0, whole - context - static - logits["logits"])
+        total = int((static + context) / static_fraction(job) / (1 + margin))
+        logits["engine"] = max(0, total - context - static - logits["logits"])
     return {
         "load": weights,
         "generate": weights | cache | logits,
@@ -54,8 +54,8 @@ def sequences_in_pool(job: RLJobSpec, facts: ModelFacts, device_memory: int, *, 
 
     `beside` are the bytes that are on the device besides weights and pool: contexts of processes.
     """
-    room = int(device_memory * static_fraction(job)) - _weights(job, facts) - beside
-    tokens = max(0, room) // _token_bytes(job, facts)
+    pool_bytes = int(device_memory * static_fraction(job)) - _weights(job, facts) - beside
+    tokens = max(0, pool_bytes) // _token_bytes(job, facts)
     tokens = min(tokens, job.rollout.engine_args.get("max_total_tokens") or tokens)
     return tokens // _longest(job, facts)
 

@@ -29,16 +29,16 @@ def routes(envs_per_worker: int, *, env_workers: int, rollouts: int, group: int 
     per_worker = envs_per_worker // group
     total = per_worker * env_workers
     if total < rollouts:
-        what = "simulators" if group == 1 else f"groups of {group} simulators"
-        raise ValueError(f"{what} must not be fewer than rollouts {rollouts}, got {total}; use fewer rollouts")
-    found, begin = [], 0
+        description = "simulators" if group == 1 else f"groups of {group} simulators"
+        raise ValueError(f"{description} must not be fewer than rollouts {rollouts}, got {total}; use fewer rollouts")
+    result, begin = [], 0
     for rollout, size in enumerate(shares(total, rollouts)):
         end = begin + size
         for env in range(begin // per_worker, math.ceil(end / per_worker)):
             first, last = max(begin, env * per_worker), min(end, (env + 1) * per_worker)
-            found.append(Route(env, rollout, (last - first) * group))
+            result.append(Route(env, rollout, (last - first) * group))
         begin = end
-    return found
+    return result
 
 
 def trajectory_parts(senders: int, actors: int) -> int:
@@ -53,8 +53,8 @@ def parts_of_rank(rank: int, *, senders: int, actors: int) -> list[tuple[int, in
     of data ranks.
     """
     parts = trajectory_parts(senders, actors)
-    every = [(sender, part) for sender in range(senders) for part in range(parts)]
-    return [one for one in every if data_rank_of(*one, senders=senders, actors=actors) == rank]
+    pairs = [(sender, part) for sender in range(senders) for part in range(parts)]
+    return [pair for pair in pairs if data_rank_of(*pair, senders=senders, actors=actors) == rank]
 
 
 def data_rank_of(sender: int, part: int, *, senders: int, actors: int) -> int:

@@ -81,8 +81,8 @@ def sign(peer: Peer, method: str, path: str, *, body: bytes = b"", challenge: st
     """Return the signed call; one that changes something needs a `challenge`."""
     fields = [peer.uid, str(peer.epoch), secrets.token_hex(16), challenge, _digest(body)]
     mac = _mac(peer.token, "call", method, path, *fields)
-    words = " ".join(f"{name}={value}" for name, value in zip(FIELDS, [*fields, mac], strict=True))
-    return SignedCall(peer=peer, headers={"Authorization": f"{SCHEME} {words}"}, mac=mac)
+    parameters = " ".join(f"{name}={value}" for name, value in zip(FIELDS, [*fields, mac], strict=True))
+    return SignedCall(peer=peer, headers={"Authorization": f"{SCHEME} {parameters}"}, mac=mac)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,8 +102,8 @@ class ReceivedCall:
     @classmethod
     def read(cls, method: str, path: str, headers: Mapping[str, str]) -> ReceivedCall:
         """Return the call of a request, whose header names are in lower case."""
-        found = _HEADER.fullmatch(headers.get("authorization", ""))
-        return cls(method=method, path=path, **dict(zip(FIELDS, found.groups() if found else (), strict=False)))
+        match = _HEADER.fullmatch(headers.get("authorization", ""))
+        return cls(method=method, path=path, **dict(zip(FIELDS, match.groups() if match else (), strict=False)))
 
     def matches_body(self, body: bytes) -> bool:
         """Return whether `body` has the digest that was signed."""
@@ -111,8 +111,8 @@ class ReceivedCall:
 
     def expected(self, token: str) -> str:
         """Return the signature that the holder of a token gives to this call."""
-        words = (self.uid, self.epoch, self.nonce, self.challenge, self.body)
-        return _mac(token, "call", self.method, self.path, *words)
+        fields = (self.uid, self.epoch, self.nonce, self.challenge, self.body)
+        return _mac(token, "call", self.method, self.path, *fields)
 
 
 class Guard:
@@ -142,11 +142,11 @@ class Guard:
         return signed | ({CHALLENGE: challenge} if challenge else {})
 
     def _challenge(self) -> str:
-        made = secrets.token_hex(16)
-        self._challenges[made] = self._clock() + CHALLENGE_SECONDS
+        challenge = secrets.token_hex(16)
+        self._challenges[challenge] = self._clock() + CHALLENGE_SECONDS
         while len(self._challenges) > CHALLENGES:
             self._challenges.popitem(last=False)
-        return made
+        return challenge
 
 
 def _mac(token: str, *words: str) -> str:

@@ -80,14 +80,14 @@ def place_processes(
     """
     slots = {name: _slots_of(group) for name, group in groups.items()}
     order = _order(spec, slots)
-    first = {name: [0] * pods[name] for name in groups}
+    first_slots = {name: [0] * pods[name] for name in groups}
     if one_machine:
-        inside = colocated_pods(spec)
-        own = {name: replace(slots[name], pods=_own_count(spec, name, slots[name].pods)) for name in order}
-        first = _numbered(order, own, {name: _own_count(spec, name, pods[name]) for name in order})
-        if inside:
-            first[ROLLOUT] = first[ACTOR][:inside] + first[ROLLOUT]
-    return {name: slots[name].place(first[name][: pods[name]]) for name in groups}
+        num_colocated = colocated_pods(spec)
+        own_slots = {name: replace(slots[name], pods=_own_count(spec, name, slots[name].pods)) for name in order}
+        first_slots = _numbered(order, own_slots, {name: _own_count(spec, name, pods[name]) for name in order})
+        if num_colocated:
+            first_slots[ROLLOUT] = first_slots[ACTOR][:num_colocated] + first_slots[ROLLOUT]
+    return {name: slots[name].place(first_slots[name][: pods[name]]) for name in groups}
 
 
 def colocated_pods(spec: RLJobSpec) -> int:
@@ -169,23 +169,23 @@ def _numbered(order: Sequence[str], slots: Mapping[str, GroupSlots], pods: Mappi
 
     Pods that scaling added come after all others, so that the accelerators of running pods keep their numbers.
     """
-    first: dict[str, list[int]] = {name: [] for name in order}
-    number = 0
+    first_slots: dict[str, list[int]] = {name: [] for name in order}
+    next_slot = 0
     planned = [(name, slots[name].pods) for name in order]
     added = [(name, pods[name] - slots[name].pods) for name in order]
     for name, count in (*planned, *added):
         for _ in range(count):
-            first[name].append(number)
-            number += slots[name].gpus
-    return first
+            first_slots[name].append(next_slot)
+            next_slot += slots[name].gpus
+    return first_slots
 
 
 def _order(spec: RLJobSpec, slots: Mapping[str, GroupSlots]) -> list[str]:
     """Return the groups in the order of their resources. Raises PlacementError unless the written placement agrees with the pods."""
-    written = spec.placement.component_placement
-    if not written:
+    component_placement = spec.placement.component_placement
+    if not component_placement:
         return list(slots)
-    names = [name.strip() for key in written for name in key.split(",") if name.strip()]
+    names = [name.strip() for key in component_placement for name in key.split(",") if name.strip()]
     if unknown := sorted(set(names) - slots.keys()):
         raise PlacementError(f"{FIELD} must place {', '.join(slots)} only, got {', '.join(unknown)}; remove it")
     placed = [slots[name] for name in names]
@@ -197,17 +197,17 @@ def _order(spec: RLJobSpec, slots: Mapping[str, GroupSlots]) -> list[str]:
         )
     total = sum(_own_count(spec, group.name, group.pods) * group.processes * group.share for group in placed)
     inventory = Inventory([NodeInfo(0, total, "GPU")] if True in on_gpus else [NodeInfo(i, 0) for i in range(total)])
-    found = _read(spec, inventory)
-    starts = {group.name: _check_group(group, found) for group in placed}
+    placement = _read(spec, inventory)
+    starts = {group.name: _check_group(group, placement) for group in placed}
     if colocated_pods(spec) and starts.get(ACTOR) != starts.get(ROLLOUT):
         raise PlacementError(
             f"{FIELD} must begin actor and rollout at one resource with mode {spec.placement.mode}, as the first rollouts run in the "
-            f"actor's pods, got {dict(written)}; write both from {starts.get(ACTOR, 0)}"
+            f"actor's pods, got {dict(component_placement)}; write both from {starts.get(ACTOR, 0)}"
         )
-    taken = {rank for group in placed for rank in found.get_hardware_ranks(group.name)}
-    if len(taken) < total:
+    used_ranks = {rank for group in placed for rank in placement.get_hardware_ranks(group.name)}
+    if len(used_ranks) < total:
         raise PlacementError(
-            f"{FIELD} must give {ENV} resources of its own, got {dict(written)} for {total}; write ranks that no other group has"
+            f"{FIELD} must give {ENV} resources of its own, got {dict(component_placement)} for {total}; write ranks that no other group has"
         )
     return sorted(slots, key=lambda name: starts.get(name, total))
 
@@ -225,20 +225,20 @@ def _read(spec: RLJobSpec, inventory: Inventory) -> ModelParallelComponentPlacem
         raise type(error)(f"{FIELD}: {error}") from error
 
 
-def _check_group(group: GroupSlots, found: ModelParallelComponentPlacement) -> int:
+def _check_group(group: GroupSlots, placement: ModelParallelComponentPlacement) -> int:
     """Return the first resource of a group. Raises PlacementError unless its processes get the resources that its pods offer."""
-    written = _resources_by_process(found.get_strategy(group.name))
-    taken, start = found.get_hardware_ranks(group.name), written[0][0]
+    resources = _resources_by_process(placement.get_strategy(group.name))
+    ranks_of_group, start = placement.get_hardware_ranks(group.name), resources[0][0]
     count = group.pods * group.processes
-    offered = [list(range(start + rank * group.share, start + (rank + 1) * group.share)) for rank in range(count)]
-    if written != offered:
-        hybrid = found.mode is PlacementMode.HYBRID  # which takes a range for a process per resource
-        ranks = f"{start}-{offered[-1][-1]}" + (f":0-{count - 1}" if hybrid and group.share > 1 else "")
-        what = f"{count} processes with {group.share} {'accelerators' if group.gpus else 'process slots'} each"
+    expected = [list(range(start + rank * group.share, start + (rank + 1) * group.share)) for rank in range(count)]
+    if resources != expected:
+        hybrid = placement.mode is PlacementMode.HYBRID  # Mode hybrid reads a range as one process per resource.
+        ranks = f"{start}-{expected[-1][-1]}" + (f":0-{count - 1}" if hybrid and group.share > 1 else "")
+        description = f"{count} processes with {group.share} {'accelerators' if group.gpus else 'process slots'} each"
         raise PlacementError(
-            f"{FIELD}: component {group.name} must be what its pods are ({what}: {group.name}.replicas {group.pods}, gpus {group.gpus}, "
-            f"{group.processes} processes per pod), got {len(written)} processes "
-            f"on {len(taken)} from {taken[0]} to {taken[-1]}; write {ranks}, or change the fields of {group.name}"
+            f"{FIELD}: component {group.name} must be what its pods are ({description}: {group.name}.replicas {group.pods}, gpus {group.gpus}, "
+            f"{group.processes} processes per pod), got {len(resources)} processes "
+            f"on {len(ranks_of_group)} from {ranks_of_group[0]} to {ranks_of_group[-1]}; write {ranks}, or change the fields of {group.name}"
         )
     return start
 

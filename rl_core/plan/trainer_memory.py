@@ -27,35 +27,35 @@ ENTROPY_TOKENS = 128
 
 def trainer_phases(job: RLJobSpec, facts: ModelFacts, *, logits: bool = True) -> dict[str, Parts]:
     """Return phase -> part -> bytes on the device of a training process. `logits`: whether it computes any; a critic alone does not."""
-    held = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
+    state = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
     gather = _gathered(job, facts)
     copy = _publisher_copy(job, facts)
-    # Other devices of the trainer get their copies from one bucket more.
-    several = copy and job.placement.mode != "disaggregated" and job.actor.gpus * job.actor.replicas > 1
-    buckets = {"buckets": (3 if several else 2) * job.weights.bucket_bytes}
-    if job.model.lora is not None:  # a bucket is merged in float32, with whole adapters
+    # A third bucket is for the copies on other devices of the trainer.
+    on_several_devices = copy and job.placement.mode != "disaggregated" and job.actor.gpus * job.actor.replicas > 1
+    buckets = {"buckets": (3 if on_several_devices else 2) * job.weights.bucket_bytes}
+    if job.model.lora is not None:  # A bucket is merged in float32, and the adapters are gathered whole.
         buckets["merged"] = job.weights.bucket_bytes * MASTER_BYTES // WIDTH[job.model.dtype]
         buckets["merged"] += 2 * MASTER_BYTES * adapter_parameters(job, facts)
     scoring, training = (_logit_bytes(job, facts, gradient=gradient) if logits else 0 for gradient in (False, True))
-    # Nothing of the layers is kept: there is one of them, and logits after the last.
+    # Without gradients no activations are kept: memory holds those of one layer at a time, then the logits.
     no_gradient = {"activations": max(0, _forward_bytes(job, facts) - scoring), "logits": scoring}
     if job.actor.offload.grads or job.placement.mode != "disaggregated":
-        # Released before, they are allocated for the training that follows, as zeros.
-        no_gradient["gradients"] = held.get("gradients") or held["optimizer"] * GRADIENT_BYTES // MOMENT_BYTES
+        # Gradients that were released are allocated again, as zeros, for the training that follows.
+        no_gradient["gradients"] = state.get("gradients") or state["optimizer"] * GRADIENT_BYTES // MOMENT_BYTES
     elif _has_reference(job) and job.actor.backend != "megatron":
         # The trained weights, while the model has those of the reference policy. Gradients that are allocated give their place to them.
-        no_gradient["reference"] = held["weights"] // _models(job)
+        no_gradient["reference"] = state["weights"] // _models(job)
     train = {
-        "gradients": held.get("gradients") or _fsdp_gradients(job, facts),
+        "gradients": state.get("gradients") or _fsdp_gradients(job, facts),
         "activations": _activation_bytes(job, facts, training),
         "logits": training,
     }
     return {
-        "load": held | gather,
-        "train": held | gather | train,
-        "logprob": held | gather | no_gradient,
-        "sync": held | gather | buckets | copy,
-        "idle": held,
+        "load": state | gather,
+        "train": state | gather | train,
+        "logprob": state | gather | no_gradient,
+        "sync": state | gather | buckets | copy,
+        "idle": state,
     }
 
 
@@ -99,21 +99,21 @@ def trainer_host(job: RLJobSpec, facts: ModelFacts) -> int:
     They are the version of the weights that rank 0 keeps for rollouts that join later, the shards of a reference policy, and the copy from
     which an asynchronous checkpoint is written.
     """
-    held = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
-    found = facts.parameters * WIDTH[job.model.dtype]
+    state = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
+    total = facts.parameters * WIDTH[job.model.dtype]
     if _has_reference(job):
-        found += held["weights"] // _models(job) * WIDTH[job.model.dtype] // _stored_width(job)
-    return found + checkpoint_copy(job, facts)
+        total += state["weights"] // _models(job) * WIDTH[job.model.dtype] // _stored_width(job)
+    return total + checkpoint_copy(job, facts)
 
 
 def checkpoint_copy(job: RLJobSpec, facts: ModelFacts) -> int:
     """Return the bytes of the copy in host memory from which an asynchronous checkpoint is written; 0 without such checkpoints."""
     if not job.checkpoint.asynchronous:
         return 0
-    held = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
-    copied = held["optimizer"] * (MASTER_BYTES + MOMENT_BYTES) // MOMENT_BYTES
+    state = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
+    copied = state["optimizer"] * (MASTER_BYTES + MOMENT_BYTES) // MOMENT_BYTES
     if job.algorithm.needs_reference and job.algorithm.reference_update_steps is not None:
-        copied += held["weights"] // _models(job) * MASTER_BYTES // _stored_width(job)
+        copied += state["weights"] // _models(job) * MASTER_BYTES // _stored_width(job)
     return copied
 
 
@@ -159,8 +159,8 @@ def _megatron_state(job: RLJobSpec, facts: ModelFacts) -> Parts:
     trained = _models(job) * (adapters or stage)
     updated = -(-trained // (job.actor.data_parallel if job.actor.optimizer.distributed else 1))
     weights = _models(job) * (stage + adapters) * width
-    held = {"weights": weights, "gradients": trained * GRADIENT_BYTES, "optimizer": updated * MOMENT_BYTES}
-    return held if width == MASTER_BYTES else held | {"master": updated * MASTER_BYTES}
+    state = {"weights": weights, "gradients": trained * GRADIENT_BYTES, "optimizer": updated * MOMENT_BYTES}
+    return state if width == MASTER_BYTES else state | {"master": updated * MASTER_BYTES}
 
 
 def _stage_parameters(job: RLJobSpec, facts: ModelFacts) -> int:
@@ -176,8 +176,8 @@ def _stage_adapters(job: RLJobSpec, facts: ModelFacts) -> int:
     lora, parallel = job.model.lora, job.actor.parallel
     if lora is None:
         return 0
-    each = facts.layers // parallel.pipeline
-    stages = Counter(layer // each for layer in adapted_layers(job, facts.layers))
+    layers_per_stage = facts.layers // parallel.pipeline
+    stages = Counter(layer // layers_per_stage for layer in adapted_layers(job, facts.layers))
     widths = _target_widths(facts)
     parts = [
         widths[target][0] // (parallel.tensor if target in BY_INPUTS else 1)
@@ -196,9 +196,9 @@ def _gathered(job: RLJobSpec, facts: ModelFacts) -> Parts:
     """Return the unsharded parameters during a pass: those outside the layers, the current layer and the prefetched one."""
     if not _wrapped(job):
         return {}
-    outside = facts.parameters - facts.layers * facts.layer
+    other_parameters = facts.parameters - facts.layers * facts.layer
     layer = facts.layer + _layer_adapters(job, facts)
-    return {"gather": (outside + 2 * layer) * WIDTH[job.model.dtype]}
+    return {"gather": (other_parameters + 2 * layer) * WIDTH[job.model.dtype]}
 
 
 def _publisher_copy(job: RLJobSpec, facts: ModelFacts) -> Parts:
@@ -242,16 +242,17 @@ def _activation_bytes(job: RLJobSpec, facts: ModelFacts, logits: int) -> int:
         gradients += MASTER_BYTES * 3 * facts.hidden  # its norms in half precision are computed in float32
     gradients *= _tokens(job, facts)
     targets = None if lora is None else frozenset(lora.targets)
-    trained, again = _kept_bytes(job, facts, targets)
+    trained, recomputed = _kept_bytes(job, facts, targets)
     frozen, _ = _kept_bytes(job, facts, frozenset())
     lowest = trained
     if targets is not None and not job.actor.gradient_checkpointing:
         lowest = _lowest_layer_bytes(job, facts, targets)
     kept = max(
-        one.trained * trained + one.frozen * frozen + one.lowest * lowest for one in kept_layers(job, facts.layers)
+        counts.trained * trained + counts.frozen * frozen + counts.lowest * lowest
+        for counts in kept_layers(job, facts.layers)
     )
     # Before there are logits, a layer that keeps nothing works too. Nor is a layer computed again while there are any.
-    return max(int(_models(job) * kept) + max(0, again + gradients - logits), _forward_bytes(job, facts) - logits)
+    return max(int(_models(job) * kept) + max(0, recomputed + gradients - logits), _forward_bytes(job, facts) - logits)
 
 
 def _kept_bytes(job: RLJobSpec, facts: ModelFacts, targets: frozenset[str] | None) -> tuple[int, int]:
@@ -264,8 +265,8 @@ def _kept_bytes(job: RLJobSpec, facts: ModelFacts, targets: frozenset[str] | Non
     inputs //= parallel.tensor if parallel.sequence else 1
     if job.actor.gradient_checkpointing_mode == "full":
         return inputs, layer
-    again = _recomputed_bytes(job, facts, layer, targets)
-    return layer - again + (0 if job.actor.backend == "megatron" else inputs), again
+    recomputed = _recomputed_bytes(job, facts, layer, targets)
+    return layer - recomputed + (0 if job.actor.backend == "megatron" else inputs), recomputed
 
 
 def _recomputed_bytes(job: RLJobSpec, facts: ModelFacts, layer: int, targets: frozenset[str] | None) -> int:
@@ -315,21 +316,20 @@ def _layer_bytes(job: RLJobSpec, facts: ModelFacts, targets: frozenset[str] | No
         shared = width * (3 * queries + 3 * keys + _inner_kept(targets) * facts.inner)
         shared += hidden_of_adapters * parallel.tensor
     elif targets is None:
-        norms = (
-            2 * facts.hidden * (MASTER_BYTES + 2 * width)
-        )  # of each of the two: its input in float32, normalised, scaled
+        # Each of the two norms keeps its input in float32, the normalised input and the scaled one.
+        norms = 2 * facts.hidden * (MASTER_BYTES + 2 * width)
         shared = width * (2 * queries + 2 * keys + 4 * facts.inner)
-    else:  # what only the gradients of frozen weights would need is not kept
+    else:  # Activations that only the gradients of frozen weights would need are not kept.
         norms = facts.hidden * (2 * MASTER_BYTES + scaled * width)
         shared = width * (2 * queries + 2 * keys + (3 + ("down_proj" in targets)) * facts.inner) + hidden_of_adapters
-    if facts.head_norms:  # the input of each in float32, and normalised for the gradient of its weight
+    # Each norm of a head keeps its input in float32, and the normalised input for the gradient of its weight.
+    if facts.head_norms:
         shared += (queries + keys) * (MASTER_BYTES + (width if targets is None else 0))
-    shared += 4 * facts.heads  # normalisers of attention
-    # Of each token its copies for its experts and their results, and the probabilities of all experts.
+    shared += 4 * facts.heads  # The normalisers of the attention.
+    # For each token: its copies for its experts, their results, and the probabilities of all experts.
     shared += 2 * facts.experts_per_token * facts.hidden * width + 3 * facts.experts * MASTER_BYTES
-    if (
-        job.actor.attention == "eager"
-    ):  # probabilities in float32 and as they are multiplied, keys and values for each head
+    # Eager attention keeps the probabilities, in float32 and in the width of the product, and keys and values for each head.
+    if job.actor.attention == "eager":
         longest = job.rollout.max_sequence_length or facts.max_length
         shared += facts.heads * longest * (MASTER_BYTES + (width if width != MASTER_BYTES else 0)) + 2 * queries * width
     return _tokens(job, facts) * (norms // (parallel.tensor if parallel.sequence else 1) + shared // parallel.tensor)
@@ -341,13 +341,13 @@ def _lowest_layer_bytes(job: RLJobSpec, facts: ModelFacts, targets: frozenset[st
         return _layer_bytes(job, facts, targets)
     width, parallel = WIDTH[job.model.dtype], job.actor.parallel
     inner = facts.inner // parallel.tensor
-    kept = 0 if job.model.lora is None or _merges(job) else width * job.model.lora.rank * len(targets)
+    kept_width = 0 if job.model.lora is None or _merges(job) else width * job.model.lora.rank * len(targets)
     if "o_proj" in targets:
-        kept += width * facts.heads * facts.head_dim // parallel.tensor
+        kept_width += width * facts.heads * facts.head_dim // parallel.tensor
     if targets == {"down_proj"}:
-        return _tokens(job, facts) * (kept + width * inner)
+        return _tokens(job, facts) * (kept_width + width * inner)
     per_inner = _inner_kept(targets) if job.actor.backend == "megatron" else 3 + ("down_proj" in targets)
-    return _tokens(job, facts) * (kept + facts.hidden * (MASTER_BYTES + width) + width * per_inner * inner)
+    return _tokens(job, facts) * (kept_width + facts.hidden * (MASTER_BYTES + width) + width * per_inner * inner)
 
 
 def _inner_kept(targets: frozenset[str] | None) -> int:
@@ -371,13 +371,13 @@ def _logit_bytes(job: RLJobSpec, facts: ModelFacts, *, gradient: bool) -> int:
     converting = block if width != MASTER_BYTES else 0  # float32 logits are scored in place
     # The head's weight and the hidden states in float32.
     converted = (vocabulary + _tokens(job, facts)) * facts.hidden * MASTER_BYTES if width != stored else 0
-    held = chunk * width + converting + converted
+    total = chunk * width + converting + converted
     if not gradient:
-        return held
+        return total
     weight = vocabulary * facts.hidden * (GRADIENT_BYTES + (stored if stored != MASTER_BYTES else 0))
     backward = (block if job.algorithm.loss.entropy_coefficient else 0) + (weight if job.model.lora is None else 0)
     # The entropy is a metric, and computed whether the loss has it or not.
-    return held + max(backward, MASTER_BYTES * min(tokens, ENTROPY_TOKENS) * vocabulary)
+    return total + max(backward, MASTER_BYTES * min(tokens, ENTROPY_TOKENS) * vocabulary)
 
 
 def _tokens(job: RLJobSpec, facts: ModelFacts) -> int:

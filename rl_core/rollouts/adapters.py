@@ -42,10 +42,10 @@ class AdapterMerge:
 
     def merged(self, given: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Take the tensors that are kept here out of `given`; yield the others, and at its end each merged weight."""
-        own = self.tensors()
+        parameters = self.tensors()
         for name, tensor in given:
-            if name in own:
-                own[name].copy_(tensor)
+            if name in parameters:
+                parameters[name].copy_(tensor)
             else:
                 yield name, tensor
         for name, base in self.base.items():
@@ -55,12 +55,12 @@ class AdapterMerge:
 
 def adapted_weights(spec: LoraSpec, shapes: Shapes) -> list[str]:
     """Return the names of the weights that `spec` gives an adapter, out of those of a model with the tensors `shapes`."""
-    found = []
+    names = []
     for name in shapes:
         match = _WEIGHT.search(name)
         if match and match[2] in spec.targets and (spec.layers is None or int(match[1]) in spec.layers):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def adapter_shapes(spec: LoraSpec, shapes: Shapes) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -68,13 +68,13 @@ def adapter_shapes(spec: LoraSpec, shapes: Shapes) -> dict[str, tuple[tuple[int,
 
     `lora_A` is [rank, inputs] and `lora_B` is [outputs, rank], both float32.
     """
-    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    shapes_of_parts: dict[str, tuple[tuple[int, ...], str]] = {}
     for name in adapted_weights(spec, shapes):
         outputs, inputs = shapes[name][0]
         down, up = _names(name)
-        found[down] = ((spec.rank, inputs), "float32")
-        found[up] = ((outputs, spec.rank), "float32")
-    return found
+        shapes_of_parts[down] = ((spec.rank, inputs), "float32")
+        shapes_of_parts[up] = ((outputs, spec.rank), "float32")
+    return shapes_of_parts
 
 
 def _names(weight: str) -> tuple[str, str]:

@@ -117,8 +117,8 @@ class AgentRolloutImpl(AsyncRolloutImpl):
             names = [f"{group_name(input_sample)}_g{index}" for index in range(self.num_generations_per_prompt)]
             await locate(names)
         record = await super().run_rollout(input_sample)
-        first = record.completions[0].message_log[0]
-        record.prompt = [{**first, "token_ids": common_prefix(record.completions)}]
+        first_message = record.completions[0].message_log[0]
+        record.prompt = [{**first_message, "token_ids": common_prefix(record.completions)}]
         return record
 
     async def _run_samples(
@@ -132,11 +132,11 @@ class AgentRolloutImpl(AsyncRolloutImpl):
         )
         agent = self._episodes.open(episode.key, self._generator, seed=seed, greedy=self.greedy)
         episode.env_info = {**(episode.env_info or {}), REQUEST: self._request(agent, input_sample)}
-        where = f"prompt_idx={episode.prompt_idx} traj_idx={traj_idx}"
+        location = f"prompt_idx={episode.prompt_idx} traj_idx={traj_idx}"
         try:
-            returned = await self._env_step(episode)
-            result: AgentResult = (returned.metadata[0] or {})[RESULT]
-            _check(result, agent, where)
+            env_return = await self._env_step(episode)
+            result: AgentResult = (env_return.metadata[0] or {})[RESULT]
+            _check(result, agent, location)
         except Exception as error:
             if branches := agent.session.branch_samples():
                 self._fill(episode, branches[0], None)
@@ -145,7 +145,7 @@ class AgentRolloutImpl(AsyncRolloutImpl):
         finally:
             self._episodes.close(agent)
             self._release(episode)
-        _, reward = one_reward(returned.rewards, self._env(episode), where)
+        _, reward = one_reward(env_return.rewards, self._env(episode), location)
         branches = agent.session.branch_samples()[: 1 if self._branches == "last" else None]
         share = 1.0 / len(branches) if self._branches == "equal" else 1.0
         samples = []
@@ -156,8 +156,9 @@ class AgentRolloutImpl(AsyncRolloutImpl):
             self._fill(sample, branch, agent.cut if index == 0 else None)
             if text := result.get("explanation"):
                 sample.env_info = {EXPLANATION: text}
-            counted = agent.session if index == 0 else None  # once for the episode
-            metrics = sample.metrics() | {name: getattr(counted, name, 0) for name in ("branches", "unspliced")}
+            # These counters are per episode, so only its first sample reports them.
+            session = agent.session if index == 0 else None
+            metrics = sample.metrics() | {name: getattr(session, name, 0) for name in ("branches", "unspliced")}
             completion = sample.completion(default_version=self.policy_version)
             completion.metrics["reward_share"] = share
             samples.append((completion, metrics))
@@ -174,10 +175,10 @@ class AgentRolloutImpl(AsyncRolloutImpl):
             oldest_version=self.policy_version - self._max_staleness,
         )
 
-    def _fill(self, episode: Episode, branch: Branch, cut: str | None) -> None:
+    def _fill(self, episode: Episode, branch: Branch, cut_reason: str | None) -> None:
         """Write a branch into `episode`: the tokens that the policy read and those that it sampled, in turns.
 
-        `cut` is the reason why the branch could not be continued; None if it was not cut off.
+        `cut_reason` is the reason why the branch could not be continued; None if it was not cut off.
         """
         episode.log, episode.env_info = [], None
         line = branch.turns
@@ -194,8 +195,8 @@ class AgentRolloutImpl(AsyncRolloutImpl):
             if following is not None:
                 episode.times.append(following.times[0])
         episode.mark()
-        last = line[-1].output.finish_reason
-        episode.cut = last if FinishReason(last).truncated else cut
+        finish_reason = line[-1].output.finish_reason
+        episode.cut = finish_reason if FinishReason(finish_reason).truncated else cut_reason
         episode.truncated = episode.cut is not None
         episode.terminated = not episode.truncated
 
@@ -207,23 +208,24 @@ class AgentRolloutImpl(AsyncRolloutImpl):
         return metrics | {name: sum(row[name] for row in all_sample_metrics) for name in ("branches", "unspliced")}
 
 
-def _check(result: AgentResult, agent: AgentEpisode, where: str) -> None:
+def _check(result: AgentResult, agent: AgentEpisode, sample: str) -> None:
     """Raise the failure of a run that has no reward, or none that belongs to the recorded calls."""
     if result["late"]:
-        raise RolloutTimeout(f"{result['error']} ({where}); raise runtime.deadlines.envStep")
+        raise RolloutTimeout(f"{result['error']} ({sample}); raise runtime.deadlines.envStep")
     if result["unavailable"]:
-        raise GymTransportError(f"{result['error']} ({where})")
+        raise GymTransportError(f"{result['error']} ({sample})")
     if result["error"]:
-        raise RolloutDataFailure(f"{result['error']} ({where})")
+        raise RolloutDataFailure(f"{result['error']} ({sample})")
     if agent.run != result["run"] or not agent.session.turns:
         raise RolloutDataFailure(
-            f"an agent must call the model at its base_url before it returns a reward, it did not ({where}); a reward without tokens trains nothing"
+            f"an agent must call the model at its base_url before it returns a reward, it did not ({sample}); "
+            "a reward without tokens trains nothing"
         )
     recorded = [turn.output.ids for turn in agent.session.turns]
-    for number, ids in enumerate(result["generated"]):
+    for turn_index, ids in enumerate(result["generated"]):
         if ids not in recorded:
             raise RolloutDataFailure(
-                f"the tokens of turn {number} of an episode must be those of a call in its session, got {len(ids)} others ({where}); "
+                f"the tokens of turn {turn_index} of an episode must be those of a call in its session, got {len(ids)} others ({sample}); "
                 "the reward is that of another episode"
             )
 

@@ -223,7 +223,7 @@ class RolloutWorkerBase(WeightMethods):
         """
         built = self._parts
         if built is None:
-            return  # the engine is not built: nothing is on the device
+            return  # The engine is not built yet, so nothing is on the device.
         await built.residency.move_to(parts, token)
         if built.residency.complete and built.receiver.state is ReceiverState.SERVING:
             built.loop.open()
@@ -318,8 +318,8 @@ class RolloutWorkerBase(WeightMethods):
         return min(self._built().engine.row_capacity, share)
 
     def _max_seq_len(self) -> int:
-        given = self.placement.get("max_seq_len") or self.spec.rollout.max_sequence_length
-        return int(given or max_positions(self.files))
+        limit = self.placement.get("max_seq_len") or self.spec.rollout.max_sequence_length
+        return int(limit or max_positions(self.files))
 
     def _env_addresses(self) -> list[str]:
         return [member.address for member in self.members("env") if member.state.constructed]

@@ -34,8 +34,8 @@ class ChatTemplate:
     @classmethod
     def of_job(cls, spec: RLJobSpec, tokenizer: Tokenizer, *, stop_ids: Collection[int]) -> ChatTemplate:
         """Return the chat template of a job; `stop_ids` end a generation besides the tokenizer's eos token."""
-        ends = {tokenizer.eos_token_id, *stop_ids, *spec.rollout.sampling.stop_token_ids}
-        return cls(tokenizer, ends, template=spec.data.chat_template)
+        stop_token_ids = {tokenizer.eos_token_id, *stop_ids, *spec.rollout.sampling.stop_token_ids}
+        return cls(tokenizer, stop_token_ids, template=spec.data.chat_template)
 
     @property
     def present(self) -> bool:
@@ -65,8 +65,8 @@ class ChatTemplate:
             tail = self._tail_after_calls(messages, count, settings)
         if tail is None:
             return None
-        end = self._stop_texts.get(last)
-        return self._ids(tail[len(end) :] if end and tail.startswith(end) else tail)
+        stop_text = self._stop_texts.get(last)
+        return self._ids(tail[len(stop_text) :] if stop_text and tail.startswith(stop_text) else tail)
 
     def _tail_after_calls(
         self, messages: Sequence[Mapping[str, Any]], count: int, settings: Mapping[str, Any]
@@ -82,9 +82,13 @@ class ChatTemplate:
             for call in message["tool_calls"]
         ]
         tail = self._tail(messages, count, {"role": "assistant", "content": "", "tool_calls": calls}, settings)
-        ends = [at for text in self._stop_texts.values() if text and tail is not None and (at := tail.find(text)) >= 0]
-        if tail is not None and ends:
-            return tail[min(ends) :]
+        positions = [
+            position
+            for text in self._stop_texts.values()
+            if text and tail is not None and (position := tail.find(text)) >= 0
+        ]
+        if tail is not None and positions:
+            return tail[min(positions) :]
         return self._tail(messages, count, {"role": "assistant", "content": SENTINEL}, settings)
 
     def _tail(
@@ -99,8 +103,8 @@ class ChatTemplate:
             text = self._render([*messages[: count - 1], stand_in, *messages[count:]], settings)
         except ConfigError:
             return None
-        _, found, tail = text.rpartition(SENTINEL)
-        return tail if found else None
+        _, separator, tail = text.rpartition(SENTINEL)
+        return tail if separator else None
 
     def _render(self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> str:
         return self._tokenizer.apply_chat_template(

@@ -51,7 +51,7 @@ class DecoupledDecisions:
     min_batch_size: int
     """Lanes that a decision waits for, at most BATCH_SECONDS."""
     decide: Callable[[EnvOutput], tuple[ChunkStepResult, Callable[[], Tensor] | None]]
-    """Returns the decision on an output, and what returns its values where it has none yet."""
+    """Returns the decision on an output, and a function that returns its values if they are not computed yet."""
     observe: Callable[[TrajectoryRecorder, EnvOutput], None]
     """Records an output."""
     end: Callable[[TrajectoryRecorder, EnvOutput], None]
@@ -84,20 +84,20 @@ class DecoupledDecisions:
         A lane of an env worker that is lost has always something, and its message is None.
         """
         keys = {lane: self.envs.key(lane.stage, lane.env) for lane in lanes}
-        lost = [lane for lane in lanes if lane.env in self.envs.lost]
-        waiting = {keys[lane] for lane in lanes if lane not in lost}
-        messages: dict[str, Any] = dict.fromkeys(keys[lane] for lane in lost)
+        lost_lanes = [lane for lane in lanes if lane.env in self.envs.lost]
+        waiting = {keys[lane] for lane in lanes if lane not in lost_lanes}
+        messages: dict[str, Any] = dict.fromkeys(keys[lane] for lane in lost_lanes)
         if waiting:
-            last = min((lane for lane in lanes if keys[lane] in waiting), key=lambda lane: lane.made)
-            with self.envs.awaiting(last.env):
-                messages |= await (exchange.get_any(waiting, 0.0) if lost else exchange.get_any(waiting))
+            earliest = min((lane for lane in lanes if keys[lane] in waiting), key=lambda lane: lane.made)
+            with self.envs.awaiting(earliest.env):
+                messages |= await (exchange.get_any(waiting, 0.0) if lost_lanes else exchange.get_any(waiting))
         deadline = self.clock() + BATCH_SECONDS
         while (
             len(messages) < min(self.min_batch_size, len(lanes))
-            and (left := deadline - self.clock()) > 0
-            and (rest := waiting - messages.keys())
+            and (remaining := deadline - self.clock()) > 0
+            and (missing := waiting - messages.keys())
         ):
-            messages |= await exchange.get_any(rest, left)
+            messages |= await exchange.get_any(missing, remaining)
         return [(lane, messages[key]) for lane, key in keys.items() if key in messages]
 
     def _decide(self, exchange: DirectChannel, asking: Sequence[tuple[Lane, EnvOutput]]) -> None:
@@ -109,9 +109,9 @@ class DecoupledDecisions:
         for (lane, _), part in zip(asking, steps, strict=True):
             self.envs.send_to(lane.env, exchange, lane.stage, part.actions.numpy())
         if values is not None:
-            worth = values().split([lane.size for lane, _ in asking])
-            for part, mine in zip(steps, worth, strict=True):
-                part.prev_values = mine
+            predicted = values().split([lane.size for lane, _ in asking])
+            for part, lane_values in zip(steps, predicted, strict=True):
+                part.prev_values = lane_values
         for (lane, output), part in zip(asking, steps, strict=True):
             self.observe(lane.recorder, output)
             lane.recorder.decide(part)

@@ -47,13 +47,13 @@ def merge_env_outputs(shards: Sequence[EnvOutput | Mapping[str, Any]], sizes: Se
     width = 0 if merged["rewards"] is None else merged["rewards"].shape[1]
     for name, empty in (("intervene_actions", 0), ("intervene_flags", False), ("lost", False), ("sub_steps", width)):
         values = [getattr(shard, name) for shard in outputs]
-        like = next((tensor_of(value) for value in values if value is not None), None)
-        if like is None:
+        template = next((tensor_of(value) for value in values if value is not None), None)
+        if template is None:
             merged[name] = None
         else:
-            shapes = [(size, *like.shape[1:]) for size in sizes]
+            shapes = [(size, *template.shape[1:]) for size in sizes]
             filled = [
-                torch.full(shape, empty, dtype=like.dtype) if value is None else tensor_of(value)
+                torch.full(shape, empty, dtype=template.dtype) if value is None else tensor_of(value)
                 for value, shape in zip(values, shapes, strict=True)
             ]
             merged[name] = torch.cat(filled)
@@ -74,16 +74,18 @@ def lost_output(latest: EnvOutput | None, width: int, *, begins: bool = False) -
         raise InfrastructureError("an env worker was lost before its first observations; the collection is run again")
     count = len(latest.dones)
     if begins:
-        none = np.zeros((count, 1), bool)
-        return EnvOutput(obs=latest.obs, terminations=none, truncations=~none, dones=~none, env_ids=latest.env_ids)
-    none, ends = np.zeros((count, width), bool), np.zeros((count, width), bool)
-    ends[:, -1] = True
+        all_false = np.zeros((count, 1), bool)
+        return EnvOutput(
+            obs=latest.obs, terminations=all_false, truncations=~all_false, dones=~all_false, env_ids=latest.env_ids
+        )
+    all_false, truncations = np.zeros((count, width), bool), np.zeros((count, width), bool)
+    truncations[:, -1] = True
     return EnvOutput(
         obs=latest.obs,
         rewards=np.zeros((count, width), np.float32),
-        terminations=none,
-        truncations=ends,
-        dones=ends.copy(),
+        terminations=all_false,
+        truncations=truncations,
+        dones=truncations.copy(),
         sub_steps=np.zeros(count, np.int64),
         lost=np.ones(count, bool),
         env_ids=latest.env_ids,
@@ -110,9 +112,9 @@ def bootstrap_rewards(
     if values is None or bootstrap_type == "none":
         return result
     terminated = torch.zeros_like(dones[:, -1]) if terminations is None else terminations[:, -1]
-    ended = dones[:, -1] if bootstrap_type == "always" else truncations[:, -1] & ~terminated
-    worth = values.detach().cpu().float().reshape(len(values), -1)[:, 0]
-    result[:, -1] += torch.where(ended.cpu(), gamma * worth, 0.0)
+    bootstrapped = dones[:, -1] if bootstrap_type == "always" else truncations[:, -1] & ~terminated
+    last_values = values.detach().cpu().float().reshape(len(values), -1)[:, 0]
+    result[:, -1] += torch.where(bootstrapped.cpu(), gamma * last_values, 0.0)
     return result
 
 
@@ -160,12 +162,12 @@ def cut_trajectory(trajectory: Trajectory, parts: int, *, group: int = 1) -> lis
     if parts == 1:
         return [trajectory]
     columns = torch.arange(trajectory.rewards.shape[1]).reshape(-1, group).tensor_split(parts)
-    return [_columns(trajectory, chosen.flatten(), part) for part, chosen in enumerate(columns)]
+    return [_columns(trajectory, indices.flatten(), part) for part, indices in enumerate(columns)]
 
 
-def _columns(trajectory: Trajectory, chosen: Tensor, part: int) -> Trajectory:
+def _columns(trajectory: Trajectory, indices: Tensor, part: int) -> Trajectory:
     def cut(tensor: Tensor) -> Tensor:
-        return tensor.index_select(1, chosen)
+        return tensor.index_select(1, indices)
 
     return Trajectory(
         actions=cut(trajectory.actions),
@@ -178,7 +180,7 @@ def _columns(trajectory: Trajectory, chosen: Tensor, part: int) -> Trajectory:
         forward_inputs={name: cut(tensor) for name, tensor in trajectory.forward_inputs.items()},
         sub_steps=cut(trajectory.sub_steps),
         valid=cut(trajectory.valid),
-        env_ids=trajectory.env_ids[chosen],
+        env_ids=trajectory.env_ids[indices],
         versions=trajectory.versions,
         sender=trajectory.sender,
         stage=trajectory.stage,
@@ -209,4 +211,4 @@ def _filled(values: Sequence[Any], instead: Sequence[Any]) -> Any:
     """Return the merged values, `instead` where a shard has none; None where no shard has any."""
     if all(value is None for value in values):
         return None
-    return merge_rows([other if value is None else value for value, other in zip(values, instead, strict=True)])
+    return merge_rows([default if value is None else value for value, default in zip(values, instead, strict=True)])

@@ -178,11 +178,11 @@ class RemoteEnvironment(EnvironmentInterface):
             self._clients[address] = _rpc_client(address, self._keys)
         return self._clients[address]
 
-    def _enqueue(self, sent: EnvRow) -> asyncio.Future[EnvAnswer]:
+    def _enqueue(self, env_row: EnvRow) -> asyncio.Future[EnvAnswer]:
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._send)
-        row = _Row(sent, loop.create_future())
+        row = _Row(env_row, loop.create_future())
         self._waiting.append(row)
         return row.answer
 
@@ -266,9 +266,8 @@ class RemoteEnvironment(EnvironmentInterface):
                     "step_rows", [row.sent for row in rows], timeout=self.answer_seconds
                 )
         except (TypeError, ValueError) as error:
-            if isinstance(
-                error, RLJobError
-            ):  # raised by the env worker; other errors say that the rows cannot be encoded
+            # An RLJobError was raised by the env worker. Any other error means that the rows cannot be encoded.
+            if isinstance(error, RLJobError):
                 raise
             if len(rows) == 1:
                 return [RolloutDataFailure(f"sample {rows[0].key} cannot be sent to an env worker: {error}")]
@@ -309,7 +308,9 @@ def _columns(rewards: list[Any]) -> Any:
         return rewards
     if len(maps) < len(rewards):
         raise RolloutDataFailure("rewards of one environment must be all numbers or all maps, got both in one step")
-    return {name: [reward.get(name) for reward in maps] for name in dict.fromkeys(n for m in maps for n in m)}
+    return {
+        name: [reward.get(name) for reward in maps] for name in dict.fromkeys(n for mapping in maps for n in mapping)
+    }
 
 
 def _row_failure(key: str, failure: EnvFailure) -> RLJobError:

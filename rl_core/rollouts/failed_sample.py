@@ -1,4 +1,4 @@
-"""Takes the sample that failed a prompt group to where the group is returned: the exception carries its message log."""
+"""Carries the sample that failed a prompt group to the place where the group is returned: the exception holds its message log."""
 
 from __future__ import annotations
 

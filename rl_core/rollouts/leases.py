@@ -65,7 +65,7 @@ class Renewal:
         `lost(token)` is called when a lease has ended at the runner; another rollout may then get its group.
         """
         self._leases = leases
-        self._lost = lost
+        self._on_lost = lost
         self._seconds: dict[str, float] = {}
         """Held tokens and how long each lease runs."""
         self._task: asyncio.Task[None] | None = None
@@ -112,5 +112,5 @@ class Renewal:
         for token in stale:
             if token in self._seconds:
                 self.drop(token)
-                self._lost(token)
+                self._on_lost(token)
         return True

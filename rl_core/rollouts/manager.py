@@ -203,7 +203,7 @@ class RolloutManager:
                 logger.warning("group %s: %s failure, trying again: %s", group_name(sample), kind.value, error)
             self._redispatched[kind.value] += 1
             self._counts["data_retry_total"] += kind is FailureKind.DATA
-            lost = kind is FailureKind.INFRASTRUCTURE
-            sample = {**sample, "attempt": sample.get("attempt", 1) + (not lost), "resumed": lost}
+            worker_lost = kind is FailureKind.INFRASTRUCTURE
+            sample = {**sample, "attempt": sample.get("attempt", 1) + (not worker_lost), "resumed": worker_lost}
             if delay := self.retry.delay(kind, failures[kind]):
                 await asyncio.sleep(delay)

@@ -17,7 +17,8 @@ from rl_core.api.records import Completion
 
 def as_token_tensor(ids: Any) -> Tensor:
     """Return `ids` (tensor, array or list, possibly empty or [1, T]) as a 1-D int64 tensor."""
-    tensor = ids if isinstance(ids, Tensor) else torch.tensor(ids)  # copied: arrays off the wire are read-only
+    # Copied, because arrays that were received are read-only.
+    tensor = ids if isinstance(ids, Tensor) else torch.tensor(ids)
     return tensor.reshape(-1).to(torch.int64)
 
 
@@ -33,19 +34,19 @@ def token_loss_mask(log: Sequence[Mapping[str, Any]]) -> Tensor:
 
 def common_prefix(completions: Sequence[Completion]) -> Tensor:
     """Return the ids [T] int64 that the first messages of all `completions` begin with."""
-    first = [as_token_tensor(completion.message_log[0]["token_ids"]) for completion in completions]
-    length = min(len(ids) for ids in first)
-    same = torch.stack([ids[:length] for ids in first]).eq(first[0][:length]).all(dim=0)
-    return first[0][: int(same.long().cumprod(dim=0).sum())]
+    prompts = [as_token_tensor(completion.message_log[0]["token_ids"]) for completion in completions]
+    length = min(len(ids) for ids in prompts)
+    is_common = torch.stack([ids[:length] for ids in prompts]).eq(prompts[0][:length]).all(dim=0)
+    return prompts[0][: int(is_common.long().cumprod(dim=0).sum())]
 
 
-def _mask_of(message: Mapping[str, Any], where: str) -> Tensor:
+def _mask_of(message: Mapping[str, Any], location: str) -> Tensor:
     ids = torch.as_tensor(message["token_ids"])
     columns = {key: torch.as_tensor(value) for key, value in message.items() if _per_token(key, value)}
     for key, column in columns.items():
         if column.shape[:1] != ids.shape[:1]:
             raise DataError(
-                f"{where}: {key} must have one entry per token, {len(ids)}, got shape {list(column.shape)}; "
+                f"{location}: {key} must have one entry per token, {len(ids)}, got shape {list(column.shape)}; "
                 "store ids, log-probabilities and masks of one generation together"
             )
     if message["role"] != "assistant" or "generation_logprobs" not in columns:

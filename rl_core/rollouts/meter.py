@@ -40,12 +40,12 @@ class EngineMeter:
         self._lock = threading.Lock()
         """Guards `_tokens`, which the engine's thread and the heartbeats change."""
         self._tokens = 0
-        self._since, self._before = clock(), EngineLoad()
-        self._last: dict[str, float] = {}
+        self._last_read, self._last_load = clock(), EngineLoad()
+        self._last_metrics: dict[str, float] = {}
 
     def watch(self, load: Callable[[], EngineLoad]) -> None:
         """Read the engine's counters with the function `load` from now on."""
-        self._load, self._since, self._before = load, self._clock(), load()
+        self._load, self._last_read, self._last_load = load, self._clock(), load()
 
     def count(self, tokens: int) -> None:
         """Add `tokens` to the number of generated tokens."""
@@ -55,24 +55,26 @@ class EngineMeter:
     def read(self) -> dict[str, float]:
         """Return `rollout/{tokens_per_second,running,waiting,kv_use,queue_seconds,prefix_hit_share}`, those that the engine reports."""
         now, load = self._clock(), self._load()
-        if self._last and now - self._since < SHORTEST_WINDOW_S:
-            return self._last
+        if self._last_metrics and now - self._last_read < SHORTEST_WINDOW_S:
+            return self._last_metrics
         with self._lock:
             tokens, self._tokens = self._tokens, 0
-        before, seconds = self._before, max(now - self._since, 1e-9)
+        previous, seconds = self._last_load, max(now - self._last_read, 1e-9)
         metrics: dict[str, float | None] = {
             "tokens_per_second": tokens / seconds,
             "running": load.running,
             "waiting": load.waiting,
             "kv_use": load.kv_use,
-            "queue_seconds": _mean(load.queued_seconds - before.queued_seconds, load.queued_rows - before.queued_rows),
+            "queue_seconds": _mean(
+                load.queued_seconds - previous.queued_seconds, load.queued_rows - previous.queued_rows
+            ),
             "prefix_hit_share": _mean(
-                load.cached_tokens - before.cached_tokens, load.prompt_tokens - before.prompt_tokens
+                load.cached_tokens - previous.cached_tokens, load.prompt_tokens - previous.prompt_tokens
             ),
         }
-        self._since, self._before = now, load
-        self._last = {f"rollout/{name}": float(value) for name, value in metrics.items() if value is not None}
-        return self._last
+        self._last_read, self._last_load = now, load
+        self._last_metrics = {f"rollout/{name}": float(value) for name, value in metrics.items() if value is not None}
+        return self._last_metrics
 
 
 def _mean(total: float, count: int) -> float | None:

@@ -70,7 +70,7 @@ class MultiStepRolloutWorker(WeightMethods):
         """The env workers that this rollout serves in the current collection, or in the last one."""
         self._envs_by_mode: dict[Mode, ServedEnvs] = {}
         """The same for each mode."""
-        self._large: Layout = {}
+        self._large_observations: Layout = {}
         """Types and shapes of the large observations, known after the first collection; empty before."""
         self._working: asyncio.Future[int] | None = None
         self._offloaded = False
@@ -112,14 +112,14 @@ class MultiStepRolloutWorker(WeightMethods):
         """
         if self.model is None:
             raise InfrastructureError("the policy is not built yet; call init_worker first")
-        given = tensors_of(env_obs)
-        obs = self._on_device(given)
+        host_obs = tensors_of(env_obs)
+        obs = self._on_device(host_obs)
         with torch.no_grad():
             actions, result = self.model.predict(obs, mode)
-        return host_result(given, obs, actions, result)
+        return host_result(host_obs, obs, actions, result)
 
-    def _on_device(self, given: Any) -> Any:
-        return given if self.device == "cpu" else for_arrays(given, lambda tensor: tensor.to(self.device))
+    def _on_device(self, tensors: Any) -> Any:
+        return tensors if self.device == "cpu" else for_arrays(tensors, lambda tensor: tensor.to(self.device))
 
     def get_dones_and_rewards(self, env_output: EnvOutput | Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Return dones [B, C], and scaled rewards [B, C] with the value of the final observation added where an episode was cut.
@@ -133,12 +133,12 @@ class MultiStepRolloutWorker(WeightMethods):
         rewards = tensor_of(env_output.rewards).contiguous()
         if self.options.reward_scale != 1:
             rewards = rewards * self.options.reward_scale
-        wanted = self.options.auto_reset and self._with_values and self.options.bootstrap != "none"
-        if not wanted or env_output.final_obs is None:
+        bootstraps = self.options.auto_reset and self._with_values and self.options.bootstrap != "none"
+        if not bootstraps or env_output.final_obs is None:
             return dones, rewards
         truncations = tensor_of(env_output.truncations)
-        ends = dones if self.options.bootstrap == "always" else truncations
-        if not bool(ends[:, -1].any()):
+        bootstrapped = dones if self.options.bootstrap == "always" else truncations
+        if not bool(bootstrapped[:, -1].any()):
             return dones, rewards
         return dones, bootstrap_rewards(
             rewards,
@@ -214,7 +214,7 @@ class MultiStepRolloutWorker(WeightMethods):
         """
         self._stop()
         served = Served()
-        served.set_running_or_notify_cancel()  # else `work`, when it is cancelled, would cancel it
+        served.set_running_or_notify_cancel()  # Otherwise a cancellation of `work` would cancel this future too.
         working = self._working = self._thread.submit(work(served))
         try:
             if request.version is not None:
@@ -242,7 +242,7 @@ class MultiStepRolloutWorker(WeightMethods):
         self._begin(request)
         decisions = options.rollout_epochs * (options.decisions + 1) - 1
         with (
-            self._envs.lent_rows(self._large if lockstep else {}, decisions=decisions),
+            self._envs.lent_rows(self._large_observations if lockstep else {}, decisions=decisions),
             closing(self._connect(observations, actions)) as exchange,
         ):
             await asyncio.wrap_future(served)
@@ -297,10 +297,10 @@ class MultiStepRolloutWorker(WeightMethods):
         Raises ConfigError if the algorithm needs values and the policy gives none.
         """
         if splits_values(self.model):
-            given = tensors_of(output.obs)
-            obs = self._on_device(given)
+            host_obs = tensors_of(output.obs)
+            obs = self._on_device(host_obs)
             with torch.no_grad():
-                actions, result = host_result(given, obs, *self.model.act(obs, "train"))  # type: ignore[union-attr]
+                actions, result = host_result(host_obs, obs, *self.model.act(obs, "train"))  # type: ignore[union-attr]
             values = partial(self._values, obs) if self._with_values else None
             return ChunkStepResult(actions=actions, versions=version, **result), values
         actions, result = self.predict(output.obs)
@@ -327,7 +327,7 @@ class MultiStepRolloutWorker(WeightMethods):
         """Record the last output of a rollout epoch: what the last actions led to, and the value of the observations. No action follows it."""
         self._observe(recorder, output)
         if not self._envs.rows:
-            self._large = large_observations(output.obs)
+            self._large_observations = large_observations(output.obs)
         recorder.end(self._values(tensors_of(output.obs)) if self._with_values else None)
 
     async def _deliver(self, channel: Channel, epochs: list[list[list[TrajectoryRecorder]]]) -> None:
@@ -336,25 +336,27 @@ class MultiStepRolloutWorker(WeightMethods):
         senders = len(request.rollouts) * stages
         for stage, of_epochs in enumerate(zip(*epochs, strict=True)):
             sender = self._envs.index * stages + stage
-            trajectory = join_epochs([merge_trajectories([one.finish() for one in parts]) for parts in of_epochs])
-            pieces = cut_trajectory(trajectory, trajectory_parts(senders, request.actors), group=self._group)
-            for part, piece in enumerate(pieces):
+            trajectory = join_epochs(
+                [merge_trajectories([recorder.finish() for recorder in parts]) for parts in of_epochs]
+            )
+            shards = cut_trajectory(trajectory, trajectory_parts(senders, request.actors), group=self._group)
+            for part, shard in enumerate(shards):
                 rank = data_rank_of(sender, part, senders=senders, actors=request.actors)
-                await channel.put_async(piece, key=request.trajectory_key(rank))
+                await channel.put_async(shard, key=request.trajectory_key(rank))
 
     async def _evaluate(
         self, observations: Channel, actions: Channel, request: CollectionRequest, served: Served
     ) -> int:
         self._begin(request)
-        mine = [env for env in range(len(request.envs)) if env % len(request.rollouts) == self._envs.index]
+        own_envs = [env for env in range(len(request.envs)) if env % len(request.rollouts) == self._envs.index]
         with closing(self._connect(observations, actions)) as exchange:
             await asyncio.wrap_future(served)
             try:
                 async with asyncio.TaskGroup() as group:
-                    counts = [group.create_task(self._serve(exchange, env)) for env in mine]
+                    counts = [group.create_task(self._serve(exchange, env)) for env in own_envs]
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
-        return sum(one.result() for one in counts)
+        return sum(task.result() for task in counts)
 
     async def _serve(self, exchange: DirectChannel, env: int) -> int:
         """Choose the actions for one env worker until it sends no observations."""
@@ -364,8 +366,8 @@ class MultiStepRolloutWorker(WeightMethods):
                 output: EnvOutput = await exchange.get_async(key=key)
             if output.obs is None:
                 return count
-            chosen, _ = self.predict(output.obs, "eval")
-            exchange.put(chosen.numpy(), key=key)
+            actions, _ = self.predict(output.obs, "eval")
+            exchange.put(actions.numpy(), key=key)
             self.record_progress("decisions")
             count += 1
 
@@ -375,8 +377,8 @@ class MultiStepRolloutWorker(WeightMethods):
         The seed depends on the training step and not on the number of the collection. A collection that is repeated chooses the same actions.
         """
         self._envs = self._envs_by_mode[request.mode] = self._served(request)
-        words = [self.cfg.algorithm.seed, request.step, self._envs.index, int(request.mode == "eval")]
-        torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
+        entropy = [self.cfg.algorithm.seed, request.step, self._envs.index, int(request.mode == "eval")]
+        torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
 
     def _served_in(self, mode: Mode) -> ServedEnvs:
         """Return the env workers of the last collection in `mode`, or of one by all workers of the job."""

@@ -107,14 +107,14 @@ class AsyncRolloutImpl:
         started = time.perf_counter()
         start_version = self.policy_version
         results = await self._gather(input_sample)
-        ran = time.perf_counter()
+        samples_done = time.perf_counter()
         completions = [completion for completion, _ in results]
         times = GroupTimes(samples=[metrics.get("times", []) for _, metrics in results])
         metrics = self._aggregate_rollout_metrics(completions, [metrics for _, metrics in results])
-        ended = time.perf_counter()
-        metrics[f"{TIMERS}/total"] = ended - started
-        metrics[f"{TIMERS}/run_rollouts"] = ran - started
-        metrics[f"{TIMERS}/aggregate_metrics"] = ended - ran
+        end = time.perf_counter()
+        metrics[f"{TIMERS}/total"] = end - started
+        metrics[f"{TIMERS}/run_rollouts"] = samples_done - started
+        metrics[f"{TIMERS}/aggregate_metrics"] = end - samples_done
         return PromptGroupRecord(
             prompt_idx=input_sample["idx"],
             prompt=input_sample["message_log"],
@@ -178,24 +178,24 @@ class AsyncRolloutImpl:
         return episode.completion(default_version=self.policy_version), episode.metrics()
 
     async def _turn(self, episode: Episode, traj_idx: int, seed: int, group: RowGroup | None) -> None:
-        where = f"prompt_idx={episode.prompt_idx} traj_idx={traj_idx}"
+        location = f"prompt_idx={episode.prompt_idx} traj_idx={traj_idx}"
         try:
             response = await self._generate_response(episode.log, episode.stop_strings, seed=seed, group=group)
         except Exception as error:
-            raise _generation_failure(error, where) from error
+            raise _generation_failure(error, location) from error
         assistant, lengths, generated = response
         input_length = int(lengths[0])
         episode.add_response(assistant, input_length, generated)
         episode.mark()
-        returned = await self._env_step(episode)
+        env_return = await self._env_step(episode)
         episode.mark()
-        episode.reward_components, reward = one_reward(returned.rewards, self._env(episode), where)
+        episode.reward_components, reward = one_reward(env_return.rewards, self._env(episode), location)
         episode.add_reward(reward)
-        room = self.max_seq_len - input_length - len(assistant["token_ids"])
-        observation, terminated = returned.observations[0], bool(returned.terminateds[0])
-        ids = self._observation_ids(episode, observation, room, ends=terminated or episode.truncated)
-        episode.add_observation(observation, ids, room, terminated=terminated)
-        episode.advance(returned.metadata[0], returned.next_stop_strings)
+        num_free = self.max_seq_len - input_length - len(assistant["token_ids"])
+        observation, terminated = env_return.observations[0], bool(env_return.terminateds[0])
+        ids = self._observation_ids(episode, observation, num_free, ends=terminated or episode.truncated)
+        episode.add_observation(observation, ids, num_free, terminated=terminated)
+        episode.advance(env_return.metadata[0], env_return.next_stop_strings)
 
     async def _generate_response(
         self,
@@ -254,10 +254,10 @@ class AsyncRolloutImpl:
         }
         # `step_limit_seconds` of a RemoteEnvironment is longer than any step, so that the env worker's own error arrives first: it says
         # whether the environment was late or the worker is missing.
-        bound = max(self.env_step_seconds, getattr(self._env(episode), "step_limit_seconds", 0.0))
-        async with deadline(bound, f"environment step of sample {episode.key}"):
-            returned = calculate_rewards(batch, self.task_to_env)
-            return await returned if inspect.isawaitable(returned) else returned
+        limit = max(self.env_step_seconds, getattr(self._env(episode), "step_limit_seconds", 0.0))
+        async with deadline(limit, f"environment step of sample {episode.key}"):
+            result = calculate_rewards(batch, self.task_to_env)
+            return await result if inspect.isawaitable(result) else result
 
     def _env(self, episode: Episode) -> Any:
         return self.task_to_env.get(episode.task_name)
@@ -267,19 +267,21 @@ class AsyncRolloutImpl:
         if release is not None:
             release(episode.key)
 
-    def _observation_ids(self, episode: Episode, observation: Mapping[str, str], room: int, *, ends: bool) -> Tensor:
-        """Return the token ids [n] int64 of an observation. There may be more than `room` of them; the caller cuts the rest off.
+    def _observation_ids(
+        self, episode: Episode, observation: Mapping[str, str], num_free: int, *, ends: bool
+    ) -> Tensor:
+        """Return the token ids [n] int64 of an observation. There may be more than `num_free` of them; the caller cuts the rest off.
 
         In a conversation that goes on, an observation is a message. Its tokens are all that the chat template writes between the model's last
         message and its next one. The text alone is tokenized if the role is `environment`, if the sample is not a conversation, if there is
-        no chat template, or if the episode is over (`ends`). The result is empty if `room` is not positive. Of a very long text only a
-        beginning is tokenized, which has more than `room` tokens.
+        no chat template, or if the episode is over (`ends`). The result is empty if `num_free` is not positive. Of a very long text only a
+        beginning is tokenized, which has more than `num_free` tokens.
 
         Raises RolloutConfigError if the chat template does not render the message.
         """
-        if room <= 0:
+        if num_free <= 0:
             return torch.zeros(0, dtype=torch.int64)
-        text, role = head_of(observation["content"], self.tokenizer, room), observation["role"]
+        text, role = head_of(observation["content"], self.tokenizer, num_free), observation["role"]
         if self.chat_template is not None and episode.is_chat and role != "environment" and not ends:
             return self._message_ids(self.chat_template, episode, {"role": role, "content": text})
         if not text:
@@ -289,9 +291,9 @@ class AsyncRolloutImpl:
 
     def _message_ids(self, template: ChatTemplate, episode: Episode, message: Mapping[str, str]) -> Tensor:
         """Return the token ids [n] int64 between the model's last message and its next one, with `message` in between."""
-        said = [{"role": one["role"], "content": one["content"]} for one in episode.log]
+        history = [{"role": logged["role"], "content": logged["content"]} for logged in episode.log]
         sampled = episode.log[-1]["token_ids"].tolist()
-        ids = template.after([*said, message], len(said), sampled[-1] if sampled else -1, {})
+        ids = template.after([*history, message], len(history), sampled[-1] if sampled else -1, {})
         if ids is None:
             raise RolloutConfigError(
                 f"the chat template must render an observation with the role {message['role']} after the model's message, and does not; "
@@ -333,13 +335,13 @@ class AsyncRolloutImpl:
             metrics[f"finish_reason/{reason.value}_rate"] = reasons.count(reason.value) / n
         metrics["per_worker_token_counts"] = add_counts(column("per_worker_token_counts"))
         for kind in ("gen", "input", "total"):
-            metrics[f"histogram/{kind}_tokens_length"] = [x for row in rows for x in row[f"turn_{kind}_tokens"]]
+            metrics[f"histogram/{kind}_tokens_length"] = [count for row in rows for count in row[f"turn_{kind}_tokens"]]
         return metrics
 
 
-def _generation_failure(error: Exception, where: str) -> Exception:
+def _generation_failure(error: Exception, location: str) -> Exception:
     """Return the typed failure of a generation, with the sample's place in its text."""
-    text = f"generation failed for {where}: {type(error).__name__}: {text_of(error)}"
+    text = f"generation failed for {location}: {type(error).__name__}: {text_of(error)}"
     if isinstance(error, DeadlineExceeded | RolloutConfigError):
         return type(error)(text)
     if classify_failure(error) is FailureKind.INFRASTRUCTURE:

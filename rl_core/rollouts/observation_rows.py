@@ -34,7 +34,8 @@ class ObservationRows:
         self._shared = shared
         self._rows = {name: torch.from_numpy(array) for name, array in shared.arrays.items()}
         for rows in self._rows.values():
-            rows[FINAL_ROW] = 0  # a policy also sees the final observations of episodes that go on
+            # The policy reads this row of all simulators, also of those whose episode has not ended.
+            rows[FINAL_ROW] = 0
         self._row = -1
         """Row of the latest observations."""
 
@@ -55,16 +56,16 @@ class ObservationRows:
         observations of the row before.
         """
         self._row += 1
-        begin, rest = 0, []
+        start, remaining = 0, []
         for shard, size, is_gone in zip(shards, sizes, gone, strict=True):
-            columns = slice(begin, begin + size)
+            columns = slice(start, start + size)
             for rows in self._rows.values() if is_gone else ():
                 rows[self._row, columns] = rows[self._row - 1, columns]
             obs = self._copied(shard.obs, self._row, columns)
             final_obs = None if shard.final_obs is None else self._copied(shard.final_obs, FINAL_ROW, columns)
-            rest.append(replace(shard, obs=obs, final_obs=final_obs))
-            begin += size
-        return rest
+            remaining.append(replace(shard, obs=obs, final_obs=final_obs))
+            start += size
+        return remaining
 
     def fill(self, output: EnvOutput) -> EnvOutput:
         """Return `output` with the large observations as views of the memory; in `final_obs` they are valid where an episode ended."""
@@ -91,11 +92,11 @@ def lend_rows(layout: Layout, *, decisions: int, simulators: Sequence[int]) -> l
     Returns none if there are no large observations, or if shared memory does not hold those of all stages.
     """
     rows = [ObservationRows.lend(layout, decisions=decisions, simulators=count) for count in simulators if layout]
-    lent = [one for one in rows if one is not None]
-    if len(lent) == len(simulators):
-        return lent
-    for one in lent:
-        one.release(reuse=True)
+    available = [stage_rows for stage_rows in rows if stage_rows is not None]
+    if len(available) == len(simulators):
+        return available
+    for stage_rows in available:
+        stage_rows.release(reuse=True)
     return []
 
 
@@ -104,11 +105,11 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     first, step = tensors[0], tensors[0].numel()
     memory = first.untyped_storage().data_ptr()
     is_rows = first.is_contiguous() and all(
-        one.untyped_storage().data_ptr() == memory
-        and one.storage_offset() == first.storage_offset() + number * step
-        and one.stride() == first.stride()
-        and one.shape == first.shape
-        for number, one in enumerate(tensors)
+        tensor.untyped_storage().data_ptr() == memory
+        and tensor.storage_offset() == first.storage_offset() + index * step
+        and tensor.stride() == first.stride()
+        and tensor.shape == first.shape
+        for index, tensor in enumerate(tensors)
     )
     return (
         first.as_strided((len(tensors), *first.shape), (step, *first.stride()))

@@ -112,5 +112,5 @@ class RequestBatcher:
 
 
 def _as_batch(rows: Sequence[Row]) -> list[Row]:
-    number = next(_BATCH_NUMBERS)
-    return [replace(row, batch=number) for row in rows]
+    batch_number = next(_BATCH_NUMBERS)
+    return [replace(row, batch=batch_number) for row in rows]

@@ -42,14 +42,14 @@ class EngineResidency:
 
         If a part is offloaded, groups in flight are returned to the runner first.
         """
-        wanted = ALL_PARTS & set(parts)
+        resident = ALL_PARTS & set(parts)
         async with self._lock:
             if token < self._token:
                 return
             self._token = token
-            if wanted != ALL_PARTS:
+            if resident != ALL_PARTS:
                 await self._loop.pause(0.0)
-                self.parts = wanted
-                await asyncio.to_thread(self._residency.offload, sorted(ALL_PARTS - wanted))
-            await asyncio.to_thread(self._residency.onload, sorted(wanted))
-            self.parts = wanted
+                self.parts = resident
+                await asyncio.to_thread(self._residency.offload, sorted(ALL_PARTS - resident))
+            await asyncio.to_thread(self._residency.onload, sorted(resident))
+            self.parts = resident

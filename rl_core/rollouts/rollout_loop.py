@@ -174,7 +174,7 @@ class RolloutLoop:
             if not self._gate.is_set():
                 with self._waiting("weights", "actor", WaitCause.WEIGHTS):
                     await self._gate.wait()
-                continue  # it may have closed again before this loop woke up
+                continue  # The gate may have closed again before this loop woke up.
             if self._groups and self._room():
                 await asyncio.sleep(GATHER_S)
             max_groups = self._room()
@@ -234,7 +234,7 @@ class RolloutLoop:
 
     async def _poll(self, max_groups: int) -> bool:
         """Start the groups that the runner leases; return False when it failed, or had none long before the poll's time was up."""
-        began = self._clock()
+        start = self._clock()
         try:
             leases = await self._leases.lease_groups(max_groups, POLL_SECONDS, self._version())
         except RLJobError as error:
@@ -243,14 +243,14 @@ class RolloutLoop:
                 logger.warning("no group can be leased, trying again: %s", error)
             return False
         self._complaint = ""
-        begun = 0
+        num_started = 0
         for lease in leases:
             if not self._gate.is_set() or lease.policy_version != self._version():
                 self._return_group(lease, "stale", "its weights are not those that are served")
             else:  # also beyond the row limit, where the answers to an older and a newer poll crossed: the engine queues it
                 self._begin(lease)
-                begun += 1
-        if begun or self._clock() - began >= POLL_SECONDS / 2:
+                num_started += 1
+        if num_started or self._clock() - start >= POLL_SECONDS / 2:
             self._refusals = 0
             return True
         return False
@@ -273,7 +273,7 @@ class RolloutLoop:
             self._return_group(group.lease, "stale", "the rollout stopped before the group ended")
 
     async def _serve_group(self, lease: PromptLease) -> None:
-        began = self._clock()
+        start = self._clock()
         try:
             record = await self._generate(lease)
         except Exception as error:  # noqa: BLE001 - task boundary: whatever failed is reported, never trained on
@@ -283,20 +283,20 @@ class RolloutLoop:
             reason: RequeueReason = classify_failure(error).value
             message = f"{type(error).__name__}: {text_of(error)}"
             # What a lost process of the job leaves explains nothing; what a server of NeMo-Gym that fails was asked does.
-            shows = reason != "infrastructure" or isinstance(error, GymTransportError)
-            failed = failed_sample(error, lease, message) if shows else None
+            explains = reason != "infrastructure" or isinstance(error, GymTransportError)
+            failed = failed_sample(error, lease, message) if explains else None
             self._return_group(lease, reason, message, failed)
             return
         times, record.times = record.times, None
         if times is not None:
-            times.given, times.began, times.sent = lease.given, began, self._clock()
+            times.given, times.began, times.sent = lease.given, start, self._clock()
         try:
             await self._report(lease, record, times)
         except Exception as error:  # noqa: BLE001 - task boundary, as above
             # RLJobError: the channel's fault. Any other TypeError or ValueError: the record cannot be encoded, also not if made again.
             broken = isinstance(error, TypeError | ValueError) and not isinstance(error, RLJobError)
-            what = "cannot be sent" if broken else "could not be delivered"
-            self._return_group(lease, "data" if broken else "infrastructure", f"the record {what}: {text_of(error)}")
+            problem = "cannot be sent" if broken else "could not be delivered"
+            self._return_group(lease, "data" if broken else "infrastructure", f"the record {problem}: {text_of(error)}")
         else:
             self.groups_done += 1
 

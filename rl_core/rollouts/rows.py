@@ -77,9 +77,9 @@ def token_limit(prompt_tokens: int, params: SamplingParams, max_seq_len: int) ->
 
     The number is 0 if the prompt fills the sequence or `params` asks for no token: the row then ends without running.
     """
-    room = max_seq_len - prompt_tokens
-    reason = FinishReason.SEQ_LIMIT if room < params.max_new_tokens else FinishReason.LENGTH
-    return min(params.max_new_tokens, room), reason.value
+    num_free = max_seq_len - prompt_tokens
+    reason = FinishReason.SEQ_LIMIT if num_free < params.max_new_tokens else FinishReason.LENGTH
+    return min(params.max_new_tokens, num_free), reason.value
 
 
 def check_prompt(prompt: Sequence[int], params: SamplingParams, *, vocab_size: int, max_seq_len: int) -> None:
@@ -94,8 +94,8 @@ def check_prompt(prompt: Sequence[int], params: SamplingParams, *, vocab_size: i
     low, high = min(prompt), max(prompt)
     if low < 0 or high >= vocab_size:
         raise ValueError(f"token ids must be in [0, {vocab_size}), got {low} to {high}; use the model's tokenizer")
-    outside = [token for token, _ in params.logit_bias if not 0 <= token < vocab_size]
-    if outside:
+    invalid = [token for token, _ in params.logit_bias if not 0 <= token < vocab_size]
+    if invalid:
         raise ValueError(
-            f"token ids of logitBias must be in [0, {vocab_size}), got {outside}; use ids of the model's tokenizer"
+            f"token ids of logitBias must be in [0, {vocab_size}), got {invalid}; use ids of the model's tokenizer"
         )

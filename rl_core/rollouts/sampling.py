@@ -52,8 +52,8 @@ class SamplingParams:
             "logit_bias": (all(-100 <= bias <= 100 for _, bias in self.logit_bias), "in [-100, 100]"),
             "stop_strings": (all(isinstance(s, str) and s for s in self.stop_strings), "texts that are not empty"),
         }
-        for name, (good, rule) in rules.items():
-            if not good:
+        for name, (is_valid, rule) in rules.items():
+            if not is_valid:
                 raise RolloutConfigError(
                     f"{name} must be {rule}, got {getattr(self, name)}; correct the sampling settings"
                 )

@@ -37,10 +37,10 @@ async def calculate_rewards(batch: Mapping[str, Any], task_to_env: Mapping[str, 
     if not names:
         return EnvironmentReturn([], [], [], torch.zeros(0), torch.zeros(0, dtype=torch.bool), [])
     steps = [_step(name, task_to_env[name], batch, rows) for name, rows in rows_of.items()]
-    returned = await _all(steps)
-    if len(returned) == 1:
-        return _normalise(returned[0])
-    return _merge(returned, list(rows_of.values()), len(names))
+    results = await _all(steps)
+    if len(results) == 1:
+        return _normalise(results[0])
+    return _merge(results, list(rows_of.values()), len(names))
 
 
 async def _all(steps: list[Any]) -> list[EnvironmentReturn]:
@@ -55,21 +55,24 @@ async def _all(steps: list[Any]) -> list[EnvironmentReturn]:
 
 
 async def _step(name: Any, env: Any, batch: Mapping[str, Any], rows: Sequence[int]) -> EnvironmentReturn:
-    logs = [[{"role": m["role"], "content": m["content"]} for m in batch["message_log"][row]] for row in rows]
+    logs = [
+        [{"role": message["role"], "content": message["content"]} for message in batch["message_log"][row]]
+        for row in rows
+    ]
     infos = batch.get("extra_env_info")
     metadata = [None if infos is None else infos[row] for row in rows]
     if isinstance(env, RemoteEnvironment):
         keys = [batch["sample_key"][row] for row in rows] if "sample_key" in batch else None
-        returned = await env.step(logs, metadata, keys=keys, task_names=[name] * len(rows))
+        result = await env.step(logs, metadata, keys=keys, task_names=[name] * len(rows))
     elif inspect.iscoroutinefunction(env.step):
-        returned = await env.step(logs, metadata)
+        result = await env.step(logs, metadata)
     else:
-        returned = await asyncio.to_thread(_call_step, env, logs, metadata)
-        if inspect.isawaitable(returned):
-            returned = await returned
-    returned = EnvironmentReturn(*returned)
-    _check_rows(name, returned, len(rows))
-    return returned
+        result = await asyncio.to_thread(_call_step, env, logs, metadata)
+        if inspect.isawaitable(result):
+            result = await result
+    result = EnvironmentReturn(*result)
+    _check_rows(name, result, len(rows))
+    return result
 
 
 def _call_step(env: Any, logs: Any, metadata: Any) -> Any:
@@ -80,14 +83,14 @@ def _call_step(env: Any, logs: Any, metadata: Any) -> Any:
         raise RuntimeError(f"{type(env).__name__}.step raised StopIteration") from error
 
 
-def _check_rows(name: Any, returned: EnvironmentReturn, rows: int) -> None:
-    columns = returned.rewards if isinstance(returned.rewards, Mapping) else {"rewards": returned.rewards}
+def _check_rows(name: Any, result: EnvironmentReturn, rows: int) -> None:
+    columns = result.rewards if isinstance(result.rewards, Mapping) else {"rewards": result.rewards}
     fields = {
-        "observations": returned.observations,
-        "metadata": returned.metadata,
-        "terminateds": returned.terminateds,
-        "next_stop_strings": returned.next_stop_strings,
-        "answers": returned.answers,
+        "observations": result.observations,
+        "metadata": result.metadata,
+        "terminateds": result.terminateds,
+        "next_stop_strings": result.next_stop_strings,
+        "answers": result.answers,
         **columns,
     }
     for field, values in fields.items():
@@ -95,21 +98,21 @@ def _check_rows(name: Any, returned: EnvironmentReturn, rows: int) -> None:
             raise RolloutDataFailure(f"environment {name!r} must answer {rows} rows, got {len(values)} in {field}")
 
 
-def _normalise(returned: EnvironmentReturn) -> EnvironmentReturn:
-    rows = len(returned.observations)
+def _normalise(result: EnvironmentReturn) -> EnvironmentReturn:
+    rows = len(result.observations)
     return EnvironmentReturn(
-        observations=list(returned.observations),
-        metadata=list(returned.metadata),
-        next_stop_strings=_filled(returned.next_stop_strings, rows),
-        rewards=_map_columns(returned.rewards, _floats),
-        terminateds=torch.as_tensor(returned.terminateds, dtype=torch.bool),
-        answers=_filled(returned.answers, rows),
+        observations=list(result.observations),
+        metadata=list(result.metadata),
+        next_stop_strings=_filled(result.next_stop_strings, rows),
+        rewards=_map_columns(result.rewards, _floats),
+        terminateds=torch.as_tensor(result.terminateds, dtype=torch.bool),
+        answers=_filled(result.answers, rows),
     )
 
 
-def _merge(returned: Sequence[EnvironmentReturn], rows_of: Sequence[Sequence[int]], count: int) -> EnvironmentReturn:
+def _merge(results: Sequence[EnvironmentReturn], rows_of: Sequence[Sequence[int]], count: int) -> EnvironmentReturn:
     """Return the results of several tasks in the order of the batch."""
-    parts = [_normalise(result) for result in returned]
+    parts = [_normalise(result) for result in results]
     kinds = {isinstance(part.rewards, Mapping) for part in parts}
     if len(kinds) > 1:
         raise AssertionError(
@@ -117,18 +120,20 @@ def _merge(returned: Sequence[EnvironmentReturn], rows_of: Sequence[Sequence[int
         )
 
     def column(values: Sequence[Sequence[Any]]) -> list[Any]:
-        out: list[Any] = [None] * count
+        merged: list[Any] = [None] * count
         for rows, part in zip(rows_of, values, strict=True):
             for row, value in zip(rows, part, strict=True):
-                out[row] = value
-        return out
+                merged[row] = value
+        return merged
 
     rewards: Any
     if kinds == {True}:
         names = dict.fromkeys(name for part in parts for name in part.rewards)
         blank = [[None] * len(rows) for rows in rows_of]
         columns = {n: [p.rewards.get(n, b) for p, b in zip(parts, blank, strict=True)] for n in names}
-        rewards = {name: _floats(column([list(v) for v in values])) for name, values in columns.items()}
+        rewards = {
+            name: _floats(column([list(column_values) for column_values in values])) for name, values in columns.items()
+        }
     else:
         rewards = _floats(column([list(part.rewards) for part in parts]))
     return EnvironmentReturn(
@@ -166,16 +171,16 @@ def one_reward(rewards: Any, env: Any, where: str) -> tuple[dict[str, float], fl
     """
     if not isinstance(rewards, Mapping):
         return {}, _finite(rewards[0], "reward", where)
-    named = {name: _finite(values[0], f"reward {name}", where) for name, values in rewards.items()}
-    return total_reward(named, getattr(env, "reward_weights", None) or {})
+    rewards_by_name = {name: _finite(values[0], f"reward {name}", where) for name, values in rewards.items()}
+    return total_reward(rewards_by_name, getattr(env, "reward_weights", None) or {})
 
 
-def _finite(value: Any, what: str, where: str) -> float | None:
+def _finite(value: Any, label: str, location: str) -> float | None:
     if value is None:
         return None
     number = float(value)
     if not math.isfinite(number):
         raise RolloutDataFailure(
-            f"{what} must be finite, got {number} for {where}; a failed score is an error, not a reward"
+            f"{label} must be finite, got {number} for {location}; a failed score is an error, not a reward"
         )
     return number

@@ -109,10 +109,10 @@ class ServedEnvs:
             raise DataError(
                 f"actions must be as many as the simulators {[size for _, size in self.sources]}, got {len(array)}"
             )
-        begin = 0
+        start = 0
         for env, size in self.sources:
-            self.send_to(env, channel, stage, array[begin : begin + size])
-            begin += size
+            self.send_to(env, channel, stage, array[start : start + size])
+            start += size
 
     def send_to(self, env: int, channel: Exchange, stage: int, actions: np.ndarray) -> None:
         """Send the env worker `env` the actions of its simulators, unless it is lost."""
@@ -129,17 +129,19 @@ class ServedEnvs:
         It has room for `decisions` decisions. `layout` has the types and shapes of the large observations. All observations are sent in
         messages if `layout` is empty, if no env worker is on this host, or if there is no memory.
         """
-        near = any(self.request.address(env, self.index) is not None for env in range(len(self.request.envs)))
+        has_local_env = any(self.request.address(env, self.index) is not None for env in range(len(self.request.envs)))
         simulators = sum(size for _, size in self.sources)
-        self.rows = lend_rows(layout if near else {}, decisions=decisions, simulators=[simulators] * self.stages)
+        self.rows = lend_rows(
+            layout if has_local_env else {}, decisions=decisions, simulators=[simulators] * self.stages
+        )
         reuse = False
         try:
             yield
             reuse = not self.lost  # the channel has copied the trajectories
         finally:
             rows, self.rows = self.rows, []
-            for one in rows:
-                one.release(reuse=reuse)
+            for stage_rows in rows:
+                stage_rows.release(reuse=reuse)
 
     def columns_of(self, env: int) -> dict[str, np.ndarray]:
         """Return where in shared memory the env worker `env` writes its large observations: a packed `ColumnAddress` for each stage.
@@ -149,8 +151,11 @@ class ServedEnvs:
         served = [index for index, _ in self.sources]
         if env not in served:
             return {}
-        begin = sum(size for _, size in self.sources[: served.index(env)])
-        return {CollectionRequest.columns_key(stage): rows.column(begin).pack() for stage, rows in enumerate(self.rows)}
+        first_column = sum(size for _, size in self.sources[: served.index(env)])
+        return {
+            CollectionRequest.columns_key(stage): rows.column(first_column).pack()
+            for stage, rows in enumerate(self.rows)
+        }
 
 
 class EnvConnections:
@@ -168,7 +173,7 @@ class EnvConnections:
         Raises InfrastructureError if an env worker cannot be reached.
         """
         request, index = envs.request, envs.index
-        self._mailbox.wait(0.0)  # notices which connections have ended
+        self._mailbox.wait(0.0)  # Updates `closed` of connections that have ended.
         self._mailbox.keep(request.prefix)
         self._by_address = {address: one for address, one in self._by_address.items() if not one.closed}
         exchange = DirectChannel(self._mailbox, get_from=observations, put_to=actions, seconds=seconds)

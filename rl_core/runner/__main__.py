@@ -44,7 +44,7 @@ def interrupt_on_sigterm(runner: Runner) -> None:
             runner.stop("SIGTERM", StopKind.INTERRUPT)
 
     threading.Thread(target=interrupt, name="sigterm", daemon=True).start()
-    signal.signal(signal.SIGTERM, lambda number, _: signals.put(number))
+    signal.signal(signal.SIGTERM, lambda signum, _: signals.put(signum))
 
 
 def serve(runner: Runner, port: int, peer: Peer | None, *, in_cluster: bool) -> ControlServer:
@@ -72,7 +72,7 @@ def read_peer(identity: Identity) -> Peer | None:
 def main() -> int:
     """Run to the end; return the exit code (0 done, 2 configuration, 3 infrastructure, 4 data)."""
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # where does it wait: kill -USR1 PID, then read the log
+    faulthandler.register(signal.SIGUSR1)  # `kill -USR1 PID` writes the stacks of all threads to the log.
     try:
         identity = Identity.from_env()
     except ConfigError as error:
@@ -81,7 +81,7 @@ def main() -> int:
     configure_logging(identity)
     output = Path(os.environ["RLJOB_OUTPUT"])
     runner: Runner | None = None
-    ended = threading.Event()
+    run_ended = threading.Event()
     try:
         job = fetch_references(read_job(Path(identity.config)))
         output.mkdir(parents=True, exist_ok=True)
@@ -91,17 +91,18 @@ def main() -> int:
         serve(runner, port, read_peer(identity), in_cluster=identity.in_cluster)
         if (
             identity.in_cluster
-        ):  # the supervisor reports this file at the pod's end: that of an earlier epoch must not be taken for ours
+            # The supervisor reports this file when the pod ends. A file of an earlier epoch must not be reported for this one.
+        ):
             write_json(output / "status.json", runner.status())
         elif not (output / "status.json").exists():  # `rljob status` and `rljob scale` work from the first second on
             write_status(output, runner.status())
         tasks = runner.periodic_tasks()
-        threading.Thread(target=tasks.run, args=(ended,), name="periodic-tasks", daemon=True).start()
+        threading.Thread(target=tasks.run, args=(run_ended,), name="periodic-tasks", daemon=True).start()
         summary = runner.execute()
         logger.info("%s", summary)
         code = end(runner, summary)
         outcome = "Finished" if code == 0 else "Failed"
-    except Exception as error:  # also a bug: the status must say why the run ended
+    except Exception as error:  # Bugs included: the status must say why the run ended.
         logger.exception("the run failed")
         code, outcome = failure_code(error), "Failed"
         message = str(error) if isinstance(error, RLJobError | ExceptionGroup) else describe(error)
@@ -110,7 +111,7 @@ def main() -> int:
             write_status(output, {"schema": 1, "phase": "Failed", "epoch": identity.epoch, "failure": failure})
         else:
             runner.run.board.end(Phase.FAILED, failure)
-    ended.set()
+    run_ended.set()
     if runner is not None:
         runner.run.trackers.finish(outcome)
         write_status(output, runner.status())
@@ -145,7 +146,7 @@ def end(runner: Runner, summary: RunSummary) -> int:
 def failure_code(error: BaseException) -> int:
     """Return the exit code for an error; for an ExceptionGroup, the first code of its errors other than 3."""
     if isinstance(error, ExceptionGroup):
-        return next((code for inner in error.exceptions if (code := failure_code(inner)) != 3), 3)
+        return next((code for cause in error.exceptions if (code := failure_code(cause)) != 3), 3)
     return exit_code(error)
 
 
@@ -153,4 +154,4 @@ if __name__ == "__main__":
     code = main()
     logging.shutdown()
     sys.stdout.flush()
-    os._exit(code)  # sockets' and pools' threads hold no state worth waiting for
+    os._exit(code)  # The threads of sockets and pools have nothing left to store.

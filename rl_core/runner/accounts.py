@@ -44,9 +44,9 @@ class Accounts:
     def renew(self, tokens: Sequence[str], owner: str) -> list[str]:
         """Extend the leases of `owner` to their full duration from now; return the tokens of leases that it does not hold (any more)."""
         of_training = [token for token in tokens if self.training.ledger.issued(token)]
-        others = [token for token in tokens if not self.training.ledger.issued(token)]
+        unissued = [token for token in tokens if not self.training.ledger.issued(token)]
         stale = self.training.ledger.renew(of_training, owner)
-        return stale + (self.validation.ledger.renew(others, owner) if self.validation is not None else others)
+        return stale + (self.validation.ledger.renew(unissued, owner) if self.validation is not None else unissued)
 
     def take_scores(self, scores: ValidationScores) -> None:
         """Record the scores of a validation prompt. Scores of an earlier round, or of a lease that is no longer held, are ignored."""

@@ -131,31 +131,33 @@ class Bounded:
 
     def num_leasable(self, capacity: StepCapacity, *, served: int) -> int:
         """Return how many groups of version `served` can be leased so that every group that is out can still train in time."""
-        first = served - self._oldest(capacity)
-        if first < 0:
+        oldest_ahead = served - self._oldest(capacity)
+        if oldest_ahead < 0:
             return 0
-        return min(self._spare(capacity, ahead) for ahead in range(first, self.max_staleness + 1))
+        return min(
+            self._spare(capacity, versions_ahead) for versions_ahead in range(oldest_ahead, self.max_staleness + 1)
+        )
 
     def decide(self, entry: GroupEntry, capacity: StepCapacity, *, num_ahead: int) -> GroupVerdict:
         """Refuse a group that is too old.
 
         Admit a group that is due in this step. Defer a younger one that would take the place of an older one.
         """
-        due = entry.v_min - self._oldest(capacity)
-        if due < 0:
+        steps_until_due = entry.v_min - self._oldest(capacity)
+        if steps_until_due < 0:
             return GroupVerdict.REFUSE
-        in_time = all(self._spare(capacity, ahead) >= 1 for ahead in range(due))
+        in_time = all(self._spare(capacity, versions_ahead) >= 1 for versions_ahead in range(steps_until_due))
         return GroupVerdict.ADMIT if in_time and capacity.free_places > 0 else GroupVerdict.DEFER
 
     def _oldest(self, capacity: StepCapacity) -> int:
         """Return the oldest version that may train in the open step."""
         return capacity.version - self.max_staleness
 
-    def _spare(self, capacity: StepCapacity, ahead: int) -> int:
-        """Return the places up to `ahead` steps from the open one, less the groups that are due by then."""
+    def _spare(self, capacity: StepCapacity, versions_ahead: int) -> int:
+        """Return the places up to `versions_ahead` steps from the open one, less the groups that are due by then."""
         oldest = self._oldest(capacity)
-        places = capacity.free_places + ahead * self._per_step
+        places = capacity.free_places + versions_ahead * self._per_step
         # Groups beyond the bound are generated again and take no place.
         return places - sum(
-            count for version, count in capacity.out_by_version.items() if oldest <= version <= oldest + ahead
+            count for version, count in capacity.out_by_version.items() if oldest <= version <= oldest + versions_ahead
         )

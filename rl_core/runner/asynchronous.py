@@ -15,7 +15,7 @@ from rl_core.runner.reasoning import ReasoningRunner
 class AsyncReasoningRunner(ReasoningRunner):
     """The text program with bounded asynchronous training: completions are at most `algorithm.maxStaleness` versions old."""
 
-    _opened = 0
+    _opened_step = 0
     """Number of the step that was opened last."""
 
     def publish(self) -> None:
@@ -30,8 +30,8 @@ class AsyncReasoningRunner(ReasoningRunner):
     def open_step(self) -> None:
         """Open the next step, unless it is open already. Prompts of later steps may be leased too."""
         step = self.progress.step + 1
-        if self._opened != step:
-            self._opened = step
+        if self._opened_step != step:
+            self._opened_step = step
             super().open_step()
 
     def idle(self) -> dict[str, float]:

@@ -73,8 +73,8 @@ class AppliedSpec:
 def merge(present: RLJobSpec, wanted: Mapping[str, Any]) -> RLJobSpec:
     """Return `present` with the mutable fields of `wanted`. Raises ValueError for an invalid spec or a change of an immutable field."""
     with _in_our_words():
-        asked = document.read(RLJobSpec, wanted)
-    before, after = (_by_name(spec) for spec in (present, asked))
+        requested = document.read(RLJobSpec, wanted)
+    before, after = (_by_name(spec) for spec in (present, requested))
     elastic = [name for name, group in groups_of(present).items() if group.elastic]
     refused = [_refusal(path, old, new) for path, old, new in differences(before, after) if not _taken(path, elastic)]
     if refused:
@@ -100,8 +100,8 @@ def merge(present: RLJobSpec, wanted: Mapping[str, Any]) -> RLJobSpec:
 
 def _by_name(spec: RLJobSpec) -> dict[str, Any]:
     """Return a spec as JSON, with `groups` as a mapping from their names, so that a difference in one of them has a path."""
-    whole = spec.model_dump(mode="json", by_alias=True)
-    return whole | {"groups": {group["name"]: group for group in whole["groups"]}}
+    fields = spec.model_dump(mode="json", by_alias=True)
+    return fields | {"groups": {group["name"]: group for group in fields["groups"]}}
 
 
 def for_elastic_roles(spec: RLJobSpec) -> RLJobSpec:
@@ -109,22 +109,23 @@ def for_elastic_roles(spec: RLJobSpec) -> RLJobSpec:
 
     A restart of the actors under a changed spec therefore does not make running rollouts build their engines again.
     """
-    whole = spec.model_dump(mode="json", by_alias=True)
+    fields = spec.model_dump(mode="json", by_alias=True)
     for role in ROLES:
-        whole[role] = {key: value for key, value in whole[role].items() if key not in POD_FIELDS}
-    whole[ROLLOUT] |= STARTING_REPLICAS
-    whole[ENV]["replicas"] = 1
-    whole["groups"] = []
+        fields[role] = {key: value for key, value in fields[role].items() if key not in POD_FIELDS}
+    fields[ROLLOUT] |= STARTING_REPLICAS
+    fields[ENV]["replicas"] = 1
+    fields["groups"] = []
     for path in ("checkpoint", *OPERATOR_FIELDS):
-        whole.pop(path)
-    del whole["algorithm"]["steps"], whole[ACTOR]["optimizer"]
-    if spec.algorithm.distillation is not None:  # teachers are groups of the job, and the actors alone ask them
-        whole["algorithm"] |= {"name": "raw", "distillation": None}
-    whole["algorithm"]["inference"] = None
-    if whole["algorithm"]["critic"] is not None:
-        whole["algorithm"]["critic"]["group"] = None
-    whole["algorithm"]["maxStaleness"] = min(spec.algorithm.max_staleness, 1)  # they ask only whether there is any
-    return RLJobSpec.model_validate(whole)
+        fields.pop(path)
+    del fields["algorithm"]["steps"], fields[ACTOR]["optimizer"]
+    if spec.algorithm.distillation is not None:  # Only the actors call the teachers, which are groups of the job.
+        fields["algorithm"] |= {"name": "raw", "distillation": None}
+    fields["algorithm"]["inference"] = None
+    if fields["algorithm"]["critic"] is not None:
+        fields["algorithm"]["critic"]["group"] = None
+    # Rollouts and envs only need to know whether it is 0.
+    fields["algorithm"]["maxStaleness"] = min(spec.algorithm.max_staleness, 1)
+    return RLJobSpec.model_validate(fields)
 
 
 def differences(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -149,7 +150,7 @@ def _taken(path: str, elastic: Collection[str]) -> bool:
         return True
     if declared:
         return field == "replicas" and block in elastic
-    return any(path == known or path.startswith(f"{known}.") for known in (*MUTABLE_FIELDS, *OPERATOR_FIELDS))
+    return any(path == mutable or path.startswith(f"{mutable}.") for mutable in (*MUTABLE_FIELDS, *OPERATOR_FIELDS))
 
 
 def _refusal(path: str, old: Any, new: Any) -> str:
@@ -159,10 +160,10 @@ def _refusal(path: str, old: Any, new: Any) -> str:
     )
 
 
-def _block(whole: dict[str, Any], path: list[str]) -> dict[str, Any]:
+def _block(fields: dict[str, Any], path: list[str]) -> dict[str, Any]:
     for part in path:
-        whole = whole[part]
-    return whole
+        fields = fields[part]
+    return fields
 
 
 def check_schedule(spec: RLJobSpec) -> None:

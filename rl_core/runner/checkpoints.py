@@ -68,7 +68,7 @@ class Checkpoints:
         self._epoch = epoch
         self._in_cluster = in_cluster
         self._spec = spec
-        self._asked = threading.Event()
+        self._save_requested = threading.Event()
         self._taking_over = False
         """Whether the checkpoint that `find` returned last belongs to another run, whose history this run continues."""
         self.last_step: int | None = None
@@ -76,7 +76,7 @@ class Checkpoints:
         """The step of the checkpoint that is written in the background, and the future of its path."""
         self.written_at = clock()
         """Clock when a write in the background ended last, or this run began."""
-        self._made_room: list[str] = []
+        self._deleted_early: list[str] = []
         """Folders of checkpoints that were deleted early for disk space, the last few."""
         self._resumed: dict[str, Any] = {}
         """The step that the run was resumed from and the damaged checkpoints that were skipped, as `/status` shows them."""
@@ -85,7 +85,7 @@ class Checkpoints:
 
     def request(self) -> None:
         """Request a checkpoint at the next step boundary. Any thread."""
-        self._asked.set()
+        self._save_requested.set()
 
     @property
     def writing(self) -> bool:
@@ -94,28 +94,28 @@ class Checkpoints:
 
     def pop_request(self) -> bool:
         """Return whether a checkpoint was requested, and clear the request."""
-        asked = self._asked.is_set()
-        self._asked.clear()
-        return asked
+        requested = self._save_requested.is_set()
+        self._save_requested.clear()
+        return requested
 
     def adopt(self, spec: RLJobSpec) -> None:
         """Apply a changed spec. In a cluster a changed checkpoint.path takes effect when the pod starts again."""
-        moved = spec.checkpoint.path != self._spec.checkpoint.path and not self._in_cluster
+        path_changed = spec.checkpoint.path != self._spec.checkpoint.path and not self._in_cluster
         self._spec = spec
-        if moved:
+        if path_changed:
             self.store, self.last_step = self._store(spec), None
         self.store.keep, self.store.keep_best = spec.checkpoint.keep, spec.checkpoint.keep_best
 
     def _store(self, spec: RLJobSpec) -> CheckpointStore:
-        given = None if self._in_cluster else spec.checkpoint.path
-        root = Path(given) if given else self._output / "checkpoints"
+        path = None if self._in_cluster else spec.checkpoint.path
+        root = Path(path) if path else self._output / "checkpoints"
         return CheckpointStore(root, keep=spec.checkpoint.keep, keep_best=spec.checkpoint.keep_best)
 
     def describe(self, path: str) -> dict[str, Any]:
         """Return `checkpoint` of `/status`: the newest checkpoint, whose folder is `path` ("" for none), and the best one that is kept."""
         best = self.store.best()
         best_kept = {} if best is None else {"bestStep": best.step, "bestReward": best.manifest.metrics["reward"]}
-        room = {"deletedForRoom": list(self._made_room)} if self._made_room else {}
+        deleted = {"deletedForRoom": list(self._deleted_early)} if self._deleted_early else {}
         return {
             "lastStep": self.last_step,
             "step": self.last_step,
@@ -123,7 +123,7 @@ class Checkpoints:
             "time": now_text(),
             **best_kept,
             **self._resumed,
-            **room,
+            **deleted,
         }
 
     def find(self, resume: str, *, first_epoch: int | None = None) -> Checkpoint | None:
@@ -137,23 +137,23 @@ class Checkpoints:
         can be the run's own, whatever its epoch: other runs may share the folder.
         """
         if resume not in ("auto", "none") and first_epoch is not None and first_epoch < self._epoch:
-            own = self.store.latest()
-            if own is not None and own.manifest.epoch >= first_epoch:
+            latest = self.store.latest()
+            if latest is not None and latest.manifest.epoch >= first_epoch:
                 resume = "auto"
-        found, wanted = self.store.resolve(resume), self._spec.checkpoint.resume_from
-        self._taking_over = found is None and wanted is not None
+        checkpoint, resume_from = self.store.resolve(resume), self._spec.checkpoint.resume_from
+        self._taking_over = checkpoint is None and resume_from is not None
         return (
-            found
-            if wanted is None or found is not None
-            else find_source(wanted, output=self._output, bounds=self._bounds())
+            checkpoint
+            if resume_from is None or checkpoint is not None
+            else find_source(resume_from, output=self._output, bounds=self._bounds())
         )
 
     def _bounds(self) -> list[Path]:
         """Return the folders that may contain another run's checkpoint: in a cluster the actor's volumes, else the parent folder."""
-        given = self._spec.checkpoint.path
+        path = self._spec.checkpoint.path
         if self._in_cluster:
             return [Path(mount.mount_path) for mount in self._spec.actor.volume_mounts]
-        return [self._output.resolve().parent, *([Path(given)] if given else [])]
+        return [self._output.resolve().parent, *([Path(path)] if path else [])]
 
     def restore(self, checkpoint: Checkpoint, load: Callable[[str], None]) -> dict[str, Any]:
         """Load a checkpoint into the ranks, remove what came after it from the history, and return the runner's state.
@@ -190,8 +190,10 @@ class Checkpoints:
 
         Returns the path of the newest remaining checkpoint, "" if there is none.
         """
-        if aside := self.store.set_aside_after(step, self._epoch):
-            logger.warning("checkpoints of steps %s, whose numbers a rule found wrong, are kept as lost-step-*", aside)
+        if renamed := self.store.set_aside_after(step, self._epoch):
+            logger.warning(
+                "checkpoints of steps %s, whose numbers a rule found wrong, are kept as lost-step-*", renamed
+            )
         newest = self.store.latest()
         self.last_step = newest.step if newest is not None else None
         return str(newest.path) if newest is not None else ""
@@ -216,7 +218,7 @@ class Checkpoints:
             return {}
         for name, fields in history["files"].items():
             extent, source = Extent(**fields), (checkpoint.path.parent / history["output"] / name).resolve()
-            if source.is_file() and any(source.is_relative_to(bound.resolve()) for bound in self._bounds()):
+            if source.is_file() and any(source.is_relative_to(folder.resolve()) for folder in self._bounds()):
                 take_over(source, self._output / name, extent)
                 extents[name] = extent
             elif extent.bytes:
@@ -231,13 +233,13 @@ class Checkpoints:
     def _forget_after(self, step: int, extents: dict[str, Extent]) -> None:
         """Cut the history files back to `step` and rename later checkpoints; what is removed is kept beside them."""
         for name in HISTORY:
-            if moved := cut_back(self._output / name, step, extents.get(name)):
-                kept = f"{name.partition('.')[0]}.lost.jsonl"
+            if num_lines := cut_back(self._output / name, step, extents.get(name)):
+                backup = f"{name.partition('.')[0]}.lost.jsonl"
                 logger.warning(
-                    "%s: %s lines of steps after %s are left and kept in %s", name, moved, max(step, 0), kept
+                    "%s: %s lines of steps after %s are left and kept in %s", name, num_lines, max(step, 0), backup
                 )
-        if aside := self.store.set_aside_after(step, self._epoch):
-            logger.warning("checkpoints of a history that is left, steps %s, are kept as lost-step-*", aside)
+        if renamed := self.store.set_aside_after(step, self._epoch):
+            logger.warning("checkpoints of a history that is left, steps %s, are kept as lost-step-*", renamed)
 
     def save(
         self,
@@ -265,7 +267,7 @@ class Checkpoints:
         does not suffice.
         """
         self.store.good_until = step - num_violating_steps
-        facts: dict[str, Any] = {
+        metadata: dict[str, Any] = {
             "metrics": {} if reward is None else {"reward": reward},
             "versions": {"policy": version, "digest": weights_digest},
             "passing": passing,
@@ -274,7 +276,7 @@ class Checkpoints:
         }
         while True:
             try:
-                writing = self._begin(step, groups, state, facts, in_background=in_background)
+                writing = self._begin(step, groups, state, metadata, in_background=in_background)
                 if in_background:
                     self._writing = step, begin(partial(self._publish_beside, writing))
                     return None
@@ -303,10 +305,10 @@ class Checkpoints:
         return path
 
     def _make_room(self, error: StorageFull) -> bool:
-        if (gone := self.store.make_room()) is None:
+        if (deleted := self.store.make_room()) is None:
             return False
-        self._made_room = [*self._made_room[-9:], gone]
-        logger.warning("%s is deleted before its time to make room: %s", gone, error)
+        self._deleted_early = [*self._deleted_early[-9:], deleted]
+        logger.warning("%s is deleted before its time to make room: %s", deleted, error)
         return True
 
     def _begin(
@@ -314,7 +316,7 @@ class Checkpoints:
         step: int,
         groups: Sequence[WorkerGroup],
         state: dict[str, Any],
-        facts: dict[str, Any],
+        metadata: dict[str, Any],
         *,
         in_background: bool,
     ) -> "_Writing":
@@ -325,7 +327,7 @@ class Checkpoints:
             self._write_state(staging, state)
             options = {"in_background": True} if in_background else {}
             ranks = [group.save_checkpoint(str(staging), step, **options) for group in groups]
-            return _Writing(store, staging, ranks, facts)
+            return _Writing(store, staging, ranks, metadata)
         except RLJobError:
             store.abort(staging)
             raise
@@ -358,8 +360,8 @@ class Checkpoints:
                 "output": os.path.relpath(self._output.resolve(), self.store.root.resolve()),
                 "files": {name: asdict(tally.take()) for name, tally in self._tallies.items()},
             }
-            whole = state | state_of(self._spec) | {"history": history}
-            write_file(staging / STATE_FILE, json.dumps(whole, indent=1).encode())
+            document = state | state_of(self._spec) | {"history": history}
+            write_file(staging / STATE_FILE, json.dumps(document, indent=1).encode())
         except OSError as error:
             raise write_failure("the runner's part of a checkpoint", staging, error) from error
 
@@ -370,9 +372,9 @@ def merge_errors(errors: WorkerErrors) -> RLJobError:
     Returns the WorkerLost error if there is one, StorageFull if a rank reported it (the write is then repeated), else InfrastructureError.
     Errors of another class are returned unchanged.
     """
-    inner = errors.exceptions
-    lost = next((error for error in inner if isinstance(error, WorkerLost)), None)
-    if lost is not None or not all(isinstance(error, InfrastructureError) for error in inner):
-        return lost or errors
-    full = any(isinstance(error, StorageFull) for error in inner)
+    causes = errors.exceptions
+    worker_lost = next((error for error in causes if isinstance(error, WorkerLost)), None)
+    if worker_lost is not None or not all(isinstance(error, InfrastructureError) for error in causes):
+        return worker_lost or errors
+    full = any(isinstance(error, StorageFull) for error in causes)
     return (StorageFull if full else InfrastructureError)(errors.message)

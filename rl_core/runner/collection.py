@@ -93,9 +93,9 @@ class Collection:
         """Run `episodes` episodes with the weights of `step` and without sampling; return them by env worker."""
         return self._repeat(lambda: self._request(step, episodes=episodes), at)
 
-    def _repeat(self, make: Callable[[], CollectionRequest], at: Wait) -> list[EpisodeStats]:
+    def _repeat(self, make: Callable[[], CollectionRequest], on_poll: Wait) -> list[EpisodeStats]:
         for attempt in range(MOST_REPEATS):
-            at()
+            on_poll()
             try:
                 return self._run_once(make())
             except (InfrastructureError, DeadlineExceeded) as error:
@@ -136,18 +136,20 @@ class Collection:
     def _direct(self, envs: tuple[int, ...], rollouts: tuple[int, ...]) -> tuple[tuple[int, int, str], ...]:
         """Return `CollectionRequest.direct`: the pairs of an env worker and a rollout that share a host."""
         hosts = {member.name: member.host_token for member in self._members(ROLLOUT)}
-        known, self._addresses, pairs = self._addresses, {}, []
+        old_addresses, self._addresses, pairs = self._addresses, {}, []
         for member in self._members(ENV):
-            near = [at for at, rank in enumerate(rollouts) if hosts.get(f"{ROLLOUT}:{rank}") == member.host_token]
-            if member.rank not in envs or not near:
+            local_ranks = [
+                index for index, rank in enumerate(rollouts) if hosts.get(f"{ROLLOUT}:{rank}") == member.host_token
+            ]
+            if member.rank not in envs or not local_ranks:
                 continue
-            address = known.get(member.id)
+            address = old_addresses.get(member.id)
             if address is None:
                 seconds = self._run.applied.spec.runtime.deadlines.rpc
                 call = self._run.cluster.submit(member.name, "direct_address", (), {}, timeout=seconds)
                 address = call.future.result().value
             self._addresses[member.id] = address
-            pairs += [(envs.index(member.rank), at, address) for at in near]
+            pairs += [(envs.index(member.rank), index, address) for index in local_ranks]
         return tuple(pairs)
 
     def _ranks(self, group: str, version: int | None = None) -> tuple[int, ...]:
@@ -169,10 +171,12 @@ class Collection:
         rollout is present, or if an env worker does not answer.
         """
         deadlines = self._run.applied.spec.runtime.deadlines
-        ahead = version > self._versions.committed  # then the rollouts wait for training and weight sync first
+        # For weights that are not published yet, the rollouts first wait for training and weight sync.
+        waits_for_weights = version > self._versions.committed
         try:
             return self._start(
-                self._request(step, version=version), longest_collection(deadlines) if ahead else deadlines.rollout
+                self._request(step, version=version),
+                longest_collection(deadlines) if waits_for_weights else deadlines.rollout,
             )
         except (InfrastructureError, DeadlineExceeded):
             return None
@@ -275,8 +279,8 @@ class Collection:
         try:
             return self._run.stops.wait(result, seconds)
         except WorkerErrors as errors:
-            _, others = errors.split((InfrastructureError, DeadlineExceeded))
-            if others is None:
+            _, fatal = errors.split((InfrastructureError, DeadlineExceeded))
+            if fatal is None:
                 raise InfrastructureError(str(errors)) from errors
             raise
 
@@ -284,7 +288,7 @@ class Collection:
         submit = self._run.cluster.submit
         to_env, to_rollout = (self._actions, self._observations), (self._observations, self._actions)
         env_method, rollout_method = ("evaluate", "evaluate") if request.mode == "eval" else ("interact", "generate")
-        extra = () if request.mode == "eval" else (self._trajectories,)
+        actor_channel = () if request.mode == "eval" else (self._trajectories,)
         names = [f"{ENV}:{rank}" for rank in request.envs]
         calls: list[Any] = [submit(name, env_method, (*to_env, request), {}, timeout=limit) for name in names]
         envs: list[EnvCall] = []
@@ -293,7 +297,7 @@ class Collection:
             envs = [EnvCall(name, call, episodes=episodes) for name, call in zip(names, calls, strict=True)]
             calls = [*envs]
         calls += [
-            submit(f"{ROLLOUT}:{rank}", rollout_method, (*to_rollout, *extra, request), {}, timeout=limit)
+            submit(f"{ROLLOUT}:{rank}", rollout_method, (*to_rollout, *actor_channel, request), {}, timeout=limit)
             for rank in request.rollouts
         ]
         return WorkerGroupFuncResult("collection", rollout_method, dict(enumerate(calls))), envs
@@ -304,13 +308,16 @@ class Collection:
         Gives up the calls to lost env workers, because these calls might never end. Raises InfrastructureError if a rollout or all env workers
         are gone, or any member of an evaluation.
         """
-        request, here = pending.request, {m.name for group in (ENV, ROLLOUT) for m in self._run.cluster.members(group)}
-        needed = [f"{ROLLOUT}:{rank}" for rank in request.rollouts]
-        needed += [f"{ENV}:{rank}" for rank in request.envs if not pending.envs]
-        if gone := [name for name in needed if name not in here]:
-            raise InfrastructureError(f"{', '.join(gone)} left in the middle of a collection")
+        request, present = (
+            pending.request,
+            {m.name for group in (ENV, ROLLOUT) for m in self._run.cluster.members(group)},
+        )
+        member_names = [f"{ROLLOUT}:{rank}" for rank in request.rollouts]
+        member_names += [f"{ENV}:{rank}" for rank in request.envs if not pending.envs]
+        if absent := [name for name in member_names if name not in present]:
+            raise InfrastructureError(f"{', '.join(absent)} left in the middle of a collection")
         for call in pending.envs:
-            if call.name not in here and not call.future.done():
+            if call.name not in present and not call.future.done():
                 call.give_up()
         if pending.envs and all(call.lost for call in pending.envs):
             raise InfrastructureError("all env workers left in the middle of a collection")
@@ -319,13 +326,13 @@ class Collection:
         """Report newly lost env workers to the rollouts, which then wait for no further observations of these."""
         request, spec = pending.request, self._run.applied.spec
         options, group = embodied_options(spec), simulators_per_group(spec.algorithm)
-        lost = {index for index, call in enumerate(pending.envs) if call.lost} - pending.reported
-        pending.reported |= lost
+        lost_indices = {index for index, call in enumerate(pending.envs) if call.lost} - pending.reported
+        pending.reported |= lost_indices
         per_stage = options.num_envs // options.stages
         for route in routes(per_stage, env_workers=len(request.envs), rollouts=len(request.rollouts), group=group):
-            if route.env in lost:
+            if route.env in lost_indices:
                 for stage in range(options.stages):
                     key = request.key(stage, route.env, route.rollout)
                     self._observations.put(EnvOutput(obs=None), key=key, async_op=True)
-        for index in sorted(lost):
+        for index in sorted(lost_indices):
             logger.warning("env:%s was lost; the collection goes on with the other env workers", request.envs[index])

@@ -52,7 +52,7 @@ class ContentCheck:
         self._applied, self._cluster, self._actor, self._schedule = applied, cluster, actor, schedule
         self._prompt = list(prompt_ids[-PROBE_PROMPT_LIMIT:])
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="content-check")
-        self._due: tuple[int, tuple[str, ...]] | None = None
+        self._next_check: tuple[int, tuple[str, ...]] | None = None
         """Version and rollouts of the check that is not started yet; None without one."""
         self._running: Future[None] | None = None
         self._alarms: dict[str, DivergenceAlarm] = {}
@@ -61,16 +61,16 @@ class ContentCheck:
     def schedule(self, version: int, rollouts: Sequence[str]) -> None:
         """Schedule a check of these rollouts for `version`; `begin` starts it."""
         if self._applied.spec.weights.content_check and rollouts:
-            self._due = (version, tuple(rollouts))
+            self._next_check = (version, tuple(rollouts))
 
     def begin(self) -> None:
         """Start the scheduled check in the background.
 
         Call it after the step's prompts are leased, so that the check does not delay them.
         """
-        due, self._due = self._due, None
-        if due is not None:
-            self._running = self._pool.submit(self._compare, *due)
+        arguments, self._next_check = self._next_check, None
+        if arguments is not None:
+            self._running = self._pool.submit(self._compare, *arguments)
 
     def confirm(self) -> None:
         """Wait for the check of the last sync. Raises WeightsDiverged if a rollout's log-probabilities differ.
@@ -88,9 +88,9 @@ class ContentCheck:
 
     def _compare(self, version: int, names: tuple[str, ...]) -> None:
         seconds = self._applied.spec.runtime.deadlines.rpc
-        asked = [self._prompt, PROBE_TOKENS]
+        arguments = [self._prompt, PROBE_TOKENS]
         with self._schedule.generating():
-            calls = {name: self._cluster.submit(name, "probe", asked, {}, timeout=seconds) for name in names}
+            calls = {name: self._cluster.submit(name, "probe", arguments, {}, timeout=seconds) for name in names}
             answers = {name: self._answer(name, call, version) for name, call in calls.items()}
         scored: dict[tuple[int, ...], list[float]] = {}
         with self._schedule.training():
@@ -119,8 +119,8 @@ class ContentCheck:
             exact = spec.model.dtype == "float32"
             self._alarms[name] = DivergenceAlarm(spec.weights.content_check_tolerance, exact=exact)
         differences = [abs(a - b) for a, b in zip(scored[ids], answer.logprobs, strict=True)]
-        if (found := self._alarms[name].judge(differences)) is not None:
+        if (alarm := self._alarms[name].judge(differences)) is not None:
             raise WeightsDiverged(
-                f"{name} must score a fixed prompt like the trainer at version {version} within {found[1]:.3g}, got a difference of "
-                f"{found[0]:.3g} in log-probability; its weights are not the trained ones"
+                f"{name} must score a fixed prompt like the trainer at version {version} within {alarm[1]:.3g}, got a difference of "
+                f"{alarm[0]:.3g} in log-probability; its weights are not the trained ones"
             )

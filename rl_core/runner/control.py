@@ -59,9 +59,9 @@ class ControlServer:
         refusal = self._guard.check(call) if self._guard is not None else None
         if refusal is not None:
             return self._signed(call, refusal.status, {"error": refusal.message})
-        name, known = f"{call.method} {call.path}", ["GET /status", *self._actions]
-        if name not in known:
-            text = f"{name} is not known; known: {', '.join(known)}"
+        name, routes = f"{call.method} {call.path}", ["GET /status", *self._actions]
+        if name not in routes:
+            text = f"{name} is not known; known: {', '.join(routes)}"
             return self._signed(call, HTTPStatus.NOT_FOUND, {"error": text})
         return None
 
@@ -73,20 +73,20 @@ class ControlServer:
         try:
             if name == "GET /status":
                 return self._signed(call, HTTPStatus.OK, self._status())
-            given = json.loads(request.body) if request.body else None
-            return self._signed(call, HTTPStatus.OK, self._actions[name](given))
+            body = json.loads(request.body) if request.body else None
+            return self._signed(call, HTTPStatus.OK, self._actions[name](body))
         except (ValueError, RecursionError) as error:
             return self._signed(call, HTTPStatus.BAD_REQUEST, {"error": str(error)})
-        except Exception as error:  # whatever an action raises, its caller must hear of it
+        except Exception as error:  # The caller must get an answer, whatever the action raises.
             logger.exception("%s failed", name)
             text = f"{type(error).__name__}: {error}"
             return self._signed(call, HTTPStatus.INTERNAL_SERVER_ERROR, {"error": text})
 
     def _signed(self, call: ReceivedCall, status: HTTPStatus, value: Any) -> Response:
-        plain = _response(status, value)
+        unsigned = _response(status, value)
         if self._guard is None:
-            return plain
-        return replace(plain, headers=self._guard.sign_answer(call, status, plain.body))
+            return unsigned
+        return replace(unsigned, headers=self._guard.sign_answer(call, status, unsigned.body))
 
 
 def _response(status: HTTPStatus, value: Any) -> Response:

@@ -24,23 +24,23 @@ def drain(pods: Iterable[str], *, cluster: Cluster, roster: Roster) -> dict[str,
 
     Raises ValueError for a pod of a gang, which does not shrink.
     """
-    asked = list(dict.fromkeys(pods))
+    requested = list(dict.fromkeys(pods))
     members = list(cluster.members(drained=True))
     gangs = [group.name for group in roster.groups.values() if not group.elastic]
-    fixed = sorted({member.pod for member in members if member.role in gangs and member.pod in asked})
-    if fixed:
+    gang_pods = sorted({member.pod for member in members if member.role in gangs and member.pod in requested})
+    if gang_pods:
         raise ValueError(
-            f"pods must be of elastic groups, got {', '.join(fixed)}; a gang ({', '.join(gangs)}) does not shrink"
+            f"pods must be of elastic groups, got {', '.join(gang_pods)}; a gang ({', '.join(gangs)}) does not shrink"
         )
-    chosen = [member for member in members if member.pod in asked]
-    roster.leave(member.name for member in chosen)
-    for member in chosen:
+    leaving = [member for member in members if member.pod in requested]
+    roster.leave(member.name for member in leaving)
+    for member in leaving:
         if member.state not in LEAVING:
             logger.info("%s (pod %s) drains", member.name, member.pod)
             cluster.retire(member.name).future.add_done_callback(partial(_log_failure, member.name))
-    draining = {member.pod for member in chosen}
-    known = [pod for pod in asked if pod in draining]
-    return {"draining": known, "unknown": [pod for pod in asked if pod not in draining]}
+    draining = {member.pod for member in leaving}
+    drained_pods = [pod for pod in requested if pod in draining]
+    return {"draining": drained_pods, "unknown": [pod for pod in requested if pod not in draining]}
 
 
 def _log_failure(name: str, future: Any) -> None:
@@ -112,8 +112,8 @@ class ControlActions:
 
 def _object(body: Any, fields: Mapping[str, type]) -> dict[str, Any]:
     if not isinstance(body, dict):
-        wanted = f"an object with {', '.join(fields)}" if fields else "an object or nothing"
-        raise ValueError(f"the body must be {wanted}, got {type(body).__name__}; send JSON")
+        expected = f"an object with {', '.join(fields)}" if fields else "an object or nothing"
+        raise ValueError(f"the body must be {expected}, got {type(body).__name__}; send JSON")
     for name, kind in fields.items():
         if not isinstance(body.get(name), kind) or isinstance(body.get(name), bool):
             raise ValueError(f"{name} must be given as {kind.__name__}, got {body.get(name)!r}; correct it")

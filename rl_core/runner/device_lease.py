@@ -71,15 +71,15 @@ class DeviceLease:
         """
         with self._changed:
             self._wait(lambda: not self._moving and (not self._users or self.use is use), use)
-            before = self.use
+            previous = self.use
             self._users += 1
-            if before is not use:
+            if previous is not use:
                 self._moving, self.use = True, None
                 self.token += 1
                 self.since = self._clock()
         try:
-            if before is not use:
-                self._move(before, use)
+            if previous is not use:
+                self._move(previous, use)
             yield
         finally:
             self._leave()
@@ -94,27 +94,27 @@ class DeviceLease:
         with self._changed:
             self._wait(lambda: self.use is use, use)
             self._users += 1
-            self._shared_until.append(until := self._clock() + seconds)
+            self._shared_until.append(end := self._clock() + seconds)
             self._changed.notify_all()
         try:
             yield
         finally:
             with self._changed:
-                self._shared_until.remove(until)
+                self._shared_until.remove(end)
             self._leave()
 
     def seconds_in_use(self) -> float:
         """Return the seconds since the last hand-over began."""
         return self._clock() - self.since
 
-    def _move(self, before: Use | None, use: Use) -> None:
-        done = False
+    def _move(self, previous: Use | None, use: Use) -> None:
+        succeeded = False
         try:
-            self._hand_over(before, use, self.token)
-            done = True
+            self._hand_over(previous, use, self.token)
+            succeeded = True
         finally:
             with self._changed:
-                self._moving, self.use = False, use if done else None
+                self._moving, self.use = False, use if succeeded else None
                 self.moved_seconds = self._clock() - self.since
                 self._changed.notify_all()
 
@@ -124,14 +124,14 @@ class DeviceLease:
             self._changed.notify_all()
 
     def _wait(self, free: Callable[[], bool], use: Use) -> None:
-        began = self._clock()
+        start = self._clock()
         while not free():
-            end = max([began, *self._shared_until]) + self._seconds
-            left = end - self._clock()
-            if left <= 0:
+            end = max([start, *self._shared_until]) + self._seconds
+            remaining = end - self._clock()
+            if remaining <= 0:
                 holder = "a hand-over" if self._moving else self.use or "nobody"
                 raise DeadlineExceeded(
                     f"the devices must be free for {use} within {self._seconds:.0f} s, got them held by {holder} for "
                     f"{self.seconds_in_use():.0f} s; raise runtime.deadlines.waitReady, or look why it does not end"
                 )
-            self._changed.wait(left)
+            self._changed.wait(remaining)

@@ -87,18 +87,18 @@ class MoveTotals:
 
     def add(self, ranks: Iterable[Mapping[str, float]]) -> None:
         """Add one move from the answers of all ranks: their bytes are added up, and the seconds of the slowest rank count."""
-        several = list(ranks)
+        totals_of_ranks = list(ranks)
         with self._lock:
-            for name in {name for moved in several for name in moved}:
-                values = [moved.get(name, 0.0) for moved in several]
+            for name in {name for totals in totals_of_ranks for name in totals}:
+                values = [totals.get(name, 0.0) for totals in totals_of_ranks]
                 self._sums[name] += max(values) if name.endswith("seconds") else sum(values)
 
     def take(self) -> dict[str, float]:
         """Return the sums and reset them."""
         with self._lock:
-            taken = dict(self._sums)
+            sums = dict(self._sums)
             self._sums.clear()
-        return taken
+        return sums
 
 
 class OffloadingSchedule(DisaggregatedSchedule):

@@ -118,10 +118,10 @@ class Dispatcher:
         """Open polls by member name."""
         self._waiting: dict[int, OrderedDict[str, _Poll]] = {}
         """The same polls by weights version, in order of arrival."""
-        self._served: dict[str, int] = {}
+        self._acknowledged: dict[str, int] = {}
         """Newest version that each process has acknowledged. It may be newer than the version in a poll that was sent earlier."""
-        self._ticked = clock()
-        self._most = MOST_IN_ONE_ANSWER
+        self._last_tick = clock()
+        self._max_leases = MOST_IN_ONE_ANSWER
         self._failed = False
 
     @contextmanager
@@ -156,7 +156,7 @@ class Dispatcher:
         which is answered with an empty list.
         """
         poll = _Poll(call, name, incarnation, max_groups, version, self._clock() + timeout)
-        poll.served = max(version, self._served.get(poll.owner, -1))
+        poll.served = max(version, self._acknowledged.get(poll.owner, -1))
         call.on_cancel = lambda: self._cancelled(poll)
         with self.update_accounts():
             replaced = self._polls.get(name)  # a rollout has one poll, the newest
@@ -213,7 +213,7 @@ class Dispatcher:
         with self.update_accounts():
             for name, incarnation in rollouts:
                 owner = owner_name(name, incarnation)
-                self._served[owner] = version
+                self._acknowledged[owner] = version
                 poll = self._polls.get(name)
                 if poll is not None and poll.owner == owner and poll.served < version:
                     self._remove(poll)
@@ -226,7 +226,7 @@ class Dispatcher:
         """Requeue the prompt groups of a lost process at once, and end its poll."""
         owner = owner_name(name, incarnation)
         with self.update_accounts() as accounts:
-            self._served.pop(owner, None)
+            self._acknowledged.pop(owner, None)
             self._workload.forget((name, incarnation))
             poll = self._polls.get(name)
             if poll is not None and poll.owner == owner:
@@ -243,7 +243,7 @@ class Dispatcher:
         """
         now = self._clock()
         with self.update_accounts() as accounts:
-            gap, self._ticked = now - self._ticked, now
+            gap, self._last_tick = now - self._last_tick, now
             if gap > LONGEST_GAP:
                 accounts.extend_leases(gap)
             for token in accounts.expire():
@@ -255,10 +255,10 @@ class Dispatcher:
             for poll in self._polls.values():
                 self._workload.set_polling(poll.rollout, self._is_live(*poll.rollout))
         with self._lock:
-            ended = [poll for poll in overdue if self._polls.get(poll.name) is poll]
-            for poll in ended:
+            expired = [poll for poll in overdue if self._polls.get(poll.name) is poll]
+            for poll in expired:
                 self._remove(poll)
-        self._answer([(poll, []) for poll in ended])
+        self._answer([(poll, []) for poll in expired])
 
     # --- validation ------------------------------------------------------------------------------------------------
 
@@ -298,7 +298,7 @@ class Dispatcher:
             poll = next((poll for poll in polls.values() if self._is_live(*poll.rollout)), None)
             if poll is None:
                 return
-            leases = self._accounts.lease(min(poll.max_groups, self._most), poll.owner, served=version, now=now)
+            leases = self._accounts.lease(min(poll.max_groups, self._max_leases), poll.owner, served=version, now=now)
             if not leases:
                 return
             self._remove(poll)
@@ -344,7 +344,7 @@ class Dispatcher:
             )
             return
         with self._lock:
-            self._most = max(len(leases) // 2, 1)
+            self._max_leases = max(len(leases) // 2, 1)
             for lease in leases:
                 self._workload.ended(lease.token)
                 self._accounts.revert_lease(lease)

@@ -31,7 +31,7 @@ class DivergenceAlarm:
         """`tolerance`: largest difference in float32, in nats. `exact`: whether both sides compute in float32."""
         self._tolerance, self._exact = tolerance, exact
         self._recent: deque[float] = deque(maxlen=RECENT)
-        self._usual, self._checks = 0.0, 0
+        self._usual_difference, self._num_checks = 0.0, 0
 
     def judge(self, differences: Sequence[float]) -> tuple[float, float] | None:
         """Return (difference, bound) if the rollout computes with other weights, else None.
@@ -39,18 +39,20 @@ class DivergenceAlarm:
         `differences` are those of one check: absolute, one per token, in nats.
         """
         if self._exact or any(map(math.isnan, differences)):
-            largest = max(differences, default=0.0, key=lambda one: math.inf if math.isnan(one) else one)
+            largest = max(
+                differences, default=0.0, key=lambda difference: math.inf if math.isnan(difference) else difference
+            )
             return None if largest <= self._tolerance else (largest, self._tolerance)
         mean = fmean(differences) if differences else 0.0
         self._recent.append(mean)
-        recent, bound = median(self._recent), self._bound()
-        if len(self._recent) == RECENT and recent > bound:
-            return recent, bound
-        self._checks += 1
-        self._usual += (mean - self._usual) / min(self._checks, MEMORY)
+        recent, limit = median(self._recent), self._bound()
+        if len(self._recent) == RECENT and recent > limit:
+            return recent, limit
+        self._num_checks += 1
+        self._usual_difference += (mean - self._usual_difference) / min(self._num_checks, MEMORY)
         return None
 
     def _bound(self) -> float:
-        if self._checks < CALIBRATION:
+        if self._num_checks < CALIBRATION:
             return LIMIT
-        return min(LIMIT, max(ROUNDED * self._tolerance, FACTOR * self._usual))
+        return min(LIMIT, max(ROUNDED * self._tolerance, FACTOR * self._usual_difference))

@@ -146,13 +146,13 @@ class EmbodiedRunner(TrainingProgram):
         """Collect the trajectories of the next step; return `env/*`."""
         with self.board.during(Phase.GENERATING), self.schedule.generating(), self.report.measure(ROLLOUT):
             stats = self.gather()
-        steps = sum(one.steps for one in stats)
+        steps = sum(worker_stats.steps for worker_stats in stats)
         self._env_steps += steps
         return episode_metrics(episodes_of(stats)) | {
             "env/steps": float(steps),
             "env/steps_total": float(self._env_steps),
-            "env/lost_episodes": float(sum(one.lost for one in stats)),
-            "env/interventions": float(sum(one.interventions for one in stats)),
+            "env/lost_episodes": float(sum(worker_stats.lost for worker_stats in stats)),
+            "env/interventions": float(sum(worker_stats.interventions for worker_stats in stats)),
             "env/repeated_collections": float(self.collection.repeated),
         }
 
@@ -163,9 +163,9 @@ class EmbodiedRunner(TrainingProgram):
         the statistics of the episodes, one entry for each env worker.
         """
         self.handle_requests()
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and (stats := self.collection.take(ahead)) is not None:
-            self._age = self.progress.version - ahead.version
+        prefetched, self._ahead = self._ahead, None
+        if prefetched is not None and (stats := self.collection.take(prefetched)) is not None:
+            self._age = self.progress.version - prefetched.version
             return stats
         self._age = self.progress.version - self.sync.version
         return self.collection.collect(self.progress.step + 1, at=self.await_members)
@@ -216,9 +216,13 @@ class EmbodiedRunner(TrainingProgram):
             self.show_step()
             return
         super().publish()
-        ahead = self._ahead
-        if ahead is not None and ahead.version == self.progress.version and not self.collection.is_intact(ahead):
-            ahead.cancel()
+        prefetched = self._ahead
+        if (
+            prefetched is not None
+            and prefetched.version == self.progress.version
+            and not self.collection.is_intact(prefetched)
+        ):
+            prefetched.cancel()
             self._ahead = None
 
     def await_members(self) -> None:
@@ -232,14 +236,14 @@ class EmbodiedRunner(TrainingProgram):
         episodes = embodied_options(spec).eval_episodes
         with self.board.during(Phase.VALIDATING), self.schedule.generating(), self.report.measure("validation"):
             stats = self.collection.evaluate(self.progress.step, episodes, at=self.await_members)
-            self._keep([video for one in stats for video in one.videos])
+            self._keep([video for worker_stats in stats for video in worker_stats.videos])
         return episode_metrics(episodes_of(stats), prefix="val")
 
     def _keep(self, videos: list[bytes]) -> None:
         """Write the GIF files of evaluation episodes into the output folder, and show them in the trackers."""
         try:
-            for number, video in enumerate(videos):
-                path = self.videos / f"step_{self.progress.step:06d}_{number}.gif"
+            for index, video in enumerate(videos):
+                path = self.videos / f"step_{self.progress.step:06d}_{index}.gif"
                 path.parent.mkdir(exist_ok=True)
                 path.write_bytes(video)
         except OSError as error:
@@ -296,4 +300,4 @@ class AsyncEmbodiedRunner(EmbodiedRunner):
 
 def episodes_of(stats: list[EpisodeStats]) -> list[dict[str, Any]]:
     """Return the episodes of all env workers."""
-    return [episode for one in stats for episode in one.episodes]
+    return [episode for worker_stats in stats for episode in worker_stats.episodes]

@@ -36,7 +36,7 @@ class EnvCall:
     def give_up(self) -> None:
         """Declare the member lost and end the call, unless it has been answered."""
         self.lost = True
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # it has answered meanwhile
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # The member has answered meanwhile.
             self.future.set_result(MethodResult(value=EpisodeStats(lost=self._episodes), durations={}))
         self._call.cancel()
 
@@ -47,7 +47,7 @@ class EnvCall:
         if isinstance(error, InfrastructureError):
             self.give_up()
             return
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was given up or cancelled meanwhile
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # The call was given up or cancelled meanwhile.
             if error is not None:
                 self.future.set_exception(error)
             else:

@@ -101,9 +101,9 @@ class GroupProgram(Program):
         report.log(metrics | self.board.totals())
         report.write()
         self.saving.settle()
-        if (due := self.saving.due()) is not None:
+        if (due_step := self.saving.due()) is not None:
             with report.measure("checkpoint"):
-                self.saving.try_save(due)
+                self.saving.try_save(due_step)
             report.trace()
         self.stops.raise_if_stop_requested()
 

@@ -73,9 +73,9 @@ class GroupTable:
         """Sorted positions of the groups in a state of `OPEN`."""
         self._leased: OrderedDict[str, Group] = OrderedDict()
         """Leased groups by group id. The group whose lease ends first comes first."""
-        self._of_owner: dict[str, dict[str, Group]] = {}
+        self._by_owner: dict[str, dict[str, Group]] = {}
         """Leased groups by owner and group id."""
-        self._of_step: dict[int, dict[str, Group]] = {}
+        self._by_step: dict[int, dict[str, Group]] = {}
         """Consumed groups by training step and group id."""
         self.counts: Counter[GroupState] = Counter()
         """Number of outstanding groups by state."""
@@ -126,7 +126,7 @@ class GroupTable:
 
     def held_by(self, owner: str) -> list[Group]:
         """Return the groups that `owner` holds leases of."""
-        return list(self._of_owner.get(owner, {}).values())
+        return list(self._by_owner.get(owner, {}).values())
 
     def leased(self) -> list[Group]:
         """Return all leased groups."""
@@ -134,7 +134,7 @@ class GroupTable:
 
     def consumed(self, step: int) -> list[Group]:
         """Return the groups that `step` admitted, in ledger order."""
-        return sorted(self._of_step.get(step, {}).values(), key=lambda group: group.position)
+        return sorted(self._by_step.get(step, {}).values(), key=lambda group: group.position)
 
     def renew(self, group: Group, expires: float) -> None:
         """Let the lease of a leased group end at clock time `expires`, which must not be earlier than the end of any other lease."""
@@ -148,12 +148,12 @@ class GroupTable:
 
     def expired(self, now: float) -> list[Group]:
         """Return the groups whose leases ended at clock time `now` or before."""
-        found = []
+        groups = []
         for group in self._leased.values():
             if group.expires > now:
                 break
-            found.append(group)
-        return found
+            groups.append(group)
+        return groups
 
     def _enter(self, group: Group) -> None:
         state = group.state
@@ -163,13 +163,13 @@ class GroupTable:
             heapq.heappush(self._pending, (group.position, group.group_id))
         elif state is GroupState.LEASED:
             self._leased[group.group_id] = group
-            self._of_owner.setdefault(group.owner, {})[group.group_id] = group
+            self._by_owner.setdefault(group.owner, {})[group.group_id] = group
         elif state is GroupState.CONSUMED:
-            self._of_step.setdefault(group.step, {})[group.group_id] = group
+            self._by_step.setdefault(group.step, {})[group.group_id] = group
         if state in OPEN:
-            place = bisect.bisect_left(self._open, group.position)
-            if place == len(self._open) or self._open[place] != group.position:
-                self._open.insert(place, group.position)
+            index = bisect.bisect_left(self._open, group.position)
+            if index == len(self._open) or self._open[index] != group.position:
+                self._open.insert(index, group.position)
 
     def _leave(self, group: Group) -> None:
         state = group.state
@@ -177,15 +177,15 @@ class GroupTable:
         self._count_out(group, -1)
         if state is GroupState.LEASED:
             del self._leased[group.group_id]
-            held = self._of_owner[group.owner]
-            del held[group.group_id]
-            if not held:
-                del self._of_owner[group.owner]
+            owned = self._by_owner[group.owner]
+            del owned[group.group_id]
+            if not owned:
+                del self._by_owner[group.owner]
         elif state is GroupState.CONSUMED:
-            of_step = self._of_step[group.step]
+            of_step = self._by_step[group.step]
             del of_step[group.group_id]
             if not of_step:
-                del self._of_step[group.step]
+                del self._by_step[group.step]
         if state in OPEN:
             del self._open[bisect.bisect_left(self._open, group.position)]
 

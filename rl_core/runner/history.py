@@ -75,7 +75,7 @@ class Tally:
     def take(self) -> Extent:
         """Sync the file to disk and return its extent; if the file is gone, return the last one. Raises OSError if it cannot be synced."""
         with suppress(FileNotFoundError), self._path.open("rb") as file:
-            os.fsync(file.fileno())  # else a power cut could leave less than the checkpoint vouches for
+            os.fsync(file.fileno())  # Otherwise a power cut could lose lines that the checkpoint refers to.
             file.seek(self._bytes)
             while block := file.read(1 << 20):
                 self._hash.update(block)
@@ -92,8 +92,8 @@ def verify(path: Path, saved: Extent) -> None:
     elif blake3.blake3(data[: saved.bytes]).hexdigest() == saved.digest:
         return
     else:
-        bad = _first_unreadable(data[: saved.bytes].splitlines(keepends=True))
-        damage = "its bytes have changed" if bad is None else f"line {bad + 1} cannot be read"
+        bad_line = _first_unreadable(data[: saved.bytes].splitlines(keepends=True))
+        damage = "its bytes have changed" if bad_line is None else f"line {bad_line + 1} cannot be read"
     raise DataError(
         f"{path} must hold the {saved.lines} lines that were there when the checkpoint was made, got: {damage}"
     )
@@ -129,24 +129,24 @@ def cut_back(path: Path, step: int, saved: Extent | None = None) -> int:
     data = _read(path)
     sure = 0 if saved is None else saved.bytes
     lines = data[sure:].splitlines(keepends=True)
-    keep = next((number for number, line in enumerate(lines) if _step_of(line) > step), len(lines))
-    if saved is None and step >= 0 and (bad := _first_unreadable(lines[:-1])) is not None:
+    num_kept = next((index for index, line in enumerate(lines) if _step_of(line) > step), len(lines))
+    if saved is None and step >= 0 and (bad_line := _first_unreadable(lines[:-1])) is not None:
         raise DataError(
-            f"{path} must hold a JSON object with its step per line, got line {bad + 1}: {lines[bad][:80]!r}"
+            f"{path} must hold a JSON object with its step per line, got line {bad_line + 1}: {lines[bad_line][:80]!r}"
         )
-    lost = lines[keep:]
-    if not lost:
+    removed = lines[num_kept:]
+    if not removed:
         return 0
-    aside = path.with_suffix(".lost.jsonl")
+    backup = path.with_suffix(".lost.jsonl")
     try:
-        with aside.open("ab") as file:
-            file.writelines(line if line.endswith(b"\n") else line + b"\n" for line in lost)
+        with backup.open("ab") as file:
+            file.writelines(line if line.endswith(b"\n") else line + b"\n" for line in removed)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise write_failure("the history of a run that is left", aside, error) from error
-    os.truncate(path, sure + sum(len(line) for line in lines[:keep]))
-    return len(lost)
+        raise write_failure("the history of a run that is left", backup, error) from error
+    os.truncate(path, sure + sum(len(line) for line in lines[:num_kept]))
+    return len(removed)
 
 
 def _read(path: Path) -> bytes:
@@ -154,7 +154,7 @@ def _read(path: Path) -> bytes:
 
 
 def _first_unreadable(lines: list[bytes]) -> int | None:
-    return next((number for number, line in enumerate(lines) if _step_of(line) == math.inf), None)
+    return next((index for index, line in enumerate(lines) if _step_of(line) == math.inf), None)
 
 
 def _step_of(line: bytes) -> float:
@@ -168,8 +168,8 @@ def _step_of(line: bytes) -> float:
 def failures_before(output: Path) -> dict[str, int]:
     """Return the numbers of failures by kind that the run in `output` counted in earlier epochs; empty without a readable status file."""
     try:
-        found = json.loads((output / "status.json").read_text())["failures"]
-        return {str(name): int(count) for name, count in found.items()}
+        counts = json.loads((output / "status.json").read_text())["failures"]
+        return {str(name): int(count) for name, count in counts.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 

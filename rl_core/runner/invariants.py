@@ -62,42 +62,42 @@ def state_of(spec: RLJobSpec) -> dict[str, Any]:
 def sizes(spec: RLJobSpec) -> dict[str, int]:
     """Return the sizes of the job's model by name, such as its number of layers; empty if its config.json does not give them."""
     try:
-        facts = ModelFacts.from_config(spec.model.path)
+        model = ModelFacts.from_config(spec.model.path)
     except ConfigError:
         return {}
-    return {name: getattr(facts, name) for name in SIZES}
+    return {name: getattr(model, name) for name in SIZES}
 
 
 def other_model(saved: Mapping[str, Any], spec: RLJobSpec) -> list[str]:
     """Return a text for each size that differs between the model of the checkpoint and that of the job; unknown sizes are left out."""
-    before, now = saved.get("model", {}), sizes(spec)
+    saved_sizes, current_sizes = saved.get("model", {}), sizes(spec)
     return [
-        f"{name} {before[name]} (saved), {now[name]} (now)"
+        f"{name} {saved_sizes[name]} (saved), {current_sizes[name]} (now)"
         for name in SIZES
-        if name in before and name in now and before[name] != now[name]
+        if name in saved_sizes and name in current_sizes and saved_sizes[name] != current_sizes[name]
     ]
 
 
 def changes(saved: Mapping[str, Any], spec: RLJobSpec) -> list[str]:
     """Return a text for each invariant field that differs between `saved`, a result of `state_of`, and `spec`."""
-    kept, chosen = saved.get("changed", {}), short(spec)
-    found = []
-    for field, now in sorted(invariants(spec).items()):
-        before = saved["mathematics"].get(field, now)
-        for below, old, new in _differences(before, now):
+    saved_fields, given_fields = saved.get("changed", {}), short(spec)
+    messages = []
+    for field, new_value in sorted(invariants(spec).items()):
+        old_value = saved["mathematics"].get(field, new_value)
+        for below, old, new in _differences(old_value, new_value):
             path = (*field.split("."), *below)
-            added = old is NOTHING and not holds(chosen, path)
-            gone = new is NOTHING and not holds(kept, path)
-            if not added and not gone:
-                found.append(f"{'.'.join(path)}: {_word(old)} (saved), {_word(new)} (now)")
-    return found
+            added = old is NOTHING and not holds(given_fields, path)
+            removed = new is NOTHING and not holds(saved_fields, path)
+            if not added and not removed:
+                messages.append(f"{'.'.join(path)}: {_word(old)} (saved), {_word(new)} (now)")
+    return messages
 
 
 def refuse_changes(saved: Mapping[str, Any], spec: RLJobSpec) -> None:
     """Raise ConfigError if a run of `spec` cannot continue from a checkpoint. `saved` is the result of `state_of` in that checkpoint."""
-    if other := other_model(saved, spec):
+    if differences := other_model(saved, spec):
         raise ConfigError(
-            f"a checkpoint must be of the job's model, got {', '.join(other)}; set model.path to the model that the saved run began from, "
+            f"a checkpoint must be of the job's model, got {', '.join(differences)}; set model.path to the model that the saved run began from, "
             "or resume from another run"
         )
     changed = changes(saved, spec)
@@ -110,16 +110,16 @@ def refuse_changes(saved: Mapping[str, Any], spec: RLJobSpec) -> None:
 
 def invariants(spec: RLJobSpec) -> dict[str, Any]:
     """Return the values of the invariant fields by YAML path."""
-    whole = spec.model_dump(mode="json", by_alias=True)
-    found: dict[str, Any] = {}
+    document = spec.model_dump(mode="json", by_alias=True)
+    values: dict[str, Any] = {}
     for path in INVARIANT_FIELDS:
-        value: Any = whole
+        value: Any = document
         for part in path.split("."):
             value = value[part]
-        found[path] = (
+        values[path] = (
             {key: item for key, item in value.items() if key not in MAY_CHANGE} if isinstance(value, dict) else value
         )
-    return found
+    return values
 
 
 def digest(spec: RLJobSpec) -> str:
@@ -127,13 +127,13 @@ def digest(spec: RLJobSpec) -> str:
     return hashlib.blake2b(json.dumps(invariants(spec), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _differences(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+def _differences(old: Any, new: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
     """Yield (path, old value, new value) for every leaf that differs. NOTHING stands for a missing leaf. Lists are leaves."""
-    if isinstance(before, Mapping) and isinstance(after, Mapping):
-        for key in sorted({*before, *after}):
-            yield from _differences(before.get(key, NOTHING), after.get(key, NOTHING), (*path, key))
-    elif before != after:
-        yield path, before, after
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in sorted({*old, *new}):
+            yield from _differences(old.get(key, NOTHING), new.get(key, NOTHING), (*path, key))
+    elif old != new:
+        yield path, old, new
 
 
 def _word(value: Any) -> str:

@@ -81,8 +81,8 @@ class _ItemCalls:
 
     def collect(self) -> None:
         """Wait until a call has ended, at most LOOK seconds, and store the results of the calls that have ended."""
-        ended, _ = concurrent.futures.wait(self.running, timeout=LOOK, return_when=concurrent.futures.FIRST_COMPLETED)
-        for future in ended:
+        done, _ = concurrent.futures.wait(self.running, timeout=LOOK, return_when=concurrent.futures.FIRST_COMPLETED)
+        for future in done:
             index, member = self.running.pop(future)
             try:
                 self.results[index] = future.result().value

@@ -126,23 +126,23 @@ class PromptLedger:
         budgets = (
             max_attempts if isinstance(max_attempts, Mapping) else dict.fromkeys(get_args(RequeueReason), max_attempts)
         )
-        low = {reason: count for reason, count in budgets.items() if count < 1}
-        if low:
-            raise ValueError(f"max_attempts must be at least 1 for each reason, got {low}")
+        too_low = {reason: count for reason, count in budgets.items() if count < 1}
+        if too_low:
+            raise ValueError(f"max_attempts must be at least 1 for each reason, got {too_low}")
         self.dataset = dataset
         self._seed = seed
         self._shuffle = shuffle
         self._lease_seconds = lease_seconds
         self._budgets = dict(budgets)
         self._clock = clock
-        self._end = None if data_epochs is None else data_epochs * len(dataset)
+        self._end_position = None if data_epochs is None else data_epochs * len(dataset)
         self._parts = tuple(parts) or (Part(len(dataset), 1),)
         self._order = PromptOrder(self._parts, seed=seed, shuffle=shuffle, prefix=prefix)
         self._drops: list[Drop] = []
         self._cursor = 0
         self._low_water = 0
         self._table = GroupTable(clock)
-        self._final: dict[int, GroupState] = {}
+        self._final_states: dict[int, GroupState] = {}
         """Final states by position, from `_low_water` on. All groups before `_low_water` have ended."""
         self._num_leases = 0
         """Number of leases granted so far; it is a part of the next token."""
@@ -167,7 +167,7 @@ class PromptLedger:
 
     def _next(self) -> Group | None:
         """Return the next new group; None after the last one."""
-        if self._cursor == self._end:
+        if self._cursor == self._end_position:
             return None
         position = self._cursor
         self._cursor += 1
@@ -235,8 +235,8 @@ class PromptLedger:
 
     def issued(self, token: str) -> bool:
         """Return whether this ledger issued `token`. It is decided by the parts of the token; issued tokens are not stored."""
-        run, _, rest = token.partition(".")
-        number, _, group_id = rest.partition(".")
+        run, _, suffix = token.partition(".")
+        number, _, group_id = suffix.partition(".")
         return run == self._run and number.isdecimal() and 1 <= int(number) <= self._num_leases and bool(group_id)
 
     def group_by_token(self, token: str) -> Group | None:
@@ -289,7 +289,8 @@ class PromptLedger:
                     f"group {group.group_id} must be leased to be requeued for {reason}, got state {group.state.value}"
                 )
         if reason != "worker_lost":
-            group.failures.pop("worker_lost", None)  # losses count in a row: this time the worker answered
+            # Only consecutive losses count, and this time the worker has answered.
+            group.failures.pop("worker_lost", None)
         if counted:
             group.failures[reason] = group.failures.get(reason, 0) + 1
         if group.failures.get(reason, 0) >= self._budgets[reason]:
@@ -351,16 +352,16 @@ class PromptLedger:
         position = self._order.position(group_id, end=self._cursor)
         if position is None:
             raise KeyError(f"group {group_id!r} was never leased by this ledger")
-        ended = self._final.get(position)
-        state = "acknowledged, dropped or discarded" if ended is None else ended.value
+        outcome = self._final_states.get(position)
+        state = "acknowledged, dropped or discarded" if outcome is None else outcome.value
         raise ValueError(f"group {group_id} must be outstanding, got state {state}")
 
     def _finish(self, group: Group, state: GroupState) -> None:
         self._table.remove(group)
-        self._final[group.position] = state
+        self._final_states[group.position] = state
         self.counts[state.value] += 1
-        while self._low_water in self._final:
-            del self._final[self._low_water]
+        while self._low_water in self._final_states:
+            del self._final_states[self._low_water]
             self._low_water += 1
 
     # --- views -----------------------------------------------------------------------------------------------------
@@ -424,7 +425,7 @@ class PromptLedger:
             "data_epoch": self._cursor // len(self.dataset),
             "cursor": self._cursor,
             "low_water": self._low_water,
-            "final_above": {str(position): state.value for position, state in sorted(self._final.items())},
+            "final_above": {str(position): state.value for position, state in sorted(self._final_states.items())},
             "attempts": {
                 str(group.position): {"leases": group.leases, "failures": dict(group.failures)}
                 for group in self._table
@@ -443,33 +444,35 @@ class PromptLedger:
 
         Raises ConfigError, which is a ValueError, if the seed, the shuffling, or size and weight of the data sets differ from the saved ones.
         """
-        mine = {
+        expected = {
             "seed": self._seed,
             "shuffle": self._shuffle,
             "size": len(self.dataset),
             "parts": None,
         } | self._mixture()
-        wrong = {key: (state.get(key), value) for key, value in mine.items() if state.get(key) != value}
-        if wrong:
+        mismatches = {key: (state.get(key), value) for key, value in expected.items() if state.get(key) != value}
+        if mismatches:
             names = {
                 "seed": "algorithm.seed",
                 "shuffle": "data.shuffle",
                 "size": "prompts in data.train",
                 "parts": "data.sets",
             }
-            differences = ", ".join(f"{names[key]}: {saved} then, {now} now" for key, (saved, now) in wrong.items())
+            differences = ", ".join(
+                f"{names[key]}: {saved} then, {now} now" for key, (saved, now) in mismatches.items()
+            )
             raise ConfigError(
                 f"a run must be resumed with the prompts that it began with, got {differences}; restore them, or begin a new run in another folder"
             )
         self._cursor, self._low_water = int(state["cursor"]), int(state["low_water"])
-        self._final = {int(position): GroupState(name) for position, name in state["final_above"].items()}
+        self._final_states = {int(position): GroupState(name) for position, name in state["final_above"].items()}
         self._table = GroupTable(self._clock)
         self._run, self._num_leases = secrets.token_hex(4), 0
         for position in range(self._low_water, self._cursor):
-            if position not in self._final:
-                before = state["attempts"].get(str(position), {"leases": 0, "failures": {}})
+            if position not in self._final_states:
+                attempts = state["attempts"].get(str(position), {"leases": 0, "failures": {}})
                 group = self._new_group(position)
-                group.leases, group.failures = int(before["leases"]), dict(before["failures"])
+                group.leases, group.failures = int(attempts["leases"]), dict(attempts["failures"])
                 self._table.add(group)
         self.counts = dict(state["counts"])
         self.consecutive_drops = int(state["consecutive_drops"])

@@ -23,13 +23,13 @@ def sequence_limit(spec: RLJobSpec, model_config: Mapping[str, Any]) -> int:
         raise ConfigError(
             f"rollout.maxSequenceLength must not exceed the model's {name} {model_limit}, got {limit}; lower it"
         )
-    chosen = limit or model_limit
-    if chosen > spec.actor.micro_batch_tokens:
+    length = limit or model_limit
+    if length > spec.actor.micro_batch_tokens:
         raise ConfigError(
-            f"actor.microBatchTokens must hold the longest sequence of {chosen} tokens, got {spec.actor.micro_batch_tokens}; "
+            f"actor.microBatchTokens must hold the longest sequence of {length} tokens, got {spec.actor.micro_batch_tokens}; "
             "raise it or set rollout.maxSequenceLength"
         )
-    return chosen
+    return length
 
 
 def check_token_ids(spec: RLJobSpec, model_config: Mapping[str, Any]) -> None:
@@ -38,9 +38,9 @@ def check_token_ids(spec: RLJobSpec, model_config: Mapping[str, Any]) -> None:
     A model whose config.json has no vocab_size is not checked.
     """
     vocabulary = int(model_config.get("vocab_size") or 0)
-    outside = [token for token in spec.rollout.sampling.logit_bias if int(token) >= vocabulary]
-    if vocabulary and outside:
+    invalid = [token for token in spec.rollout.sampling.logit_bias if int(token) >= vocabulary]
+    if vocabulary and invalid:
         raise ConfigError(
-            f"rollout.sampling.logitBias must have token ids below the model's vocab_size {vocabulary}, got {', '.join(outside[:10])}; "
+            f"rollout.sampling.logitBias must have token ids below the model's vocab_size {vocabulary}, got {', '.join(invalid[:10])}; "
             "use ids of the model's tokenizer"
         )

@@ -28,7 +28,7 @@ class MemberVersions:
         """Number of publications in progress."""
         self._committed = -1
         """Newest version that was published, or that a member has proved."""
-        self._held: dict[Identity, int] = {}
+        self._proved_versions: dict[Identity, int] = {}
         """Version that each process proved last."""
 
     @property
@@ -60,25 +60,25 @@ class MemberVersions:
         its heartbeat comes later.
         """
         with self._changed:
-            return [m for m in members if m.state.constructed and (m.name, m.incarnation) in self._held]
+            return [m for m in members if m.state.constructed and (m.name, m.incarnation) in self._proved_versions]
 
     def proved(self, processes: Sequence[Identity], version: int) -> None:
         """Record that `processes` have proved `version`. Ignored for a process that has proved a newer version."""
         with self._changed:
-            newer = [process for process in processes if self._held.get(process, -1) <= version]
-            self._held |= dict.fromkeys(newer, version)
+            newer = [process for process in processes if self._proved_versions.get(process, -1) <= version]
+            self._proved_versions |= dict.fromkeys(newer, version)
             self._committed = max(self._committed, version)
             self._on_proved(newer, version)
 
     def version_of(self, process: Identity) -> int | None:
         """Return the newest version that `process` has proved; None if it has no weights."""
         with self._changed:
-            return self._held.get(process)
+            return self._proved_versions.get(process)
 
     def forget(self, process: Identity) -> None:
         """Forget a lost process: it receives no version until it has pulled and proved one again."""
         with self._changed:
-            self._held.pop(process, None)
+            self._proved_versions.pop(process, None)
 
     def await_current(self, process: Identity, *, timeout: float) -> bool:
         """Wait until no publication is in progress, then return whether `process` has the newest committed version.
@@ -90,4 +90,4 @@ class MemberVersions:
                 raise DeadlineExceeded(
                     f"{process[0]} has pulled weights; the publication under way must end within {timeout:.0f} s"
                 )
-            return self._held.get(process, -1) >= self._committed
+            return self._proved_versions.get(process, -1) >= self._committed

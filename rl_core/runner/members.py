@@ -52,14 +52,14 @@ class Members:
         self._cluster, self._strategies, self._roster, self._board = cluster, strategies, roster, board
         self._deadlines, self._fail, self._pauses = deadlines, fail, pauses
         self._changed = threading.Condition()
-        """Guards `_joining`, `_again` and `_ended`; notified when one of them changes and after each join."""
+        """Guards `_joining`, `_rejoining` and `_closed`; notified when one of them changes and after each join."""
         self._joining: set[str] = set()
         """Names of the members that are joining, each on a thread."""
-        self._again: dict[str, Member] = {}
+        self._rejoining: dict[str, Member] = {}
         """Members by name that join as soon as the thread that handles this name has ended."""
-        self._in: set[Identity] = set()
+        self._joined: set[Identity] = set()
         """Processes that have joined or are joining, and were not lost since."""
-        self._ended = False
+        self._closed = False
 
     # --- called by the hub, on its listener thread -------------------------------------------------------------------
 
@@ -68,10 +68,10 @@ class Members:
         if member.group not in self._strategies or member.state.gone:
             return
         with self._changed:
-            if self._ended:
+            if self._closed:
                 return
             if member.name in self._joining:
-                self._again[member.name] = member
+                self._rejoining[member.name] = member
                 self._changed.notify_all()
                 return
             self._joining.add(member.name)
@@ -79,7 +79,7 @@ class Members:
 
     def lost(self, member: Member, reason: str) -> None:
         """Release the resources of a lost member. If the same process returns after it was frozen or disconnected, it has to join again."""
-        self._in.discard((member.name, member.incarnation))
+        self._joined.discard((member.name, member.incarnation))
         if member.state is not MemberState.DRAINED:
             self._board.count_failure(member.group, "lost")
         if (strategy := self._strategies.get(member.group)) is not None:
@@ -99,14 +99,14 @@ class Members:
         """Let the members `names`, which failed to apply a published version, join again and pull the weights, in the background."""
         for member in self._cluster.members():
             if member.name in names:
-                self._in.discard((member.name, member.incarnation))
+                self._joined.discard((member.name, member.incarnation))
                 self.joined(member)
 
     def close(self) -> None:
         """Start no more joins. Joins in progress are not waited for; they end with the process."""
         with self._changed:
-            self._ended = True
-            self._again.clear()
+            self._closed = True
+            self._rejoining.clear()
             self._changed.notify_all()
 
     def _run_joins(self, member: Member) -> None:
@@ -115,7 +115,7 @@ class Members:
         while following is not None:
             self._bring_in(following)
             with self._changed:
-                following = self._again.pop(member.name, None)
+                following = self._rejoining.pop(member.name, None)
                 if following is None:
                     self._joining.discard(member.name)
                 self._changed.notify_all()
@@ -151,8 +151,8 @@ class Members:
     def _superseded(self, member: Member, pause: float) -> bool:
         """Wait `pause` seconds; return whether the join is obsolete, because `member` is lost or replaced or the run ends."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ended or member.name in self._again, pause)
-            if self._ended or member.name in self._again:
+            self._changed.wait_for(lambda: self._closed or member.name in self._rejoining, pause)
+            if self._closed or member.name in self._rejoining:
                 return True
         current = self._cluster.hub.get(member.name)
         return current is None or current.state.gone or current.incarnation != member.incarnation
@@ -160,17 +160,18 @@ class Members:
     def _bring_in_once(self, member: Member) -> None:
         """Bring a member in, unless it has joined already. A member that serves is never constructed again: that would drop its work."""
         process = (member.name, member.incarnation)
-        if process in self._in:
+        if process in self._joined:
             return
-        self._in.add(
+        self._joined.add(
             process
-        )  # before the attempt: a loss during it removes the entry, so that the next hello joins again
+            # Added before the attempt: a loss during the attempt removes the entry, so that the next hello starts another join.
+        )
         complete = False
         try:
             complete = self._strategies[member.group].bring_in(member)
         finally:
             if not complete:
-                self._in.discard(process)
+                self._joined.discard(process)
 
     # --- waits: bounded in a local run; in a cluster a shortage is not a failure and they have no bound -----------------
 
@@ -193,11 +194,11 @@ class Members:
         A local run waits for all members, and raises DeadlineExceeded after `seconds`. In a cluster it waits without limit for at least one
         member of each group, and up to deadlines.hello for the others. `at()` is called between two checks.
         """
-        plain = [name for name, strategy in self._strategies.items() if not isinstance(strategy, PullingJoin)]
+        weightless = [name for name, strategy in self._strategies.items() if not isinstance(strategy, PullingJoin)]
         if not self._roster.patient:
-            self._cluster.wait_ready(plain, seconds, on_poll=at)
+            self._cluster.wait_ready(weightless, seconds, on_poll=at)
             return
-        for name in plain:
+        for name in weightless:
             self._wait(functools.partial(self._enough, name), at)
 
     def await_rollouts(self, version: int, *, begun: bool, limit: float, at: Point) -> None:
@@ -209,10 +210,12 @@ class Members:
         """
         roster = self._roster
 
-        def enough(waited: float) -> bool:
-            least = roster.least(ROLLOUT)
-            wanted = least if begun else roster.quorum(ROLLOUT, least, waited=waited, grace=self._deadlines.hello)
-            return roster.serving(ROLLOUT, version) >= wanted
+        def enough(elapsed: float) -> bool:
+            minimum = roster.least(ROLLOUT)
+            required = (
+                minimum if begun else roster.quorum(ROLLOUT, minimum, waited=elapsed, grace=self._deadlines.hello)
+            )
+            return roster.serving(ROLLOUT, version) >= required
 
         if enough(0.0):
             return
@@ -229,7 +232,7 @@ class Members:
         """
         roster = self._roster
 
-        def enough(waited: float) -> bool:
+        def enough(elapsed: float) -> bool:
             return roster.count(name) >= (roster.least(name) if roster.patient else len(roster.wanted(name)))
 
         if enough(0.0):
@@ -239,10 +242,10 @@ class Members:
                 enough, at, None if roster.patient else limit, lambda: f"the members of {name} must be here again"
             )
 
-    def _enough(self, group: str, waited: float) -> bool:
+    def _enough(self, group: str, elapsed: float) -> bool:
         roster = self._roster
-        least = roster.least(group)
-        return roster.count(group) >= roster.quorum(group, least, waited=waited, grace=self._deadlines.hello)
+        minimum = roster.least(group)
+        return roster.count(group) >= roster.quorum(group, minimum, waited=elapsed, grace=self._deadlines.hello)
 
     def _wait(
         self,
@@ -251,10 +254,10 @@ class Members:
         limit: float | None = None,
         describe: Callable[[], str] = lambda: "",
     ) -> None:
-        began = time.monotonic()
-        while not enough(waited := time.monotonic() - began):
+        start = time.monotonic()
+        while not enough(elapsed := time.monotonic() - start):
             at()
-            if limit is not None and waited > limit:
+            if limit is not None and elapsed > limit:
                 raise DeadlineExceeded(f"within {limit:.0f} s {describe()}")
             with self._changed:
                 self._changed.wait(timeout=LOOK)

@@ -36,9 +36,9 @@ def is_served(name: str) -> bool:
 
 def end_checksum(file: BinaryIO, size: int) -> str:
     """Return the checksum of the last CHECKED_BYTES of the first `size` bytes of a file."""
-    begin = max(0, size - CHECKED_BYTES)
-    file.seek(begin)
-    return hashlib.sha256(file.read(size - begin)).hexdigest()
+    offset = max(0, size - CHECKED_BYTES)
+    file.seek(offset)
+    return hashlib.sha256(file.read(size - offset)).hexdigest()
 
 
 class OutputFiles:
@@ -56,22 +56,22 @@ class OutputFiles:
 
         Raises ValueError if `body` has another form.
         """
-        have, folders = _checked(body)
+        client_files, folders = _checked(body)
         sizes: dict[str, int] = {}
         parts: list[dict[str, Any]] = []
-        left = self._limit
+        budget = self._limit
         for name, file in self._files(folders):
             with file:
                 size = sizes[name] = os.fstat(file.fileno()).st_size
-                offset, checksum = have.get(name, (0, ""))
+                offset, checksum = client_files.get(name, (0, ""))
                 if offset > size or (offset and end_checksum(file, offset) != checksum):
                     offset = 0
-                elif offset == size and name in have:
+                elif offset == size and name in client_files:
                     continue
                 file.seek(offset)
-                data = file.read(min(left, size - offset))
-                if data or (size == 0 and name not in have):
-                    left -= len(data)
+                data = file.read(min(budget, size - offset))
+                if data or (size == 0 and name not in client_files):
+                    budget -= len(data)
                     packed = base64.b64encode(zlib.compress(data, 1)).decode()
                     parts.append({"name": name, "offset": offset, "data": packed})
         return {"sizes": sizes, "parts": parts}
@@ -94,13 +94,13 @@ class OutputFiles:
 
 def _regular(name: str, directory: int) -> BinaryIO | None:
     try:
-        number = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
     except OSError:
         return None
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         return None
-    return os.fdopen(number, "rb")
+    return os.fdopen(descriptor, "rb")
 
 
 def _joined(folder: str, name: str) -> str:
@@ -109,17 +109,17 @@ def _joined(folder: str, name: str) -> str:
 
 def _checked(body: Any) -> tuple[dict[str, tuple[int, str]], list[str]]:
     fields = body if isinstance(body, dict) else {}
-    have, folders = fields.get("have"), fields.get("folders")
-    if not isinstance(have, dict) or not isinstance(folders, list):
+    client_files, folders = fields.get("have"), fields.get("folders")
+    if not isinstance(client_files, dict) or not isinstance(folders, list):
         raise ValueError(f"the body must be an object with have and folders, got {sorted(fields)}; correct it")
     unknown = [folder for folder in folders if not isinstance(folder, str) or folder not in PATTERNS]
     if unknown:
         raise ValueError(f"folders must be of {', '.join(map(repr, PATTERNS))}, got {unknown[0]!r}; correct it")
-    for name, part in have.items():
+    for name, part in client_files.items():
         if not (isinstance(part, list) and len(part) == 2 and type(part[0]) is int and isinstance(part[1], str)):
             raise ValueError(
                 f"have must hold [bytes, checksum] by name, got {part!r:.80} for {name[:80]!r}; correct it"
             )
         if part[0] < 0:
             raise ValueError(f"the bytes of {name[:80]!r} must not be negative, got {part[0]}; correct it")
-    return {name: (part[0], part[1]) for name, part in have.items()}, list(dict.fromkeys(folders))
+    return {name: (part[0], part[1]) for name, part in client_files.items()}, list(dict.fromkeys(folders))

@@ -48,9 +48,8 @@ class PeriodicTasks:
                     task()
                 except RLJobError as error:
                     logger.warning("periodic task: %s", error)
-                except (
-                    Exception
-                ):  # this thread alone finds stalls and expires leases: a bug in one task must not end it
+                except Exception:
+                    # Only this thread finds stalls and expires leases, so a bug in one task must not end it.
                     logger.exception("a periodic task failed")
 
     def _interrupt_for_gangs(self) -> None:
@@ -67,8 +66,8 @@ class PeriodicTasks:
         _, waiting = concurrent.futures.wait(self._stats, STATS_SECONDS)
         if waiting:
             return
-        ended, self._stats = self._stats, []
-        self._board.show_channels([stats.result() for stats in ended])
+        finished, self._stats = self._stats, []
+        self._board.show_channels([stats.result() for stats in finished])
 
     def _log_stall(self) -> None:
         stall = self._board.stall()

@@ -82,14 +82,14 @@ class Program(ABC):
         self.stops.check()
         if not self.saving.loaded:
             return
-        before = self.applied.spec
+        previous = self.applied.spec
         change = self.applied.take()
         if change is None:
             return
-        self.apply(change.spec, before)
+        self.apply(change.spec, previous)
         self.saving.checkpoints.adopt(change.spec)
         self.board.adopt(change.spec, change.generation)
-        old, new = (spec.model_dump(mode="json", by_alias=True) for spec in (before, change.spec))
+        old, new = (spec.model_dump(mode="json", by_alias=True) for spec in (previous, change.spec))
         changed = ", ".join(path for path, _, _ in differences(old, new)) or "no change here"
         logger.info("generation %s of the job is applied: %s", change.generation, changed)
 
@@ -101,6 +101,6 @@ class Program(ABC):
         """
         policy = self.applied.spec.failure_policy
         self.board.set(streaks=self._violations.observe(metrics))
-        trip = fired_rule(policy, self._violations.counts, metrics)
-        if trip is not None:
-            self.stops.stop(f"failurePolicy.{trip.rule} has fired: {trip.message}", StopKind.ROLLBACK)
+        violation = fired_rule(policy, self._violations.counts, metrics)
+        if violation is not None:
+            self.stops.stop(f"failurePolicy.{violation.rule} has fired: {violation.message}", StopKind.ROLLBACK)

@@ -23,30 +23,30 @@ def check_program(spec: RLJobSpec, *, search_path: str) -> Iterator[str]:
 
     A problem has the form `path: rule, got value; way out`. `search_path` is the folder of the job file, which holds the code of the user.
     """
-    named = [(f"groups.{group.name}.worker", "worker", group.worker) for group in spec.groups]
+    references = [(f"groups.{group.name}.worker", "worker", group.worker) for group in spec.groups]
     if spec.program is not None and spec.program not in PROGRAMS:
-        named.insert(0, ("program", "program", spec.program))
+        references.insert(0, ("program", "program", spec.program))
 
-    def check(of: tuple[str, str, str]) -> str:
-        _, kind, name = of
+    def check(reference: tuple[str, str, str]) -> str:
+        _, kind, name = reference
         return check_in_child(__name__, kind, name, name=name, search_path=search_path)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for (field, kind, _), problem in zip(named, pool.map(check, named), strict=True):
+        for (field, kind, _), problem in zip(references, pool.map(check, references), strict=True):
             if problem:
                 yield f"spec.{field}: {problem.removeprefix(f'{kind}: ')}"
 
 
 def check_worker(name: str) -> None:
     """Raise ConfigError or ValueError unless `name` is a worker class that can be constructed with its `config`."""
-    found = import_reference(name, field="worker")
-    if not isinstance(found, type):
+    worker = import_reference(name, field="worker")
+    if not isinstance(worker, type):
         raise ConfigError(
-            f"worker: must be a class, got {name!r}, which is {found!r}; name a subclass of rl_core.workers.worker.Worker"
+            f"worker: must be a class, got {name!r}, which is {worker!r}; name a subclass of rl_core.workers.worker.Worker"
         )
-    check_class(found)
+    check_class(worker)
     try:
-        inspect.signature(found).bind({})
+        inspect.signature(worker).bind({})
     except TypeError as error:
         raise ConfigError(
             f"worker: must be constructed with config alone, got {name!r}: {error}; give other arguments a default"

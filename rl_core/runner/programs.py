@@ -29,11 +29,11 @@ def load_program(name: str) -> type[Program]:
     path = PROGRAMS.get(name, name)
     if ":" not in path:
         raise ConfigError(f"program: must be one of {', '.join(PROGRAMS)} or module:Class, got {name!r}; correct it")
-    found = import_reference(path, field="program")
-    if not (isinstance(found, type) and issubclass(found, Program)):
+    program = import_reference(path, field="program")
+    if not (isinstance(program, type) and issubclass(program, Program)):
         raise ConfigError(
-            f"program: must be a subclass of rl_core.runner.program.Program, got {name!r}, which is {found!r}; derive it from GroupProgram"
+            f"program: must be a subclass of rl_core.runner.program.Program, got {name!r}, which is {program!r}; derive it from GroupProgram"
         )
-    if missing := sorted(found.__abstractmethods__):
+    if missing := sorted(program.__abstractmethods__):
         raise ConfigError(f"program: must define {', '.join(missing)}, got {name!r} without; write them")
-    return found
+    return program

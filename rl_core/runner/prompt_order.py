@@ -47,7 +47,7 @@ class PromptOrder:
         """`prefix` begins every group id. Without `shuffle`, each pass uses the order of the data set."""
         self._parts, self._seed, self._shuffle, self._prefix = tuple(parts), seed, shuffle, prefix
         self._starts = list(accumulate((part.size for part in parts), initial=0))
-        self._left = list(accumulate((part.weight for part in reversed(parts)), initial=0))[:0:-1]
+        self._remaining_weights = list(accumulate((part.weight for part in reversed(parts)), initial=0))[:0:-1]
         """Sum of the weights of each part and those behind it."""
         self._permutations: dict[int, tuple[int, list[int]]] = {}
         """The newest data epoch that was asked for and its order, by part."""
@@ -75,7 +75,7 @@ class PromptOrder:
         size, offset = self._parts[part].size, int(text) - self._starts[part]
         position = self._position(part, int(data_epoch) * size)
         if position >= end:
-            return None  # without the order of a pass that has not begun
+            return None  # The order of a pass that has not begun is not computed.
         if self._shuffle:
             offset = self._permutation(part, int(data_epoch)).index(offset)
         position = self._position(part, int(data_epoch) * size + offset)
@@ -83,13 +83,13 @@ class PromptOrder:
 
     def _permutation(self, part: int, data_epoch: int) -> list[int]:
         """Return the order of pass `data_epoch` over a part."""
-        kept = self._permutations.get(part)
-        if kept is None or kept[0] != data_epoch:
+        cached = self._permutations.get(part)
+        if cached is None or cached[0] != data_epoch:
             order = list(range(self._parts[part].size))
             seed = f"{self._seed}:{data_epoch}" if part == 0 else f"{self._seed}:{data_epoch}:{part}"
             random.Random(seed).shuffle(order)
-            kept = self._permutations[part] = data_epoch, order
-        return kept[1]
+            cached = self._permutations[part] = data_epoch, order
+        return cached[1]
 
     def _place(self, position: int) -> tuple[int, int]:
         """Return (part, number within the part) of a position.
@@ -97,17 +97,17 @@ class PromptOrder:
         Of the first n positions the first part gets floor(n w / W), where w is its weight and W the sum of all; what is left is divided among
         the further parts in the same way. Only integers are used, so that the result is the same on every machine.
         """
-        for part, ((_, weight), left) in enumerate(zip(self._parts, self._left, strict=True)):
-            before, after = position * weight // left, (position + 1) * weight // left
-            if after > before:
-                return part, before
-            position -= before
+        for part, ((_, weight), total) in enumerate(zip(self._parts, self._remaining_weights, strict=True)):
+            start, stop = position * weight // total, (position + 1) * weight // total
+            if stop > start:
+                return part, start
+            position -= start
         raise AssertionError("the last part gets all that is left")
 
     def _position(self, part: int, number: int) -> int:
         """Return the position of prompt `number` of a part, the inverse of `_place`."""
-        weight, left = self._parts[part].weight, self._left[part]
-        position = -(-(number + 1) * left // weight) - 1
-        for before in range(part - 1, -1, -1):
-            position = position * self._left[before] // self._left[before + 1]
+        weight, total = self._parts[part].weight, self._remaining_weights[part]
+        position = -(-(number + 1) * total // weight) - 1
+        for earlier in range(part - 1, -1, -1):
+            position = position * self._remaining_weights[earlier] // self._remaining_weights[earlier + 1]
         return position

@@ -42,16 +42,16 @@ class Prompts:
 
     def status(self) -> dict[str, Any]:
         """Return `ledger` and `workload` of `/status`."""
-        groups = [_group(held) for held in self.steps.held()[:MOST_GROUPS]]
+        groups = [_group(group) for group in self.steps.held()[:MOST_GROUPS]]
         return {"ledger": {**self.steps.metrics(), "groups": groups}, "workload": self.workload.snapshot()}
 
 
-def _group(held: HeldGroup) -> dict[str, Any]:
+def _group(group: HeldGroup) -> dict[str, Any]:
     """Return a group as `/status` shows it. It has an owner until its record is moved to the data rank that trains it."""
     return {
-        "id": held.group_id,
-        "state": held.state.value,
-        "owner": held.owner or None,
-        "seconds": round(held.seconds, 1),
-        "attempt": held.attempt,
+        "id": group.group_id,
+        "state": group.state.value,
+        "owner": group.owner or None,
+        "seconds": round(group.seconds, 1),
+        "attempt": group.attempt,
     }

@@ -77,22 +77,22 @@ class ReasoningRunner(TrainingProgram):
             self.startup.await_rollouts(at=self._while_short)
             received = self.generate()
             trained = self.train()
-            taken = self.acknowledge()
+            step = self.acknowledge()
             self.publish()
         usage = self.workload.of_step().metrics()
         report.timers.seconds["time/reward"] = received.get("rollout/env_seconds_per_sample/mean", 0.0)
-        metrics = reward_metrics(list(taken.admitted.values())) | received | trained | self.steps.metrics() | usage
+        metrics = reward_metrics(list(step.admitted.values())) | received | trained | self.steps.metrics() | usage
         self.board.step_took(report.seconds("step"))
         self.teacher_signal.observe(metrics)
         self.reward_signal.observe(metrics)
         self.check_metrics(metrics)
         spec = self.applied.spec
-        last = self.progress.step == spec.algorithm.steps
+        is_last = self.progress.step == spec.algorithm.steps
         try:
-            if last or self.progress.step % spec.validation.every_steps == 0:
+            if is_last or self.progress.step % spec.validation.every_steps == 0:
                 metrics |= self.evaluate()
         finally:  # also when the validation is interrupted
-            report.log(metrics | self._rates(taken), taken.spans)
+            report.log(metrics | self._rates(step), step.spans)
         self.save_if_due()
         self.stops.raise_if_stop_requested()
 
@@ -167,17 +167,17 @@ class ReasoningRunner(TrainingProgram):
         if not roster.patient:
             return self.stops.wait(receiving, limit)
         deadline = time.monotonic() + limit
-        ended = False
-        while not ended and (left := deadline - time.monotonic()) > 0:
+        complete = False
+        while not complete and (remaining := deadline - time.monotonic()) > 0:
             if roster.short():
                 with self.board.during(Phase.DEGRADED):
-                    while not ended and roster.short():
-                        ended = self.stops.wait_done(receiving, SLICE_S)
+                    while not complete and roster.short():
+                        complete = self.stops.wait_done(receiving, SLICE_S)
                         self.handle_requests()
                 deadline = time.monotonic() + limit
             else:
-                ended = self.stops.wait_done(receiving, min(SLICE_S, left))
-        if not ended:
+                complete = self.stops.wait_done(receiving, min(SLICE_S, remaining))
+        if not complete:
             try:
                 return self.stops.wait(receiving, 0.0)
             except DeadlineExceeded as error:
@@ -195,23 +195,23 @@ class ReasoningRunner(TrainingProgram):
     def acknowledge(self) -> StepState:
         """Write the step's groups to the ledger file as trained. After this call the step is final."""
         with self.board.during(Phase.TRAINING):  # a stop waits until the ledger is written
-            taken = self.steps.close()
+            step = self.steps.close()
             lines = [
                 {
-                    "step": taken.step,
+                    "step": step.step,
                     "group_id": group.group_id,
                     "prompt_index": self.steps.prompt(group.prompt_index)["idx"],
                     "attempt": group.attempt,
                     "epoch": self.run.epoch,
-                    "policy_version_min": taken.admitted[group.group_id].v_min,
-                    "policy_version_max": taken.admitted[group.group_id].v_max,
+                    "policy_version_min": step.admitted[group.group_id].v_min,
+                    "policy_version_max": step.admitted[group.group_id].v_max,
                 }
-                for group in self.steps.acknowledge(taken.step)
+                for group in self.steps.acknowledge(step.step)
             ]
             self.prompts.ledger_file.write(lines)
-            self.progress.step, self.progress.version = taken.step, taken.version + 1
-            self.progress.reward = reward_metrics(list(taken.admitted.values())).get("reward/mean")
-        return taken
+            self.progress.step, self.progress.version = step.step, step.version + 1
+            self.progress.reward = reward_metrics(list(step.admitted.values())).get("reward/mean")
+        return step
 
     def evaluate(self) -> dict[str, float]:
         """Validate the current weights on the validation split; return `val/*`, empty without such a split."""
@@ -229,20 +229,20 @@ class ReasoningRunner(TrainingProgram):
             self.progress.accuracy.append(metrics["val/accuracy"])
         return metrics
 
-    def _rates(self, taken: StepState) -> dict[str, float]:
+    def _rates(self, step: StepState) -> dict[str, float]:
         spec = self.applied.spec
-        tokens = sum(entry.tokens for entry in taken.admitted.values())
+        tokens = sum(entry.tokens for entry in step.admitted.values())
         seconds = self.report.seconds("step")
-        ages = [taken.version - entry.v_min for entry in taken.admitted.values()]
+        ages = [step.version - entry.v_min for entry in step.admitted.values()]
         sampling = spec.algorithm.dynamic_sampling.enabled
         return {
             "train/staleness_mean": sum(ages) / max(len(ages), 1),
             "train/staleness_max": float(max(ages, default=0)),
-            "rollout/filtered_groups": float(taken.filtered),
-            **(taken.sampling_metrics(spec.algorithm.prompts_per_step) if sampling else {}),
+            "rollout/filtered_groups": float(step.filtered),
+            **(step.sampling_metrics(spec.algorithm.prompts_per_step) if sampling else {}),
             "data/dropped_overlong": float(self.prompts.dropped_overlong),
-            "rollout/stale_groups": float(taken.stale),
-            "rollout/cancelled_groups": float(taken.cancelled),
+            "rollout/stale_groups": float(step.stale),
+            "rollout/cancelled_groups": float(step.cancelled),
             "perf/tokens_per_second": tokens / seconds,
             "perf/tokens_per_second_per_device": tokens / seconds / device_count(spec),
             **self.sync.metrics(),

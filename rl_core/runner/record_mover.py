@@ -40,7 +40,7 @@ class RecordMover:
             if self._waiting.moves:
                 batch.moves, self._waiting.moves = self._waiting.moves, []
                 call = self._channel.move(batch.moves)
-            else:  # the last, as a rank takes a key that is closed and empty for complete
+            else:  # After the moves: a rank considers its key complete once it is closed and empty.
                 batch.closed = [self._waiting.closed.pop(0)]
                 call = self._channel.close_key(batch.closed[0])
         call.add_done_callback(partial(self._sent, batch))

@@ -54,8 +54,8 @@ class Roster:
         self._lock = threading.Lock()
         """Guards the fields below. No lock of the cluster is taken while it is held."""
         self._leaving: set[str] = set()
-        self._since: dict[str, float] = {}
-        self._began = clock()
+        self._absent_since: dict[str, float] = {}
+        self._start = clock()
         self._seen: set[str] = set()
         self._spec = spec
         """The spec with which the run began. A running job can change the number of its pods, but not the pods themselves."""
@@ -65,9 +65,9 @@ class Roster:
     def adopt(self, spec: RLJobSpec) -> None:
         """Apply another spec. Departures from a group whose size changed are cancelled where the new size includes the member."""
         with self._lock:
-            before, self._groups = self._groups, groups_of(spec)
+            previous, self._groups = self._groups, groups_of(spec)
             sizes = {name: group.world_size for name, group in self._groups.items()}
-            changed = [name for name, size in sizes.items() if size != before[name].world_size]
+            changed = [name for name, size in sizes.items() if size != previous[name].world_size]
             self._leaving = {
                 name for name in self._leaving if _role(name) not in changed or _rank(name) >= sizes[_role(name)]
             }
@@ -93,16 +93,18 @@ class Roster:
 
     def missing(self, members: Sequence[Member]) -> list[Missing]:
         """Return the members that the job should have and that are not present in `members`, with the seconds since each was first missing."""
-        here = {member.name for member in members if member.state not in ("lost", *LEAVING)}
-        wanted = [name for role in self._groups for name in self.wanted(role)]
+        present = {member.name for member in members if member.state not in ("lost", *LEAVING)}
+        expected = [name for role in self._groups for name in self.wanted(role)]
         now = self._clock()
         with self._lock:
-            self._seen |= here
-            absent = [name for name in wanted if name not in here]
-            self._since = {name: self._since.get(name, now if name in self._seen else self._began) for name in absent}
+            self._seen |= present
+            absent = [name for name in expected if name not in present]
+            self._absent_since = {
+                name: self._absent_since.get(name, now if name in self._seen else self._start) for name in absent
+            }
             return [
                 Missing(name=name, pod=self.pod(name), role=_role(name), since_seconds=now - since)
-                for name, since in self._since.items()
+                for name, since in self._absent_since.items()
             ]
 
     # --- who can work ----------------------------------------------------------------------------------------------
@@ -141,10 +143,10 @@ class Roster:
 
     def quorum(self, role: str, least: int, *, waited: float, grace: float) -> int:
         """Return how many members of a starting group to wait for: all, or in a cluster, after `grace` seconds, those that are present."""
-        wanted = len(self.wanted(role))
+        num_expected = len(self.wanted(role))
         if not self.patient or waited < grace:
-            return max(wanted, least)
-        return max(least, min(wanted, len(self._cluster.members(role))))
+            return max(num_expected, least)
+        return max(least, min(num_expected, len(self._cluster.members(role))))
 
 
 def _names(role: str, size: int) -> list[str]:

@@ -41,7 +41,7 @@ class Runner:
     def execute(self) -> RunSummary:
         """Run the program to its last step or until a stop is requested, save the result, and return a summary."""
         run, program = self.run, self.program
-        began = time.monotonic()
+        start = time.monotonic()
         run.trackers.log_config(run.job.model_dump(mode="json", by_alias=True))
         status = "Finished"
         try:
@@ -58,7 +58,7 @@ class Runner:
             status=status,
             step=run.progress.step,
             version=run.progress.version,
-            seconds=time.monotonic() - began,
+            seconds=time.monotonic() - start,
             accuracy_before=accuracy[0] if accuracy else None,
             accuracy_after=accuracy[-1] if accuracy else None,
         )

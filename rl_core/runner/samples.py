@@ -61,11 +61,11 @@ class Samples:
         """
         self._spec, self._epoch, self._decode, self._wall = spec, epoch, decode, wall
         self._trackers = trackers
-        self._pieces: dict[int, str] = {}
+        self._token_texts: dict[int, str] = {}
         self._writer = SampleWriter(folder, limit=spec.megabytes * 10**6)
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="samples")
         self._waiting: list[Future[None]] = []
-        self._left_out = 0
+        self._num_dropped = 0
 
     def add_step(self, step: int, version: int, ask: Callable[[], Answer]) -> None:
         """Write samples of training step `step`, which trained policy `version`.
@@ -84,8 +84,8 @@ class Samples:
 
     def add_failed(self, step: int, version: int, samples: Sequence[KeptSample]) -> None:
         """Write samples that made their groups fail in training step `step`: at most `spec.samples.groups` of them."""
-        if kept := samples[: self._spec.groups]:
-            self._submit(lambda: self._write(TRAIN, step, version, kept, {}))
+        if selected := samples[: self._spec.groups]:
+            self._submit(lambda: self._write(TRAIN, step, version, selected, {}))
 
     def add_filtered(self, groups: Sequence[FilteredGroup], ask: Callable[[], Answer]) -> None:
         """Write all samples of `groups`, which dynamic sampling discarded.
@@ -112,8 +112,8 @@ class Samples:
         if len(self._waiting) < MOST_WAITING:
             self._waiting.append(self._pool.submit(self._guarded, write))
             return
-        self._left_out += 1
-        if self._left_out == 1:
+        self._num_dropped += 1
+        if self._num_dropped == 1:
             logger.warning("samples are written more slowly than steps end; those of some steps are left out")
 
     def _guarded(self, write: Callable[[], None]) -> None:
@@ -122,19 +122,19 @@ class Samples:
         except Exception:
             logger.exception("samples of a step are not kept")
 
-    def _submit_answer(self, what: str, ask: Callable[[], Answer], write: Callable[[list[Any]], None]) -> None:
+    def _submit_answer(self, description: str, ask: Callable[[], Answer], write: Callable[[list[Any]], None]) -> None:
         """Ask the actor now; `write` its answer, the values in rank order, on the writing thread."""
         try:
             answer = ask()
         except RLJobError as error:
-            logger.info("the samples of %s are not kept: %s", what, error)
+            logger.info("the samples of %s are not kept: %s", description, error)
             return
 
         def receive() -> None:
             try:
                 parts = answer.wait(ANSWER_SECONDS)
             except Exception as error:  # noqa: BLE001 - a rank was lost or is late: the loop deals with it
-                logger.info("the samples of %s are not kept: %s", what, error)
+                logger.info("the samples of %s are not kept: %s", description, error)
                 return
             write(parts)
 
@@ -166,8 +166,8 @@ class Samples:
         if not samples:
             return
         now = self._wall()
-        pieces = [[self._piece(number) for number in sample.token_ids.tolist()] for sample in samples]
-        samples = [_with_texts(sample, texts) for sample, texts in zip(samples, pieces, strict=True)]
+        token_texts = [[self._piece(token_id) for token_id in sample.token_ids.tolist()] for sample in samples]
+        samples = [_with_texts(sample, texts) for sample, texts in zip(samples, token_texts, strict=True)]
         lines = [
             sample_line(
                 sample,
@@ -179,7 +179,7 @@ class Samples:
                 pieces=texts,
                 wall=now,
             )
-            for sample, texts in zip(samples, pieces, strict=True)
+            for sample, texts in zip(samples, token_texts, strict=True)
         ]
         self._writer.write(lines, name=f"e{self._epoch:04d}-s{step:07d}")
         if rows := [_row(sample) for sample in samples[:TABLE_ROWS] if not sample.filtered]:
@@ -187,28 +187,30 @@ class Samples:
 
     def _piece(self, token: int) -> str:
         """Return the text of a token. Texts are cached, because most tokens occur many times."""
-        piece = self._pieces.get(token)
-        if piece is None:
-            piece = self._pieces[token] = self._decode(token)
-        return piece
+        text = self._token_texts.get(token)
+        if text is None:
+            text = self._token_texts[token] = self._decode(token)
+        return text
 
 
 def _row(sample: KeptSample) -> SampleRow:
-    given = sample.prompt_messages
-    texts = ["\n".join(text for _, text, _ in part) for part in (sample.messages[:given], sample.messages[given:])]
+    num_prompt = sample.prompt_messages
+    texts = [
+        "\n".join(text for _, text, _ in part) for part in (sample.messages[:num_prompt], sample.messages[num_prompt:])
+    ]
     return SampleRow(sample.group_id, sample.index, sample.reward, sample.reason, *texts)
 
 
-def _with_texts(sample: KeptSample, pieces: Sequence[str]) -> KeptSample:
+def _with_texts(sample: KeptSample, token_texts: Sequence[str]) -> KeptSample:
     """Return a copy of `sample` in which messages with tokens but without text have the text of their tokens.
 
-    `pieces` are the texts of all tokens of the sample, in order. Messages without text come from programs that send token ids. A completion
+    `token_texts` are the texts of all tokens of the sample, in order. Messages without text come from programs that send token ids. A completion
     without text is not changed: the model ended it at once.
     """
-    messages, begin = [], 0
+    messages, start = [], 0
     for role, content, count in sample.messages:
         messages.append(
-            (role, content if content or role == "assistant" else "".join(pieces[begin : begin + count]), count)
+            (role, content if content or role == "assistant" else "".join(token_texts[start : start + count]), count)
         )
-        begin += count
+        start += count
     return replace(sample, messages=tuple(messages))

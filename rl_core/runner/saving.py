@@ -84,7 +84,7 @@ class Saving:
         self._resume, self._first_epoch = resume, first_epoch
         self._room_pause, self._clock = room_pause, clock
         self._objects: dict[str, Stateful] = {}
-        self._owed = False
+        self._save_pending = False
         """Whether a checkpoint of everySteps was postponed because another one was being written."""
         self._began_at = self._tried_at = clock()
         """Clock, in seconds, at which the last save began and ended; at first, when the run began."""
@@ -170,17 +170,17 @@ class Saving:
         if self._stops.kind is StopKind.ROLLBACK:
             return None
         spec, step = self._applied.spec, self._progress.step
-        every = spec.checkpoint.every_steps
-        if every is not None and step % every == 0:
-            self._owed = True
+        interval = spec.checkpoint.every_steps
+        if interval is not None and step % interval == 0:
+            self._save_pending = True
         if step >= spec.algorithm.steps:
             return Due.LASTING
         if self.checkpoints.writing:
             return None
-        if self.checkpoints.pop_request() or self._owed:
-            self._owed = False
+        if self.checkpoints.pop_request() or self._save_pending:
+            self._save_pending = False
             return Due.LASTING
-        if every is None:
+        if interval is None:
             return None
         return Due.PASSING if self._is_time(spec.checkpoint.every_seconds) else None
 
@@ -208,8 +208,8 @@ class Saving:
         finally:
             self._note_end(self._clock())
 
-    def _note_end(self, ended: float) -> None:
-        self._tried_at, self._seconds = ended, ended - self._began_at
+    def _note_end(self, end: float) -> None:
+        self._tried_at, self._seconds = end, end - self._began_at
 
     def settle(self, *, wait: bool = False) -> None:
         """Report the result of a checkpoint that was written in the background, success or failure, in `/status`.
@@ -250,9 +250,9 @@ class Saving:
 
         Training then continues without this checkpoint.
         """
-        last = self._progress.step >= self._applied.spec.algorithm.steps
+        is_last = self._progress.step >= self._applied.spec.algorithm.steps
         try:
-            self.save(due, in_background=self._applied.spec.checkpoint.asynchronous and not last)
+            self.save(due, in_background=self._applied.spec.checkpoint.asynchronous and not is_last)
         except WorkerLost:
             raise
         except InfrastructureError as error:
@@ -271,17 +271,17 @@ class Saving:
             else:
                 self.save()
             return
-        until = self._clock() + self._applied.spec.runtime.deadlines.degraded
+        deadline = self._clock() + self._applied.spec.runtime.deadlines.degraded
         try:
-            self.with_retries(self.save, until, what="the last checkpoint")
+            self.with_retries(self.save, deadline, what="the last checkpoint")
         finally:
-            self.with_retries(self._export, until, what="the exported model")
+            self.with_retries(self._export, deadline, what="the exported model")
 
     def _set_aside_violating_steps(self) -> None:
         """Set aside the checkpoints from the first violating step on, so that a resume starts before it."""
-        trip = fired_rule(self._applied.spec.failure_policy, self._board.fact("streaks"))
-        if trip is not None:
-            path = self.checkpoints.set_aside_after(self._progress.step - trip.steps)
+        violation = fired_rule(self._applied.spec.failure_policy, self._board.fact("streaks"))
+        if violation is not None:
+            path = self.checkpoints.set_aside_after(self._progress.step - violation.steps)
             self._board.set(checkpoint=self.checkpoints.describe(path))
 
     def _export(self) -> None:
@@ -310,16 +310,16 @@ class Saving:
         finally:
             self._board.wait_for_space(None)
 
-    def _repeat(self, write: Callable[[], None], until: float, what: str) -> None:
+    def _repeat(self, write: Callable[[], None], deadline: float, description: str) -> None:
         while True:
             try:
                 write()
                 return
             except StorageFull as error:
-                left = until - self._clock()
+                remaining = deadline - self._clock()
                 if self._stops.kind not in (None, StopKind.FINISH):
                     raise
-                if self._stops.stop_requested or left <= 0:
+                if self._stops.stop_requested or remaining <= 0:
                     saved = self.checkpoints.last_step
                     way_out = (
                         "begin the run again, which has no checkpoint"
@@ -327,10 +327,10 @@ class Saving:
                         else f"resume the run from step {saved}"
                     )
                     raise ConfigError(f"{error}; then {way_out}") from error
-                self._board.wait_for_space(what)
-                self._report_refusal(error, f"what was trained waits in memory for disk space, {left:.0f} s more")
+                self._board.wait_for_space(description)
+                self._report_refusal(error, f"what was trained waits in memory for disk space, {remaining:.0f} s more")
             with self._board.during(Phase.CHECKPOINTING):
-                self._stops.wait_for_stop_request(min(self._room_pause, left))
+                self._stops.wait_for_stop_request(min(self._room_pause, remaining))
                 self._stops.check()
 
     def _report_refusal(self, error: InfrastructureError, reaction: str) -> None:

@@ -44,12 +44,12 @@ class StallDetector:
     """Reason of a stall by the group of the job that the run waits for."""
     program_place: Callable[[], str] = str
     """Returns the line of its own code that the user's program runs; "" if there is none."""
-    _seen: int = -1
-    _last: float = field(default=0.0)
+    _last_progress: int = -1
+    _last_change: float = field(default=0.0)
     _steps: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._last = self.clock()
+        self._last_change = self.clock()
 
     def step_took(self, seconds: float) -> None:
         """Add the duration of a step, in seconds, to those of the default limit; the last 100 are used."""
@@ -65,13 +65,13 @@ class StallDetector:
     def observe(self, progress: int) -> float:
         """Record the sum of the progress counters; return the seconds since it last changed."""
         now = self.clock()
-        if progress != self._seen:
-            self._seen, self._last = progress, now
-        return now - self._last
+        if progress != self._last_progress:
+            self._last_progress, self._last_change = progress, now
+        return now - self._last_change
 
     def reset(self) -> None:
         """Start the time without progress at 0. Called when a phase without stall detection begins or ends."""
-        self._last = self.clock()
+        self._last_change = self.clock()
 
     def report(
         self, progress: int, waits: Iterable[Wait], *, missing_pods: Iterable[str] = (), present: Iterable[str] = ()

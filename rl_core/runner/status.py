@@ -80,11 +80,11 @@ class StatusBoard:
             spec.failure_policy.stall.seconds, reasons=reasons, program_place=place_of_main_thread
         )
         self._phase = Phase.STARTING
-        self._on = self._what = ""
+        self._waits_on = self._waits_for = ""
         self._phase_since = time.monotonic()
         self._loop_progress = 0
         self._progress_shown = 0
-        self._facts: dict[str, Any] = {
+        self._fields: dict[str, Any] = {
             "schema": 1,
             "epoch": epoch,
             "step": 0,
@@ -125,31 +125,31 @@ class StatusBoard:
         `on` is the group that the loop waits for during the block; None means the one in WAITS_FOR. `what` says what it waits for; ""
         means the name of the phase.
         """
-        before = self._enter(phase, WAITS_FOR.get(phase, "") if on is None else on, what)
+        previous = self._enter(phase, WAITS_FOR.get(phase, "") if on is None else on, what)
         try:
             yield
         finally:
-            self._enter(*before)
+            self._enter(*previous)
 
     def _enter(self, phase: Phase, on: str = "", what: str = "") -> tuple[Phase, str, str]:
         with self._lock:
-            before = self._phase, self._on, self._what
-            self._phase, self._on, self._what, self._phase_since = phase, on, what, time.monotonic()
+            previous = self._phase, self._waits_on, self._waits_for
+            self._phase, self._waits_on, self._waits_for, self._phase_since = phase, on, what, time.monotonic()
             self._loop_progress += 1
-            if Phase.DEGRADED in (before[0], phase):
+            if Phase.DEGRADED in (previous[0], phase):
                 self._stall.reset()
-            return before
+            return previous
 
     def set(self, **facts: Any) -> None:
         """Set fields of `/status`, given by their names there. Counts as progress of the run."""
         with self._lock:
-            self._facts.update(facts, lastProgress=now_text())
+            self._fields.update(facts, lastProgress=now_text())
             self._loop_progress += 1
 
     def fact(self, name: str) -> Any:
         """Return the value of one field that `set` can change."""
         with self._lock:
-            return self._facts[name]
+            return self._fields[name]
 
     def wait_for_space(self, what: str | None) -> None:
         """Show that the run waits for disk space to write `what`, until this is called with None."""
@@ -162,7 +162,7 @@ class StatusBoard:
     def count_failure(self, role: str, kind: str) -> None:
         """Count a failure as `failures_total{role,kind}`."""
         with self._lock:
-            failures = self._facts["failures"]
+            failures = self._fields["failures"]
             failures[f"{role}/{kind}"] = failures.get(f"{role}/{kind}", 0) + 1
 
     def totals(self) -> dict[str, float]:
@@ -172,21 +172,21 @@ class StatusBoard:
         """
         members = list(self._cluster.members())
         with self._lock:
-            failures = {f"failures_total/{name}": float(count) for name, count in self._facts["failures"].items()}
+            failures = {f"failures_total/{name}": float(count) for name, count in self._fields["failures"].items()}
         groups = self._roster.groups
         lag = max(self._role(group, members, self._roster.wanted(name))["lag"] for name, group in groups.items())
-        own: dict[str, float] = {}
+        counters: dict[str, float] = {}
         for member in members:
             counts = member.role in groups and not groups[member.role].holds_model
             for name, value in member.metrics.items():
                 if counts or name.endswith("_total"):
-                    own[name] = own.get(name, 0.0) + float(value)
+                    counters[name] = counters.get(name, 0.0) + float(value)
         reported: dict[str, list[float]] = {}
         for member in members:
             for name in GENERATION.keys() & member.metrics.keys():
                 reported.setdefault(name, []).append(float(member.metrics[name]))
         engines = {name: float(GENERATION[name](values)) for name, values in reported.items()}
-        return failures | {"weights/lag_max": float(lag)} | own | engines
+        return failures | {"weights/lag_max": float(lag)} | counters | engines
 
     def end(self, phase: Phase, failure: Mapping[str, Any] | None = None) -> None:
         """Enter a final phase."""
@@ -206,17 +206,17 @@ class StatusBoard:
     def snapshot(self) -> dict[str, Any]:
         """Return the fields of `/status` that every program has. Programs add further ones, such as the ledger."""
         groups = self._roster.groups
-        wanted = {name: self._roster.wanted(name) for name in groups}
-        present, known, missing, waits = self._look(wanted)
+        expected = {name: self._roster.wanted(name) for name in groups}
+        present, members, missing, waits = self._look(expected)
         stall = self._stall_report(present, missing, waits)
         with self._lock:
-            facts = dict(self._facts)
-        saved = int(facts["checkpoint"].get("lastStep") or 0)
-        facts["checkpoint"] = {**facts["checkpoint"], "lag": facts["step"] - saved}
-        return facts | {
+            fields = dict(self._fields)
+        saved = int(fields["checkpoint"].get("lastStep") or 0)
+        fields["checkpoint"] = {**fields["checkpoint"], "lag": fields["step"] - saved}
+        return fields | {
             "phase": self._phase.value,
-            "roles": [self._role(group, present, wanted[name]) for name, group in groups.items()],
-            "members": [_member(member, groups.get(member.role)) for member in known],
+            "roles": [self._role(group, present, expected[name]) for name, group in groups.items()],
+            "members": [_member(member, groups.get(member.role)) for member in members],
             "waits": [wait.as_status() for wait in waits],
             "channels": self._channels,
             "missing": [
@@ -231,37 +231,37 @@ class StatusBoard:
         return self._stall_report(present, missing, waits)
 
     def _look(
-        self, wanted: Mapping[str, Sequence[str]]
+        self, expected: Mapping[str, Sequence[str]]
     ) -> tuple[list[Member], list[Member], list[Missing], list[Wait]]:
         """Return four lists: present members, members to show, missing members, and waits.
 
         The members to show are the present ones and those lost members that the spec still asks for.
         """
-        names = {name for of_role in wanted.values() for name in of_role}
-        known = [m for m in self._cluster.members(drained=True, lost=True) if m.state != "lost" or m.name in names]
-        present = [m for m in known if m.state != "lost"]
-        return present, known, self._roster.missing(present), self._waits(known)
+        names = {name for of_role in expected.values() for name in of_role}
+        members = [m for m in self._cluster.members(drained=True, lost=True) if m.state != "lost" or m.name in names]
+        present = [m for m in members if m.state != "lost"]
+        return present, members, self._roster.missing(present), self._waits(members)
 
     def _stall_report(self, present: list[Member], missing: list[Missing], waits: list[Wait]) -> dict[str, Any] | None:
         with self._lock:
             progress = self._loop_progress + int(sum(sum(m.progress.values()) for m in present))
             if self._phase in UNWATCHED:
                 self._stall.reset()
-            short = [m.name for m in missing] if self._phase in (Phase.STARTING, Phase.DEGRADED) else []
+            absent = [m.name for m in missing] if self._phase in (Phase.STARTING, Phase.DEGRADED) else []
             if progress != self._progress_shown:
-                self._progress_shown, self._facts["lastProgress"] = progress, now_text()
-            return self._stall.report(progress, waits, missing_pods=short, present=self._waited_for(present))
+                self._progress_shown, self._fields["lastProgress"] = progress, now_text()
+            return self._stall.report(progress, waits, missing_pods=absent, present=self._waited_for(present))
 
-    def _role(self, group: Group, members: Sequence[Member], wanted: Sequence[str]) -> dict[str, Any]:
+    def _role(self, group: Group, members: Sequence[Member], expected: Sequence[str]) -> dict[str, Any]:
         alive = [m for m in members if m.role == group.name and m.state not in ("lost", *LEAVING)]
         ready = [m for m in alive if m.state in PRESENT]
-        desired = len(wanted)
+        desired = len(expected)
         versions: dict[str, int] = {}
         for member in alive:
             if member.policy_version is None:
                 continue
             versions[str(member.policy_version)] = versions.get(str(member.policy_version), 0) + 1
-        current = self._facts["policyVersion"]
+        current = self._fields["policyVersion"]
         lag = (
             max((current - m.policy_version for m in ready if m.policy_version is not None), default=0)
             if group.pulls_weights
@@ -282,30 +282,30 @@ class StatusBoard:
         These are the serving members of all groups that pull weights; in the phase Degraded they are the members of these groups that do not
         serve. If the loop waits for a group that does not hold the model, the members of that group with a worker are added.
         """
-        groups, here = self._roster.groups, [m for m in members if m.state not in LEAVING]
-        pulling = [m for m in here if m.role in groups and groups[m.role].pulls_weights]
+        groups, staying = self._roster.groups, [m for m in members if m.state not in LEAVING]
+        pulling = [m for m in staying if m.role in groups and groups[m.role].pulls_weights]
         serving = [m.name for m in pulling if (m.state == "serving") is not (self._phase is Phase.DEGRADED)]
-        pending = None if self._on else self.pending_wait()
-        on = pending.on if pending is not None else self._on
+        pending = None if self._waits_on else self.pending_wait()
+        on = pending.on if pending is not None else self._waits_on
         named = on in groups and not groups[on].holds_model
-        return [*serving, *(m.name for m in here if named and m.role == on and m.state in PRESENT)]
+        return [*serving, *(m.name for m in staying if named and m.role == on and m.state in PRESENT)]
 
-    def _waits(self, known: Sequence[Member]) -> list[Wait]:
+    def _waits(self, members: Sequence[Member]) -> list[Wait]:
         """Return the edges of the waits-for graph: silent members, which may be the cause of others, declared waits, and waits of the runner."""
         edges = [
             Wait(who="hub", on=m.name, what="heartbeat", since_seconds=self._clock() - m.last_seen)
-            for m in known
+            for m in members
             if m.state in ("suspect", "lost")
         ]
         edges += [
             Wait(who=m.name, on=m.wait.on, what=m.wait.what, since_seconds=m.wait.since_seconds, cause=m.wait.cause)
-            for m in known
+            for m in members
             if m.wait and m.state not in ("lost", "drained")
         ]
-        if self._on:
+        if self._waits_on:
             seconds = time.monotonic() - self._phase_since
-            what = self._what or self._phase.value.lower()
-            edges.append(Wait(who="runner", on=self._on, what=what, since_seconds=seconds))
+            what = self._waits_for or self._phase.value.lower()
+            edges.append(Wait(who="runner", on=self._waits_on, what=what, since_seconds=seconds))
         elif (pending := self.pending_wait()) is not None:
             edges.append(pending)
         if (unwritten := self._unwritten) is not None:
@@ -316,7 +316,7 @@ class StatusBoard:
 
 def _member(member: Member, group: Group | None) -> dict[str, Any]:
     """Return a member as `/status` shows it. `group` is None if the job has no such group."""
-    lost, pulls = member.state == "lost", group is not None and group.pulls_weights
+    is_lost, pulls = member.state == "lost", group is not None and group.pulls_weights
     return {
         "pod": member.pod,
         "name": member.name,
@@ -324,10 +324,10 @@ def _member(member: Member, group: Group | None) -> dict[str, Any]:
         "index": member.rank,
         "state": _public_state(member, pulls=pulls),
         "detail": member.state,
-        "policyVersion": None if lost else member.policy_version,
-        "weightsProof": None if lost else member.weights_proof or None,
-        "deviceUuids": [] if lost else list(member.device_uuids),
-        "generation": {} if lost or not pulls else _generation(member),
+        "policyVersion": None if is_lost else member.policy_version,
+        "weightsProof": None if is_lost else member.weights_proof or None,
+        "deviceUuids": [] if is_lost else list(member.device_uuids),
+        "generation": {} if is_lost or not pulls else _generation(member),
     }
 
 

@@ -28,19 +28,19 @@ class StepTimers:
 
     def take_spans(self) -> list[Span]:
         """Return the parts that ended since the last call."""
-        taken, self.spans = self.spans, []
-        return taken
+        spans, self.spans = self.spans, []
+        return spans
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Add the block's wall time to `time/<name>`."""
-        began = time.monotonic()
+        start = time.monotonic()
         try:
             yield
         finally:
-            ended = time.monotonic()
-            self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + ended - began
-            self.spans.append(Span(name, began, ended))
+            end = time.monotonic()
+            self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + end - start
+            self.spans.append(Span(name, start, end))
 
 
 @dataclass(frozen=True, slots=True)

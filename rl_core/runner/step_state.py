@@ -116,13 +116,13 @@ def explain_filtered(rewards: Sequence[float], min_std: float) -> str:
     NaN stands for the reward of a masked sample, which does not count. `min_std` is `algorithm.dynamicSampling.minStd`: the sample
     standard deviation of the rewards must be greater.
     """
-    given = [reward for reward in rewards if math.isfinite(reward)]
-    if len(given) < 2:
-        return f"algorithm.dynamicSampling needs at least two rewards in a group, got {len(given)}"
-    if len(set(given)) == 1:
-        return f"algorithm.dynamicSampling needs rewards that differ, got {len(given)} times {given[0]:g}"
-    got = statistics.stdev(given)
-    return f"algorithm.dynamicSampling.minStd needs rewards with a deviation above {min_std:g}, got {got:.4g}"
+    finite = [reward for reward in rewards if math.isfinite(reward)]
+    if len(finite) < 2:
+        return f"algorithm.dynamicSampling needs at least two rewards in a group, got {len(finite)}"
+    if len(set(finite)) == 1:
+        return f"algorithm.dynamicSampling needs rewards that differ, got {len(finite)} times {finite[0]:g}"
+    deviation = statistics.stdev(finite)
+    return f"algorithm.dynamicSampling.minStd needs rewards with a deviation above {min_std:g}, got {deviation:.4g}"
 
 
 def reward_metrics(entries: Sequence[GroupEntry]) -> dict[str, float]:
@@ -130,9 +130,9 @@ def reward_metrics(entries: Sequence[GroupEntry]) -> dict[str, float]:
 
     `reward/missing` is the number of samples without a finite reward.
     """
-    given = np.asarray([reward for entry in entries for reward in entry.rewards], dtype=np.float64)
-    rewards = given[np.isfinite(given)]
-    missing = {"reward/missing": float(given.size - rewards.size)}
+    all_rewards = np.asarray([reward for entry in entries for reward in entry.rewards], dtype=np.float64)
+    rewards = all_rewards[np.isfinite(all_rewards)]
+    missing = {"reward/missing": float(all_rewards.size - rewards.size)}
     if not rewards.size:
         return missing
     return missing | {

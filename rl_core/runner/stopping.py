@@ -56,13 +56,13 @@ class StopController:
         """`phase()` returns the current phase of the run."""
         self._phase = phase
         self._lock = threading.Lock()
-        """Guards `_pending`, `_cancel` and `_asked`: a result is cancelled only while the loop waits for it, work only while it runs, and
+        """Guards `_pending`, `_cancel` and `_request`: a result is cancelled only while the loop waits for it, work only while it runs, and
         of two requests at the same time the stronger one is kept."""
         self._pending: WorkerGroupFuncResult | None = None
         self._pending_since = 0.0
         self._cancel: Callable[[], object] | None = None
         self._failure: RLJobError | None = None
-        self._asked: tuple[StopKind, str] | None = None
+        self._request: tuple[StopKind, str] | None = None
         self._event = threading.Event()
 
     # --- any thread ------------------------------------------------------------------------------------------------
@@ -74,8 +74,8 @@ class StopController:
         not acknowledged, so a resumed run generates them again. A step whose training has ended is published first.
         """
         with self._lock:
-            if self._asked is None or KINDS.index(kind) > KINDS.index(self._asked[0]):
-                self._asked = (kind, reason)
+            if self._request is None or KINDS.index(kind) > KINDS.index(self._request[0]):
+                self._request = (kind, reason)
             cancel = self._cancel
         self._event.set()
         if cancel is not None:
@@ -91,17 +91,17 @@ class StopController:
     @property
     def stop_requested(self) -> bool:
         """Whether a stop was requested."""
-        return self._asked is not None
+        return self._request is not None
 
     @property
     def kind(self) -> StopKind | None:
         """Kind of the requested stop; None without a request."""
-        return self._asked[0] if self._asked is not None else None
+        return self._request[0] if self._request is not None else None
 
     @property
     def reason(self) -> str:
         """Reason of the requested stop; empty without a request."""
-        return self._asked[1] if self._asked is not None else ""
+        return self._request[1] if self._request is not None else ""
 
     @property
     def failed(self) -> bool:

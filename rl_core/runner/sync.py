@@ -46,7 +46,7 @@ class WeightSync:
         self.members, self.check = members, check
         self.digest = ""
         """Digest of the manifest of the version published last."""
-        self._last: PublishReport | None = None
+        self._last_report: PublishReport | None = None
 
     @property
     def version(self) -> int:
@@ -77,7 +77,7 @@ class WeightSync:
             acked = [process for process in processes if process[0] in report.acked]
             self._roster.acknowledged(version, acked)
             self._versions.proved(acked, version)
-        self._last = report
+        self._last_report = report
         self.digest = report.digest
         if report.failed:
             logger.warning("version %s: out of service until they pull it again: %s", version, report.failed)
@@ -97,21 +97,23 @@ class WeightSync:
     def _follow_late(self, version: int, processes: list[Identity]) -> None:
         """Wait for the receivers that were late, and record which of them have proved `version`. Those that failed join again."""
         try:
-            (late,) = self._actor.execute_on(0).late_receivers().wait(self._applied.spec.runtime.deadlines.weight_sync)
+            (late_report,) = (
+                self._actor.execute_on(0).late_receivers().wait(self._applied.spec.runtime.deadlines.weight_sync)
+            )
         except RLJobError as error:
             logger.warning("not known which of the late receivers serve: %s", error)
             return
-        if late.version != version:  # a newer one is published, and its own late receivers are waited for
+        if late_report.version != version:  # a newer one is published, and its own late receivers are waited for
             return
-        self._versions.proved([process for process in processes if process[0] in late.acked], version)
-        if late.failed:
-            logger.warning("version %s: out of service until they pull it again: %s", version, late.failed)
-            self.members.rejoin(list(late.failed))
+        self._versions.proved([process for process in processes if process[0] in late_report.acked], version)
+        if late_report.failed:
+            logger.warning("version %s: out of service until they pull it again: %s", version, late_report.failed)
+            self.members.rejoin(list(late_report.failed))
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics `weights/*`: figures of the last sync, and numbers of content checks."""
         metrics: dict[str, float] = {}
-        if (report := self._last) is not None:
+        if (report := self._last_report) is not None:
             metrics = {
                 "weights/version": float(report.version),
                 "weights/publish_seconds": report.seconds,
@@ -132,39 +134,41 @@ class WeightSync:
             metrics["weights/content_check_skipped_total"] = float(counts.skipped)
         return metrics
 
-    def _send(self, version: int, asked: list[Member]) -> tuple[list[Identity], PublishReport]:
-        """Send `version` to the members `asked`; return the receivers and the publisher's report.
+    def _send(self, version: int, receivers: list[Member]) -> tuple[list[Identity], PublishReport]:
+        """Send `version` to the members `receivers`; return the identities of the members that it was sent to, and the publisher's report.
 
         When too few receivers acknowledge because some were lost meanwhile, the version is sent again to those that are left.
         """
         while True:
-            least = groups_of(self._applied.spec)[ROLLOUT].min_members
-            wanted = min(least, sum(m.group == ROLLOUT for m in asked))
+            minimum = groups_of(self._applied.spec)[ROLLOUT].min_members
+            required = min(minimum, sum(m.group == ROLLOUT for m in receivers))
             addresses = [
                 ReceiverAddress(
                     name=m.name, address=m.address, host_token=m.host_token, group=m.group, devices=m.device_uuids
                 )
-                for m in asked
+                for m in receivers
             ]
-            sending = self._actor.sync_model_to_rollout(version, addresses, wanted)
+            sending = self._actor.sync_model_to_rollout(version, addresses, required)
             try:
                 report: PublishReport = sending.wait(self._applied.spec.runtime.deadlines.weight_sync)[0]
-                return [(m.name, m.incarnation) for m in asked], report
+                return [(m.name, m.incarnation) for m in receivers], report
             except DeadlineExceeded:
-                before, asked = asked, self._those_left(asked)
-                if len(asked) == len(before):
+                previous, receivers = receivers, self._those_left(receivers)
+                if len(receivers) == len(previous):
                     raise
-                logger.warning("version %s: %s of %s receivers are left to take it", version, len(asked), len(before))
+                logger.warning(
+                    "version %s: %s of %s receivers are left to take it", version, len(receivers), len(previous)
+                )
 
-    def _those_left(self, asked: list[Member]) -> list[Member]:
-        """Return those of `asked` that can still receive weights.
+    def _those_left(self, receivers: list[Member]) -> list[Member]:
+        """Return those of `receivers` that can still receive weights.
 
         Waits at most LOSS_HEARTBEATS heartbeats for the hub to notice a loss, because the publisher may notice it earlier.
         """
-        addresses = {m.address for m in asked}
-        end = time.monotonic() + LOSS_HEARTBEATS * self._applied.spec.runtime.deadlines.heartbeat
+        addresses = {m.address for m in receivers}
+        deadline = time.monotonic() + LOSS_HEARTBEATS * self._applied.spec.runtime.deadlines.heartbeat
         while True:
-            left = [m for m in self._versions.receivers(self._cluster.members()) if m.address in addresses]
-            if len(left) < len(asked) or time.monotonic() > end:
-                return left
+            remaining = [m for m in self._versions.receivers(self._cluster.members()) if m.address in addresses]
+            if len(remaining) < len(receivers) or time.monotonic() > deadline:
+                return remaining
             time.sleep(LOOK_S)

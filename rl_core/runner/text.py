@@ -183,7 +183,7 @@ def build_dispatcher(
             member is not None
             and member.incarnation == incarnation
             and not member.state.gone
-            and member.state not in (MemberState.DRAINING, MemberState.SUSPECT)  # who is silent gets no new work
+            and member.state not in (MemberState.DRAINING, MemberState.SUSPECT)  # A silent member gets no new work.
         )
 
     return Dispatcher(
@@ -225,5 +225,5 @@ def load_data(job: RLJob, tokenizer: Tokenizer, limit: int) -> tuple[PromptDatas
 
 def mixture(data: DataSpec, sizes: Sequence[int]) -> list[Part]:
     """Return the data sets that are mixed, whose numbers of training prompts are `sizes`."""
-    weights = [one.weight for one in data.sets or () if one.weight is not None]
+    weights = [data_set.weight for data_set in data.sets or () if data_set.weight is not None]
     return [Part(size, weight) for size, weight in zip(sizes, whole_weights(weights) or sizes, strict=True)]

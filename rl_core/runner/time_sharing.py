@@ -55,7 +55,7 @@ class ColocatedSchedule:
         self._cluster, self._actor, self._deadlines = cluster, actor, spec.runtime.deadlines
         self._colocated = frozenset(f"rollout:{rank}" for rank in range(colocated_rollouts(spec)))
         """Names of the rollouts in the pods of the actor. Hybrid placement has further rollouts with devices of their own."""
-        self._left_out = frozenset({"optimizer"}) if spec.actor.offload.optimizer else NOTHING
+        self._always_offloaded = frozenset({"optimizer"}) if spec.actor.offload.optimizer else NOTHING
         """Parts of the actor that are onloaded by the optimizer step itself, and not for the whole training."""
         self._lease = DeviceLease(self._hand_over, seconds=spec.runtime.deadlines.wait_ready)
         self._moves = MoveTotals()
@@ -103,25 +103,27 @@ class ColocatedSchedule:
         lease, now = self._lease, self._cluster.hub.clock()
         use = lease.use
         holders = [member for role in (use.roles if use else ()) for member in self._sharing(role)]
-        left = {member.name: max(self._deadlines.lost - (now - member.last_seen), 0.0) for member in holders}
+        expiry = {member.name: max(self._deadlines.lost - (now - member.last_seen), 0.0) for member in holders}
         return {
             "use": use.value if use else None,
             "token": lease.token,
             "seconds": round(lease.seconds_in_use(), 1),
             "handOverSeconds": round(lease.moved_seconds, 3),
-            "holders": [{"name": name, "expiresIn": round(seconds, 1)} for name, seconds in left.items()],
+            "holders": [{"name": name, "expiresIn": round(seconds, 1)} for name, seconds in expiry.items()],
         }
 
     # --- the hand-over -----------------------------------------------------------------------------------------------
 
-    def _hand_over(self, before: Use | None, use: Use, token: int) -> None:
-        wanted = RESIDENT[use]
-        kept = wanted.rollout & RESIDENT[before].rollout if before else NOTHING
-        if before is None or kept != RESIDENT[before].rollout:
-            self._have_rollouts(kept, token)
-        self._moves.add(self._actor.occupy(sorted(wanted.actor - self._left_out)).wait(self._deadlines.weight_sync))
-        if kept != wanted.rollout:
-            self._have_rollouts(wanted.rollout, token)
+    def _hand_over(self, previous: Use | None, use: Use, token: int) -> None:
+        resident = RESIDENT[use]
+        common = resident.rollout & RESIDENT[previous].rollout if previous else NOTHING
+        if previous is None or common != RESIDENT[previous].rollout:
+            self._have_rollouts(common, token)
+        self._moves.add(
+            self._actor.occupy(sorted(resident.actor - self._always_offloaded)).wait(self._deadlines.weight_sync)
+        )
+        if common != resident.rollout:
+            self._have_rollouts(resident.rollout, token)
 
     def _have_rollouts(self, parts: Iterable[str], token: int) -> None:
         """Have exactly `parts` of each rollout on the devices.
@@ -129,8 +131,8 @@ class ColocatedSchedule:
         A rollout that fails to do so is declared lost and has to join again.
         """
         members = [member for member in self._sharing(ROLLOUT) if member.state in HOLDS_ENGINE]
-        seconds, asked = self._deadlines.weight_sync, sorted(parts)
-        calls = [(m, self._cluster.submit(m.name, "occupy", [asked, token], {}, timeout=seconds)) for m in members]
+        seconds, part_names = self._deadlines.weight_sync, sorted(parts)
+        calls = [(m, self._cluster.submit(m.name, "occupy", [part_names, token], {}, timeout=seconds)) for m in members]
         for member, call in calls:
             try:
                 call.future.result()

@@ -52,7 +52,7 @@ class Trace:
         self._since_1970 = wall() - clock()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trace")
         self._waiting: list[Future[None]] = []
-        self._left_out = 0
+        self._num_dropped = 0
 
     @classmethod
     def in_folder(cls, path: Path, *, epoch: int) -> "Trace":
@@ -67,8 +67,8 @@ class Trace:
         self._waiting = [write for write in self._waiting if not write.done()]
         if len(self._waiting) < MOST_WAITING:
             self._waiting.append(self._pool.submit(self._write, step, version, parts, groups))
-        elif not self._left_out:
-            self._left_out += 1
+        elif not self._num_dropped:
+            self._num_dropped += 1
             logger.warning("the trace is written more slowly than steps end; it has gaps from step %s on", step)
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
@@ -91,8 +91,8 @@ class Trace:
             events = TraceEvents(self._rows)
             shared = {"step": step, "version": version}
             loop = self._rows.row("runner", 1, "loop")
-            for name, began, ended in sorted(parts, key=lambda part: (part.began, -part.ended)):
-                events.span(loop, name, began + self._since_1970, ended + self._since_1970, shared)
+            for name, start, end in sorted(parts, key=lambda part: (part.began, -part.ended)):
+                events.span(loop, name, start + self._since_1970, end + self._since_1970, shared)
             trained = {part.name: part for part in parts if part.name in ("inference", "train")}
             for group in sorted(groups, key=lambda group: group.times.given):
                 self._group(events, group, trained, shared)
@@ -104,35 +104,35 @@ class Trace:
         self, events: TraceEvents, group: GroupSpan, trained: Mapping[str, Span], shared: Mapping[str, Any]
     ) -> None:
         times, zero = group.times, self._since_1970
-        given = times.given + zero
-        shift = given - times.began
-        sent = max(times.sent + shift, given)
+        leased = times.given + zero
+        shift = leased - times.began
+        sent = max(times.sent + shift, leased)
         stored = max(times.stored + shift, sent)
         decided = max(group.decided + zero, stored)
-        first: tuple[int, int] | None = None
+        first_row: tuple[int, int] | None = None
         for index, sample in enumerate(times.samples):
             versions = times.versions[index] if index < len(times.versions) else ()
             args = {"group": group.group_id, "sample": index, "versions": versions}
-            row = self._rows.slot(times.rollout, given, sent, of="sample")
-            first = first or row
-            events.span(row, f"{group.group_id}_g{index}", given, sent, args)
-            at = given
+            row = self._rows.slot(times.rollout, leased, sent, of="sample")
+            first_row = first_row or row
+            events.span(row, f"{group.group_id}_g{index}", leased, sent, args)
+            start = leased
             for place, mark in enumerate(sample):
                 name = "lease" if place == 0 else "generate" if place % 2 else "env"
-                ended = min(max(mark + shift, at), sent)
-                events.span(row, name, at, ended)
-                at = ended
-            events.span(row, "siblings", at, sent)
+                ended = min(max(mark + shift, start), sent)
+                events.span(row, name, start, ended)
+                start = ended
+            events.span(row, "siblings", start, sent)
         parts = [("put", sent, stored), ("admit", stored, decided)]
         if group.trains and trained:
-            begins = min(part.began for part in trained.values()) + zero
-            parts.append(("hold", decided, begins))
+            train_start = min(part.began for part in trained.values()) + zero
+            parts.append(("hold", decided, train_start))
             names = (("inference", "score"), ("train", "train"))
             parts += [
                 (name, trained[key].began + zero, trained[key].ended + zero) for key, name in names if key in trained
             ]
         ended = max(end for _, _, end in parts)
-        facts = {
+        span_args = {
             "group": group.group_id,
             "samples": len(times.samples),
             "trained": group.trains,
@@ -140,8 +140,8 @@ class Trace:
             **shared,
         }
         row = self._rows.slot("actor", sent, ended, of="group")
-        events.span(row, group.group_id, sent, ended, facts)
+        events.span(row, group.group_id, sent, ended, span_args)
         for name, began, end in parts:
             events.span(row, name, began, end)
-        if first is not None:
-            events.arrow(f"{self._epoch}/{group.group_id}/{times.given}", first, row, sent)
+        if first_row is not None:
+            events.arrow(f"{self._epoch}/{group.group_id}/{times.given}", first_row, row, sent)

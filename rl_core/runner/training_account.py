@@ -147,8 +147,10 @@ class TrainingAccount:
         state = self._step
         if state is None or self.failure is not None:
             return 0
-        room = self._admission.num_leasable(self._capacity(state), served=state.version if served is None else served)
-        return max(room, 0)
+        num_places = self._admission.num_leasable(
+            self._capacity(state), served=state.version if served is None else served
+        )
+        return max(num_places, 0)
 
     def revert_lease(self, lease: PromptLease) -> None:
         """Make a group pending again whose lease did not reach its owner; no attempt is counted."""
@@ -226,9 +228,11 @@ class TrainingAccount:
         if sum(group.step == state.step for group in self._filtered) >= self._kept_filtered:
             self._moves.moves.append((entry.token, None))
             return
-        why = explain_filtered(entry.rewards, self._algorithm.dynamic_sampling.min_std)
+        reason = explain_filtered(entry.rewards, self._algorithm.dynamic_sampling.min_std)
         self._filtered.append(
-            FilteredGroup(group_id=entry.group_id, token=entry.token, step=state.step, version=state.version, why=why)
+            FilteredGroup(
+                group_id=entry.group_id, token=entry.token, step=state.step, version=state.version, why=reason
+            )
         )
 
     def _front(self) -> tuple[Group, GroupEntry] | None:
@@ -238,13 +242,13 @@ class TrainingAccount:
             group = self.ledger.group_by_token(entry.token)
             if group is not None and group.state is GroupState.GENERATED:
                 return group, entry
-            heapq.heappop(self._deferred)  # given back or cancelled meanwhile
+            heapq.heappop(self._deferred)  # The group was returned or cancelled meanwhile.
         return None
 
     def _decide_deferred(self, now: float) -> None:
         """Decide deferred groups in order until one of them has to be deferred again; those after it would be deferred too."""
-        while (front := self._front()) is not None:
-            if self._decide(*front, now) is GroupVerdict.DEFER:
+        while (oldest := self._front()) is not None:
+            if self._decide(*oldest, now) is GroupVerdict.DEFER:
                 return
             heapq.heappop(self._deferred)
 
@@ -272,8 +276,8 @@ class TrainingAccount:
             )
             return
         logger.warning("group %s given back (%s): %s", group.group_id, reason, message)
-        again = self._requeue(group, reason, message, counted=counted)
-        if not again and failed is not None and len(self._failed) < MAX_FAILED_SAMPLES:
+        requeued = self._requeue(group, reason, message, counted=counted)
+        if not requeued and failed is not None and len(self._failed) < MAX_FAILED_SAMPLES:
             self._failed.append(failed)
 
     def _requeue(self, group: Group, reason: RequeueReason, message: str, *, counted: bool = True) -> bool:
@@ -288,9 +292,9 @@ class TrainingAccount:
 
     def take_filtered(self, step: int) -> list[FilteredGroup]:
         """Return the filtered groups up to `step` whose records the caller has to take off the channel, each once."""
-        taken = [group for group in self._filtered if group.step <= step]
+        groups = [group for group in self._filtered if group.step <= step]
         self._filtered = [group for group in self._filtered if group.step > step]
-        return taken
+        return groups
 
     def owner_lost(self, owner: str, message: str) -> list[str]:
         """Requeue the groups that a lost process held; return the tokens of its leases."""
@@ -316,13 +320,13 @@ class TrainingAccount:
         oldest version first, until the finished group can be admitted. `now` is the runner's clock in seconds.
         """
         state, limit = self._step, self._algorithm.straggler_seconds
-        if limit is None or state is None or state.complete or (front := self._front()) is None:
+        if limit is None or state is None or state.complete or (oldest := self._front()) is None:
             return
         if state.waiting_since is None:
             state.waiting_since = now
         if now - state.waiting_since <= limit:
             return
-        group, entry = front
+        group, entry = oldest
         for straggler in self.ledger.leased():
             num_ahead = self.ledger.num_ahead(group)
             if self._admission.decide(entry, self._capacity(state), num_ahead=num_ahead) is not GroupVerdict.DEFER:
@@ -360,12 +364,12 @@ class TrainingAccount:
         kind = DataError if drop.reason in ("data", "deadline") else InfrastructureError
         source = self.ledger.dataset[index_of(drop.group_id)].get("source")
         name = f"{drop.group_id} ({source})" if source else drop.group_id
-        last = f"the last: group {name}, {drop.reason}: {drop.message or 'no further message'}"
+        last_drop = f"the last: group {name}, {drop.reason}: {drop.message or 'no further message'}"
         logger.warning("group %s is dropped (%s): %s", drop.group_id, drop.reason, drop.message)
         if dropped > algorithm.max_dropped_groups:
             self._fail(
                 kind(
-                    f"algorithm.maxDroppedGroups allows {algorithm.max_dropped_groups} dropped groups, got {dropped}; {last}; "
+                    f"algorithm.maxDroppedGroups allows {algorithm.max_dropped_groups} dropped groups, got {dropped}; {last_drop}; "
                     "mend the cause or raise the budget"
                 )
             )
@@ -373,7 +377,7 @@ class TrainingAccount:
             self._fail(
                 kind(
                     f"algorithm.maxConsecutiveDrops allows fewer than {algorithm.max_consecutive_drops} drops in a row, "
-                    f"got {self.ledger.consecutive_drops}; {last}"
+                    f"got {self.ledger.consecutive_drops}; {last_drop}"
                 )
             )
         elif algorithm.on_drop == "shrink" and self._step is not None:
@@ -381,8 +385,8 @@ class TrainingAccount:
 
     def _shrink(self, state: StepState) -> None:
         """Make the step smaller if `algorithm.minBatchFraction` allows it; otherwise the next prompt replaces the dropped group."""
-        left = self._algorithm.prompts_per_step - state.dropped - 1
-        smaller = left // self._data_ranks * self._data_ranks
+        remaining = self._algorithm.prompts_per_step - state.dropped - 1
+        smaller = remaining // self._data_ranks * self._data_ranks
         floor = self._algorithm.min_batch_fraction * self._algorithm.prompts_per_step
         if smaller < state.target and smaller < max(floor, self._data_ranks):
             logger.warning("step %s stays at %s groups: minBatchFraction forbids %s", state.step, state.target, smaller)
@@ -410,8 +414,8 @@ class TrainingAccount:
             return
         allowed = rounds * self._algorithm.prompts_per_step
         if state.target + state.filtered > allowed:
-            seen = state.filtered_rewards
-            between = f", which were between {min(seen):g} and {max(seen):g}" if seen else ""
+            rewards = state.filtered_rewards
+            between = f", which were between {min(rewards):g} and {max(rewards):g}" if rewards else ""
             self._fail(
                 SamplingExhausted(
                     f"algorithm.maxGenerationBatches allows {rounds} rounds of {self._algorithm.prompts_per_step} groups, got "

@@ -70,7 +70,8 @@ class TrainingProgram(Program):
             self.schedule.training(),
             self.stops.cancelling(lambda: actor.cancel_training()),
         ):
-            self.stops.raise_if_stop_requested()  # a stop requested before TRAINING could not cancel it; honour it now
+            # A stop that was requested before this phase could not cancel the step, so it is checked here.
+            self.stops.raise_if_stop_requested()
             if self.needs_scoring:
                 with self.report.measure("inference"):
                     self.stops.wait(self.actor.compute_log_probs())
@@ -81,7 +82,7 @@ class TrainingProgram(Program):
                 self.on_training()
                 metrics = self.stops.wait(training)[0]
             of_critic: dict[str, float] = {}
-            if metrics is not None and self.critic is not None:  # now the step cannot be cancelled any more
+            if metrics is not None and self.critic is not None:  # From here on the step cannot be cancelled.
                 with self.report.measure("critic"):
                     fitting = self.critic.run_training(self.progress.step + 1, spec.actor.data_parallel)
                     (of_critic,) = self.stops.wait(fitting)
@@ -93,7 +94,7 @@ class TrainingProgram(Program):
         }
 
     def on_training(self) -> None:
-        """Do what can be done while the actors train. Called once a step, as soon as they have begun. Writes the metrics of the last step."""
+        """Do work that needs no result of the training. Called once a step, as soon as they have begun. Writes the metrics of the last step."""
         self.report.write()
 
     def write_last_step(self) -> None:
@@ -115,10 +116,10 @@ class TrainingProgram(Program):
     def save_if_due(self) -> None:
         """Report a checkpoint that was written in the background, and save one when it is due."""
         self.saving.settle()
-        if (due := self.saving.due()) is not None:
+        if (step := self.saving.due()) is not None:
             self.report.write()  # a run that resumes from the checkpoint must find the line of its step
             with self.report.measure("checkpoint"):
-                self.saving.try_save(due)
+                self.saving.try_save(step)
             self.report.trace()
 
     def idle(self) -> dict[str, float]:

@@ -91,25 +91,27 @@ class Validation:
         size = self._spec.validation.samples_per_prompt
         metrics = summarise(list(validation.scores.values()), errors=len(validation.failures), group_size=size)
         for name in (scores | errors).keys() - {""}:
-            own = summarise(scores.get(name, []), errors=errors[name], group_size=size)
-            metrics |= {f"val/{name}/{key.removeprefix('val/')}": value for key, value in own.items()}
+            set_metrics = summarise(scores.get(name, []), errors=errors[name], group_size=size)
+            metrics |= {f"val/{name}/{key.removeprefix('val/')}": value for key, value in set_metrics.items()}
         return metrics
 
     def _set_of(self, group_id: str) -> str:
         """Return the name of the data set of a validation prompt; empty if the job has only one data set."""
         return self._samples[index_of(group_id)].get("data_set", "")
 
-    def _collect(self, validation: ValidationRound, cancelled: Callable[[], bool], short: Callable[[], bool]) -> None:
-        began, limit = time.monotonic(), self._spec.runtime.deadlines.rollout
+    def _collect(
+        self, validation: ValidationRound, cancelled: Callable[[], bool], lacks_rollouts: Callable[[], bool]
+    ) -> None:
+        start, limit = time.monotonic(), self._spec.runtime.deadlines.rollout
         while not cancelled():
-            answered = len(validation.scores) + len(validation.failures)
-            if answered == len(self._samples):
+            num_answered = len(validation.scores) + len(validation.failures)
+            if num_answered == len(self._samples):
                 return
-            if short():
-                began = max(began, time.monotonic() - limit / 2)
-            elif time.monotonic() - began > limit:
+            if lacks_rollouts():
+                start = max(start, time.monotonic() - limit / 2)
+            elif time.monotonic() - start > limit:
                 raise DeadlineExceeded(
-                    f"validation of version {validation.version} must finish in {limit:.0f} s, got {answered} of {len(self._samples)} answers"
+                    f"validation of version {validation.version} must finish in {limit:.0f} s, got {num_answered} of {len(self._samples)} answers"
                 )
             try:
                 self._dispatcher.take_scores(self._results.get(timeout=LOOK))
@@ -117,10 +119,10 @@ class Validation:
                 continue
 
 
-def _first_of_each_set(samples: Sequence[DatumSpec], most: int | None) -> Sequence[DatumSpec]:
-    """Return the first `most` samples of each data set; all samples if `most` is None. Samples must be ordered by data set."""
+def _first_of_each_set(samples: Sequence[DatumSpec], limit: int | None) -> Sequence[DatumSpec]:
+    """Return the first `limit` samples of each data set; all samples if `limit` is None. Samples must be ordered by data set."""
     sets = groupby(samples, key=lambda sample: sample.get("data_set"))
-    return [sample for _, own in sets for sample in islice(own, most)]
+    return [sample for _, set_samples in sets for sample in islice(set_samples, limit)]
 
 
 def summarise(scores: Sequence[ValidationScores], *, errors: int, group_size: int) -> dict[str, float]:
@@ -138,6 +140,6 @@ def summarise(scores: Sequence[ValidationScores], *, errors: int, group_size: in
         "val/accuracy": float(np.mean([reward >= SOLVED for reward in rewards])),
         "val/reward_mean": float(np.mean(rewards)),
         "val/response_length_mean": float(np.mean([length for prompt in scores for length in prompt.lengths])),
-        "val/truncation_rate": float(np.mean([cut for prompt in scores for cut in prompt.truncated])),
+        "val/truncation_rate": float(np.mean([truncated for prompt in scores for truncated in prompt.truncated])),
         f"val/pass@{group_size}": float(np.mean(solved_by_prompt)),
     }

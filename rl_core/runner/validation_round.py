@@ -83,8 +83,8 @@ class ValidationRound:
         """
         group = self.ledger.group_by_token(token)
         if group is not None and group.owner == owner:
-            again = self.ledger.requeue(token, reason, message, counted=counted)
-            if not again and failed is not None:
+            requeued = self.ledger.requeue(token, reason, message, counted=counted)
+            if not requeued and failed is not None:
                 self.failed.append(failed)
             self._note_drops()
 

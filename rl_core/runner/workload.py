@@ -104,7 +104,7 @@ class Workload:
         self._trainer_waiting = False
         self._backlog = self._ready = 0
         """Groups in the queue of the rollouts and in that of the actor."""
-        self._since = clock()
+        self._last_update = clock()
         """Clock, in seconds, up to which the sums below are counted."""
         self._starved_in_training = 0.0
         """Seconds for which rollouts were starved while the trainer did not wait, summed over the rollouts."""
@@ -143,8 +143,8 @@ class Workload:
     def set_polling(self, rollout: Identity, polling: bool) -> None:
         """Record whether a live rollout has an open poll for groups."""
         with self._lock:
-            known = self._rollouts.get(rollout)
-            if (known.polling if known is not None else False) != polling:
+            state = self._rollouts.get(rollout)
+            if (state.polling if state is not None else False) != polling:
                 self._settled(rollout).polling = polling
 
     def queues(self, *, backlog: int, ready: int) -> None:
@@ -160,9 +160,9 @@ class Workload:
             self._forget(rollout)
 
     def _forget(self, rollout: Identity) -> None:
-        known = self._rollouts.pop(rollout, None)
-        if known is not None:
-            for token in known.tokens:
+        state = self._rollouts.pop(rollout, None)
+        if state is not None:
+            for token in state.tokens:
                 del self._holder[token]
             self._marks.clear()
 
@@ -190,12 +190,12 @@ class Workload:
         finally:
             self._set_trainer_waiting(False)
 
-    def _set_trainer_waiting(self, waits: bool) -> None:
+    def _set_trainer_waiting(self, waiting: bool) -> None:
         with self._lock:
             for rollout in self._rollouts:
                 self._settled(rollout)
             self._count()
-            self._trainer_waiting = waits
+            self._trainer_waiting = waiting
 
     # --- reports ---------------------------------------------------------------------------------------------------
 
@@ -260,22 +260,22 @@ class Workload:
     def _settled(self, rollout: Identity) -> _Rollout:
         """Return a rollout with its seconds counted up to now, before its state changes."""
         now = self._clock()
-        known = self._rollouts.get(rollout)
-        if known is None:
-            known = self._rollouts[rollout] = _Rollout(since=now)
+        state = self._rollouts.get(rollout)
+        if state is None:
+            state = self._rollouts[rollout] = _Rollout(since=now)
             self._marks.clear()
-        if known.tokens:
-            known.busy += now - known.since
-        elif known.polling and not self._weights_in_transit:
-            known.starved += now - known.since
-            self._starved_in_training += 0.0 if self._trainer_waiting else now - known.since
-        known.since = now
-        return known
+        if state.tokens:
+            state.busy += now - state.since
+        elif state.polling and not self._weights_in_transit:
+            state.starved += now - state.since
+            self._starved_in_training += 0.0 if self._trainer_waiting else now - state.since
+        state.since = now
+        return state
 
     def _count(self) -> None:
         """Count the trainer's seconds and the queues up to now, before one changes."""
         now = self._clock()
-        seconds, self._since = now - self._since, now
+        seconds, self._last_update = now - self._last_update, now
         self._trainer += seconds if self._trainer_waiting else 0.0
         self._backlog_sum += seconds * self._backlog
         self._ready_sum += seconds * self._ready
@@ -292,22 +292,22 @@ class Workload:
             ready=self._ready_sum,
         )
 
-    def _since_mark(self, then: _Mark) -> Usage:
+    def _since_mark(self, mark: _Mark) -> Usage:
         now = self._mark()
-        seconds = now.at - then.at
+        seconds = now.at - mark.at
         rollouts = {}
         for rollout, (busy, starved) in now.rollouts.items():
-            was_busy, was_starved = then.rollouts.get(rollout, (0.0, 0.0))
+            was_busy, was_starved = mark.rollouts.get(rollout, (0.0, 0.0))
             rollouts[rollout] = (busy - was_busy, starved - was_starved)
         return Usage(
             seconds=seconds,
             rollouts=rollouts,
-            trainer_starved=now.trainer - then.trainer,
-            starved_in_training=(now.starved_in_training - then.starved_in_training) / max(len(rollouts), 1),
-            rollout_queue=(now.backlog - then.backlog) / seconds if seconds else float(self._backlog),
-            actor_queue=(now.ready - then.ready) / seconds if seconds else float(self._ready),
+            trainer_starved=now.trainer - mark.trainer,
+            starved_in_training=(now.starved_in_training - mark.starved_in_training) / max(len(rollouts), 1),
+            rollout_queue=(now.backlog - mark.backlog) / seconds if seconds else float(self._backlog),
+            actor_queue=(now.ready - mark.ready) / seconds if seconds else float(self._ready),
         )
 
 
-def _rank(of: tuple[Identity, Any]) -> tuple[int, Identity]:
-    return int(of[0][0].partition(":")[2]), of[0]
+def _rank(entry: tuple[Identity, Any]) -> tuple[int, Identity]:
+    return int(entry[0][0].partition(":")[2]), entry[0]

@@ -17,7 +17,7 @@ class MetricColumns:
     def __init__(self, path: Path) -> None:
         """`path`: metrics.jsonl, which need not be there yet."""
         self._path = path
-        self._end = self._inode = 0
+        self._offset = self._inode = 0
         self._lines: list[dict[str, Any]] = []
         self._lock = threading.Lock()
 
@@ -25,16 +25,16 @@ class MetricColumns:
         """Return all whole lines so far; damaged ones are left out. A file that was cut back or replaced (a resumed run) is read anew."""
         with self._lock:
             try:
-                found = self._path.stat()
-                size = found.st_size
-                if size < self._end or found.st_ino != self._inode:
-                    self._end, self._inode, self._lines = 0, found.st_ino, []
-                if size > self._end:
+                stat = self._path.stat()
+                size = stat.st_size
+                if size < self._offset or stat.st_ino != self._inode:
+                    self._offset, self._inode, self._lines = 0, stat.st_ino, []
+                if size > self._offset:
                     with self._path.open("rb") as file:
-                        file.seek(self._end)
+                        file.seek(self._offset)
                         data = file.read()
                     data = data[: data.rfind(b"\n") + 1]
-                    self._end += len(data)
+                    self._offset += len(data)
                     self._lines = self._lines + [
                         line for text in data.splitlines() if (line := _line(text)) is not None
                     ]
@@ -52,38 +52,38 @@ class MetricColumns:
 
     def hours(self) -> list[tuple[int, float]]:
         """Return (step, hours since the start): the sum of the measured times of all lines up to the step."""
-        total, found = 0.0, []
+        total, hours_by_step = 0.0, []
         for line in self.lines():
             total += sum(line[part] for part in DURATIONS if _is_number(line.get(part)))
-            found.append((line["step"], total / 3600))
-        return found
+            hours_by_step.append((line["step"], total / 3600))
+        return hours_by_step
 
     def events(self) -> list[dict[str, Any]]:
         """Return restarts and failures as {step, kind, text}: where the epoch or a count of failures is larger than in the line before."""
-        found: list[dict[str, Any]] = []
-        before: dict[str, Any] = {}
+        found_events: list[dict[str, Any]] = []
+        previous: dict[str, Any] = {}
         failures = [name for name in self.names() if name.startswith(FAILURES)]
         for line in self.lines():
             epoch: Any = line.get("epoch")
-            last: Any = before.get("epoch", epoch)
-            if _is_number(epoch) and _is_number(last) and epoch > last:
-                found.append({"step": line["step"], "kind": "restart", "text": f"restarted, attempt {epoch:g}"})
+            last_epoch: Any = previous.get("epoch", epoch)
+            if _is_number(epoch) and _is_number(last_epoch) and epoch > last_epoch:
+                found_events.append({"step": line["step"], "kind": "restart", "text": f"restarted, attempt {epoch:g}"})
             for name in failures:
                 count: Any = line.get(name)
-                if _is_number(count) and count > (before.get(name) or 0):
-                    more = count - (before.get(name) or 0)
-                    text = f"{name.removeprefix(FAILURES)}: {more:g} more"
-                    found.append({"step": line["step"], "kind": "failure", "text": text})
-            before = line
-        return found
+                if _is_number(count) and count > (previous.get(name) or 0):
+                    increase = count - (previous.get(name) or 0)
+                    text = f"{name.removeprefix(FAILURES)}: {increase:g} more"
+                    found_events.append({"step": line["step"], "kind": "failure", "text": text})
+            previous = line
+        return found_events
 
 
 def _line(text: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(text)
+        fields = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and type(found.get("step")) is int else None
+    return fields if isinstance(fields, dict) and type(fields.get("step")) is int else None
 
 
 def _is_number(value: Any) -> bool:

@@ -99,10 +99,10 @@ class Pages:
         return body, "application/json"
 
     def _run(self, query: "Query") -> RunView:
-        number = query.number("run")
-        if not 0 <= number < len(self._runs):
-            raise NotFound(f"there are runs 0 to {len(self._runs) - 1}, got {number}")
-        return self._runs[number]
+        run_index = query.number("run")
+        if not 0 <= run_index < len(self._runs):
+            raise NotFound(f"there are runs 0 to {len(self._runs) - 1}, got {run_index}")
+        return self._runs[run_index]
 
     def _curves(self, query: "Query") -> dict[str, Any]:
         metrics = self._run(query).metrics
@@ -121,33 +121,33 @@ class Pages:
     def _samples(self, query: "Query") -> dict[str, Any]:
         run, step, split = self._run(query), query.optional("step"), query.text("split", TRAIN)
         run.samples.refresh()
-        found = run.samples.every(split) if step is None else run.samples.of_step(split, int(step))
-        reasons = sorted({one.entry.reason for one in found})
+        records = run.samples.every(split) if step is None else run.samples.of_step(split, int(step))
+        reasons = sorted({record.entry.reason for record in records})
         matches = _filter(query)
-        found = [one for one in found if matches(one.entry)]
+        records = [record for record in records if matches(record.entry)]
         order = query.text("order", "group")
         if order in ("worst", "best"):
-            found = sorted(found, key=lambda one: _rank(one.entry, best=order == "best"))
+            records = sorted(records, key=lambda record: _rank(record.entry, best=order == "best"))
         elif order in ("longest", "shortest"):
-            found = sorted(found, key=lambda one: one.entry.tokens, reverse=order == "longest")
+            records = sorted(records, key=lambda record: record.entry.tokens, reverse=order == "longest")
         text = query.text("text", "")
-        shown = run.samples.containing(found, text)
-        rows = [_row(one.entry, sample) for one, sample in islice(shown, MOST_SAMPLES)]
-        more = 0
+        matching = run.samples.containing(records, text)
+        rows = [_row(record.entry, sample) for record, sample in islice(matching, MOST_SAMPLES)]
+        num_more = 0
         if len(rows) == MOST_SAMPLES:
-            more = (-1 if next(shown, None) else 0) if text else len(found) - MOST_SAMPLES
-        return {"samples": rows, "more": more, "reasons": reasons}
+            num_more = (-1 if next(matching, None) else 0) if text else len(records) - MOST_SAMPLES
+        return {"samples": rows, "more": num_more, "reasons": reasons}
 
     def _sample(self, query: "Query") -> bytes:
         run, split = self._run(query), query.text("split", TRAIN)
-        wanted = query.text("group", ""), query.number("sample")
+        key = query.text("group", ""), query.number("sample")
         run.samples.refresh()
-        for one in run.samples.of_step(split, query.number("step")):
-            if (one.entry.group, one.entry.sample) == wanted:
-                data = run.samples.read_bytes(one)
-                if data is not None and run.samples.read(one) is not None:
+        for record in run.samples.of_step(split, query.number("step")):
+            if (record.entry.group, record.entry.sample) == key:
+                data = run.samples.read_bytes(record)
+                if data is not None and run.samples.read(record) is not None:
                     return data
-        raise NotFound(f"sample {wanted[1]} of group {wanted[0][:80]} is not kept")
+        raise NotFound(f"sample {key[1]} of group {key[0][:80]} is not kept")
 
 
 class Query:
@@ -184,9 +184,9 @@ def run_names(folders: Sequence[Path]) -> list[str]:
     """Return for each folder the shortest end of its path that no other folder has."""
     names = []
     for folder in folders:
-        others = [other.parts for other in folders if other != folder]
+        other_parts = [other_folder.parts for other_folder in folders if other_folder != folder]
         count = 1
-        while count < len(folder.parts) and any(parts[-count:] == folder.parts[-count:] for parts in others):
+        while count < len(folder.parts) and any(parts[-count:] == folder.parts[-count:] for parts in other_parts):
             count += 1
         names.append(str(Path(*folder.parts[-count:])))
     return names
@@ -200,7 +200,7 @@ def _rank(entry: Entry, *, best: bool) -> tuple[bool, float]:
 def _filter(query: Query) -> Callable[[Entry], bool]:
     """Return whether a sample has the reward, length, reason and group that `query` asks for."""
     low, high = query.optional("min_reward"), query.optional("max_reward")
-    short, long = query.optional("min_tokens"), query.optional("max_tokens")
+    min_tokens, max_tokens = query.optional("min_tokens"), query.optional("max_tokens")
     reason, group = query.text("reason", ""), query.text("group", "")
 
     def matches(entry: Entry) -> bool:
@@ -210,8 +210,8 @@ def _filter(query: Query) -> Callable[[Entry], bool]:
         return (
             (low is None or reward >= low)
             and (high is None or reward <= high)
-            and (short is None or entry.tokens >= short)
-            and (long is None or entry.tokens <= long)
+            and (min_tokens is None or entry.tokens >= min_tokens)
+            and (max_tokens is None or entry.tokens <= max_tokens)
             and reason in ("", entry.reason)
             and group in ("", entry.group)
         )
@@ -221,10 +221,10 @@ def _filter(query: Query) -> Callable[[Entry], bool]:
 
 def _row(entry: Entry, sample: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sample of a list."""
-    given = sample["prompt_messages"]
+    num_prompt = sample["prompt_messages"]
     prompt, response = (
         "\n".join(str(message["content"]) for message in part)
-        for part in (sample["messages"][:given], sample["messages"][given:])
+        for part in (sample["messages"][:num_prompt], sample["messages"][num_prompt:])
     )
     return {
         "step": entry.step,
@@ -241,7 +241,7 @@ def _row(entry: Entry, sample: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}

@@ -45,8 +45,8 @@ class ViewServer:
         )
         self._thread = HttpThread(self._server, host, port, what="view")
         self.port = self._server.port
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self.port}/"
+        url_host = f"[{host}]" if ":" in host else host
+        self.url = f"http://{url_host}:{self.port}/"
 
     def close(self) -> None:
         """Stop serving."""

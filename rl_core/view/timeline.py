@@ -19,9 +19,9 @@ def timeline(folder: Path, step: int) -> dict[str, Any]:
     files = sorted((int(m[1]), int(m[2]), path) for path in folder.glob("*.json") if (m := NAME.fullmatch(path.name)))
     # A file holds the steps from the one in its name on; of several epochs the last one that reached the step counts.
     for _, _, path in sorted((entry for entry in files if entry[1] <= step), reverse=True):
-        found = _of_step(path, step)
-        if found["lanes"]:
-            return found
+        lanes_of_step = _of_step(path, step)
+        if lanes_of_step["lanes"]:
+            return lanes_of_step
     return {"began": 0.0, "ended": 0.0, "lanes": []}
 
 
@@ -42,15 +42,15 @@ def _of_step(path: Path, step: int) -> dict[str, Any]:
     for event in events:
         if event["ph"] != "X":
             continue
-        row, ends, args = (event["pid"], event["tid"]), event["ts"] + event["dur"], event.get("args", {})
-        mine = args.get("step") == step or args.get("group") in groups
-        inside = not args and ends <= open_until.get(row, -1)
-        if mine:
-            open_until[row] = ends
+        row, end, args = (event["pid"], event["tid"]), event["ts"] + event["dur"], event.get("args", {})
+        is_of_step = args.get("step") == step or args.get("group") in groups
+        is_nested = not args and end <= open_until.get(row, -1)
+        if is_of_step:
+            open_until[row] = end
         elif args:
             open_until.pop(row, None)
-        if mine or inside:
-            spans.append((*row, event["name"], event["ts"] / 1e6, ends / 1e6, args))
+        if is_of_step or is_nested:
+            spans.append((*row, event["name"], event["ts"] / 1e6, end / 1e6, args))
     lanes: dict[int, dict[int, list[list[Any]]]] = {}
     for process, thread, name, began, ended, args in spans[:MOST_SPANS]:
         lanes.setdefault(process, {}).setdefault(thread, []).append([name, began, ended, args])
@@ -68,7 +68,7 @@ def _of_step(path: Path, step: int) -> dict[str, Any]:
 @lru_cache(maxsize=4)
 def _events(path: Path, size: int) -> list[dict[str, Any]]:
     """Return the events in the first `size` bytes of a trace; lines that are not whole are left out."""
-    found = []
+    events = []
     with path.open("rb") as file:
         for line in file.read(size).splitlines():
             try:
@@ -76,5 +76,5 @@ def _events(path: Path, size: int) -> list[dict[str, Any]]:
             except (ValueError, RecursionError):
                 continue
             if isinstance(event, dict) and isinstance(event.get("ph"), str):
-                found.append(event)
-    return found
+                events.append(event)
+    return events

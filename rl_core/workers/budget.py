@@ -13,21 +13,21 @@ class RestartBudget:
         self._limit = limit
         self._window = window
         self._clock = clock
-        self._taken: deque[float] = deque()
+        self._restart_times: deque[float] = deque()
 
     @property
     def used(self) -> int:
         """Number of restarts used within the last `window` seconds."""
         now = self._clock()
-        while self._taken and now - self._taken[0] > self._window:
-            self._taken.popleft()
-        return len(self._taken)
+        while self._restart_times and now - self._restart_times[0] > self._window:
+            self._restart_times.popleft()
+        return len(self._restart_times)
 
     def take(self) -> bool:
         """Use one restart. Returns False, and uses none, when `limit` restarts are used."""
         if self.used >= self._limit:
             return False
-        self._taken.append(self._clock())
+        self._restart_times.append(self._clock())
         return True
 
     @property

@@ -31,7 +31,7 @@ class LineReader:
         """Read from the file descriptor `fd` and call `on_line(line)`, without the newline, for each line."""
         self._fd = fd
         self._on_line = on_line
-        self._rest = b""
+        self._partial_line = b""
         self._open = True
         os.set_blocking(fd, False)
         asyncio.get_running_loop().add_reader(fd, self.drain)
@@ -46,12 +46,12 @@ class LineReader:
             if not data:
                 self.close()
                 return
-            *lines, self._rest = (self._rest + data).split(b"\n")
+            *lines, self._partial_line = (self._partial_line + data).split(b"\n")
             for line in lines:
                 self._on_line(line)
-            if len(self._rest) > _CHUNK:  # for example a progress bar, which writes no newline
-                self._on_line(self._rest)
-                self._rest = b""
+            if len(self._partial_line) > _CHUNK:  # A progress bar, for example, writes no newline.
+                self._on_line(self._partial_line)
+                self._partial_line = b""
 
     def close(self) -> None:
         """Deliver the last line and close the pipe."""
@@ -59,8 +59,8 @@ class LineReader:
             self._open = False
             asyncio.get_running_loop().remove_reader(self._fd)
             os.close(self._fd)
-            if self._rest:
-                self._on_line(self._rest)
+            if self._partial_line:
+                self._on_line(self._partial_line)
 
 
 class Child:
@@ -147,7 +147,7 @@ class Child:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
         self.returncode = self._popen.returncode = code
-        processes.kill_group(self.pid, signal.SIGKILL)  # descendants that are still in its group
+        processes.kill_group(self.pid, signal.SIGKILL)  # Kills the descendants that are still in its process group.
         for reader in (self._events, self._output):
             reader.drain()
             reader.close()

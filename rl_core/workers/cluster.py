@@ -33,7 +33,7 @@ class PendingCall:
         self.future = future
         self._name = member_name
         self._hub = hub
-        self._began = time.monotonic()
+        self._start = time.monotonic()
 
     def cancel(self) -> None:
         """Cancel the call, and its handler if the handler can be cancelled."""
@@ -46,10 +46,10 @@ class PendingCall:
         j-actor-1, 12.0 s, serving, tokens 55, last heartbeat 0.4 s ago)`.
         """
         member = self._hub.get(self._name)
-        waited = f"{time.monotonic() - self._began:.1f} s"
+        elapsed = f"{time.monotonic() - self._start:.1f} s"
         if member is None:
-            return f"{self._name} (never seen, {waited})"
-        parts = [f"pod {member.pod}", waited, member.state.value]
+            return f"{self._name} (never seen, {elapsed})"
+        parts = [f"pod {member.pod}", elapsed, member.state.value]
         parts += [f"{kind} {count:g}" for kind, count in member.progress.items()]
         if (wait := member.wait) is not None:
             parts.append(f"waits for {wait.what} on {wait.on} since {wait.since_seconds:.1f} s")
@@ -227,13 +227,13 @@ class Cluster:
         with self._lock:
             # The state is read under the lock, so that a loss that is reported afterwards finds the new client.
             member = self._present(member_name)
-            known = self._clients.get(member_name)
-            if known is not None and known[0].address == member.address:
-                return known[1]
+            cached = self._clients.get(member_name)
+            if cached is not None and cached[0].address == member.address:
+                return cached[1]
             client = RpcClient(member.address, self.hub.keys, self.hub.identity, service=member.role)
             self._clients[member_name] = (member, client)
-        if known is not None:
-            known[1].fail(f"{member_name} has moved to {member.address}")
+        if cached is not None:
+            cached[1].fail(f"{member_name} has moved to {member.address}")
         return client
 
     def _present(self, member_name: str) -> Member:
@@ -246,26 +246,25 @@ class Cluster:
 
     def _on_change(self, change: Change) -> None:
         if change.kind == "lost" or change.member.incarnation > (0, 0):
-            # Again when it is replaced: others may have sent before they knew of the loss.
+            # Repeated when the member is replaced, because others may have sent before they knew of the loss.
             delete_stored(change.member.name)
         if change.kind == "lost":
             with self._lock:
-                known = self._clients.get(change.member.name)
-                if known is not None and known[0].incarnation > change.member.incarnation:
-                    known = None  # the client is already that of the replacement
+                cached = self._clients.get(change.member.name)
+                if cached is not None and cached[0].incarnation > change.member.incarnation:
+                    cached = None  # The client already belongs to the replacement.
                 else:
                     self._clients.pop(change.member.name, None)
-            if known is not None:
-                known[1].fail(f"{change.member.name} is lost: {change.reason}")
+            if cached is not None:
+                cached[1].fail(f"{change.member.name} is lost: {change.reason}")
         elif change.kind == "joined":
             for callback in self._on_joined:
                 callback(change.member)
 
     def _constructed(self, name: str, future: "concurrent.futures.Future[MethodResult]") -> None:
         error = None if future.cancelled() else future.exception()
-        if error is not None and not isinstance(
-            error, WorkerLost
-        ):  # the replacement of a lost member is constructed again
+        # A WorkerLost is not stored, because the replacement of a lost member is constructed again.
+        if error is not None and not isinstance(error, WorkerLost):
             with self._lock:
                 self._failures[name] = error
 
@@ -286,5 +285,5 @@ class Cluster:
             return f"{name} (pod {pod}: never seen)"
         if member.state.constructed:
             return None
-        words = {MemberState.JOINING: "hello", MemberState.LOST: f"lost: {member.reason}"}
-        return f"{name} (pod {member.pod}: {words.get(member.state, member.state.value)})"
+        descriptions = {MemberState.JOINING: "hello", MemberState.LOST: f"lost: {member.reason}"}
+        return f"{name} (pod {member.pod}: {descriptions.get(member.state, member.state.value)})"

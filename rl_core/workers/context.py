@@ -94,7 +94,7 @@ class WorkerContext:
         """Model configuration and tokenizer files by name."""
         self.hub = hub
         """RPC client of the runner's hub. None before the first registration and outside a job."""
-        self._silent: list[RpcClient] = []
+        self._silent_clients: list[RpcClient] = []
         """Earlier clients of a hub that became silent. They may have calls in progress. Only the thread that registers uses this list."""
         self.state = MemberState.JOINING
         self.retired = False
@@ -108,7 +108,7 @@ class WorkerContext:
         self._progress: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
         self._read_metrics: Callable[[], Mapping[str, float]] = dict
-        self._waits: dict[int, _Wait] = {}
+        self._declared_waits: dict[int, _Wait] = {}
         self._wait_ids = itertools.count()
         self._members: dict[str, MemberView] = {}
         self._view_version = -1
@@ -136,9 +136,9 @@ class WorkerContext:
 
     def set_state(self, state: str) -> None:
         """Report a new state to the hub at once. A retired process ignores all states except draining and drained."""
-        wanted = MemberState(state)
-        if not self.retired or wanted in (MemberState.DRAINING, MemberState.DRAINED):
-            self.state = wanted
+        new_state = MemberState(state)
+        if not self.retired or new_state in (MemberState.DRAINING, MemberState.DRAINED):
+            self.state = new_state
             self._on_change()
 
     def retire(self) -> None:
@@ -163,31 +163,31 @@ class WorkerContext:
 
         Heartbeats report the oldest of several waits. `cause` is described at `Worker.waiting`.
         """
-        number = next(self._wait_ids)
+        wait_id = next(self._wait_ids)
         with self._lock:
-            self._waits[number] = _Wait(what, on, self._clock(), cause)
+            self._declared_waits[wait_id] = _Wait(what, on, self._clock(), cause)
         try:
             yield
         finally:
             with self._lock:
-                del self._waits[number]
+                del self._declared_waits[wait_id]
 
     def heartbeat(self) -> Heartbeat:
         """Return a heartbeat with the present state, counters and gauges."""
-        memory, read = processes.memory_bytes(os.getpid()), self._read_metrics()
+        memory, read_metrics = processes.memory_bytes(os.getpid()), self._read_metrics()
         with self._lock:
-            wait = min(self._waits.values(), key=lambda w: w.since, default=None)
-            waited = 0.0 if wait is None else self._clock() - wait.since
+            wait = min(self._declared_waits.values(), key=lambda w: w.since, default=None)
+            wait_seconds = 0.0 if wait is None else self._clock() - wait.since
             return Heartbeat(
                 state=self.state,
                 policy_version=self.policy_version,
                 digest=self.digest,
                 weights_proof=self.weights_proof,
                 progress=dict(self._progress),
-                metrics={**self._metrics, **read},
+                metrics={**self._metrics, **read_metrics},
                 wait=None
                 if wait is None
-                else DeclaredWait(what=wait.text(), on=wait.on, since_seconds=waited, cause=wait.cause),
+                else DeclaredWait(what=wait.text(), on=wait.on, since_seconds=wait_seconds, cause=wait.cause),
                 memory_bytes=memory,
                 view_version=self._view_version,
             )
@@ -198,7 +198,7 @@ class WorkerContext:
         """Apply the hub's answer to `hello`: the job (None outside one), the model files and all members."""
         self.job = job
         self.files = dict(files) or self.files
-        with self._lock:  # the successor of a lost hub numbers its views from 0 and may not know all members
+        with self._lock:  # The successor of a lost hub numbers its views from 0 and may not know all members.
             self._members.clear()
             self._view_version = -1
         self.update_view(view)
@@ -212,18 +212,20 @@ class WorkerContext:
             return
         with self._lock:
             self._view_version = view.version
-            left = [
+            departed = [
                 self._members[m.name]
                 for m in view.members
                 if m.name in self._members and _left(self._members[m.name], m)
             ]
             self._members.update({m.name: m for m in view.members})
-            clients = [(member, self._peers.pop(member.address)) for member in left if member.address in self._peers]
+            clients = [
+                (member, self._peers.pop(member.address)) for member in departed if member.address in self._peers
+            ]
             wakes = list(self._waiting_for_view)
         for member, client in clients:
             client.fail(f"{member.name} is lost")
         for wake in wakes:
-            with contextlib.suppress(RuntimeError):  # the event loop of the waiting coroutine was closed
+            with contextlib.suppress(RuntimeError):  # The event loop of the waiting coroutine was closed.
                 wake()
 
     def enter_epoch(self, epoch: int) -> None:
@@ -254,9 +256,9 @@ class WorkerContext:
         Members of a job see those of their own group only if they may call them. Their own number tells them the size.
         """
         with self._lock:
-            seen = [m for m in self._members.values() if m.group == group]
-        own = self.identity.world_size if group == self.identity.group else 0
-        return max((m.world_size for m in [m for m in seen if not m.state.gone] or seen), default=own)
+            members = [m for m in self._members.values() if m.group == group]
+        default = self.identity.world_size if group == self.identity.group else 0
+        return max((m.world_size for m in [m for m in members if not m.state.gone] or members), default=default)
 
     async def view_changed(self) -> None:
         """Wait until the hub reports a change of the members. The wait has no timeout; the caller sets one."""
@@ -287,10 +289,10 @@ class WorkerContext:
 
     def replace_hub(self, client: RpcClient) -> None:
         """Use `client` for the hub from now on and close earlier clients. Calls under way on them fail."""
-        earlier, self._silent = [*self._silent, *([self.hub] if self.hub is not None else [])], []
+        old_clients, self._silent_clients = [*self._silent_clients, *([self.hub] if self.hub is not None else [])], []
         self.hub = client
-        for each in earlier:
-            each.close()
+        for old_client in old_clients:
+            old_client.close()
 
     def reconnect_hub(self, client: RpcClient) -> None:
         """Use `client` for a hub that is silent, because it may connect to a restarted runner.
@@ -298,13 +300,13 @@ class WorkerContext:
         Earlier clients stay open with their calls under way, because the old connection may recover. `hub_answered` closes them.
         """
         if self.hub is not None:
-            self._silent.append(self.hub)
+            self._silent_clients.append(self.hub)
         self.hub = client
 
     def hub_answered(self) -> None:
         """Close the earlier clients of the hub that have no call under way."""
-        idle = [client for client in self._silent if client.idle]
-        self._silent = [client for client in self._silent if client not in idle]
+        idle = [client for client in self._silent_clients if client.idle]
+        self._silent_clients = [client for client in self._silent_clients if client not in idle]
         for client in idle:
             client.close()
 

@@ -27,15 +27,15 @@ class DeadlineWait:
         `began` is the start on `clock`; None means now. Raises ValueError when `seconds` is not finite.
         """
         self.seconds = finite_seconds(seconds)
-        self._what = what
+        self._description = what
         self._clock = clock
-        self._began = clock() if began is None else began
+        self._start = clock() if began is None else began
         self._warnings = [share * seconds for share in _WARN_AT if share * seconds >= _QUIET_SECONDS]
 
     @property
     def waited(self) -> float:
         """Seconds since the wait began."""
-        return self._clock() - self._began
+        return self._clock() - self._start
 
     def pause(self, missing: Callable[[], str], *, end: float | None = None) -> float | None:
         """Return how many seconds the caller may sleep at most, or None when the deadline has passed.
@@ -43,13 +43,13 @@ class DeadlineWait:
         Logs `missing()` as a warning when 10 % or 50 % of the time has passed. `end` is an earlier end of the wait on the clock; None means
         that there is none.
         """
-        waited = self.waited
-        left = self.seconds - waited
+        elapsed = self.waited
+        remaining = self.seconds - elapsed
         if end is not None:
-            left = min(left, end - self._clock())
-        if left <= 0:
+            remaining = min(remaining, end - self._clock())
+        if remaining <= 0:
             return None
-        while self._warnings and waited >= self._warnings[0]:
+        while self._warnings and elapsed >= self._warnings[0]:
             self._warnings.pop(0)
-            logger.warning("waited %.0f of %.0f s for %s: %s", waited, self.seconds, self._what, missing())
-        return min(left, *(at - waited for at in self._warnings[:1]), threading.TIMEOUT_MAX)
+            logger.warning("waited %.0f of %.0f s for %s: %s", elapsed, self.seconds, self._description, missing())
+        return min(remaining, *(warning_time - elapsed for warning_time in self._warnings[:1]), threading.TIMEOUT_MAX)

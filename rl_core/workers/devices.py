@@ -21,8 +21,10 @@ def device_uuids(visible: tuple[str, ...]) -> tuple[str, ...]:
     try:
         pynvml.nvmlInit()
         handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(int(v)) if v.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(v.encode())
-            for v in visible
+            pynvml.nvmlDeviceGetHandleByIndex(int(device))
+            if device.isdigit()
+            else pynvml.nvmlDeviceGetHandleByUUID(device.encode())
+            for device in visible
         ]
         return tuple(_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles)
     except pynvml.NVMLError as error:
@@ -37,13 +39,15 @@ def check_visible_devices(visible: Iterable[tuple[str, ...]], *, exclusive: bool
     `visible` holds the devices of each process. `exclusive` says that the container should see no other devices, because Kubernetes assigns
     them; additional devices are logged as a warning. Raises ConfigError when an assigned device cannot be found.
     """
-    wanted = tuple(sorted({device for devices in visible for device in devices}))
-    uuids = device_uuids(wanted)
+    all_devices = tuple(sorted({device for devices in visible for device in devices}))
+    uuids = device_uuids(all_devices)
     if uuids:
         logger.info("accelerators: %s", ", ".join(uuids))
-        if exclusive and (seen := _count()) > len(uuids):
+        if exclusive and (num_visible := _count()) > len(uuids):
             logger.warning(
-                "%s accelerators were asked for and %s are visible; is the device plugin in use?", len(uuids), seen
+                "%s accelerators were asked for and %s are visible; is the device plugin in use?",
+                len(uuids),
+                num_visible,
             )
     return uuids
 

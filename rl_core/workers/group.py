@@ -121,7 +121,8 @@ class WorkerGroup:
         cluster.on_joined(self._construct_joined)
         if cluster.hub.started:
             cluster.wait_ready([self.name], limit)
-            for _, call in list(self._constructing.values()):  # a member that held another worker was ready already
+            # A member that held another worker was ready before, so `wait_ready` did not wait for it.
+            for _, call in list(self._constructing.values()):
                 call.future.result()
         return self
 
@@ -152,8 +153,8 @@ class WorkerGroup:
         return GroupView(self, None, seconds)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        self.__dict__[method] = found = self._method(method, None)
-        return found
+        self.__dict__[method] = bound = self._method(method, None)
+        return bound
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -174,11 +175,11 @@ class WorkerGroup:
 
         def call(*args: Any, **kwargs: Any) -> WorkerGroupFuncResult:
             cluster = self.cluster
-            wanted = self._ranks() if ranks is None else ranks
+            called_ranks = self._ranks() if ranks is None else ranks
             limit = cluster.method_deadline if seconds is None else seconds
             calls = {
                 rank: cluster.submit(f"{self.name}:{rank}", method, args, kwargs, timeout=limit + MARGIN)
-                for rank in wanted
+                for rank in called_ranks
             }
             return WorkerGroupFuncResult(self.name, method, calls, default_timeout=limit)
 
@@ -200,9 +201,9 @@ class WorkerGroup:
         """
         if member.group != self.name:
             return
-        here = {m.rank: m for m in self.cluster.members() if m.group == self.name} | {member.rank: member}
-        if len(here) >= self.cluster.sizes[self.name]:
-            for present in here.values():
+        members = {m.rank: m for m in self.cluster.members() if m.group == self.name} | {member.rank: member}
+        if len(members) >= self.cluster.sizes[self.name]:
+            for present in members.values():
                 self._construct_once(present)
 
     def _construct_once(self, member: Member) -> None:
@@ -230,8 +231,8 @@ class GroupView:
         self._seconds = seconds
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        self.__dict__[method] = found = self._group._method(method, self._ranks, self._seconds)
-        return found
+        self.__dict__[method] = bound = self._group._method(method, self._ranks, self._seconds)
+        return bound
 
 
 GROUP_NAMES = frozenset(name for name in dir(WorkerGroup) if not name.startswith("_"))

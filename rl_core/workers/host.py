@@ -263,7 +263,7 @@ async def _run(identity: Identity, placement: Placement) -> int:
 def main() -> int:
     """Run a worker process; return its exit code."""
     faulthandler.enable()
-    events.descriptor()  # before anything is started that could inherit the variable
+    events.descriptor()  # Called before anything is started that could inherit the variable.
     try:
         identity, placement = Identity.from_env(), Placement.from_env()
     except ConfigError as error:
@@ -281,4 +281,4 @@ if __name__ == "__main__":
     code = main()
     logging.shutdown()
     sys.stdout.flush()
-    os._exit(code)  # method threads may still run user code nobody waits for
+    os._exit(code)  # Threads of methods may still run user code, which nobody waits for.

@@ -88,7 +88,7 @@ class Hub:
         self._files = dict(files or {})
         self._job_json = _as_json(job)
         self._heartbeat_seconds = heartbeat_seconds
-        # Well below the gap between two sweeps that the membership takes for a pause of this process: it extends all deadlines after one.
+        # Well below the gap after which the membership assumes that this process was paused, and extends all deadlines.
         self._sweep_seconds = min(_SWEEP_SECONDS, suspect_seconds / 4)
         self._kinds: Mapping[str, GroupKind] = kinds if job is None else groups_of(job.spec)
         self._membership = Membership(
@@ -108,9 +108,9 @@ class Hub:
         before it is called for the loss that `sweep` has found. Acquired before `_lock`."""
         self._watchers: list[Callable[[Change], None]] = []
         self._joined: list[Callable[[Member], object]] = []
-        self._lost: list[Callable[[Member, str], object]] = []
+        self._loss_listeners: list[Callable[[Member, str], object]] = []
         self._queue: queue.SimpleQueue[Change | None] = queue.SimpleQueue()
-        self._ended = threading.Event()
+        self._stopped = threading.Event()
         self._cycles = ReceiveCycles(self.get, clock=clock)
         handlers = {
             "hello": self._hello,
@@ -157,7 +157,7 @@ class Hub:
         if self.started:
             raise RuntimeError("hub.add_listeners must be called before hub.start; a late listener would miss members")
         self._joined += [joined] if joined is not None else []
-        self._lost += [lost] if lost is not None else []
+        self._loss_listeners += [lost] if lost is not None else []
 
     def start(self) -> "Hub":
         """Start to serve and to check for silent members; return self. Raises ConfigError when the port is in use."""
@@ -169,7 +169,7 @@ class Hub:
 
     def close(self) -> None:
         """Stop to serve."""
-        self._ended.set()
+        self._stopped.set()
         self._queue.put(None)
         if self.started:
             self._server.close()
@@ -290,11 +290,11 @@ class Hub:
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _sweep(self) -> None:
-        while not self._ended.wait(self._sweep_seconds):
+        while not self._stopped.wait(self._sweep_seconds):
             try:
                 with self._changing() as membership:
                     membership.sweep()
-            except Exception:  # this thread must go on: no other one looks for silent members
+            except Exception:  # This thread must continue, because no other one looks for silent members.
                 logger.exception(
                     "the hub could not look for silent members; it looks again in %s s", self._sweep_seconds
                 )
@@ -320,9 +320,9 @@ class Hub:
                 calls = [functools.partial(listener, member) for listener in self._joined]
             else:
                 drained = member.state is MemberState.DRAINED
-                level, what = (logging.INFO, "has left") if drained else (logging.WARNING, "is lost")
-                logger.log(level, "%s %s: %s", member.name, what, change.reason)
-                calls = [functools.partial(listener, member, change.reason) for listener in self._lost]
+                level, text = (logging.INFO, "has left") if drained else (logging.WARNING, "is lost")
+                logger.log(level, "%s %s: %s", member.name, text, change.reason)
+                calls = [functools.partial(listener, member, change.reason) for listener in self._loss_listeners]
             for call in calls:
                 self._guarded(call, change)
 
@@ -331,14 +331,17 @@ class Hub:
             call()
         except RLJobError as error:
             logger.error("the runner's %s listener for %s failed: %s", change.kind, change.member.name, error)
-        except Exception:  # a bug in one listener must not stop the others
+        except Exception:  # A bug in one listener must not stop the others.
             logger.exception("the runner's %s listener for %s failed", change.kind, change.member.name)
 
 
 def visible_groups(groups: Iterable[GroupKind]) -> dict[str, frozenset[str]]:
     """Return for each group the names of the groups whose members it sees. These are the groups that it may call."""
-    known = list(groups)
-    return {viewer.name: frozenset(group.name for group in known if viewer.name in group.callers) for viewer in known}
+    all_groups = list(groups)
+    return {
+        viewer.name: frozenset(group.name for group in all_groups if viewer.name in group.callers)
+        for viewer in all_groups
+    }
 
 
 def _bindable(address: str) -> str:
@@ -353,6 +356,6 @@ def _bindable(address: str) -> str:
 def _as_json(job: "RLJob | None") -> str | None:
     if job is None:
         return None
-    from rl_core.api import document  # a script has no job and does not load the schema
+    from rl_core.api import document  # A script has no job, so it does not load the schema.
 
     return document.text(job)

@@ -24,17 +24,22 @@ def _module_of_script(cls: type[Any]) -> str:
     main = sys.modules["__main__"]
     if getattr(main, cls.__qualname__.partition(".")[0], None) is None:
         raise _refused(cls, "the script does not define it; move it to a module")
-    if main.__spec__ is not None:  # python -m package.module
+    if main.__spec__ is not None:  # The script was started as `python -m package.module`.
         return main.__spec__.name
     file = getattr(main, "__file__", None)
     if file is None:
         raise _refused(cls, "it has no file; write it into a module, for example own.py, and import it from there")
     name = Path(file).stem
-    found = importlib.util.find_spec(name) if name.isidentifier() else None
-    if found is None or found.origin is None or not Path(found.origin).samefile(file):
-        other = f"`import {name}` finds {found.origin}" if found is not None else f"`import {name}` finds nothing"
+    module_spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if module_spec is None or module_spec.origin is None or not Path(module_spec.origin).samefile(file):
+        problem = (
+            f"`import {name}` finds {module_spec.origin}"
+            if module_spec is not None
+            else f"`import {name}` finds nothing"
+        )
         raise _refused(
-            cls, f"{other}; give {file} a name that is no other module's, run it from its own folder, or move the class"
+            cls,
+            f"{problem}; give {file} a name that is no other module's, run it from its own folder, or move the class",
         )
     return name
 

@@ -34,7 +34,7 @@ class LoopThread:
             async with self._turn:
                 return await work
         finally:
-            work.close()  # does nothing unless it was cancelled before its turn
+            work.close()  # Has an effect only if the work was cancelled before its turn.
 
     def _serve(self) -> None:
         try:

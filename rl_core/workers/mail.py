@@ -41,14 +41,14 @@ def delete_stored(receiver: str) -> None:
     """
     try:
         backend = client.current().backend(WORKER_MESSAGES, OPTIONS)
-    except ConfigError:  # a hub without a channel server
+    except ConfigError:  # The hub has no channel server.
         return
 
-    def delete(asked: "Future[ChannelStats]") -> None:
-        if asked.cancelled() or asked.exception() is not None:  # there is no such channel, or its server is gone
+    def delete(answer: "Future[ChannelStats]") -> None:
+        if answer.cancelled() or answer.exception() is not None:  # There is no such channel, or its server is gone.
             return
         with contextlib.suppress(RLJobError):
-            backend.control("move", [(key, None) for key in asked.result().keys if key[1] == receiver])
+            backend.control("move", [(key, None) for key in answer.result().keys if key[1] == receiver])
 
     with contextlib.suppress(RLJobError):
         backend.control("stats").add_done_callback(delete)
@@ -95,8 +95,8 @@ class Mail:
         seconds = _seconds(timeout)
         self._check_exists(receiver, timeout=timeout, may_block=may_block)
         self._check_present(receiver, may_block=may_block)
-        sent = self._tensors.send(tensor, header, [receiver], seconds=seconds, waited_for=may_block)
-        return AsyncHandle(sent, lambda none: none, detach)
+        future = self._tensors.send(tensor, header, [receiver], seconds=seconds, waited_for=may_block)
+        return AsyncHandle(future, lambda result: result, detach)
 
     def broadcast(
         self, message: Any, groups: Sequence[str], *, timeout: float | None, may_block: bool
@@ -117,15 +117,15 @@ class Mail:
                 self._check_present(receiver, may_block=may_block)
             header = self._tensors.header(message, receivers=len(receivers))
             if header is not None:
-                sent = self._tensors.send(message, header, receivers, seconds=seconds, waited_for=may_block)
+                future = self._tensors.send(message, header, receivers, seconds=seconds, waited_for=may_block)
             else:
-                sent = self._messages.put_copies(message, receivers, timeout=seconds)
-                self._messages.note_send(sent)
+                future = self._messages.put_copies(message, receivers, timeout=seconds)
+                self._messages.note_send(future)
         except (RLJobError, TypeError, ValueError) as error:
             if present := [receiver for receiver in self._receivers(groups) if not self._is_gone(receiver)]:
                 self._messages.put_copies(pack_error(error), present, timeout=seconds)
             raise
-        return AsyncHandle(sent, lambda none: message, detach)
+        return AsyncHandle(future, lambda result: message, detach)
 
     def receive(self, sender: str, *, timeout: float | None, at_once: bool = False) -> Receipt:
         """Start to receive the next message of the worker `group:rank`.
@@ -195,9 +195,9 @@ class Mail:
             with self._context.waiting("the first member", group):
                 while not self._context.world_size_of(group):
                     if time.monotonic() >= deadline:
-                        seen = sorted({member.group for member in self._context.members()})
+                        groups_seen = sorted({member.group for member in self._context.members()})
                         raise ValueError(
-                            f"group {group} must have members that {self._name} sees, got none; it sees members of {', '.join(seen)}; "
+                            f"group {group} must have members that {self._name} sees, got none; it sees members of {', '.join(groups_seen)}; "
                             "launch the group first, and name the groups that call it in its callers in a job"
                         )
                     self._context.wait_view_changed(LOOK_SECONDS)
@@ -239,7 +239,7 @@ class Mail:
 
     def _check_present(self, name: str, *, may_block: bool) -> None:
         if self._is_gone(name) and may_block:
-            self._context.wait_view_changed(REFRESH_SECONDS)  # the last heartbeat may be older than the replacement
+            self._context.wait_view_changed(REFRESH_SECONDS)  # The last heartbeat may be older than the replacement.
         if self._is_gone(name):
             raise WorkerLost(f"{name} is gone; {self._name} cannot send to it until it has been replaced")
 

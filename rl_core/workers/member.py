@@ -42,8 +42,10 @@ class Member(MemberView):
     @classmethod
     def from_hello(cls, report: HelloReport, now: float, host: str = "") -> Self:
         """Return the member that registered with `report` at the time `now`, from the IP address `host`."""
-        seen = {name: getattr(report.member, name) for name in _VIEWED}
-        return cls(**seen, registration=report.registration, device_uuids=report.device_uuids, last_seen=now, host=host)
+        viewed = {name: getattr(report.member, name) for name in _VIEWED}
+        return cls(
+            **viewed, registration=report.registration, device_uuids=report.device_uuids, last_seen=now, host=host
+        )
 
     @property
     def id(self) -> MemberId:

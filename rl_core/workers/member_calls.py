@@ -44,8 +44,8 @@ class MemberCaller:
                 member = await self._free_member(group, method, deadline, seconds)
                 self._in_flight[member.address] += 1
                 try:
-                    client, left = self._worker.peer(member.address), deadline - self._clock()
-                    return await client.call(method, *args, timeout=max(left, 0.0))
+                    client, remaining = self._worker.peer(member.address), deadline - self._clock()
+                    return await client.call(method, *args, timeout=max(remaining, 0.0))
                 except WorkerLost as error:
                     losses += 1
                     self.losses += 1
@@ -55,7 +55,7 @@ class MemberCaller:
                         ) from error
                 finally:
                     self._in_flight[member.address] -= 1
-                    self._in_flight += Counter()  # drops the addresses with none
+                    self._in_flight += Counter()  # Removes the addresses without calls.
 
     async def _free_member(self, group: str, method: str, deadline: float, seconds: float) -> MemberView:
         """Return the member with the fewest calls in flight; waits until there is one."""
@@ -63,12 +63,12 @@ class MemberCaller:
             ready = [m for m in self._worker.members(group) if m.state.constructed]
             if ready:
                 return min(ready, key=lambda m: (self._in_flight[m.address], m.rank))
-            left = deadline - self._clock()
-            if left <= 0:
+            remaining = deadline - self._clock()
+            if remaining <= 0:
                 raise DeadlineExceeded(
                     f"{group}.{method} must find a member within {seconds:.0f} s, got none; the job needs a group {group} "
                     f"that names {self._worker.group_name} in callers"
                 )
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(left, LOOK_SECONDS)):
+                async with asyncio.timeout(min(remaining, LOOK_SECONDS)):
                     await self._worker.view_changed()

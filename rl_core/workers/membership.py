@@ -67,13 +67,13 @@ class Membership:
         self.revision = 0
         """Number that rises with every change of a member's state or policy version and with every join and loss."""
         self._suspect = suspect_seconds
-        self._lost = lost_seconds
+        self._lost_seconds = lost_seconds
         self._views = views
         self._clock = clock
         self._members: dict[str, Member] = {}
         self._view_version = 0
         """Rises with every change that other members see."""
-        self._shown: dict[str, dict[str, int]] = {}
+        self._shown_at: dict[str, dict[str, int]] = {}
         """By group and member: view version of the member's last change, in ascending order."""
         self._serving: Counter[str] = Counter()
         """Number of members in the state SERVING, by group."""
@@ -89,9 +89,11 @@ class Membership:
 
         Members that are lost or have drained are left out unless `lost` or `drained` is true.
         """
-        kept = [*([MemberState.DRAINED] if drained else []), *([MemberState.LOST] if lost else [])]
-        chosen = [m for m in self._members.values() if role in (None, m.role) and (not m.state.gone or m.state in kept)]
-        return sorted(chosen, key=lambda m: (m.group, m.rank))
+        states = [*([MemberState.DRAINED] if drained else []), *([MemberState.LOST] if lost else [])]
+        selected = [
+            m for m in self._members.values() if role in (None, m.role) and (not m.state.gone or m.state in states)
+        ]
+        return sorted(selected, key=lambda m: (m.group, m.rank))
 
     def hello(self, report: HelloReport, host: str = "") -> RefusalReason | None:
         """Register a process that connected from IP address `host`. Returns why it is refused, or None when it is accepted."""
@@ -104,8 +106,8 @@ class Membership:
             self._members[member.name] = replace(old, last_seen=member.last_seen, host=host)
             return None
         if old is not None and not old.state.gone:
-            again = old.incarnation == member.incarnation
-            reason = "it said hello again" if again else f"replaced by incarnation {_dotted(member.incarnation)}"
+            same_process = old.incarnation == member.incarnation
+            reason = "it said hello again" if same_process else f"replaced by incarnation {_dotted(member.incarnation)}"
             self._lose(old, reason)
         self._store(member)
         self._changes.append(Change("joined", member))
@@ -173,7 +175,7 @@ class Membership:
                 self._members[member.name] = replace(member, last_seen=member.last_seen + pause)
                 continue
             silence = now - member.last_seen
-            if silence > self._lost:
+            if silence > self._lost_seconds:
                 self._lose(member, f"no heartbeat for {silence:.1f} s")
             elif silence > self._suspect and member.state is not MemberState.SUSPECT:
                 self._store(replace(member, state=MemberState.SUSPECT))
@@ -181,8 +183,8 @@ class Membership:
     def view(self, group: str | None = None, since: int = -1) -> View:
         """Return the members that `group` sees (None: all) and that changed after view version `since`."""
         changed: list[tuple[int, str]] = []
-        for seen in self._seen_by(group):
-            for name, version in reversed(self._shown.get(seen, {}).items()):
+        for visible_group in self._seen_by(group):
+            for name, version in reversed(self._shown_at.get(visible_group, {}).items()):
                 if version <= since:
                     break
                 changed.append((version, name))
@@ -190,8 +192,8 @@ class Membership:
 
     def take_changes(self) -> list[Change]:
         """Return the joins and losses since the last call, in order."""
-        taken, self._changes = self._changes, []
-        return taken
+        changes, self._changes = self._changes, []
+        return changes
 
     def _judge(self, report: HelloReport) -> RefusalReason | None:
         if report.uid != self.uid:
@@ -201,12 +203,12 @@ class Membership:
         if report.epoch != self.epoch:
             return "older_epoch" if report.epoch < self.epoch else "newer_epoch"
         offered = report.member
-        known = self._members.get(offered.name)
-        if known is None:
+        current = self._members.get(offered.name)
+        if current is None:
             return None
-        same_process = (known.pid, known.pod, known.address) == (offered.pid, offered.pod, offered.address)
-        taken = offered.incarnation == known.incarnation and not same_process and not known.state.gone
-        return "duplicate_rank" if offered.incarnation < known.incarnation or taken else None
+        same_process = (current.pid, current.pod, current.address) == (offered.pid, offered.pod, offered.address)
+        is_duplicate = offered.incarnation == current.incarnation and not same_process and not current.state.gone
+        return "duplicate_rank" if offered.incarnation < current.incarnation or is_duplicate else None
 
     def _present(self, member_id: MemberId) -> Member | None:
         """Return the member `member_id`; None when it is lost or drained, or when another process has its name."""
@@ -226,34 +228,38 @@ class Membership:
         """
         if since > self._view_version:
             since = -1
-        last = max(
-            (next(reversed(shown.values())) for seen in self._seen_by(group) if (shown := self._shown.get(seen))),
+        last_version = max(
+            (
+                next(reversed(versions.values()))
+                for visible_group in self._seen_by(group)
+                if (versions := self._shown_at.get(visible_group))
+            ),
             default=-1,
         )
-        return self.view(group, since) if last > since else None
+        return self.view(group, since) if last_version > since else None
 
     def _seen_by(self, group: str | None) -> Iterable[str]:
-        return self._shown if group is None or self._views is None else self._views.get(group, ())
+        return self._shown_at if group is None or self._views is None else self._views.get(group, ())
 
     def _store(self, member: Member) -> None:
         old = self._members.get(member.name)
         self._members[member.name] = member
-        state, before = member.state, old.state if old is not None else None
-        if state is not before:
-            self._serving[member.group] += (state is MemberState.SERVING) - (before is MemberState.SERVING)
+        state, old_state = member.state, old.state if old is not None else None
+        if state is not old_state:
+            self._serving[member.group] += (state is MemberState.SERVING) - (old_state is MemberState.SERVING)
         joined = old is None or (old.id, old.registration, old.address) != (
             member.id,
             member.registration,
             member.address,
         )
-        shown = joined or old is None or old.state.visible is not state.visible
-        if shown:
+        is_shown = joined or old is None or old.state.visible is not state.visible
+        if is_shown:
             self._view_version += 1
-            versions = self._shown.setdefault(member.group, {})
+            versions = self._shown_at.setdefault(member.group, {})
             versions.pop(member.name, None)
             versions[member.name] = self._view_version
         if (
-            shown
+            is_shown
             or old is None
             or (old.state, old.policy_version, old.digest) != (state, member.policy_version, member.digest)
         ):
@@ -262,8 +268,8 @@ class Membership:
 
 def _repeated(old: Member, new: Member) -> bool:
     """Return whether a hello is a repetition: its process got no answer to the first one in time, and has not started over since."""
-    same = (old.id, old.registration) == (new.id, new.registration)
-    return same and new.registration > 0 and not old.state.gone
+    same_process = (old.id, old.registration) == (new.id, new.registration)
+    return same_process and new.registration > 0 and not old.state.gone
 
 
 def _dotted(incarnation: Incarnation) -> str:

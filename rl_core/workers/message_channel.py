@@ -60,9 +60,9 @@ class MessageChannel:
         """Start to store `message` for each of `receivers`. It is written to shared memory once. The future is done when all have it."""
         keys = [_key(self.name, receiver, transfer) for receiver in receivers]
         if not keys:
-            nothing: Future[None] = Future()
-            nothing.set_result(None)
-            return nothing
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
         return self.backend.put_copies(PutRequest(item=message, weight=0.0, key=keys[0], timeout=timeout), keys)
 
     def note_send(self, handle: "AsyncHandle[Any] | Future[None]") -> None:
@@ -89,7 +89,7 @@ class Watch:
     def __init__(self, context: WorkerContext, name: str, process: Incarnation | None) -> None:
         """Watch the process with the incarnation `process` of the member `name`. None: the first process that is seen from now on."""
         self._context, self._name, self._process = context, name, process
-        self._began = time.monotonic()
+        self._start = time.monotonic()
         self.error: BaseException | None = None
         """Error that ends the waits for the process, also if it is not lost."""
 
@@ -97,10 +97,10 @@ class Watch:
     def present(cls, context: WorkerContext, name: str) -> "Watch":
         """Watch the present process of the member `name`, or the next one if it is gone."""
         member = context.member(name)
-        known = member is not None and not member.state.gone
-        if not known:
-            context.wait_view_changed(0.0)  # the last heartbeat may be older than the replacement
-        return cls(context, name, member.incarnation if known and member is not None else None)
+        is_present = member is not None and not member.state.gone
+        if not is_present:
+            context.wait_view_changed(0.0)  # The last heartbeat may be older than the replacement.
+        return cls(context, name, member.incarnation if is_present and member is not None else None)
 
     @property
     def lost(self) -> bool:
@@ -110,9 +110,9 @@ class Watch:
             return False
         if self._process is None:
             if member.state.gone:
-                return time.monotonic() - self._began >= REFRESH_SECONDS
+                return time.monotonic() - self._start >= REFRESH_SECONDS
             self._process = member.incarnation
-        if member.incarnation < self._process:  # the last heartbeat is older than the process
+        if member.incarnation < self._process:  # The last heartbeat is older than the process.
             return False
         return member.state.gone or member.incarnation != self._process
 
@@ -145,9 +145,9 @@ class Receipt:
         `convert_at_once` the message is converted in a thread as soon as it arrives, else when it is waited for.
         """
         self._messages, self._sender, self._timeout, self._convert = messages, sender, timeout, convert
-        self._what = what
-        self._began = time.monotonic()
-        self._asked = self._began + DEADLOCK_SECONDS - ASK_SECONDS
+        self._description = what
+        self._start = time.monotonic()
+        self._last_query = self._start + DEADLOCK_SECONDS - ASK_SECONDS
         self._watch = Watch.present(messages.context, sender) if watch is None else watch
         key = _key(sender, messages.name, transfer)
         self._handle: AsyncHandle[Any] = messages.channel.get(key=key, async_op=True, timeout=timeout)
@@ -157,7 +157,7 @@ class Receipt:
         self._will_convert = convert_at_once
         """Whether a thread converts the message, or will do so."""
         if convert_at_once:
-            this = weakref.ref(self)  # a receipt that nobody holds gives its message back
+            this = weakref.ref(self)  # A weak reference: a receipt that nobody holds gives its message back.
 
             def arrived() -> None:
                 receipt = this()
@@ -185,7 +185,7 @@ class Receipt:
     async def async_wait(self) -> Any:
         """Return the message as `wait` does, in a coroutine."""
         message = await self._message_async()
-        if isinstance(message, TensorHeader):  # what follows blocks
+        if isinstance(message, TensorHeader):  # The rest of receiving a tensor blocks.
             return await asyncio.wrap_future(in_thread(lambda: self._result(message), "rljob-receive-tensor"))
         return self._result(message)
 
@@ -213,7 +213,7 @@ class Receipt:
 
     def _message(self) -> Any:
         context = self._messages.context
-        with context.waiting(self._what, self._sender):
+        with context.waiting(self._description, self._sender):
             while not self._handle.done():
                 with contextlib.suppress(DeadlineExceeded):
                     return self._handle.wait(LOOK_SECONDS)
@@ -227,7 +227,7 @@ class Receipt:
 
     async def _message_async(self) -> Any:
         context = self._messages.context
-        with context.waiting(self._what, self._sender):
+        with context.waiting(self._description, self._sender):
             while not self._handle.done():
                 with contextlib.suppress(DeadlineExceeded):
                     return await self._handle.async_wait(LOOK_SECONDS)
@@ -242,7 +242,7 @@ class Receipt:
     def check(self) -> None:
         """End the receive with the error of `Watch.check` if there is one. Messages that the sender has stored were received before."""
         try:
-            self._watch.check(f"{self._messages.name} waited {self._waited:.1f} s for {self._what} of it")
+            self._watch.check(f"{self._messages.name} waited {self._waited:.1f} s for {self._description} of it")
         except BaseException:
             self._handle.cancel()
             raise
@@ -250,9 +250,9 @@ class Receipt:
     def _asks(self) -> bool:
         """Return whether to ask the hub for a cycle of receives. False while this worker is sending, because its messages may end the cycle."""
         now = time.monotonic()
-        if self._what != MESSAGE or now - self._asked < ASK_SECONDS or self._messages.sending:
+        if self._description != MESSAGE or now - self._last_query < ASK_SECONDS or self._messages.sending:
             return False
-        self._asked = now
+        self._last_query = now
         return True
 
     @property
@@ -261,7 +261,7 @@ class Receipt:
 
     @property
     def _waited(self) -> float:
-        return time.monotonic() - self._began
+        return time.monotonic() - self._start
 
     def _check_cycle(self, cycle: list[str]) -> None:
         if cycle:
@@ -275,13 +275,13 @@ class Receipt:
     def _late(self) -> DeadlineExceeded:
         group = self._sender.rpartition(":")[0]
         context = self._messages.context
-        seen = sorted({member.group for member in context.members()})
+        groups = sorted({member.group for member in context.members()})
         return DeadlineExceeded(
-            f"{self._messages.name} must receive {self._what} of {self._sender} within {self._timeout:g} s, got none"
+            f"{self._messages.name} must receive {self._description} of {self._sender} within {self._timeout:g} s, got none"
             + (
                 ""
                 if context.world_size_of(group)
-                else f"; it has seen no member of group {group}, but of {', '.join(seen)}"
+                else f"; it has seen no member of group {group}, but of {', '.join(groups)}"
             )
         )
 

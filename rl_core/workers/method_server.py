@@ -153,9 +153,8 @@ class MethodServer:
             raise InfrastructureError(
                 f"{self._context.identity.name} holds no worker yet ({self._context.state}); construct it first"
             )
-        is_property = isinstance(
-            getattr(type(worker), method, None), property
-        )  # whose code may not run on the I/O thread
+        # The code of a property must not run on the I/O thread.
+        is_property = isinstance(getattr(type(worker), method, None), property)
         if method.startswith("_") or is_property or not callable(function := getattr(worker, method, None)):
             raise ConfigError(
                 f"{type(worker).__qualname__} has no public method {method!r}; it has {', '.join(sorted(worker.remote_methods()))}"
@@ -165,14 +164,14 @@ class MethodServer:
     def _guarded(self, function: Callable[..., Any], name: str, timed: bool) -> Callable[..., Any]:
         """Wrap a method: exceptions other than RLJobError become RemoteError, and with `timed` the result becomes a MethodResult."""
 
-        async def awaited(start: Callable[[], Awaitable[Any]], began: float) -> Any:
+        async def awaited(start: Callable[[], Awaitable[Any]], started_at: float) -> Any:
             try:
                 value = await start()
             except RLJobError:
                 raise
             except (Exception, SystemExit, KeyboardInterrupt) as error:
                 raise self._remote(name, error) from error
-            return _timed(name, value, began) if timed else value
+            return _timed(name, value, started_at) if timed else value
 
         if inspect.iscoroutinefunction(function):
 
@@ -182,7 +181,7 @@ class MethodServer:
             return coroutine
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             try:
                 value = function(*args, **kwargs)
             except RLJobError:
@@ -190,8 +189,8 @@ class MethodServer:
             except (Exception, SystemExit, KeyboardInterrupt) as error:
                 raise self._remote(name, error) from error
             if inspect.isawaitable(value):
-                return awaited(lambda: value, began)
-            return _timed(name, value, began) if timed else value
+                return awaited(lambda: value, started_at)
+            return _timed(name, value, started_at) if timed else value
 
         return run
 
@@ -229,8 +228,8 @@ class MethodServer:
         )
 
 
-def _timed(method: str, value: Any, began: float) -> MethodResult:
-    return MethodResult(value=value, durations={method: time.perf_counter() - began, **PROCESS.pop()})
+def _timed(method: str, value: Any, start: float) -> MethodResult:
+    return MethodResult(value=value, durations={method: time.perf_counter() - start, **PROCESS.pop()})
 
 
 def load_class(path: str) -> type[Worker]:

@@ -53,9 +53,9 @@ class Probes:
             child = self._children.get(process.name)
             if child is None or not child.running or kind_of(process) != "worker":
                 continue
-            since, limit = (child.started, FIRST_SIGN) if child.last_alive is None else (child.last_alive, SILENCE)
-            if now - since > limit:
-                silent.append(f"{child.name} for {now - since:.0f} s")
+            last_sign, limit = (child.started, FIRST_SIGN) if child.last_alive is None else (child.last_alive, SILENCE)
+            if now - last_sign > limit:
+                silent.append(f"{child.name} for {now - last_sign:.0f} s")
         return (503, f"no sign of life from {', '.join(silent)}\n") if silent else (200, "ok\n")
 
     def readyz(self) -> tuple[int, str]:
@@ -63,13 +63,13 @@ class Probes:
 
         Rollout workers must also serve the policy.
         """
-        wanted = ("serving",) if self._pod.role == "rollout" else _REGISTERED
+        ready_states = ("serving",) if self._pod.role == "rollout" else _REGISTERED
         waiting = []
         for process in self._plans:
             child = self._children.get(process.name)
             if child is None or not child.running:
                 waiting.append(f"{process.name}: not running")
-            elif kind_of(process) == "worker" and child.state not in wanted:
+            elif kind_of(process) == "worker" and child.state not in ready_states:
                 waiting.append(f"{process.name}: {child.state or 'starting'}")
         return (503, "waiting for " + ", ".join(waiting) + "\n") if waiting else (200, "ready\n")
 

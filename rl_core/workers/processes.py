@@ -47,7 +47,7 @@ def children() -> set[int]:
     try:
         for listing in Path("/proc/self/task").glob("*/children"):
             pids.update(map(int, listing.read_text().split()))
-    except FileNotFoundError:  # a thread ended while we looked
+    except FileNotFoundError:  # A thread ended during the listing.
         return children()
     return pids
 
@@ -76,10 +76,10 @@ def reap(pid: int) -> int | None:
     None when it still runs or is no child of this process.
     """
     try:
-        ended, status = os.waitpid(pid, os.WNOHANG)
+        ended_pid, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
         return None
-    if ended == 0:
+    if ended_pid == 0:
         return None
     code = os.waitstatus_to_exitcode(status)
     return 128 - code if code < 0 else code
@@ -111,15 +111,15 @@ def with_environment(*settings: str) -> Iterator[int]:
 
     Children inherit the environment, so this also finds descendants that have left every process group and session.
     """
-    wanted = [b"\0" + mark.encode() + b"\0" for mark in settings]
+    entries = [b"\0" + variable.encode() + b"\0" for variable in settings]
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
             environment = (entry / "environ").read_bytes()
-        except OSError:  # gone, or of another user
+        except OSError:  # The process is gone, or belongs to another user.
             continue
-        if all(mark in b"\0" + environment + b"\0" for mark in wanted):
+        if all(variable in b"\0" + environment + b"\0" for variable in entries):
             yield int(entry.name)
 
 

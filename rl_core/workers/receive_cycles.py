@@ -20,7 +20,7 @@ class ReceiveCycles:
         """`get(name)` returns a member; `clock` returns seconds."""
         self._get = get
         self._clock = clock
-        self._found: dict[str, tuple[float, list[str]]] = {}
+        self._unread: dict[str, tuple[float, list[str]]] = {}
         """(time at which the cycle was found, cycle) by member; an entry is removed when the member asks."""
 
     def ask(self, name: str, waited: float) -> list[str]:
@@ -28,12 +28,12 @@ class ReceiveCycles:
 
         `waited` is the number of seconds for which `name` has waited.
         """
-        at, cycle = self._found.pop(name, (0.0, []))
-        if cycle and self._clock() - waited < at:
+        found_at, cycle = self._unread.pop(name, (0.0, []))
+        if cycle and self._clock() - waited < found_at:
             return cycle
         cycle = self._search(name)
-        for other in cycle[1:]:
-            self._found[other] = (self._clock(), cycle)
+        for name_in_cycle in cycle[1:]:
+            self._unread[name_in_cycle] = (self._clock(), cycle)
         return cycle
 
     def _search(self, name: str) -> list[str]:

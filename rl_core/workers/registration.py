@@ -102,14 +102,14 @@ class Registration:
         """Send `hello` to the hub until it is accepted. Raises Ended when the hub refuses this process for good."""
         self._loop = asyncio.get_running_loop()
         self._count += 1
-        began, warned = self._clock(), 0.0
+        start, warned = self._clock(), 0.0
         self.report_alive()
         while True:
-            waited = self._clock() - began
-            self._check_hello_deadline(waited)
-            if waited - warned >= _STILL_WAITING:
-                warned = waited
-                logger.warning("the hub %s has not accepted a hello for %.0f s", self._identity.hub, waited)
+            elapsed = self._clock() - start
+            self._check_hello_deadline(elapsed)
+            if elapsed - warned >= _STILL_WAITING:
+                warned = elapsed
+                logger.warning("the hub %s has not accepted a hello for %.0f s", self._identity.hub, elapsed)
                 self.report_alive()
             if await self._say_hello():
                 return
@@ -138,9 +138,9 @@ class Registration:
         self._take_in(answer)
         return True
 
-    def _check_hello_deadline(self, waited: float) -> None:
+    def _check_hello_deadline(self, elapsed: float) -> None:
         """Raise Ended if a gang member of a local run has waited too long. Elastic members and members in a cluster wait without a limit."""
-        if not self.elastic and not self._identity.in_cluster and waited > HELLO_DEADLINE:
+        if not self.elastic and not self._identity.in_cluster and elapsed > HELLO_DEADLINE:
             hub = self._identity.hub
             raise Ended(3, f"the hub {hub} must answer hello within {HELLO_DEADLINE:.0f} s, got nothing")
 
@@ -171,24 +171,26 @@ class Registration:
 
     def _take_in(self, answer: HelloAccepted) -> None:
         self._heartbeat_seconds = answer.heartbeat_seconds
-        known = self._context.job
-        self._context.welcome(known or _read_job(answer.job), answer.files, answer.view)
+        job = self._context.job
+        self._context.welcome(job or _read_job(answer.job), answer.files, answer.view)
         self.accepted.set()
         self._report_now.set()
         logger.info("registered with the hub at %s, epoch %s", self._identity.hub, self._context.epoch)
 
     async def _refused(self, answer: HelloRefused) -> None:
         """Start over at the epoch of a newer hub, or wait for the successor of an older one. Raises Ended for any other reason."""
-        ours, theirs = self._context.epoch, answer.epoch
+        own_epoch, hub_epoch = self._context.epoch, answer.epoch
         if answer.reason == "older_epoch" and self.elastic:
-            logger.info("the job is at epoch %s, this process was at %s: starting over", theirs, ours)
-            await self._start_over(theirs)
+            logger.info("the job is at epoch %s, this process was at %s: starting over", hub_epoch, own_epoch)
+            await self._start_over(hub_epoch)
         elif answer.reason == "newer_epoch":
-            logger.warning("the hub is of epoch %s, older than ours (%s): waiting for its successor", theirs, ours)
+            logger.warning(
+                "the hub is of epoch %s, older than ours (%s): waiting for its successor", hub_epoch, own_epoch
+            )
             await asyncio.sleep(SUCCESSOR_PAUSE)
         else:
             code = 2 if answer.reason == "wire_version" else 3
-            raise Ended(code, f"the hub refused hello: {answer.reason} (its epoch is {theirs}, ours {ours})")
+            raise Ended(code, f"the hub refused hello: {answer.reason} (its epoch is {hub_epoch}, ours {own_epoch})")
 
     # --- heartbeats ------------------------------------------------------------------------------------------------
 
@@ -207,7 +209,7 @@ class Registration:
             # Cleared before the report is made: what changes while it is under way is reported by the next one, at once.
             self._report_now.clear()
             self.report_alive()
-            began = self._clock()
+            start = self._clock()
             try:
                 answer = await self.send_heartbeat()
             except EpochFenced as error:
@@ -215,7 +217,7 @@ class Registration:
             except (DeadlineExceeded, InfrastructureError) as error:
                 logger.debug("heartbeat: %s", error)
                 await asyncio.sleep(RETRY_PAUSE)
-                silence += min(self._clock() - began, self._heartbeat_timeout + RETRY_PAUSE)
+                silence += min(self._clock() - start, self._heartbeat_timeout + RETRY_PAUSE)
                 continue
             if not answer.known:
                 logger.warning("the hub does not know this process")

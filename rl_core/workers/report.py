@@ -27,11 +27,11 @@ def report_child_ended(environ: Mapping[str, str], restarts: int, code: int) -> 
     if not child.hub:
         return
     keys = KeyRing(Path(child.curve_dir), child.role) if child.curve_dir else None
-    ended = MemberId(name=child.name, incarnation=(child.attempt, restarts))
+    member = MemberId(name=child.name, incarnation=(child.attempt, restarts))
     reporter = replace(child, role="supervisor", restarts=restarts)  # the hub refuses reports of another incarnation
     client = RpcClient(child.hub, keys, reporter, service="hub")
     try:
-        client.call_sync("child_ended", ended, code, timeout=TIMEOUT, idempotent=True)
+        client.call_sync("child_ended", member, code, timeout=TIMEOUT, idempotent=True)
     except RLJobError as error:
         logger.warning("could not report to the hub that %s ended: %s", child.name, error)
     finally:

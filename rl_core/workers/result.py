@@ -85,7 +85,7 @@ class WorkerGroupFuncResult:
         self._default_timeout = default_timeout
         self._settle = settle
         self._clock = clock
-        self._began = clock()
+        self._start = clock()
         self._cancelled = False
         self._failed_at: float | None = None
         self._consumed = False
@@ -99,7 +99,7 @@ class WorkerGroupFuncResult:
         """Rises with each change that ends a wait or makes it shorter."""
         self._running = len(self._calls)
         """Ranks that have not ended."""
-        # by a weak reference: without a cycle, calls that have ended are freed without the garbage collector
+        # A weak reference avoids a cycle, so that calls that have ended are freed without the garbage collector.
         on_done = functools.partial(_rank_ended, weakref.ref(self), f"{group}.{method}")
         for call in self._calls.values():
             call.future.add_done_callback(on_done)
@@ -202,15 +202,15 @@ class WorkerGroupFuncResult:
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _deadline_wait(self, timeout: float | None) -> DeadlineWait:
-        what = f"{self.group}.{self.method}"
+        description = f"{self.group}.{self.method}"
         if timeout is None:
-            return DeadlineWait(what, self._default_timeout, began=self._began, clock=self._clock)
-        return DeadlineWait(what, timeout, clock=self._clock)
+            return DeadlineWait(description, self._default_timeout, began=self._start, clock=self._clock)
+        return DeadlineWait(description, timeout, clock=self._clock)
 
     def _wait(self, wait: DeadlineWait) -> None:
-        only = next(iter(self._calls.values())).future if len(self._calls) == 1 else None
+        single = next(iter(self._calls.values())).future if len(self._calls) == 1 else None
         for version, pause in self._changes(wait):
-            if isinstance(only, CallFuture) and only.read_until_done(pause) and (self.done() or not only.done()):
+            if isinstance(single, CallFuture) and single.read_until_done(pause) and (self.done() or not single.done()):
                 continue
             changed = threading.Event()
             with self._woken(version, changed.set) as unchanged:
@@ -233,7 +233,7 @@ class WorkerGroupFuncResult:
     def _changes(self, wait: DeadlineWait) -> Iterator[tuple[int, float]]:
         """Yield (version after which to wait for a change, seconds to wait) until the wait is over."""
         while True:
-            version = self._version  # taken before the state is read, else a change between the two would wake nobody
+            version = self._version  # Read before the state; otherwise a change between the two would wake nobody.
             if self.done():
                 return
             end = None if self._failed_at is None else self._failed_at + self._settle
@@ -249,11 +249,11 @@ class WorkerGroupFuncResult:
             first_failure = failed and self._failed_at is None
             if first_failure:
                 self._failed_at = self._clock()
-            ended = not self._running
+            all_done = not self._running
         if first_failure:
             with _failures_lock:
                 _failures.add(self)
-        if ended or first_failure:
+        if all_done or first_failure:
             self._announce_change()
 
     def _announce_change(self) -> None:
@@ -261,7 +261,7 @@ class WorkerGroupFuncResult:
             self._version += 1
             wakes, self._wakes = self._wakes, []
         for wake in wakes:
-            with contextlib.suppress(RuntimeError):  # the event loop of a coroutine that waited was closed
+            with contextlib.suppress(RuntimeError):  # The event loop of the waiting coroutine was closed.
                 wake()
 
     def _missing(self) -> list[RankCall]:
@@ -270,18 +270,20 @@ class WorkerGroupFuncResult:
     def _names(self) -> str:
         """Describe the ranks that have not ended, and the failures of other calls, which may be the reason."""
         with _failures_lock:
-            others = [call for call in _failures if call is not self and not call._received and not call._cancelled]
-        failures = [f"{call.group}.{call.method} failed: {_summary(call._errors()[0])}" for call in others]
+            failed_calls = [
+                call for call in _failures if call is not self and not call._received and not call._cancelled
+            ]
+        failures = [f"{call.group}.{call.method} failed: {_summary(call._errors()[0])}" for call in failed_calls]
         return "; ".join([*(call.describe() for call in self._missing()), *failures])
 
     def _errors(self) -> list[Exception]:
-        ended = [call.future for call in self._calls.values() if call.future.done()]
-        return [error for future in ended if (error := _error_of(future)) is not None]
+        done = [call.future for call in self._calls.values() if call.future.done()]
+        return [error for future in done if (error := _error_of(future)) is not None]
 
     def _outcome(self, wait: DeadlineWait) -> list[Any]:
         self._received = self._received or self.done() or self._failed_at is not None
         if self._cancelled:
-            raise CallCancelled(f"{self.group}.{self.method} was cancelled after {self._clock() - self._began:.1f} s")
+            raise CallCancelled(f"{self.group}.{self.method} was cancelled after {self._clock() - self._start:.1f} s")
         if not self._running and self._failed_at is None:
             return [call.future.result().value for call in self._calls.values()]
         # The frames that read an answer explain nothing, and each error would be printed with them.
@@ -296,7 +298,7 @@ class WorkerGroupFuncResult:
         if self._missing():
             raise DeadlineExceeded(
                 f"{self.group}.{self.method} must end on {len(self._calls)} ranks within {wait.seconds:g} s, "
-                f"missing after {self._clock() - self._began:.1f} s: {self._names()}"
+                f"missing after {self._clock() - self._start:.1f} s: {self._names()}"
             )
         return [call.future.result().value for call in self._calls.values()]
 

@@ -65,8 +65,8 @@ class ExitCode(IntEnum):
     @classmethod
     def of(cls, code: int) -> int:
         """Return `code` if it is one of these codes or that of a signal, else INFRASTRUCTURE."""
-        known = code in (cls.DONE, cls.CONFIG, cls.DATA) or processes.is_signalled(code)
-        return code if known else cls.INFRASTRUCTURE
+        is_own = code in (cls.DONE, cls.CONFIG, cls.DATA) or processes.is_signalled(code)
+        return code if is_own else cls.INFRASTRUCTURE
 
 
 class Supervisor:
@@ -105,7 +105,7 @@ class Supervisor:
         self._port = int(self._environ.get("RLJOB_HEALTH_PORT", planned_port)) if health_port is None else health_port
         self._host = self._environ.get("RLJOB_HEALTH_HOST", "0.0.0.0") if host is None else host
         self._clock = clock
-        self._foreign = processes.children()
+        self._earlier_children = processes.children()
         """Children that this process had before. The supervisor leaves them alone."""
         self._children: dict[str, Child] = {}
         self._restarts: dict[str, int] = {}
@@ -116,7 +116,7 @@ class Supervisor:
         """Exit code of the pod. None until it is decided; afterwards the remaining processes are being ended."""
         self.reason = ""
         """Why the pod ended."""
-        self._decider = ""
+        self._ending_process = ""
         """Name of the process whose end ended the pod. Empty if there is none."""
         self._tail = ""
         """Last output lines of that process."""
@@ -202,7 +202,7 @@ class Supervisor:
         env |= {"RLJOB_INCARNATION": f"{attempt}.{restarts}", "PYTHONUNBUFFERED": "1"}
         child = Child(
             process.name,
-            [sys.executable if word == "python" else word for word in process.command],
+            [sys.executable if argument == "python" else argument for argument in process.command],
             env,
             on_output=lambda line: self._relay(process.name, line),
             on_event=self._forward,
@@ -265,7 +265,7 @@ class Supervisor:
         if self._code is None:
             self._code, self.reason = code, reason
             if child is not None:
-                self._decider, self._tail = child.name, b"\n".join(child.tail).decode(errors="replace")
+                self._ending_process, self._tail = child.name, b"\n".join(child.tail).decode(errors="replace")
             events.report("exit", code=int(code), reason=reason, tail=self._tail[-2000:])
 
     # --- ending ----------------------------------------------------------------------------------------------------
@@ -283,12 +283,12 @@ class Supervisor:
     def _on_launcher(self) -> None:
         assert self._launcher is not None
         try:
-            gone = not self._launcher.recv(4096)
+            launcher_gone = not self._launcher.recv(4096)
         except BlockingIOError:
             return
         except ConnectionError:
-            gone = True
-        if gone:
+            launcher_gone = True
+        if launcher_gone:
             assert self._loop is not None
             self._loop.remove_reader(self._launcher)
             logger.error("the launcher is gone: ending the pod")
@@ -345,8 +345,8 @@ class Supervisor:
             await asyncio.sleep(0.05)
 
     def _orphans(self) -> set[int]:
-        ours = {child.pid for child in self._children.values() if child.running}
-        return processes.children() - ours - self._foreign
+        own_pids = {child.pid for child in self._children.values() if child.running}
+        return processes.children() - own_pids - self._earlier_children
 
     def _kill_orphans(self) -> None:
         """Kill and reap the descendants of ended children. The kernel has made them children of this process."""
@@ -400,7 +400,7 @@ class Supervisor:
             Path(self._environ.get("RLJOB_TERMINATION_LOG", termination.DEFAULT_PATH)),
             reason=self.reason or ("asked to end" if self._signals else ""),
             code=code,
-            process=self._decider,
+            process=self._ending_process,
             tail=self._tail,
             summary=self._summary(),
         )

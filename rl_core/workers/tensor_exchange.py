@@ -86,7 +86,7 @@ class TensorExchange:
         if not isinstance(message, PackedError):
             return message
         self._has_failed = True
-        self._messages.take_back(self.peer, self._transfer)  # it receives no more
+        self._messages.take_back(self.peer, self._transfer)  # The receiver receives no more of this transfer.
         if message.type == ValueError.__name__:
             raise ValueError(message.message)
         raise rebuild_error(message, method="a transfer of a tensor", peer=self.peer)

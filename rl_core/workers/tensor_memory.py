@@ -13,8 +13,8 @@ def accelerator_of(tensor: Any) -> str:
         return ""
     import torch
 
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    return str(torch.cuda.get_device_properties(tensor.device).uuid) if plain else ""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return str(torch.cuda.get_device_properties(tensor.device).uuid) if is_plain else ""
 
 
 def check_tensor(target: Any, found: Any, sender: str) -> None:

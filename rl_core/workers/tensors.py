@@ -119,7 +119,7 @@ class TensorTransfers:
         Where it goes through host memory, it need only be stored. `waited_for` says that the caller waits for the future. The future raises
         WorkerLost, Deadlock, DeadlineExceeded, and the errors of receivers. All receivers raise the error as well.
         """
-        ready, what = after_queued(tensor), MESSAGE if waited_for else TENSOR
+        ready, description = after_queued(tensor), MESSAGE if waited_for else TENSOR
         exchanges = [
             TensorExchange(self._messages, receiver, header.transfer, seconds, Watch.present(self._context, receiver))
             for receiver in receivers
@@ -134,16 +134,16 @@ class TensorTransfers:
                 ready()
                 source = row_major(tensor)
                 for exchange in exchanges:
-                    send = functools.partial(self._send_directly, exchange, source, header, what)
+                    send = functools.partial(self._send_directly, exchange, source, header, description)
                     sends.append(in_thread(send, "rljob-send-tensor"))
-                for ended in wait(sends, return_when=FIRST_EXCEPTION).done:
-                    ended.result()
+                for done_send in wait(sends, return_when=FIRST_EXCEPTION).done:
+                    done_send.result()
                 by_host = [exchange for exchange, send in zip(exchanges, sends, strict=True) if not send.result()]
                 if by_host:
                     for exchange in by_host:
                         exchange.check()
-                    names, left = [exchange.peer for exchange in by_host], exchanges[0].seconds_left
-                    self._messages.put_copies(source.cpu(), names, transfer=header.transfer, timeout=left).result()
+                    names, remaining = [exchange.peer for exchange in by_host], exchanges[0].seconds_left
+                    self._messages.put_copies(source.cpu(), names, transfer=header.transfer, timeout=remaining).result()
                     self._count(HOST, len(by_host))
                 for exchange in exchanges if header.receivers > 1 else ():
                     if exchange not in by_host:
@@ -196,12 +196,14 @@ class TensorTransfers:
 
     # --- the sender's end ------------------------------------------------------------------------------------------
 
-    def _send_directly(self, exchange: TensorExchange, source: "torch.Tensor", header: TensorHeader, what: str) -> bool:
+    def _send_directly(
+        self, exchange: TensorExchange, source: "torch.Tensor", header: TensorHeader, description: str
+    ) -> bool:
         """Send `source`, in row-major order, unless it must go through host memory. Return whether the receiver has it.
 
-        `what` is reported as that for which this worker waits until the receiver has begun to receive.
+        `description` is reported as that for which this worker waits until the receiver has begun to receive.
         """
-        target = exchange.receive_target(what)
+        target = exchange.receive_target(description)
         transport = self._transport(header.location, target.location, exchange.peer)
         if transport == HOST:
             return False
@@ -226,12 +228,12 @@ class TensorTransfers:
         with self._lock:
             self.sent[transport] += receivers
 
-    def _transport(self, own: TensorLocation, other: TensorLocation, receiver: str) -> str:
+    def _transport(self, source: TensorLocation, destination: TensorLocation, receiver: str) -> str:
         """Return the transport between two locations. If it turns out to be unavailable, host memory takes its place."""
-        if not other.device or not self._trusts(receiver):
+        if not destination.device or not self._trusts(receiver):
             return HOST
-        if own.device == other.device:  # a group cannot use an accelerator twice
-            return IPC if own.host_token == other.host_token else HOST
+        if source.device == destination.device:  # a group cannot use an accelerator twice
+            return IPC if source.host_token == destination.host_token else HOST
         return self._backend
 
     def _trusts(self, peer: str) -> bool:
@@ -270,7 +272,7 @@ class TensorTransfers:
             try:
                 sending = self._broadcast(exchange, plan, flat_bytes(source), reply)
             except NotFormed as error:
-                groups.abort(plan, str(error))  # ends the formation at the receiver
+                groups.abort(plan, str(error))  # Ends the formation of the group at the receiver.
                 answer = reply.wait()
                 return answer.reason if isinstance(answer, TransportUnavailable) else str(error)
             except BaseException as error:
@@ -350,8 +352,8 @@ class TensorTransfers:
             else:
                 groups.abort(plan, "its formation is stuck")
                 raise NotFormed(f"group {plan.key} must be formed within {seconds:g} s, {self._name} still connects")
-        left = exchange.seconds_left
-        transfer = in_thread(lambda: group.broadcast(data, timeout=left), "rljob-broadcast-tensor")
+        remaining = exchange.seconds_left
+        transfer = in_thread(lambda: group.broadcast(data, timeout=remaining), "rljob-broadcast-tensor")
         exchange.wait_for(transfer, or_done=reply)
         if transfer.done():
             transfer.result()
@@ -374,7 +376,8 @@ def _send_by_ipc(exchange: TensorExchange, source: "torch.Tensor") -> str:
 
     from rl_core.weights.device_buffer import handle_of, release
 
-    memory = source if source.is_cuda else source.clone()  # shared memory must not take the place of the caller's
+    # Cloned: the storage of the caller's tensor must not be moved to shared memory.
+    memory = source if source.is_cuda else source.clone()
     try:
         handle = handle_of(memory.untyped_storage())
     except RuntimeError as error:  # torch raises nothing narrower

@@ -61,14 +61,14 @@ def encode(
     `reason` says why the pod ended, `process` names the process that caused it, `code` is its exit code, `tail` holds its last log lines
     and `summary` the runner's status (None: unknown). Of `tail` the newest characters that fit are kept.
     """
-    fixed = {
+    fixed_fields = {
         "reason": _beginning(reason, REASON_LIMIT),
         "process": process,
         "code": int(code),
         "summary": None if summary is None else shorten(summary),
     }
-    room = LIMIT - _size({**fixed, "tail": ""})
-    return _json({**fixed, "tail": _end(tail, room)})
+    max_bytes = LIMIT - _size({**fixed_fields, "tail": ""})
+    return _json({**fixed_fields, "tail": _end(tail, max_bytes)})
 
 
 def read_summary(folder: Path, *, epoch: int) -> dict[str, Any] | None:
@@ -97,12 +97,12 @@ def shorten(status: Mapping[str, Any]) -> dict[str, Any]:
     while _size(kept_fields) > SUMMARY_LIMIT:
         del kept_fields[max(kept_fields, key=lambda field: _size(kept_fields[field]))]
     metrics = status.get("metrics")
-    kept: dict[str, Any] = {}
+    selected: dict[str, Any] = {}
     for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
-        if _size({**kept_fields, "metrics": {**kept, name: value}}) > SUMMARY_LIMIT:
+        if _size({**kept_fields, "metrics": {**selected, name: value}}) > SUMMARY_LIMIT:
             break
-        kept[name] = _plain(value)
-    return {**kept_fields, "metrics": kept} if kept else kept_fields
+        selected[name] = _plain(value)
+    return {**kept_fields, "metrics": selected} if selected else kept_fields
 
 
 def _plain(value: Any) -> Any:

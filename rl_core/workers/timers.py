@@ -31,8 +31,8 @@ class Timers:
     def pop(self) -> dict[str, float]:
         """Return the sums of seconds by tag, and reset them."""
         with self._lock:
-            taken, self._seconds = self._seconds, {}
-        return taken
+            seconds, self._seconds = self._seconds, {}
+        return seconds
 
 
 PROCESS = Timers()
@@ -55,18 +55,18 @@ class worker_timer:  # noqa: N801 - used as a function
         """
         self._tag = tag
         self._timers = timers
-        self._began: list[float] = []
+        self._starts: list[float] = []
 
     def __enter__(self) -> "worker_timer":
         if self._tag is None:
             self._tag = sys._getframe(1).f_code.co_name
-        self._began.append(self._timers.clock())
+        self._starts.append(self._timers.clock())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._timers.add(self._tag or "", self._timers.clock() - self._began.pop())
+        self._timers.add(self._tag or "", self._timers.clock() - self._starts.pop())
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Return `function`, timed."""

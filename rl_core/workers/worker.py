@@ -106,8 +106,8 @@ class Worker:
     @property
     def device(self) -> str:
         """Torch device of this process: `cuda:N`, where N counts the devices that the process sees, or `cpu`."""
-        place = self._context.placement
-        return f"cuda:{place.device_index}" if place.visible_accelerators else "cpu"
+        placement = self._context.placement
+        return f"cuda:{placement.device_index}" if placement.visible_accelerators else "cpu"
 
     @property
     def worker_address(self) -> WorkerAddress:
@@ -118,19 +118,19 @@ class Worker:
     def worker_info(self) -> WorkerInfo:
         """Description of this process for others: rank, accelerators, and the host and port of its RPC server."""
         host, port = split_address(self._context.address) if self._context.address else ("127.0.0.1", 0)
-        place = self._context.placement
+        placement = self._context.placement
         return WorkerInfo(
             address=self.worker_address,
             rank=self.rank,
             group_world_size=self.world_size,
-            cluster_node_rank=place.cluster_node_rank,
-            accelerator_type=place.accelerator_type,
-            accelerator_rank=place.local_accelerator_rank,
-            available_accelerators=tuple(place.visible_accelerators),
+            cluster_node_rank=placement.cluster_node_rank,
+            accelerator_type=placement.accelerator_type,
+            accelerator_rank=placement.local_accelerator_rank,
+            available_accelerators=tuple(placement.visible_accelerators),
             device_uuids=self._context.device_uuids,
             node_ip=host,
             node_port=port,
-            hardware_infos=tuple(map(str, place.local_hardware_ranks)),
+            hardware_infos=tuple(map(str, placement.local_hardware_ranks)),
         )
 
     @property

@@ -78,11 +78,11 @@ def checkpoint(name: JobName, namespace: Namespace = None, context: Context = No
 
         job_name = _job_name(name, "its checkpoints are the folders checkpoints/step-* in it")
         job = jobs.read(Connection.open(Here(namespace=namespace, context=context)), job_name)
-        found = (job.get("status") or {}).get("checkpoint")
-        if not found:
+        status = (job.get("status") or {}).get("checkpoint")
+        if not status:
             sys.stdout.write(f"{name}: no checkpoint yet\n")
             return 0
-        for field, value in found.items():
+        for field, value in status.items():
             sys.stdout.write(f"{field}: {value}\n")
         return 0
 
@@ -111,11 +111,12 @@ def _resume(name: str, place: Here) -> int:
     from rljob_operator.cli import jobs
     from rljob_operator.cli.connection import Connection
 
-    connection, doing = Connection.open(place), f"resuming job {name}"
-    if jobs.paused(jobs.read(connection, name)):  # only a suspension that the operator has seen ends a rule's pause
-        jobs.change(connection, name, {"suspend": True}, doing=doing)
+    connection, action = Connection.open(place), f"resuming job {name}"
+    # A pause by a rule ends only after the operator has seen a suspension.
+    if jobs.paused(jobs.read(connection, name)):
+        jobs.change(connection, name, {"suspend": True}, doing=action)
         jobs.await_unpaused(connection, name)
-    jobs.change(connection, name, {"suspend": False}, doing=doing)
+    jobs.change(connection, name, {"suspend": False}, doing=action)
     sys.stdout.write(f"{name}: goes on from its newest checkpoint\n")
     return 0
 

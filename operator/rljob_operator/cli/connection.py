@@ -56,8 +56,8 @@ class Connection:
             file = os.environ.get("KUBECONFIG") or None
             config.load_kube_config(file, context=place.context, client_configuration=settings)
             contexts, active = config.list_kube_config_contexts(file)
-            chosen = next((one for one in contexts if one["name"] == place.context), active)
-            namespace = namespace or chosen["context"].get("namespace")
+            selected = next((context for context in contexts if context["name"] == place.context), active)
+            namespace = namespace or selected["context"].get("namespace")
         except config.ConfigException as error:
             if place.context is not None or not _in_cluster(settings):
                 raise ConfigError(
@@ -77,22 +77,22 @@ class Connection:
     ) -> Json:
         """Send a call and return the decoded answer. Raises a subclass of ApiError for a refusal, InfrastructureError without an answer."""
         response = self._request(method, path, query=query, body=body, content=content, stream=False)
-        found: Json = json.loads(response.data)
-        return found
+        result: Json = json.loads(response.data)
+        return result
 
     def lines(self, path: str, *, query: Mapping[str, str]) -> Iterator[str]:
         """Yield the lines of a text answer as they arrive, without line ends."""
         response = self._request("GET", path, query=query, body=None, content="", stream=True)
-        rest = b""
+        partial = b""
         try:
             for part in response.stream(4096, decode_content=True):
-                *whole, rest = (rest + part).split(b"\n")
-                for line in whole:
+                *complete, partial = (partial + part).split(b"\n")
+                for line in complete:
                     yield line.decode(errors="replace")
         finally:
             response.release_conn()
-        if rest:
-            yield rest.decode(errors="replace")
+        if partial:
+            yield partial.decode(errors="replace")
 
     def read(self, kind: Kind, name: str) -> Json:
         """Return one object."""
@@ -133,11 +133,11 @@ class Connection:
         try:
             forward = portforward(method, pod, self.namespace, ports=str(port))
         except ApiException as error:
-            words = str(error.reason)
-            if "status 403" in words:
-                raise Forbidden(f"pods/portforward of {pod}: {words}") from error
+            message = str(error.reason)
+            if "status 403" in message:
+                raise Forbidden(f"pods/portforward of {pod}: {message}") from error
             raise InfrastructureError(
-                f"pod {pod} must be reached through the API server, got: {words}; try again, or look at rljob status"
+                f"pod {pod} must be reached through the API server, got: {message}; try again, or look at rljob status"
             ) from error
         try:
             opened = forward.socket(port)
@@ -177,16 +177,16 @@ class Connection:
 
 def explain(error: ApiError, *, namespace: str, doing: str) -> ConfigError:
     """Return a refusal of the API server as an error for the user."""
-    words = error.message.strip()
+    message = error.message.strip()
     if isinstance(error, Forbidden):
         return ConfigError(
-            f"{doing} must be allowed in namespace {namespace}, got: {words}; ask the administrator, or use -n"
+            f"{doing} must be allowed in namespace {namespace}, got: {message}; ask the administrator, or use -n"
         )
-    if "could not find the requested resource" in words or words == "404 page not found":
+    if "could not find the requested resource" in message or message == "404 page not found":
         return ConfigError(
             f"{doing} needs the resource {RLJOB.plural}.{RLJOB.group}, which this cluster does not serve; install the chart helm/rljob"
         )
-    return ConfigError(f"{doing} was refused in namespace {namespace}: {words}")
+    return ConfigError(f"{doing} was refused in namespace {namespace}: {message}")
 
 
 def _in_cluster(settings: Any) -> bool:

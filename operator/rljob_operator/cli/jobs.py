@@ -60,14 +60,15 @@ def scale(connection: Connection, name: str, counts: Mapping[str, int]) -> None:
             else:
                 job = connection.read(RLJOB, name)
                 elastic_block(job["spec"], group)["replicas"] = count
-                read = {"resourceVersion": job["metadata"]["resourceVersion"]}  # the list is replaced as a whole
-                connection.patch(RLJOB, name, {"metadata": read, "spec": {"groups": job["spec"]["groups"]}})
+                # The patch replaces the whole list, so it must fail when somebody else has changed the job meanwhile.
+                precondition = {"resourceVersion": job["metadata"]["resourceVersion"]}
+                connection.patch(RLJOB, name, {"metadata": precondition, "spec": {"groups": job["spec"]["groups"]}})
 
 
 def condition(job: Json, kind: str) -> dict[str, Any]:
     """Return a condition of the job; empty if the job does not have it yet."""
-    found = (job.get("status") or {}).get("conditions") or []
-    return next((entry for entry in found if entry["type"] == kind), {})
+    conditions = (job.get("status") or {}).get("conditions") or []
+    return next((entry for entry in conditions if entry["type"] == kind), {})
 
 
 def phase(job: Json) -> str:
@@ -83,9 +84,9 @@ def paused(job: Json) -> bool:
 
 def await_unpaused(connection: Connection, name: str) -> None:
     """Wait until the operator has replaced the pause by the user's suspension. Raises ConfigError after UNPAUSE_SECONDS."""
-    until = time.monotonic() + UNPAUSE_SECONDS
+    deadline = time.monotonic() + UNPAUSE_SECONDS
     while paused(read(connection, name)):
-        if time.monotonic() >= until:
+        if time.monotonic() >= deadline:
             raise ConfigError(
                 f"the operator must take the suspension of job {name} within {UNPAUSE_SECONDS:.0f} s, got no sign of it; look at the "
                 f"operator's pods, then run rljob resume {name} again"
@@ -98,6 +99,6 @@ def _no_such_job(connection: Connection, name: str) -> str:
         names = sorted(job["metadata"]["name"] for job in connection.list(RLJOB))
     except ApiError:
         names = []
-    near = difflib.get_close_matches(name, names, n=SUGGESTIONS, cutoff=0.5) or names[:SUGGESTIONS]
-    others = f"; did you mean {', '.join(near)}?" if near else "; there is none in it, use -n for another"
-    return f"job {name} must exist in namespace {connection.namespace}, got none of that name{others}"
+    matches = difflib.get_close_matches(name, names, n=SUGGESTIONS, cutoff=0.5) or names[:SUGGESTIONS]
+    suggestion = f"; did you mean {', '.join(matches)}?" if matches else "; there is none in it, use -n for another"
+    return f"job {name} must exist in namespace {connection.namespace}, got none of that name{suggestion}"

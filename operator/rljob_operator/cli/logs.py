@@ -39,9 +39,9 @@ class ContainerLog:
     def matches(self, *, role: str | None, index: int | None, attempt: int | None) -> bool:
         """Return whether processes of group `role` write to it, in a pod of this index and epoch; None = any."""
         labels = self.pod["metadata"].get("labels", {})
-        wanted = {naming.LABEL_INDEX: index, naming.LABEL_EPOCH: attempt}
+        selector = {naming.LABEL_INDEX: index, naming.LABEL_EPOCH: attempt}
         return (role is None or role in self.groups) and all(
-            value is None or labels.get(key) == str(value) for key, value in wanted.items()
+            value is None or labels.get(key) == str(value) for key, value in selector.items()
         )
 
 
@@ -63,16 +63,16 @@ def show(
     with jobs.explained(connection, f"listing the pods of job {name}"):
         pods = connection.list(POD, selector=f"{naming.LABEL_JOB}={name}")
     logs = sorted((log for pod in pods for log in _logs_of(pod)), key=lambda log: log.label)
-    chosen = [log for log in logs if log.matches(role=role, index=index, attempt=attempt)]
-    if not chosen:
-        known = ", ".join(log.label for log in logs) or "none exist"
+    selected = [log for log in logs if log.matches(role=role, index=index, attempt=attempt)]
+    if not selected:
+        existing = ", ".join(log.label for log in logs) or "none exist"
         raise ConfigError(
-            f"no pod of job {name} matches role {role or 'any'}, index {_any(index)}, attempt {_any(attempt)}; pods: {known}"
+            f"no pod of job {name} matches role {role or 'any'}, index {_any(index)}, attempt {_any(attempt)}; pods: {existing}"
         )
     if follow:
-        _follow(connection, chosen, write)
+        _follow(connection, selected, write)
         return
-    for log in chosen:
+    for log in selected:
         for line in _lines(connection, log, follow=False):
             write(f"{log.label}: {line}\n")
 
@@ -90,10 +90,10 @@ def _logs_of(pod: Json) -> Iterator[ContainerLog]:
 def _groups_in(plan: str) -> frozenset[str]:
     """Return the groups of the processes of a container's plan; empty for one that this version does not understand."""
     try:
-        read = PodPlan.from_json(plan.replace("$$", "$"))  # as manifests.containers writes values
+        pod_plan = PodPlan.from_json(plan.replace("$$", "$"))  # The inverse of how manifests.containers writes values.
     except (ValueError, KeyError, TypeError):
         return frozenset()
-    return frozenset(process.group for container in read.containers for process in container.processes)
+    return frozenset(process.group for container in pod_plan.containers for process in container.processes)
 
 
 def _follow(connection: Connection, logs: list[ContainerLog], write: Callable[[str], None]) -> None:
@@ -109,11 +109,11 @@ def _follow(connection: Connection, logs: list[ContainerLog], write: Callable[[s
 
     for log in logs:
         threading.Thread(target=read, args=(log,), daemon=True, name=log.label).start()
-    left = len(logs)
-    while left:
+    num_open = len(logs)
+    while num_open:
         line = arrived.get()
         if line is None:
-            left -= 1
+            num_open -= 1
         else:
             write(line)
 
@@ -129,8 +129,8 @@ def _lines(connection: Connection, log: ContainerLog, *, follow: bool) -> Iterat
         if empty:
             yield f"(no log yet: the pod is {(log.pod.get('status') or {}).get('phase', 'Pending')})"
     except ApiError as error:
-        waits = any(word in error.message for word in NO_LOG_YET)
-        yield f"(no log yet: {error.message})" if waits else f"(no log: {error.message})"
+        not_started = any(marker in error.message for marker in NO_LOG_YET)
+        yield f"(no log yet: {error.message})" if not_started else f"(no log: {error.message})"
 
 
 def _any(value: int | None) -> str:

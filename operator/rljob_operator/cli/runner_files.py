@@ -81,13 +81,12 @@ class RunnerFiles:
             ):
                 exchange = http.client.HTTPConnection("localhost", PORT)
                 exchange.sock = opened
-                with suppress(
-                    BrokenPipeError
-                ):  # a call that is refused by its head is answered before its body is sent
+                # A call that is refused because of its head is answered before its body is sent.
+                with suppress(BrokenPipeError):
                     exchange.request(method, path, body=body or None, headers=dict(call.headers))
                 response = exchange.getresponse()
                 text = response.read()
-                given = call.verify(response.status, dict(response.getheaders()), text)
+                proof = call.verify(response.status, dict(response.getheaders()), text)
             answer = json.loads(text)
         except (OSError, ValueError, http.client.HTTPException, NotTheRunner) as error:
             raise InfrastructureError(
@@ -103,4 +102,4 @@ class RunnerFiles:
             raise InfrastructureError(
                 f"the runner in pod {pod} refused {method} {path}: {text[:500].decode(errors='replace')}"
             )
-        return answer, given
+        return answer, proof

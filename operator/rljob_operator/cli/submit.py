@@ -37,7 +37,7 @@ def submit(
     `code`: folder whose modules become a ConfigMap of the job. `dry_run`: the API server checks, nothing is stored.
     Raises ConfigError naming every problem.
     """
-    job, others = read_documents(file)
+    job, documents = read_documents(file)
     name = job["metadata"]["name"]
     if namespace := job["metadata"].get("namespace"):
         connection.namespace = namespace
@@ -45,19 +45,20 @@ def submit(
         modules = config_map(code, job=name)
         job["spec"]["code"] = {"configMap": modules["metadata"]["name"]}
     with jobs.explained(connection, f"submitting {file}"):
-        for other in others:
-            connection.apply(kinds.of(other["apiVersion"], other["kind"]), other, dry_run=dry_run)
+        for document in documents:
+            connection.apply(kinds.of(document["apiVersion"], document["kind"]), document, dry_run=dry_run)
         if code is not None:
             connection.apply(kinds.CONFIG_MAP, modules, dry_run=dry_run)
         try:
-            made = connection.create(kinds.RLJOB, job, dry_run=dry_run)
+            created = connection.create(kinds.RLJOB, job, dry_run=dry_run)
         except AlreadyExists as error:
             raise ConfigError(
                 f"job {name} must not exist in namespace {connection.namespace}, got one; delete it (kubectl delete rlj {name}) "
                 "or rename this one"
             ) from error
-        if code is not None and not dry_run:  # the job exists now, and takes its code along when it is deleted
-            connection.apply(kinds.CONFIG_MAP, config_map(code, job=name, owner=made["metadata"]))
+        # The job exists now and owns the ConfigMap, which is deleted together with it.
+        if code is not None and not dry_run:
+            connection.apply(kinds.CONFIG_MAP, config_map(code, job=name, owner=created["metadata"]))
     if dry_run:
         say(f"{name}: accepted by the API server (nothing was created)")
         return 0
@@ -72,27 +73,27 @@ def read_documents(file: Path) -> tuple[Json, list[Json]]:
         isinstance(document, dict) and {"apiVersion", "kind", "metadata"} <= document.keys() for document in documents
     ):
         raise ConfigError(f"{file}: every document must have apiVersion, kind and metadata; correct the one without")
-    found = [document for document in documents if document["kind"] == kinds.RLJOB.kind]
-    if len(found) != 1:
-        raise ConfigError(f"{file}: must hold exactly one RLJob, got {len(found)}; submit them one by one")
+    rljobs = [document for document in documents if document["kind"] == kinds.RLJOB.kind]
+    if len(rljobs) != 1:
+        raise ConfigError(f"{file}: must hold exactly one RLJob, got {len(rljobs)}; submit them one by one")
     try:
-        RLJob.model_validate(found[0])
+        RLJob.model_validate(rljobs[0])
     except ValidationError as error:
         lines = "\n".join(f"  {line}" for line in problem_lines(error))
         raise ConfigError(f"{file}: the job is not valid\n{lines}") from error
-    return found[0], [document for document in documents if document is not found[0]]
+    return rljobs[0], [document for document in documents if document is not rljobs[0]]
 
 
 def follow(connection: Connection, name: str, *, say: Callable[[str], None]) -> int:
     """Tell phase and step as they change until the job has ended; return 0 for success, 3 for failure, 130 on Ctrl-C."""
-    last = ""
+    last_line = ""
     try:
         while True:
             job = jobs.read(connection, name)
             line = _line(job)
-            if line != last:
+            if line != last_line:
                 say(line)
-                last = line
+                last_line = line
             phase = jobs.phase(job)
             if phase in jobs.FINAL_PHASES:
                 return EXIT_CODES[phase]

@@ -94,7 +94,7 @@ def _object_schema() -> Schema:
     spec["x-kubernetes-validations"] += transition_rules()
     _describe_shared_parts_once(spec["properties"])
     spec["properties"][ROLLOUT]["default"] = {}
-    spec["properties"][ROLLOUT]["properties"]["replicas"]["default"] = 1  # an autoscaler needs the path to exist
+    spec["properties"][ROLLOUT]["properties"]["replicas"]["default"] = 1  # An autoscaler needs this path to exist.
     name = rule_entry(
         holds=f"self.metadata.name.matches('^{NAME_PATTERN.pattern}$')",
         refusal=NAME_REFUSAL,
@@ -121,23 +121,23 @@ def _describe_shared_parts_once(fields: Schema) -> None:
     `kubectl explain pod.spec.volumes` explains the inner fields. All descriptions together would use a fifth of the annotation in which
     kubectl stores the definition.
     """
-    first, *others = BUILT_IN
-    described = fields[first]["properties"]
-    for group in others:
+    first_group, *other_groups = BUILT_IN
+    described = fields[first_group]["properties"]
+    for group in other_groups:
         shared = {name: field for name, field in fields[group]["properties"].items() if field == described.get(name)}
         for name, field in shared.items():
-            words = min(field["description"], f"As {first}.{name}.", key=len)
-            fields[group]["properties"][name] = _without_words(field) | {"description": words}
+            description = min(field["description"], f"As {first_group}.{name}.", key=len)
+            fields[group]["properties"][name] = _without_words(field) | {"description": description}
     for name in (field.alias or name for name, field in PodSpec.model_fields.items()):
         described[name] = _without_words(described[name]) | {"description": described[name]["description"]}
 
 
 def _without_words(node: Schema) -> Schema:
-    bare = {key: value for key, value in node.items() if key != "description"}
-    bare |= {key: _without_words(bare[key]) for key in ("items", "additionalProperties") if key in bare}
-    if "properties" in bare:
-        bare["properties"] = {name: _without_words(part) for name, part in bare["properties"].items()}
-    return bare
+    schema = {key: value for key, value in node.items() if key != "description"}
+    schema |= {key: _without_words(schema[key]) for key in ("items", "additionalProperties") if key in schema}
+    if "properties" in schema:
+        schema["properties"] = {name: _without_words(part) for name, part in schema["properties"].items()}
+    return schema
 
 
 def _validations(title: str) -> list[Schema]:
@@ -151,7 +151,7 @@ def validations_of(model: type[BaseModel]) -> list[Schema]:
         raise ValueError(
             f"every @rule of the CRD must have CEL, got none for {', '.join(missing)}; write @rule(Cel(...))"
         )
-    return [cel_rule(one, model) for _, cel in rules for one in cel]
+    return [cel_rule(expression, model) for _, cel in rules for expression in cel]
 
 
 def _can_be_read(model: type[BaseModel], rule: str) -> bool:
@@ -184,4 +184,4 @@ class _Dumper(yaml.SafeDumper):
 
 def _has_blocks(schema: Schema) -> bool:
     """Return whether a schema has properties that have properties."""
-    return any("properties" in inner for inner in schema.get("properties", {}).values())
+    return any("properties" in part for part in schema.get("properties", {}).values())

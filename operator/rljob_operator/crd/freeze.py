@@ -55,10 +55,10 @@ def frozen_fields(model: type[BaseModel] = RLJobSpec, prefix: str = "") -> Itera
         path = f"{prefix}{field.alias}"
         if path in FREE or (prefix.rstrip(".") in BUILT_IN and field.alias in POD_FIELDS):
             continue
-        inner: Any = field.annotation
-        is_block = isinstance(inner, type) and issubclass(inner, BaseModel)
+        annotation: Any = field.annotation
+        is_block = isinstance(annotation, type) and issubclass(annotation, BaseModel)
         if is_block and any(name.startswith(f"{path}.") for name in (*FREE, *QUOTED)):
-            yield from frozen_fields(inner, f"{path}.")
+            yield from frozen_fields(annotation, f"{path}.")
         else:
             yield path
 
@@ -66,21 +66,21 @@ def frozen_fields(model: type[BaseModel] = RLJobSpec, prefix: str = "") -> Itera
 def transition_rules() -> list[Schema]:
     """Return the entries of x-kubernetes-validations for `spec`."""
     new, old = (f"(has({root}.managedBy) ? {root}.managedBy : '{MANAGER}')" for root in ("self", "oldSelf"))
-    fixed = rule_entry(
+    fixed_rule = rule_entry(
         holds=f"{new} == {old}",
         refusal="managedBy must stay %s, got %s; delete the job and create it anew",
         values=(old, new),
         field="managedBy",
     )
-    others = [path for path in frozen_fields() if path not in QUOTED]
-    blocks = groupby(others, key=lambda path: path.partition(".")[0])
-    own = [
+    paths_of_spec = [path for path in frozen_fields() if path not in QUOTED]
+    blocks = groupby(paths_of_spec, key=lambda path: path.partition(".")[0])
+    rules = [
         *map(_quoted, QUOTED),
         *map(_placed, (name for name, group in BUILT_IN.items() if group.elastic)),
         _synchrony(),
         *_groups(),
     ]
-    return [fixed, *own, *(_block(block, list(paths)) for block, paths in blocks)]
+    return [fixed_rule, *rules, *(_block(block, list(paths)) for block, paths in blocks)]
 
 
 def _placed(group: str) -> Schema:
@@ -118,12 +118,12 @@ def _groups() -> Iterator[Schema]:
         refusal="groups must keep their names; delete the job and create it anew",
         field="groups",
     )
-    same = " && ".join(
+    unchanged = " && ".join(
         _same(field) for field in ("worker", "lifecycle", "processesPerPod", "gpus", "callers", "weights")
     )
     lifecycle = f"({field_or_default('lifecycle', GroupSpec, root='g')} == 'elastic' || {_same('replicas')})"
     yield rule_entry(
-        holds=f"{SUSPENDED} || !has(self.groups) || self.groups.all(g, oldSelf.groups.all(o, o.name != g.name || ({same} && {lifecycle})))",
+        holds=f"{SUSPENDED} || !has(self.groups) || self.groups.all(g, oldSelf.groups.all(o, o.name != g.name || ({unchanged} && {lifecycle})))",
         refusal=(
             f"groups must stay as they are but for replicas of elastic groups and the pod fields {WAY_OUT.format('a change')}"
         ),
@@ -173,5 +173,5 @@ def _unchanged(path: str) -> str:
         return " == ".join(field_or_default(path, RLJobSpec, root=root) for root in ("self", "oldSelf"))
     # Optionals cannot be compared themselves: the API server finds no bound on their size and calls the rule too costly.
     optional = path.replace(".", ".?")
-    now, before = f"self.?{optional}.hasValue()", f"oldSelf.?{optional}.hasValue()"
-    return f"{now} == {before} && (!{now} || self.{path} == oldSelf.{path})"
+    is_set, was_set = f"self.?{optional}.hasValue()", f"oldSelf.?{optional}.hasValue()"
+    return f"{is_set} == {was_set} && (!{is_set} || self.{path} == oldSelf.{path})"

@@ -63,8 +63,8 @@ def presence_expression(path: str, root: str) -> str:
 
     Without `&&`, which kubectl's annotation escapes to 12 characters.
     """
-    block, *inner = path.split(".")
-    return f"{root}.?{'.?'.join((block, *inner))}.hasValue()" if inner else f"has({root}.{block})"
+    block, *names = path.split(".")
+    return f"{root}.?{'.?'.join((block, *names))}.hasValue()" if names else f"has({root}.{block})"
 
 
 def field_at(path: str, model: type[BaseModel]) -> FieldInfo:
@@ -72,8 +72,8 @@ def field_at(path: str, model: type[BaseModel]) -> FieldInfo:
     block, _, rest = path.partition(".")
     for field in model.model_fields.values():
         if field.alias == block:
-            inner: Any = field.annotation
-            return field_at(rest, inner) if rest else field
+            annotation: Any = field.annotation
+            return field_at(rest, annotation) if rest else field
     raise ValueError(f"{model.__name__} must have the field {path} named in a CEL rule, got no {block}; correct it")
 
 

@@ -62,8 +62,8 @@ def structural(model: type[BaseModel], *, validations: Validations) -> Schema:
 
     Raises ValueError for a part of the model that a structural schema cannot hold, or that has no bound.
     """
-    whole = described_schema(model)
-    return _Converter(whole.get("$defs", {}), validations).convert(whole, model.__name__)
+    schema = described_schema(model)
+    return _Converter(schema.get("$defs", {}), validations).convert(schema, model.__name__)
 
 
 class _Converter:
@@ -119,7 +119,9 @@ class _Converter:
         result: Schema = {"type": "object"} | _copied(node)
         if "properties" in node:
             if free := FREE_FIELDS.get(node["title"]):
-                node = node | {"properties": {name: of for name, of in node["properties"].items() if name not in free}}
+                node = node | {
+                    "properties": {name: schema for name, schema in node["properties"].items() if name not in free}
+                }
                 result["x-kubernetes-preserve-unknown-fields"] = True
             result["properties"] = {
                 name: self.convert(inner, f"{path}.{name}") for name, inner in node["properties"].items()
@@ -148,18 +150,18 @@ class _Converter:
 
     def _number(self, node: Schema, path: str) -> Schema:
         result: Schema = {"type": node["type"]} | _copied(node)
-        whole = node["type"] == "integer"
+        is_integer = node["type"] == "integer"
         for exclusive, inclusive, step in (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1)):
             if exclusive in node:
-                result[inclusive] = node[exclusive] + step if whole else node[exclusive]
-                if not whole:
+                result[inclusive] = node[exclusive] + step if is_integer else node[exclusive]
+                if not is_integer:
                     result[exclusive] = True
         if "maximum" in node:
             result["maximum"] = node["maximum"]
-        if whole and "enum" not in node:
+        if is_integer and "enum" not in node:
             _need(result, "maximum", path)
             result["format"] = "int32" if result["maximum"] < 2**31 else "int64"
-        return result if whole else result | {"format": "double"}
+        return result if is_integer else result | {"format": "double"}
 
 
 ATOMIC: Schema = {"x-kubernetes-list-type": "atomic"}
@@ -177,16 +179,16 @@ def _matching(node: Schema, text: str) -> Schema:
 
 
 def _copied(node: Schema) -> Schema:
-    found = {key: node[key] for key in COPIED if node.get(key) is not None}
-    return found | ({"description": _one_line(found["description"])} if "description" in found else {})
+    copied = {key: node[key] for key in COPIED if node.get(key) is not None}
+    return copied | ({"description": _one_line(copied["description"])} if "description" in copied else {})
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _need(node: Schema, bound: str, path: str) -> None:
-    if bound not in node:
+def _need(node: Schema, keyword: str, path: str) -> None:
+    if keyword not in node:
         raise ValueError(
-            f"{path}: must have {bound} so that the API server can bound its cost, got none; bound the field"
+            f"{path}: must have {keyword} so that the API server can bound its cost, got none; bound the field"
         )

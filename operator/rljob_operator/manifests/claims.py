@@ -29,12 +29,12 @@ def by_device_plugin(spec: RoleSpec, pod: PodPlan) -> bool:
 
     Raises ValueError for containers that are to share accelerators, because the device plugin would give each of them its own.
     """
-    asked = bool(spec.gpus) and spec.gpu_allocation == "devicePlugin"
-    if asked and pod.claim is not None and pod.claim.shared and len(pod.containers) > 1:
+    requested = bool(spec.gpus) and spec.gpu_allocation == "devicePlugin"
+    if requested and pod.claim is not None and pod.claim.shared and len(pod.containers) > 1:
         raise ValueError(
             f"pod {pod.name} must share its accelerators by gpuAllocation dra, got devicePlugin; use dra, or one container for both groups"
         )
-    return asked
+    return requested
 
 
 def templates(job: RLJob, *, config: OperatorConfig, groups: Mapping[str, Group] | None = None) -> list[dict[str, Any]]:
@@ -58,24 +58,24 @@ def templates(job: RLJob, *, config: OperatorConfig, groups: Mapping[str, Group]
 def of_pod(job: RLJob, pod: PodPlan, groups: Mapping[str, Group]) -> list[dict[str, Any]]:
     """Return `spec.resourceClaims` of a pod: its accelerators, and the claims the user named."""
     specs: list[RoleSpec] = [groups[container.image_role].spec for container in pod.containers]
-    found: dict[str, dict[str, Any]] = {}
+    claims: dict[str, dict[str, Any]] = {}
     if pod.claim is not None and specs[0].gpu_allocation == "dra":
         template = _template_name(job, groups[pod.role])
-        found[NAME] = {"name": NAME, "resourceClaimTemplateName": template}
+        claims[NAME] = {"name": NAME, "resourceClaimTemplateName": template}
     for spec in specs:
         for claim in spec.resource_claims:
-            found[claim.name] = {key: value for key, value in meta.api(claim).items() if key != "request"}
-    return list(found.values())
+            claims[claim.name] = {key: value for key, value in meta.api(claim).items() if key != "request"}
+    return list(claims.values())
 
 
 def references(spec: RoleSpec, pod: PodPlan) -> list[dict[str, str]]:
     """Return `resources.claims` of a container."""
-    own = [{"name": NAME}] if pod.claim is not None and spec.gpu_allocation == "dra" else []
+    own_reference = [{"name": NAME}] if pod.claim is not None and spec.gpu_allocation == "dra" else []
     users = [
         {"name": claim.name, **({"request": claim.request} if claim.request is not None else {})}
         for claim in spec.resource_claims
     ]
-    return own + users
+    return own_reference + users
 
 
 def _template_name(job: RLJob, group: Group) -> str:

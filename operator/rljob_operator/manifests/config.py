@@ -41,5 +41,5 @@ def resolved(job: RLJob, defaults: Defaults) -> dict[str, Any]:
     """Return the job with all defaults and its identity, without labels and annotations, which may change independently of the job."""
     name, namespace, uid = meta.identity(job)
     identity = {"name": name, "namespace": namespace, "uid": uid}
-    whole = document.write(job, defaults.table)
-    return {**whole, "metadata": identity, document.CHANGED: {**whole[document.CHANGED], "metadata": identity}}
+    fields = document.write(job, defaults.table)
+    return {**fields, "metadata": identity, document.CHANGED: {**fields[document.CHANGED], "metadata": identity}}

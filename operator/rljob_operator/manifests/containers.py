@@ -90,7 +90,7 @@ def init(job: RLJob, group: Group, container: InitContainer, *, config: Operator
             *_variables({**_user_env(job, container.env), **({} if _has_devices(container.resources) else NO_DEVICES)}),
             *_sourced(container.env_value_from),
         ],
-        **({"resources": found} if (found := meta.api(container.resources)) else {}),
+        **({"resources": resources} if (resources := meta.api(container.resources)) else {}),
         "volumeMounts": volumes.init_mounts(job, container.volume_mounts),
     }
 
@@ -109,15 +109,15 @@ def security_context(spec: RoleSpec, *, add: Sequence[str] = ()) -> dict[str, An
 
 def _base(group: Group, name: str, image: str | None, *, config: OperatorConfig) -> dict[str, Any]:
     spec = group.spec
-    chosen = image or image_of(group, config=config)
-    if chosen is None:
+    image_name = image or image_of(group, config=config)
+    if image_name is None:
         raise ImageMissing(
             f"{group.name}.image must name an image, got none; set it, or the chart value images.{group.name} for all jobs"
         )
     policy = spec.image_pull_policy or config.image_pull_policy
     return {
         "name": name,
-        "image": chosen,
+        "image": image_name,
         **({"imagePullPolicy": policy} if policy else {}),
         "securityContext": security_context(spec),
         "terminationMessagePath": TERMINATION_LOG,
@@ -127,16 +127,16 @@ def _base(group: Group, name: str, image: str | None, *, config: OperatorConfig)
 
 def _user_env(job: RLJob, env: Mapping[str, str]) -> dict[str, str]:
     """Return the user's variables, with a writable HOME and with the user's modules in PYTHONPATH."""
-    found = {"HOME": volumes.TMP, **env}
+    variables = {"HOME": volumes.TMP, **env}
     if job.spec.code is not None:
-        found["PYTHONPATH"] = ":".join(filter(None, (volumes.CODE, env.get("PYTHONPATH"))))
-    return found
+        variables["PYTHONPATH"] = ":".join(filter(None, (volumes.CODE, env.get("PYTHONPATH"))))
+    return variables
 
 
 def _sourced(values: Sequence[EnvValueFrom]) -> list[dict[str, Any]]:
     """Return the environment entries of a container whose values come from ConfigMaps, Secrets or fields."""
-    found = map(meta.api, values)
-    return [{"name": value.pop("name"), "valueFrom": value} for value in found]
+    sources = map(meta.api, values)
+    return [{"name": value.pop("name"), "valueFrom": value} for value in sources]
 
 
 def _devices(spec: RoleSpec, pod: PodPlan) -> dict[str, str]:
@@ -147,8 +147,8 @@ def _devices(spec: RoleSpec, pod: PodPlan) -> dict[str, str]:
 
 def _has_devices(resources: Resources) -> bool:
     """Return whether a container requests GPUs of the device plugin, in a quantity that is not 0."""
-    asked = (*resources.requests.items(), *resources.limits.items())
-    return any(GPU_RESOURCE.fullmatch(name) and re.search("[1-9]", str(quantity)) for name, quantity in asked)
+    quantities = (*resources.requests.items(), *resources.limits.items())
+    return any(GPU_RESOURCE.fullmatch(name) and re.search("[1-9]", str(quantity)) for name, quantity in quantities)
 
 
 def _environment(job: RLJob, pod: PodPlan, container: ContainerPlan, spec: RoleSpec) -> dict[str, str]:
@@ -189,24 +189,24 @@ _POD_IP: dict[str, Any] = {
 
 def _ports(container: ContainerPlan, health: int, *, first: bool) -> dict[str, int]:
     """Return the ports of a container by name; `first` says whether it is the first one of its pod."""
-    found = {"metrics" if first else f"metrics-{container.name}": health}  # a pod's port names are unique
+    port_numbers = {"metrics" if first else f"metrics-{container.name}": health}  # a pod's port names are unique
     for process in container.processes:
-        found |= process.ports
+        port_numbers |= process.ports
         for name in ("rpc", "endpoint"):
             if number := process.env.get(f"RLJOB_{name.upper()}_PORT"):
-                found[name] = int(number)
-    return found
+                port_numbers[name] = int(number)
+    return port_numbers
 
 
 def _resources(spec: RoleSpec, pod: PodPlan) -> dict[str, Any]:
     """Return the resource requests of a container, with accelerators as a resource of the device plugin or as claims."""
-    found: dict[str, Any] = meta.api(spec.resources)
+    resources: dict[str, Any] = meta.api(spec.resources)
     if claims.by_device_plugin(spec, pod):
         for field in ("requests", "limits"):
-            found[field] = {**found.get(field, {}), spec.gpu_resource: str(spec.gpus)}
-    if named := claims.references(spec, pod):
-        found["claims"] = named
-    return found
+            resources[field] = {**resources.get(field, {}), spec.gpu_resource: str(spec.gpus)}
+    if claim_references := claims.references(spec, pod):
+        resources["claims"] = claim_references
+    return resources
 
 
 def _probes(port: int) -> dict[str, Any]:

@@ -83,8 +83,8 @@ def _spec(job: RLJob, group: Group, size: int, api: str) -> dict[str, Any]:
     The built-in API silently drops it unless the feature gate WorkloadAwarePreemption is on; coscheduling uses the priority of the pods.
     """
     priority = group.spec.priority_class_name
-    asked = job.spec.scheduling.queue
-    volcano = {"minResources": _resources(group.spec, size)} | ({"queue": asked} if asked is not None else {})
+    queue = job.spec.scheduling.queue
+    volcano = {"minResources": _resources(group.spec, size)} | ({"queue": queue} if queue is not None else {})
     return {
         **({"schedulingPolicy": {"gang": {"minCount": size}}} if api == BUILT_IN else {"minMember": size}),
         **({field: value for field, value in volcano.items() if value} if api == VOLCANO else {}),
@@ -94,10 +94,10 @@ def _spec(job: RLJob, group: Group, size: int, api: str) -> dict[str, Any]:
 
 def _resources(spec: RoleSpec, size: int) -> dict[str, str]:
     """Return the resources that `size` pods request. Volcano admits the group when its queue has room for them."""
-    asked = {**spec.resources.limits, **spec.resources.requests}
+    resources = {**spec.resources.limits, **spec.resources.requests}
     if spec.gpus and spec.gpu_allocation == "devicePlugin":
-        asked[spec.gpu_resource] = spec.gpus
-    return {name: _times(str(quantity), size) for name, quantity in sorted(asked.items())}
+        resources[spec.gpu_resource] = spec.gpus
+    return {name: _times(str(quantity), size) for name, quantity in sorted(resources.items())}
 
 
 def _times(quantity: str, factor: int) -> str:
@@ -128,19 +128,19 @@ def unavailable(job: RLJob, api: str | None) -> str:
     if scheduling.queue is not None and api != VOLCANO:
         return f"scheduling.queue {scheduling.queue} needs the API {VOLCANO}, got {api or 'none'}; install Volcano, or remove scheduling.queue"
     if scheduling.gang == "required" and api is None:
-        known = ", ".join(PREFERENCE)
+        apis = ", ".join(PREFERENCE)
         return (
-            f"scheduling.gang required needs one of the APIs {known}, got none; "
+            f"scheduling.gang required needs one of the APIs {apis}, got none; "
             "serve one of them and restart the operator, or set scheduling.gang to auto"
         )
     return ""
 
 
 def _name(job: RLJob, role: str, spec: Mapping[str, Any], api: str) -> str:
-    """Return the name of a gang; for the built-in API one of another spec, or of another job of the name, is another object.
+    """Return the name of a gang. For the built-in API it contains a digest of the spec and of the job's uid.
 
-    There the spec cannot change, and the API server keeps a deleted group while pods name it: pods of a job made anew would
-    hold the earlier job's group for good.
+    In that API the spec cannot change, and the API server keeps a deleted group while pods name it: pods of a job that is
+    created again would keep the group of the earlier job for ever.
     """
     name = f"{job.metadata.name}-{role}-gang"
     return f"{name}-{meta.digest([meta.identity(job)[2], spec])[:8]}" if api == BUILT_IN else name

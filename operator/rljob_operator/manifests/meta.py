@@ -33,7 +33,7 @@ def identity(job: RLJob | Object) -> tuple[str, str, str]:
 def labels(job: RLJob | Object, *, component: str, version: str | None = None) -> dict[str, str]:
     """Return the labels of an object of the job; `version` is the operator's."""
     name, _, uid = identity(job)
-    found = {
+    result = {
         naming.LABEL_NAME: naming.APP,
         naming.LABEL_INSTANCE: name,
         naming.LABEL_COMPONENT: component,
@@ -41,8 +41,8 @@ def labels(job: RLJob | Object, *, component: str, version: str | None = None) -
         **naming.job_labels(name, uid),
     }
     if version is not None:
-        found[naming.LABEL_VERSION] = _NOT_A_LABEL.sub("_", version)[:63].strip("._-")
-    return found
+        result[naming.LABEL_VERSION] = _NOT_A_LABEL.sub("_", version)[:63].strip("._-")
+    return result
 
 
 def owner(job: RLJob | Object) -> dict[str, Any]:
@@ -87,10 +87,10 @@ def support(
 
     `hashed` is the value to hash. None means the object without the operator's version, so that an upgrade alone writes nothing.
     """
-    plain = {"apiVersion": api_version, "kind": kind, "metadata": metadata(job, name, component=component), **body}
+    manifest = {"apiVersion": api_version, "kind": kind, "metadata": metadata(job, name, component=component), **body}
     meta = metadata(job, name, component=component, version=config.version)
-    meta["annotations"] = {naming.ANNOTATION_MANIFEST_HASH: digest(plain if hashed is None else hashed)}
-    return {**plain, "metadata": meta}
+    meta["annotations"] = {naming.ANNOTATION_MANIFEST_HASH: digest(manifest if hashed is None else hashed)}
+    return {**manifest, "metadata": meta}
 
 
 def digest(value: Any) -> str:
@@ -105,8 +105,8 @@ def canonical(value: Any) -> str:
 
 def api(part: BaseModel) -> dict[str, Any]:
     """Return a schema object for the API server: camelCase keys, without fields that were not set."""
-    found: dict[str, Any] = _trimmed(part.model_dump(mode="json", by_alias=True, exclude_none=True))
-    return found
+    fields: dict[str, Any] = _trimmed(part.model_dump(mode="json", by_alias=True, exclude_none=True))
+    return fields
 
 
 def _trimmed(value: Any) -> Any:

@@ -65,7 +65,7 @@ def build(job: RLJob, *, config: OperatorConfig, groups: Mapping[str, Group] | N
 
 def of_remaining_pods(job: RLJob, pods: Sequence[PodView], *, config: OperatorConfig) -> list[dict[str, Any]]:
     """Return the policies of a deleted job that fence at least one of `pods`, each with the pods that it fences as its owners."""
-    found = []
+    policies = []
     for policy in build(job, config=config):
         labels = policy["spec"]["podSelector"]["matchLabels"]
         fenced = [
@@ -74,8 +74,8 @@ def of_remaining_pods(job: RLJob, pods: Sequence[PodView], *, config: OperatorCo
             if pod.role == labels[naming.LABEL_ROLE] and labels.get(naming.LABEL_INDEX) in (None, str(pod.index))
         ]
         if fenced:
-            found.append({**policy, "metadata": {**policy["metadata"], "ownerReferences": fenced}})
-    return found
+            policies.append({**policy, "metadata": {**policy["metadata"], "ownerReferences": fenced}})
+    return policies
 
 
 def digest_of(policy: Object) -> str:
@@ -83,10 +83,10 @@ def digest_of(policy: Object) -> str:
     if DIGEST in policy:
         return str(policy[DIGEST])
     spec = policy.get("spec") or {}
-    shown = {field: spec.get(field) for field in ("podSelector", "policyTypes", "ingress")}
-    if "Egress" in (spec.get("policyTypes") or ()):  # otherwise the field has no effect
-        shown["egress"] = spec.get("egress")
-    return meta.digest(shown)
+    compared = {field: spec.get(field) for field in ("podSelector", "policyTypes", "ingress")}
+    if "Egress" in (spec.get("policyTypes") or ()):  # Without this type the field `egress` has no effect.
+        compared["egress"] = spec.get("egress")
+    return meta.digest(compared)
 
 
 class _Peers:
@@ -116,8 +116,8 @@ class _Peers:
 
         A colocated group that serves an endpoint runs in pods of the control group.
         """
-        served = [other for other in self.groups.values() if group.name in self._hosts(other)]
-        callers = {caller for other in served for caller in other.endpoint_callers}
+        served = [server for server in self.groups.values() if group.name in self._hosts(server)]
+        callers = {caller for server in served for caller in server.endpoint_callers}
         ports = _ports(PORTS.endpoint, *served)
         return [{"from": [_pods(self._job, *sorted(callers))], "ports": ports}] if callers else []
 
@@ -131,16 +131,16 @@ class _Peers:
         """Return the rules by which the pods of a group reach other groups and the addresses that the group names."""
         called = [name for name, other in self.groups.items() if self._may_call(group, other)]
         calls = [self._to_pods(PORTS.rpc, called, [self.groups[name] for name in called])] if called else []
-        given = getattr(group.spec, "egress", None)
+        rules = getattr(group.spec, "egress", None)
         if _is_trusted(group):
-            outside = _anywhere() if given is None else _given(given)
-            return [{"to": [_pods(self._job, *self._trusted)]}, *calls, *outside]
+            internet = _anywhere() if rules is None else _given(rules)
+            return [{"to": [_pods(self._job, *self._trusted)]}, *calls, *internet]
         ports = _tcp(PORTS.hub, PORTS.channel)
         runner = {"ports": ports} if self._on_nodes else {"to": [_runner_pod(self._job)], "ports": ports}
         served = [other for other in self.groups.values() if group.name in other.endpoint_callers]
         hosts = sorted({host for other in served for host in self._hosts(other)})
         models = [self._to_pods(PORTS.endpoint, hosts, served)] if hosts else []
-        return [runner, *calls, *models, *_given(given or [])]
+        return [runner, *calls, *models, *_given(rules or [])]
 
     def _to_pods(self, port: int, names: Sequence[str], served: Sequence[Group]) -> Rule:
         """Return the rule for the port of each process of `served` in the pods of the groups `names`.
@@ -164,8 +164,8 @@ class _Peers:
 
     def _hosts(self, group: Group) -> list[str]:
         """Return the groups in whose pods the members of a group run: its own, and the control group for colocated members."""
-        own = own_pods(self._job.spec, group.name, self.groups)
-        return [*([group.name] if own else []), *([CONTROL_GROUP] if own.start else [])]
+        pods = own_pods(self._job.spec, group.name, self.groups)
+        return [*([group.name] if pods else []), *([CONTROL_GROUP] if pods.start else [])]
 
 
 def _ports(first: int, *groups: Group) -> list[dict[str, Any]]:

@@ -50,24 +50,24 @@ def build(
 
 
 def _metadata(job: RLJob, plan: PodPlan, group: Group, *, config: OperatorConfig) -> dict[str, Any]:
-    found = meta.metadata(job, plan.name, component=plan.role, version=config.version)
+    metadata = meta.metadata(job, plan.name, component=plan.role, version=config.version)
     epoch = plan.containers[0].processes[0].env["RLJOB_EPOCH"]
-    queued, counted = gang.kueue_group(job, group, epoch)
-    found["labels"] = {
+    queued, kueue_annotations = gang.kueue_group(job, group, epoch)
+    metadata["labels"] = {
         **group.spec.labels,
         **queued,
-        **found["labels"],
+        **metadata["labels"],
         naming.LABEL_ROLE: plan.role,
         naming.LABEL_INDEX: str(plan.index),
         naming.LABEL_EPOCH: epoch,
     }
-    found["annotations"] = {
+    metadata["annotations"] = {
         **disruption.no_scale_down_annotations(job, group),
         **group.spec.annotations,
-        **counted,
+        **kueue_annotations,
         naming.ANNOTATION_TEMPLATE_HASH: template_hash(job, group, config=config),
     }
-    return found
+    return metadata
 
 
 def _fixed(job: RLJob, plan: PodPlan) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _chosen(job: RLJob, plan: PodPlan, spec: RoleSpec) -> dict[str, Any]:
             "seccompProfile": {"type": security.seccomp_profile.type},
             **({"supplementalGroups": security.supplemental_groups} if security.supplemental_groups else {}),
         },
-        "imagePullSecrets": [meta.api(one) for one in spec.image_pull_secrets],
+        "imagePullSecrets": [meta.api(secret) for secret in spec.image_pull_secrets],
         "nodeSelector": spec.node_selector,
         "tolerations": _tolerations(spec),
         "affinity": meta.api(spec.affinity) if spec.affinity is not None else None,
@@ -117,26 +117,26 @@ pods.
 
 def _tolerations(spec: RoleSpec) -> list[dict[str, Any]]:
     """Return the user's tolerations, and default ones for dead nodes unless the user has set these."""
-    given = {toleration.key for toleration in spec.tolerations}
-    ours = [
+    keys = {toleration.key for toleration in spec.tolerations}
+    defaults = [
         {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": DEAD_NODE_SECONDS}
         for key in DEAD_NODE_TAINTS
-        if key not in given
+        if key not in keys
     ]
-    return [meta.api(toleration) for toleration in spec.tolerations] + ours
+    return [meta.api(toleration) for toleration in spec.tolerations] + defaults
 
 
 def _spread(job: RLJob, plan: PodPlan, spec: RoleSpec) -> list[dict[str, Any]]:
     """Return the topology spread constraints. One without a selector gets that of the role's pods."""
     name, _, uid = meta.identity(job)
-    own = {"matchLabels": {**naming.job_labels(name, uid), naming.LABEL_ROLE: plan.role}}
-    return [{"labelSelector": own, **meta.api(one)} for one in spec.topology_spread_constraints]
+    selector = {"matchLabels": {**naming.job_labels(name, uid), naming.LABEL_ROLE: plan.role}}
+    return [{"labelSelector": selector, **meta.api(constraint)} for constraint in spec.topology_spread_constraints]
 
 
-def _merged(base: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with `more` merged in recursively."""
-    found = dict(base)
-    for key, value in more.items():
-        held = found.get(key)
-        found[key] = _merged(held, value) if isinstance(held, dict) and isinstance(value, Mapping) else value
-    return found
+def _merged(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with `changes` merged in recursively."""
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
+    return merged

@@ -15,12 +15,12 @@ def build(job: RLJob, *, config: OperatorConfig) -> dict[str, Any]:
     """Return the Service. Names resolve before pods are ready: a pod becomes ready by reaching actor-0."""
     name, _, uid = meta.identity(job)
     ports = Ports()
-    named = {"hub": ports.hub, "channel": ports.channel, "control": ports.control, "metrics": ports.health}
+    numbers = {"hub": ports.hub, "channel": ports.channel, "control": ports.control, "metrics": ports.health}
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
         "selector": naming.job_labels(name, uid),
-        "ports": [{"name": key, "port": port, "targetPort": port, "protocol": "TCP"} for key, port in named.items()],
+        "ports": [{"name": key, "port": port, "targetPort": port, "protocol": "TCP"} for key, port in numbers.items()],
     }
     return meta.support(
         job, "Service", naming.service(name), {"spec": spec}, api_version="v1", component="network", config=config

@@ -19,8 +19,8 @@ def template_hash(job: RLJob, group: Group, *, config: OperatorConfig) -> str:
 
     A difference alone never replaces a pod: it takes effect at the next restart.
     """
-    left_out: dict[str, bool | set[str]] = dict.fromkeys(NOT_COVERED, True)
-    settings = group.spec.model_dump(mode="json", by_alias=True, exclude={**left_out, **TAKEN_LIVE})
+    excluded: dict[str, bool | set[str]] = dict.fromkeys(NOT_COVERED, True)
+    settings = group.spec.model_dump(mode="json", by_alias=True, exclude={**excluded, **TAKEN_LIVE})
     code = job.spec.code.config_map if job.spec.code is not None else None
     return meta.digest(
         {"role": group.name, "settings": settings, "image": image_of(group, config=config), "code": code}

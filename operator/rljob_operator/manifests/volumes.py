@@ -48,12 +48,12 @@ def build(job: RLJob, pod: PodPlan, groups: Mapping[str, Group]) -> list[dict[st
 
 def mounts(job: RLJob, group: str, users: Sequence[VolumeMount]) -> list[dict[str, Any]]:
     """Return the mounts of a supervisor's container. A user's mount on /tmp, /dev/shm or the output folder replaces the operator's."""
-    ours = [_mount(KEYS, CURVE_PATH, read_only=True), _mount(TMP_VOLUME, TMP), _mount(SHM, SHM_PATH), *_code(job)]
+    own_mounts = [_mount(KEYS, CURVE_PATH, read_only=True), _mount(TMP_VOLUME, TMP), _mount(SHM, SHM_PATH), *_code(job)]
     if group == CONTROL_GROUP:
-        ours.append({**_mount(CONFIG, CONFIG_PATH, read_only=True), "subPath": CONFIG_KEY})
+        own_mounts.append({**_mount(CONFIG, CONFIG_PATH, read_only=True), "subPath": CONFIG_KEY})
         if job.spec.checkpoint.path is None:
-            ours.append(_mount(OUTPUT, LOCAL_OUTPUT))
-    return _merged(users, ours)
+            own_mounts.append(_mount(OUTPUT, LOCAL_OUTPUT))
+    return _merged(users, own_mounts)
 
 
 def init_mounts(job: RLJob, users: Sequence[VolumeMount]) -> list[dict[str, Any]]:
@@ -67,24 +67,24 @@ def _ours(job: RLJob, pod: PodPlan, present: Sequence[Group], groups: Mapping[st
     sources = [
         {"secret": {"name": naming.secret(name, uid), "items": _items(private, PRIVATE) + _items(public, PUBLIC)}}
     ]
-    found: list[dict[str, Any]] = [
+    volumes: list[dict[str, Any]] = [
         {"name": KEYS, "projected": {"defaultMode": PRIVATE, "sources": sources}},
         {"name": TMP_VOLUME, "emptyDir": {}},
         {"name": SHM, "emptyDir": {"medium": "Memory", **_shm_limit(present)}},
     ]
     if job.spec.code is not None:
-        found.append({"name": CODE_VOLUME, "configMap": {"name": job.spec.code.config_map}})
+        volumes.append({"name": CODE_VOLUME, "configMap": {"name": job.spec.code.config_map}})
     if any(group.name == CONTROL_GROUP for group in present):
-        found.append({"name": CONFIG, "configMap": {"name": naming.config_map(name)}})
+        volumes.append({"name": CONFIG, "configMap": {"name": naming.config_map(name)}})
         if job.spec.checkpoint.path is None:
-            found.append({"name": OUTPUT, "emptyDir": {}})
-    return found
+            volumes.append({"name": OUTPUT, "emptyDir": {}})
+    return volumes
 
 
 def _shm_limit(present: Sequence[Group]) -> dict[str, str]:
     """Return the size limit of /dev/shm that the job sets. Without one, only the memory of the pod limits it."""
-    given = [size for group in present if (size := group.spec.shm_size) is not None]
-    return {"sizeLimit": str(given[0])} if given else {}
+    sizes = [size for group in present if (size := group.spec.shm_size) is not None]
+    return {"sizeLimit": str(sizes[0])} if sizes else {}
 
 
 def _items(files: Sequence[str], mode: int) -> list[dict[str, Any]]:
@@ -99,7 +99,7 @@ def _mount(name: str, path: str, *, read_only: bool = False) -> dict[str, Any]:
     return {"name": name, "mountPath": path, **({"readOnly": True} if read_only else {})}
 
 
-def _merged(users: Sequence[VolumeMount], ours: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    wanted = [meta.api(mount) for mount in users]
-    taken = {mount["mountPath"].rstrip("/") for mount in wanted}
-    return wanted + [mount for mount in ours if mount["mountPath"] not in taken]
+def _merged(users: Sequence[VolumeMount], own_mounts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    user_mounts = [meta.api(mount) for mount in users]
+    paths = {mount["mountPath"].rstrip("/") for mount in user_mounts}
+    return user_mounts + [mount for mount in own_mounts if mount["mountPath"] not in paths]

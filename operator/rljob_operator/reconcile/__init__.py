@@ -1,4 +1,4 @@
-"""(job, what is there, time) -> what to do. Pure: no clock, no request, no state of its own. Starts in `decision`."""
+"""Computes the plan for a job from the job, the observed objects and the time. Pure: it has no clock, no requests and no state."""
 
 from rljob_operator.reconcile.reconciler import reconcile
 

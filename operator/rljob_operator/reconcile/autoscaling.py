@@ -1,7 +1,7 @@
-"""Whether `rollout.autoscale` asks for another number of rollouts: the rule of rl_core/plan/autoscale.py over the runner's present word.
+"""Decides whether `rollout.autoscale` changes the number of rollouts, by rl_core/plan/autoscale.py and the newest status of the runner.
 
-Nothing is decided while an edit of the user's is on its way to the runner, while pods drain, or while the runner does not answer. The
-number is written with the generation it was decided on (apply.py), so that an edit that comes in between wins.
+The number stays while the runner has not applied the user's newest edit, while pods drain, and while the runner does not answer. The
+new number is written with the generation that it was decided on (apply.py), so that an edit made in between takes precedence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ EVENT = "Autoscaled"
 
 
 def wanted(view: JobView, decision: Decision, moves: PodMoves) -> Scale | None:
-    """Return the number of rollouts to write into the spec; None = it stays as it is."""
+    """Return the number of rollouts to write into the spec; None means that it stays as it is."""
     report = fresh_report(view)
     if decision.stage is not Stage.RUN or report is None or not report.begun or moves.draining:
         return None

@@ -17,11 +17,13 @@ ASK_AGAIN = 5.0
 
 def suspend(view: JobView, record: Record) -> PodMoves:
     """Return the calls and deletions of a suspension: the runner saves a checkpoint, then all pods are deleted."""
-    left = seconds_to_save(view, record)
-    if left <= 0:
+    remaining = seconds_to_save(view, record)
+    if remaining <= 0:
         return _delete(view, list(view.pods.values()))
     saves = record.suspension is None or record.suspension.saves
-    return PodMoves(calls=finish(view, "suspend" if saves else "rollback"), draining={}, again=(min(left, ASK_AGAIN),))
+    return PodMoves(
+        calls=finish(view, "suspend" if saves else "rollback"), draining={}, again=(min(remaining, ASK_AGAIN),)
+    )
 
 
 def ended(view: JobView) -> PodMoves:
@@ -35,19 +37,23 @@ def ended(view: JobView) -> PodMoves:
         return PodMoves(delete=(whole_job(view.name, meta.uid or ""),), draining={})
     failed = view.record.phase == "Failed"
     policy = spec.deletion_policy.on_failure if failed else spec.deletion_policy.on_success
-    since = view.now - (view.record.completion_time or view.now)
-    overstayed = since >= STOP_SECONDS
-    going: list[PodView] = []
+    elapsed = view.now - (view.record.completion_time or view.now)
+    overstayed = elapsed >= STOP_SECONDS
+    deletable: list[PodView] = []
     staying: list[PodView] = []
     for pod in view.pods.values():
         if policy == "DeletePods" or (policy == "KeepActor" and not view.is_gang(pod.role) and not has_ended(pod)):
-            going.append(pod)
+            deletable.append(pod)
         elif view.is_gang(pod.role) and is_active(pod):
-            (going if overstayed else staying).append(pod)
-    moves = _delete(view, going)
-    again = [*moves.again, *([STOP_SECONDS - since] if staying else []), *([ttl] if ttl is not None else [])]
+            (deletable if overstayed else staying).append(pod)
+    deletions = _delete(view, deletable)
+    requeue_times = [
+        *deletions.again,
+        *([STOP_SECONDS - elapsed] if staying else []),
+        *([ttl] if ttl is not None else []),
+    ]
     calls = finish(view, "failed") if staying and failed else ()
-    return PodMoves(delete=moves.delete, calls=calls, draining={}, again=tuple(again))
+    return PodMoves(delete=deletions.delete, calls=calls, draining={}, again=tuple(requeue_times))
 
 
 def whole_job(name: str, uid: str) -> Deletion:
@@ -56,20 +62,20 @@ def whole_job(name: str, uid: str) -> Deletion:
 
 
 def _delete(view: JobView, pods: list[PodView]) -> PodMoves:
-    delete, again = [], []
+    delete, requeue_times = [], []
     for pod in sorted(pods, key=lambda pod: pod.name):
         forced, wait = forced_deletion(pod, view.now)
         if not pod.deleting:
             delete.append(removal(pod))
         elif forced is not None:
             delete.append(forced)
-        again += [] if wait is None else [wait]
-    return PodMoves(delete=tuple(delete), draining={}, again=tuple(again))
+        requeue_times += [] if wait is None else [wait]
+    return PodMoves(delete=tuple(delete), draining={}, again=tuple(requeue_times))
 
 
 def finish(view: JobView, reason: str) -> tuple[ControlCall, ...]:
     """Return the call that asks the runner to end: suspend and failed save a checkpoint first, rollback does not."""
-    first = view.first_actor
-    if first is None or not first.ip or not is_active(first):
+    runner_pod = view.first_actor
+    if runner_pod is None or not runner_pod.ip or not is_active(runner_pod):
         return ()
-    return (ControlCall(method="POST /finish", body={"reason": reason}, ip=first.ip, epoch=first.epoch),)
+    return (ControlCall(method="POST /finish", body={"reason": reason}, ip=runner_pod.ip, epoch=runner_pod.epoch),)

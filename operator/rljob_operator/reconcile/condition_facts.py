@@ -31,20 +31,20 @@ NOT_DURABLE = "checkpoints are not durable: checkpoint.path is not on a Persiste
 
 def phase_of(view: JobView, decision: Decision) -> str:
     """Return the phase of the job."""
-    fixed = {Stage.SUSPENDING: "Suspending", Stage.SUSPENDED: "Suspended", Stage.RESTART: "Restarting"}
+    phase_by_stage = {Stage.SUSPENDING: "Suspending", Stage.SUSPENDED: "Suspended", Stage.RESTART: "Restarting"}
     if decision.stage is Stage.END:
         return decision.outcome or "Failed"
     if decision.stage is Stage.ENDED:
         return decision.record.phase
-    if decision.stage in fixed:
-        return fixed[decision.stage]
-    before = view.record.phase if view.record.epoch == decision.record.epoch else ""
+    if decision.stage in phase_by_stage:
+        return phase_by_stage[decision.stage]
+    previous = view.record.phase if view.record.epoch == decision.record.epoch else ""
     if decision.record.begun:
         return "Running"
-    bound = sum(1 for pod in view.pods_of(*view.gangs) if pod.scheduled and is_active(pod))
-    if bound >= view.num_wanted(*view.gangs):
+    num_scheduled = sum(1 for pod in view.pods_of(*view.gangs) if pod.scheduled and is_active(pod))
+    if num_scheduled >= view.num_wanted(*view.gangs):
         return "Starting"
-    return "Restarting" if before == "Restarting" else "Pending"
+    return "Restarting" if previous == "Restarting" else "Pending"
 
 
 def facts(view: JobView, decision: Decision, obstacle: Obstacle | None) -> dict[str, Fact]:
@@ -79,13 +79,13 @@ def facts(view: JobView, decision: Decision, obstacle: Obstacle | None) -> dict[
 
 def invalid_spec_facts(problem: str, known: Iterable[str]) -> dict[str, Fact]:
     """Return the conditions of a job with an invalid spec; those whose types are in `known` exist already and are left out."""
-    first = _all("NotAccepted", "NotRunning") | {
+    defaults = _all("NotAccepted", "NotRunning") | {
         "Suspended": Fact(status="False", reason="NotSuspended"),
         "Complete": Fact(status="False", reason="NotFinished"),
         "Failed": Fact(status="False", reason="NotFailed"),
     }
     accepted = Fact(status="False", reason="InvalidSpec", message=problem)
-    return {kind: first[kind] for kind in TYPES if kind in first and kind not in known} | {"Accepted": accepted}
+    return {kind: defaults[kind] for kind in TYPES if kind in defaults and kind not in known} | {"Accepted": accepted}
 
 
 def phase_reason(facts: Mapping[str, Fact]) -> str:
@@ -126,7 +126,7 @@ def _accepted(view: JobView, obstacle: Obstacle | None) -> Fact:
 
 
 def _suspended(view: JobView, decision: Decision) -> Fact:
-    suspension, before = decision.record.suspension, view.record.suspension
+    suspension, previous = decision.record.suspension, view.record.suspension
     if suspension is not None:
         reason = (
             ("Paused" if suspension.done else "Pausing")
@@ -136,7 +136,7 @@ def _suspended(view: JobView, decision: Decision) -> Fact:
             else "Suspending"
         )
         return Fact(status="True" if suspension.done else "Unknown", reason=reason, message=suspension.explanation)
-    resumed = before is not None or view.record.condition("Suspended")[1] == "Resumed"
+    resumed = previous is not None or view.record.condition("Suspended")[1] == "Resumed"
     return Fact(status="False", reason="Resumed" if resumed else "NotSuspended")
 
 
@@ -181,9 +181,9 @@ def _scheduled(view: JobView, decision: Decision, obstacle: Obstacle | None) -> 
     )
     if messages:
         return Fact(status="False", reason="Unschedulable", message=messages)
-    held = pod_lists.backing_off(view, decision.record, missing)
-    if held:
-        return _backing_off("False", held)
+    delayed = pod_lists.backing_off(view, decision.record, missing)
+    if delayed:
+        return _backing_off("False", delayed)
     unbound = [pod.name for pod in pod_lists.wanted_pods(view) if not pod.scheduled]
     if missing or unbound:
         return Fact(
@@ -197,7 +197,8 @@ def _scheduled(view: JobView, decision: Decision, obstacle: Obstacle | None) -> 
 def _ready(view: JobView, decision: Decision, obstacle: Obstacle | None, scheduled: Fact) -> Fact:
     gang, report = [pod for pod in view.pods_of(*view.gangs) if is_active(pod)], view.report
     complete = len(gang) >= view.num_wanted(*view.gangs)
-    if complete and decision.record.begun:  # the loop begins when all ranks are there; without one the gang restarts
+    # The loop begins when all ranks are present. If one is lost, the gang restarts.
+    if complete and decision.record.begun:
         return Fact(status="True", reason="RanksReady")
     _, reason, message = view.record.condition("Ready")
     if obstacle is not None and not complete:
@@ -206,7 +207,8 @@ def _ready(view: JobView, decision: Decision, obstacle: Obstacle | None, schedul
     if stuck:
         image = any(pod.waiting.startswith(IMAGE_ERRORS) for pod in pod_lists.wanted_pods(view))
         if image and reason == "ImagePullError" and "ImagePullBackOff" in stuck:
-            stuck = message  # the kubelet alternates between the error and its back-off
+            # The kubelet alternates between the error and its back-off, so the message of the error is kept.
+            stuck = message
         return Fact(status="False", reason="ImagePullError" if image else "ContainersWaiting", message=stuck)
     if scheduled.reason not in ("PodsScheduled", "PodsPending"):
         return Fact(status="False", reason="NotScheduled", message=scheduled.message)
@@ -229,7 +231,7 @@ def _progressing(view: JobView, decision: Decision) -> Fact:
     progress, report = view.observed.progress, view.report
     if unreachable(view):
         status, reason, message = view.record.condition("Progressing")
-        if reason != "RunnerUnreachable":  # keep the first message: that of later polls may differ
+        if reason != "RunnerUnreachable":  # The first message is kept, because that of later polls may differ.
             message = f"the runner is unreachable: {progress.error if progress is not None else ''}"
         return Fact(status="Unknown", reason="RunnerUnreachable", message=message)
     if report is None:
@@ -246,18 +248,18 @@ def _progressing(view: JobView, decision: Decision) -> Fact:
 
 def unreachable(view: JobView) -> bool:
     """Return whether the polls of a running runner have failed for UNREACHABLE_SECONDS and at least UNREACHABLE_POLLS times."""
-    progress, first = view.observed.progress, view.first_actor
+    progress, runner_pod = view.observed.progress, view.first_actor
     if (
         progress is None
-        or first is None
-        or not is_active(first)
+        or runner_pod is None
+        or not is_active(runner_pod)
         or progress.failing_since is None
-        or progress.pod_uid != first.uid
+        or progress.pod_uid != runner_pod.uid
     ):
         return False
-    known = first.ready or view.record.begun
-    lasting = view.now - progress.failing_since >= UNREACHABLE_SECONDS
-    return known and lasting and progress.failures >= UNREACHABLE_POLLS
+    was_reachable = runner_pod.ready or view.record.begun
+    long_enough = view.now - progress.failing_since >= UNREACHABLE_SECONDS
+    return was_reachable and long_enough and progress.failures >= UNREACHABLE_POLLS
 
 
 def _in_sync(view: JobView, decision: Decision) -> Fact:
@@ -267,9 +269,8 @@ def _in_sync(view: JobView, decision: Decision) -> Fact:
             return Fact(status="Unknown", reason="RunnerUnreachable")
         progress = view.observed.progress
         if decision.record.begun and (progress is None or not progress.status):
-            status, reason, message = view.record.condition(
-                "WeightsInSync"
-            )  # this operator has not polled the runner yet
+            # This operator has not polled the runner yet.
+            status, reason, message = view.record.condition("WeightsInSync")
             return Fact(status=status, reason=reason or "NotReady", message=message)
         return Fact(status="Unknown", reason="NotReady")
     diverged = report.raw.get("diverged")
@@ -284,12 +285,12 @@ def _in_sync(view: JobView, decision: Decision) -> Fact:
     role = rollout_role(view)
     if not role.get("ready"):
         return Fact(status="Unknown", reason="NoRollouts")
-    lag, bound = role.get("lag"), view.spec.algorithm.max_staleness
-    if isinstance(lag, int) and lag > bound + 1:  # one more while a new version is being pulled
+    lag, max_staleness = role.get("lag"), view.spec.algorithm.max_staleness
+    if isinstance(lag, int) and lag > max_staleness + 1:  # The lag is larger by 1 while a new version is being pulled.
         return Fact(
             status="False",
             reason="RolloutsBehind",
-            message=f"the weights of a rollout are more than algorithm.maxStaleness {bound} versions old",
+            message=f"the weights of a rollout are more than algorithm.maxStaleness {max_staleness} versions old",
         )
     return Fact(status="True", reason="InSync")
 
@@ -303,8 +304,8 @@ def rollout_role(view: JobView) -> Mapping[str, object]:
     return {}
 
 
-def _backing_off(status: str, held: list[str]) -> Fact:
-    message = f"replacements are delayed after repeated failures: {pod_lists.listed(held)}"
+def _backing_off(status: str, pod_names: list[str]) -> Fact:
+    message = f"replacements are delayed after repeated failures: {pod_lists.listed(pod_names)}"
     return Fact(status=status, reason="RestartBackOff", message=message)
 
 
@@ -321,19 +322,19 @@ def _refused_change(view: JobView) -> Fact | None:
 def _degraded(view: JobView, decision: Decision) -> Fact:
     gang = set(view.wanted_pod_names(*view.gangs))
     absent = [name for name in pod_lists.absent_pods(view) if name not in gang]
-    held = pod_lists.backing_off(view, decision.record, absent)
-    if held:
-        return _backing_off("True", held)
+    delayed = pod_lists.backing_off(view, decision.record, absent)
+    if delayed:
+        return _backing_off("True", delayed)
     if phase_of(view, decision) != "Running":
         return Fact(status="False", reason="NotRunning")
-    short = {group: (view.num_wanted(group), pod_lists.ready_pods(view, group)) for group in view.elastic}
-    if all(ready >= desired for desired, ready in short.values()):
+    counts = {group: (view.num_wanted(group), pod_lists.ready_pods(view, group)) for group in view.elastic}
+    if all(ready >= desired for desired, ready in counts.values()):
         refused = _refused_change(view)
         return refused if refused is not None else Fact(status="False", reason="AllRolesReady")
     text = ", ".join(
-        f"{ready} of {desired} {group} pods are ready" for group, (desired, ready) in short.items() if ready < desired
+        f"{ready} of {desired} {group} pods are ready" for group, (desired, ready) in counts.items() if ready < desired
     )
-    for group, (desired, ready) in short.items():
+    for group, (desired, ready) in counts.items():
         minimum = view.groups[group].min_replicas
         if ready < min(minimum - view.wanted_indices(group).start, desired):
             return Fact(
@@ -342,8 +343,8 @@ def _degraded(view: JobView, decision: Decision) -> Fact:
                 message=f"{text}; the run waits until minReplicas {minimum} are ready",
             )
     messages = pod_lists.grouped((pod.waiting, pod.name) for pod in pod_lists.wanted_pods(view) if pod.waiting)
-    ended = "; ".join(finding.message for finding in decision.findings if finding.act is Act.REPLACE_PODS)
+    failure_text = "; ".join(finding.message for finding in decision.findings if finding.act is Act.REPLACE_PODS)
     status, reason, message = view.record.condition("Degraded")
-    if ended or (status == "True" and reason == "PodEnded"):
-        return Fact(status="True", reason="PodEnded", message=ended or message)
+    if failure_text or (status == "True" and reason == "PodEnded"):
+        return Fact(status="True", reason="PodEnded", message=failure_text or message)
     return Fact(status="True", reason="PodsMissing", message="; ".join(filter(None, (text, messages))))

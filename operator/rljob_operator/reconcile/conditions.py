@@ -131,7 +131,7 @@ def merge(
     merged = []
     for kind in TYPES:
         fact, old = facts[kind], before.get(kind, {})
-        same = old.get("status") == fact.status and isinstance(old.get("lastTransitionTime"), str)
+        unchanged = old.get("status") == fact.status and isinstance(old.get("lastTransitionTime"), str)
         message = fact.message if len(fact.message) <= LONGEST_MESSAGE else fact.message[: LONGEST_MESSAGE - 3] + "..."
         merged.append(
             {
@@ -139,7 +139,7 @@ def merge(
                 "status": fact.status,
                 "reason": fact.reason,
                 "message": message,
-                "lastTransitionTime": old["lastTransitionTime"] if same else to_text(now),
+                "lastTransitionTime": old["lastTransitionTime"] if unchanged else to_text(now),
                 "observedGeneration": generation,
             }
         )

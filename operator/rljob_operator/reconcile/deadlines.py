@@ -19,10 +19,10 @@ def overdue(view: JobView) -> str:
     record, spec = view.record, view.spec
     if record.start_time is None:
         return ""
-    ran = runtime_seconds(record, view.now)
-    if spec.active_deadline_seconds is not None and ran >= spec.active_deadline_seconds:
+    runtime = runtime_seconds(record, view.now)
+    if spec.active_deadline_seconds is not None and runtime >= spec.active_deadline_seconds:
         return f"the job ran for activeDeadlineSeconds {spec.active_deadline_seconds} without finishing"
-    if spec.start_deadline_seconds is not None and not _has_begun(view) and ran >= spec.start_deadline_seconds:
+    if spec.start_deadline_seconds is not None and not _has_begun(view) and runtime >= spec.start_deadline_seconds:
         return f"the first step was not finished within startDeadlineSeconds {spec.start_deadline_seconds}"
     return ""
 
@@ -30,10 +30,10 @@ def overdue(view: JobView) -> str:
 def until_overdue(view: JobView) -> float | None:
     """Return the seconds until a deadline passes; None without one."""
     record, spec = view.record, view.spec
-    ran = runtime_seconds(record, view.now)
+    runtime = runtime_seconds(record, view.now)
     limits = [spec.active_deadline_seconds, None if _has_begun(view) else spec.start_deadline_seconds]
-    left = [max(limit - ran, 0) for limit in limits if limit is not None]
-    return float(min(left)) if left else None
+    remaining = [max(limit - runtime, 0) for limit in limits if limit is not None]
+    return float(min(remaining)) if remaining else None
 
 
 def until_deleted(record: Record, ttl: int | None, now: float) -> float | None:

@@ -80,12 +80,12 @@ def of_refused_spec(problem: str) -> tuple[JobEvent, ...]:
 
 
 def _schema(record: Record, status: Object) -> Iterator[JobEvent]:
-    before, now = record.raw.get("schemaVersion"), status.get("schemaVersion")
-    if before and now != before:
+    old_version, new_version = record.raw.get("schemaVersion"), status.get("schemaVersion")
+    if old_version and new_version != old_version:
         yield _warning(
             "DefaultsLost",
-            f"the job's ConfigMap must have the defaults of schema {before}, under which the job was accepted, got none; the operator uses the "
-            f"defaults of schema {now} instead: compare them in the ConfigMap with what the job needs, and set what differs in the spec",
+            f"the job's ConfigMap must have the defaults of schema {old_version}, under which the job was accepted, got none; the operator uses the "
+            f"defaults of schema {new_version} instead: compare them in the ConfigMap with what the job needs, and set what differs in the spec",
         )
 
 

@@ -95,15 +95,15 @@ def describe(pod: PodView) -> str:
     if pod.deleting and not has_ended(pod):
         return f"pod {pod.name} is being deleted" + (f" ({pod.disrupted})" if pod.disrupted else " by another client")
     if end is None:
-        why = ": ".join(part for part in (pod.disrupted or pod.reason, pod.message) if part)
-        return f"pod {pod.name} ended" + (f" ({why})" if why else "")
+        cause_text = ": ".join(part for part in (pod.disrupted or pod.reason, pod.message) if part)
+        return f"pod {pod.name} ended" + (f" ({cause_text})" if cause_text else "")
     kind = "init container" if end.init else "container"
     code = f"{end.exit_code} ({end.reason})" if end.reason not in ("", "Error", "Completed") else str(end.exit_code)
     report = termination_message(end)
     text = ": ".join(part for part in (report.reason, report.tail[-TAIL:].strip()) if part)
     cause = pod.disrupted or ("deleted by another client" if pod.deleted_alive else pod.reason)
-    why = f" ({cause})" if cause else ""
-    return f"{kind} {end.name} of pod {pod.name} ended with code {code}{why}" + (f": {text}" if text else "")
+    cause_text = f" ({cause})" if cause else ""
+    return f"{kind} {end.name} of pod {pod.name} ended with code {code}{cause_text}" + (f": {text}" if text else "")
 
 
 def decisive(pod: PodView) -> ContainerEnd | None:
@@ -113,26 +113,27 @@ def decisive(pod: PodView) -> ContainerEnd | None:
 
 def _newly_ended(view: JobView) -> list[PodView]:
     """Return the desired pods that ended or that another client deletes, without those that were judged before."""
-    record, ended = view.record, []
+    record, ended_pods = view.record, []
     for group in view.groups:
-        mark = record.role(group).restart_time
+        restart_time = record.role(group).restart_time
         for pod in view.pods_of(group):
-            judged = (e := record.pod_failures.get(pod.name)) is not None and e.uid == pod.uid
-            ours = not view.is_gang(group) and (
+            is_judged = (failures := record.pod_failures.get(pod.name)) is not None and failures.uid == pod.uid
+            is_expected = not view.is_gang(group) and (
                 pod.index not in view.wanted_indices(group)
                 or pod.name in record.draining
-                or (mark is not None and pod.created <= mark)
+                or (restart_time is not None and pod.created <= restart_time)
             )
-            if not is_active(pod) and not judged and not ours:
-                ended.append(pod)
-    return ended
+            if not is_active(pod) and not is_judged and not is_expected:
+                ended_pods.append(pod)
+    return ended_pods
 
 
 def _judge_pod(view: JobView, pod: PodView, record: Record) -> tuple[Finding, Record]:
     end = decisive(pod)
     code = end.exit_code if end is not None else None
     if view.is_gang(pod.role) and code == 0 and not pod.deleting:
-        return Finding(act=Act.NOTHING, reason="", message=""), record  # a finished rank; the runner decides
+        # A rank has finished; the runner decides what that means.
+        return Finding(act=Act.NOTHING, reason="", message=""), record
     ruling = rules.rule_on(_pod_end(pod, end), view.spec.failure_policy.rules, view.groups)
     text = describe(pod) + (f"; failurePolicy.rules[{ruling.rule}] applies" if ruling.rule is not None else "")
     if ruling.action == "FailJob":
@@ -142,8 +143,8 @@ def _judge_pod(view: JobView, pod: PodView, record: Record) -> tuple[Finding, Re
     if view.is_gang(pod.role):
         return Finding(act=Act.RESTART_JOB, reason=reason, message=text, counted=ruling.counted), record
     act = {"RestartRole": Act.RESTART_ROLE, "RestartJob": Act.RESTART_JOB}.get(ruling.action, Act.REPLACE_PODS)
-    noted = _noted(view, pod, record, ruling)
-    return Finding(act=act, reason=reason, message=text, counted=ruling.counted, role=pod.role), noted
+    updated = _noted(view, pod, record, ruling)
+    return Finding(act=act, reason=reason, message=text, counted=ruling.counted, role=pod.role), updated
 
 
 def _pod_end(pod: PodView, end: ContainerEnd | None) -> PodEnd:
@@ -171,37 +172,37 @@ def _reason(pod: PodView, end: ContainerEnd | None) -> str:
 
 def _noted(view: JobView, pod: PodView, record: Record, ruling: Ruling) -> Record:
     """Return the record with one more end of a pod: its attempt, its failures, and the back-off of its replacement."""
-    ends = record.pod_failures.get(pod.name) or PodFailures()
-    end, deleted = decisive(pod), pod.deleted_alive or bool(pod.disrupted)
-    if end is not None and end.exit_code == 0 and not deleted:
-        ends = PodFailures(uid=pod.uid, times=(view.now,), backoff=DONE_PAUSE)
+    pod_failures = record.pod_failures.get(pod.name) or PodFailures()
+    container_end, deleted = decisive(pod), pod.deleted_alive or bool(pod.disrupted)
+    if container_end is not None and container_end.exit_code == 0 and not deleted:
+        pod_failures = PodFailures(uid=pod.uid, times=(view.now,), backoff=DONE_PAUSE)
     elif ruling.counted and ruling.action != "Ignore" and not deleted:
-        ends = rules.add_failure(ends, view.now, uid=pod.uid)
+        pod_failures = rules.add_failure(pod_failures, view.now, uid=pod.uid)
     else:
-        ends = replace(ends, uid=pod.uid)
+        pod_failures = replace(pod_failures, uid=pod.uid)
     role = record.role(pod.role)
-    failed = not deleted and (end is None or end.exit_code != 0)
+    failed = not deleted and (container_end is None or container_end.exit_code != 0)
     role = replace(role, restarts=role.restarts + 1, failed=role.failed + failed)
-    kept = {name: old for name, old in record.pod_failures.items() if not _forgotten(view, name, old)}
-    return replace(record, roles={**record.roles, pod.role: role}, pod_failures={**kept, pod.name: ends})
+    failures = {name: old for name, old in record.pod_failures.items() if not _forgotten(view, name, old)}
+    return replace(record, roles={**record.roles, pod.role: role}, pod_failures={**failures, pod.name: pod_failures})
 
 
-def _forgotten(view: JobView, name: str, ends: PodFailures) -> bool:
+def _forgotten(view: JobView, name: str, failures: PodFailures) -> bool:
     """Return whether the failures of a pod are outdated: the pod is deleted, and its failures are older than the back-off window."""
     if name not in view.pods and "-" not in name:
         return False
-    gone = all(pod.uid != ends.uid for pod in view.pods.values())
-    last = ends.times[-1] if ends.times else 0.0
-    return gone and view.now - last > rules.FAILURE_WINDOW + ends.backoff
+    no_pod = all(pod.uid != failures.uid for pod in view.pods.values())
+    last_failure = failures.times[-1] if failures.times else 0.0
+    return no_pod and view.now - last_failure > rules.FAILURE_WINDOW + failures.backoff
 
 
 def _vanished_gangs(view: JobView) -> Iterator[Finding]:
     """Yield a finding for each gang with pods that were deleted before the operator observed their end."""
     for group in view.gangs if view.epoch == view.record.epoch else ():
-        there, before = view.pods_of(group), view.record.role(group).active
-        if len(there) >= min(before, view.num_wanted(group)):
+        pods, num_before = view.pods_of(group), view.record.role(group).active
+        if len(pods) >= min(num_before, view.num_wanted(group)):
             continue
-        present = {pod.name for pod in there}
+        present = {pod.name for pod in pods}
         missing = ", ".join(name for name in view.wanted_pod_names(group) if name not in present)
         text = f"{group} pods do not exist any more: {missing}"
         yield Finding(act=Act.RESTART_JOB, reason="PodDeleted", message=text, counted=False)
@@ -210,12 +211,12 @@ def _vanished_gangs(view: JobView) -> Iterator[Finding]:
 def _count_vanished(view: JobView, record: Record) -> Record:
     """Increment the attempt of a role whose pods were deleted unobserved, so that replacements have a higher incarnation."""
     for group in view.elastic:
-        known = record.role(group)
-        counted = known.restarts - view.record.role(group).restarts
-        inside = len(view.hosts(group)) - len(view.pods_of(group))
-        lost = min(known.active - inside, view.num_wanted(group)) - len(view.pods_of(group))
-        if lost > 0 and not counted:
-            record = replace(record, roles={**record.roles, group: replace(known, restarts=known.restarts + 1)})
+        role = record.role(group)
+        already_counted = role.restarts - view.record.role(group).restarts
+        num_inside = len(view.hosts(group)) - len(view.pods_of(group))
+        num_lost = min(role.active - num_inside, view.num_wanted(group)) - len(view.pods_of(group))
+        if num_lost > 0 and not already_counted:
+            record = replace(record, roles={**record.roles, group: replace(role, restarts=role.restarts + 1)})
     return record
 
 
@@ -223,17 +224,17 @@ def _judge_stall(view: JobView, record: Record) -> tuple[Record, list[Finding]]:
     report, progress = view.report, view.observed.progress
     if report is None or report.stall is None or progress is None or progress.error:
         return record, []
-    since = report.stall.get("since")
-    silent = float(since) if isinstance(since, int | float) else 0.0
+    reported_seconds = report.stall.get("since")
+    silent = float(reported_seconds) if isinstance(reported_seconds, int | float) else 0.0
     acts = record.pod_failures.get(STALL) or PodFailures()
     acted_at = acts.times[-1] if acts.times else None
     reason = str(report.stall.get("reason") or "")
-    wanted, role = rules.rule_on_stall(view.spec.failure_policy.stall, reason, acts=len(acts.times), groups=view.groups)
-    if wanted == "Ignore" or not rules.stall_action_is_due(silent, at=report.at, acted_at=acted_at):
+    action, role = rules.rule_on_stall(view.spec.failure_policy.stall, reason, acts=len(acts.times), groups=view.groups)
+    if action == "Ignore" or not rules.stall_action_is_due(silent, at=report.at, acted_at=acted_at):
         return record, []
-    act = {"RestartRole": Act.RESTART_ROLE, "Pause": Act.PAUSE, "FailJob": Act.FAIL}.get(wanted, Act.RESTART_JOB)
+    act = {"RestartRole": Act.RESTART_ROLE, "Pause": Act.PAUSE, "FailJob": Act.FAIL}.get(action, Act.RESTART_JOB)
     if act is Act.RESTART_ROLE and not view.wanted_pod_names(role):
-        act = Act.RESTART_JOB  # the processes of the role run in the pods of the actor
+        act = Act.RESTART_JOB  # The processes of the role run in the pods of the actor.
     message = f"no progress within the timeout of failurePolicy.stall: {stall_description(report.stall)}"
     finding = Finding(act=act, reason="Stalled", message=message, role=role)
     return count_restarts(view, record, stall_actions=1), [finding]
@@ -241,8 +242,8 @@ def _judge_stall(view: JobView, record: Record) -> tuple[Record, list[Finding]]:
 
 def count_restarts(view: JobView, record: Record, *, restarts: int = 0, stall_actions: int = 0) -> Record:
     """Return the record with restarts or stall actions counted against failurePolicy.maxRestarts at the current step."""
-    every, acts = view.spec.failure_policy.forgive_after_steps, record.pod_failures.get(STALL) or PodFailures()
-    budget = _budget(record).consume(restarts=restarts, stall_actions=stall_actions, step=view.step, every=every)
+    interval, acts = view.spec.failure_policy.forgive_after_steps, record.pod_failures.get(STALL) or PodFailures()
+    budget = _budget(record).consume(restarts=restarts, stall_actions=stall_actions, step=view.step, every=interval)
     if stall_actions:
         acts = replace(acts, times=(*acts.times, view.now)[-MOST_ACTS:])
         record = replace(record, pod_failures={**record.pod_failures, STALL: acts})
@@ -252,8 +253,10 @@ def count_restarts(view: JobView, record: Record, *, restarts: int = 0, stall_ac
 def replenish(view: JobView, record: Record) -> Record:
     """Return the record with the restarts that the finished steps restore (failurePolicy.forgiveAfterSteps)."""
     budget = _budget(record).replenish(view.step, every=view.spec.failure_policy.forgive_after_steps)
-    kept = {name: ends for name, ends in record.pod_failures.items() if budget.stall_actions or name != STALL}
-    return replace(record, restarts=budget.restarts, forgive_at=budget.forgive_at, pod_failures=kept)
+    remaining = {
+        name: failures for name, failures in record.pod_failures.items() if budget.stall_actions or name != STALL
+    }
+    return replace(record, restarts=budget.restarts, forgive_at=budget.forgive_at, pod_failures=remaining)
 
 
 def _budget(record: Record) -> Budget:
@@ -266,8 +269,8 @@ def stall_description(stall: object) -> str:
     if not hasattr(stall, "get"):
         return "unknown"
     waits = stall.get("waits")
-    edges = [w for w in waits if hasattr(w, "get")] if isinstance(waits, list) else []
-    text = "; ".join(f"{w.get('who')} waits for {w.get('on')} ({w.get('what')})" for w in edges[:8])
+    edges = [edge for edge in waits if hasattr(edge, "get")] if isinstance(waits, list) else []
+    text = "; ".join(f"{edge.get('who')} waits for {edge.get('on')} ({edge.get('what')})" for edge in edges[:8])
     return str(stall.get("reason") or "unknown") + (f": {text}" if text else "")
 
 
@@ -275,8 +278,8 @@ def _judge_numbers(view: JobView) -> list[Finding]:
     report = view.report
     if report is None:
         return []
-    trip = rules.fired_rule(view.spec.failure_policy, report.raw.get("streaks"), report.raw.get("metrics"))
-    if trip is None:
+    violation = rules.fired_rule(view.spec.failure_policy, report.raw.get("streaks"), report.raw.get("metrics"))
+    if violation is None:
         return []
-    act = {"RestartFromCheckpoint": Act.ROLL_BACK, "Pause": Act.PAUSE}.get(trip.action, Act.FAIL)
-    return [Finding(act=act, reason=trip.reason, message=trip.message)]
+    act = {"RestartFromCheckpoint": Act.ROLL_BACK, "Pause": Act.PAUSE}.get(violation.action, Act.FAIL)
+    return [Finding(act=act, reason=violation.reason, message=violation.message)]

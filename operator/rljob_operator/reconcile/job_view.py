@@ -70,8 +70,8 @@ class JobView:
     def step(self) -> int:
         """The last finished step of this epoch, as the runner or the status knows it."""
         reported = (self.report.count("step") or 0) if self.report is not None and self.report.begun else 0
-        known = whole_number(self.record.raw.get("step")) or 0
-        return max(reported, known if self.record.epoch == self.epoch else 0)
+        recorded = whole_number(self.record.raw.get("step")) or 0
+        return max(reported, recorded if self.record.epoch == self.epoch else 0)
 
     @property
     def first_actor(self) -> PodView | None:
@@ -103,8 +103,8 @@ class JobView:
 
         For colocated rollouts these are first the actor's pods that contain some of them, then the group's own pods.
         """
-        inside = self.wanted_indices(group).start
-        return (*self.by_group[CONTROL_GROUP][:inside], *self.by_group[group])
+        num_inside = self.wanted_indices(group).start
+        return (*self.by_group[CONTROL_GROUP][:num_inside], *self.by_group[group])
 
     def wanted_indices(self, group: str) -> range:
         """Return the indices of the pods that a worker group should have while the job runs."""
@@ -140,10 +140,10 @@ def build(
     pods = {pod.name: pod for pod in observed.pods if pod.job_uid == uid}
     epoch = max([record.epoch, *(pod.epoch for pod in pods.values())])
     ordered = sorted(pods.values(), key=lambda pod: (pod.index, pod.name))
-    first = pods.get(naming.runner_pod(job.metadata.name))
-    first = first if first is not None and first.epoch == epoch else None
-    report = (reports.from_end(first, epoch=epoch, at=now) if first is not None and has_ended(first) else None) or (
-        reports.from_progress(observed.progress, first, epoch=epoch)
+    runner = pods.get(naming.runner_pod(job.metadata.name))
+    runner = runner if runner is not None and runner.epoch == epoch else None
+    report = (reports.from_end(runner, epoch=epoch, at=now) if runner is not None and has_ended(runner) else None) or (
+        reports.from_progress(observed.progress, runner, epoch=epoch)
     )
     return JobView(
         raw=raw,

@@ -77,13 +77,13 @@ def decide(view: JobView) -> Decision:
     record = replace(record, start_time=record.start_time or view.now)
     if view.epoch == 0:
         return Decision(stage=Stage.RUN, record=replace(record, epoch=1))
-    begun = view.epoch if view.report is not None and view.report.begun else record.begun_epoch
-    record = replace(record, epoch=view.epoch, begun_epoch=begun)
+    begun_epoch = view.epoch if view.report is not None and view.report.begun else record.begun_epoch
+    record = replace(record, epoch=view.epoch, begun_epoch=begun_epoch)
     if overdue := deadlines.overdue(view):
         return _end(view, record, "Failed", "DeadlineExceeded", overdue)
     verdict = failures.judge(view)
     gravest = verdict.gravest
-    record = replace(verdict.record, start_time=record.start_time, epoch=record.epoch, begun_epoch=begun)
+    record = replace(verdict.record, start_time=record.start_time, epoch=record.epoch, begun_epoch=begun_epoch)
     for finding in verdict.findings:
         record = _mark_role(view, record, finding.role) if finding.act is Act.RESTART_ROLE else record
     decision = Decision(stage=Stage.RUN, record=record, findings=verdict.findings)
@@ -119,22 +119,22 @@ def _restart(view: JobView, decision: Decision, finding: Finding) -> Decision:
         roles={**record.roles, **roles},
         pod_failures={**record.pod_failures, GANG: gang},
     )
-    how = f"restart {record.restarts} of {limit}" if finding.counted else "restart, not counted"
+    description = f"restart {record.restarts} of {limit}" if finding.counted else "restart, not counted"
     return replace(
         decision,
         stage=Stage.RESTART,
         record=_next_epoch(view, record),
         reason=finding.reason,
-        message=f"{how}, attempt {view.epoch + 1}: {finding.message}",
+        message=f"{description}, attempt {view.epoch + 1}: {finding.message}",
         roll_back=finding.act is Act.ROLL_BACK,
     )
 
 
 def _restarted(view: JobView, record: Record, group: str) -> RoleRecord:
     """Return the counters of a gang after one more restart."""
-    known = record.role(group)
+    state = record.role(group)
     failed = sum(1 for pod in view.pods_of(group) if has_ended(pod) and not pod.disrupted)
-    return replace(known, restarts=known.restarts + 1, failed=known.failed + failed)
+    return replace(state, restarts=state.restarts + 1, failed=state.failed + failed)
 
 
 def _next_epoch(view: JobView, record: Record) -> Record:
@@ -148,11 +148,12 @@ def _mark_role(view: JobView, record: Record, role: str) -> Record:
     operator's clock might be fast, so that the replacements would be replaced as well.
     """
     pods = view.pods_of(role)
-    known = record.role(role)
-    mark = max((pod.created for pod in pods), default=known.restart_time)
+    state = record.role(role)
+    restart_time = max((pod.created for pod in pods), default=state.restart_time)
     active = sum(1 for pod in pods if is_active(pod))
     return replace(
-        record, roles={**record.roles, role: replace(known, restart_time=mark, restarts=known.restarts + active)}
+        record,
+        roles={**record.roles, role: replace(state, restart_time=restart_time, restarts=state.restarts + active)},
     )
 
 
@@ -162,19 +163,25 @@ def _mark_role(view: JobView, record: Record, role: str) -> Record:
 def _suspend(view: JobView, record: Record, suspension: Suspension) -> Decision:
     """Return the decision to suspend: SUSPENDING while there are pods, which are deleted once actor-0 has saved, then SUSPENDED."""
     record = replace(record, epoch=view.epoch, draining={})
-    first, report = view.first_actor, view.report
-    if suspension.rule and first is not None and has_ended(first) and report is not None:
+    runner_pod, report = view.first_actor, view.report
+    if suspension.rule and runner_pod is not None and has_ended(runner_pod) and report is not None:
         suspension = replace(suspension, last_good_step=whole_number(report.mapping("checkpoint").get("lastStep")))
     if view.pods:
         return Decision(stage=Stage.SUSPENDING, record=replace(record, suspension=replace(suspension, done=False)))
-    done = suspension if suspension.done else replace(suspension, done=True, since=view.now)
-    return Decision(stage=Stage.SUSPENDED, record=replace(_without_pods(record), suspension=done))
+    finished = suspension if suspension.done else replace(suspension, done=True, since=view.now)
+    return Decision(stage=Stage.SUSPENDED, record=replace(_without_pods(record), suspension=finished))
 
 
 def seconds_to_save(view: JobView, record: Record) -> float:
     """Return the seconds that the runner of a job being suspended still has to save a checkpoint; 0 means that its pods are deleted now."""
-    first, suspension = view.first_actor, record.suspension
-    if suspension is None or first is None or has_ended(first) or not first.ip or not _has_work(view, record):
+    runner_pod, suspension = view.first_actor, record.suspension
+    if (
+        suspension is None
+        or runner_pod is None
+        or has_ended(runner_pod)
+        or not runner_pod.ip
+        or not _has_work(view, record)
+    ):
         return 0.0
     return max(suspension.since + view.spec.runtime.suspend_seconds - view.now, 0.0)
 

@@ -39,8 +39,11 @@ def obstacle(view: JobView) -> Obstacle | None:
                 f"got {view.config.namespace}; create the job in another namespace"
             ),
         )
-    wanted = set(view.wanted_pod_names(*view.groups))
-    name_conflicts = {*view.observed.name_conflicts, *(f"Pod/{name}" for name in view.unowned_pods if name in wanted)}
+    pod_names = set(view.wanted_pod_names(*view.groups))
+    name_conflicts = {
+        *view.observed.name_conflicts,
+        *(f"Pod/{name}" for name in view.unowned_pods if name in pod_names),
+    }
     if name_conflicts:
         names = ", ".join(sorted(name_conflicts))
         return Obstacle(
@@ -53,14 +56,14 @@ def obstacle(view: JobView) -> Obstacle | None:
                 reason="ImageMissing",
                 message=f"{group.name}.image must name an image, because the operator has no default for the group, got none; set {group.name}.image",
             )
-    if words := gang.unavailable(view.job, view.config.gang_api):
-        return Obstacle(reason="GangUnavailable", message=words)
-    if (away := _source_away(view)) is not None:
-        return away
+    if problem_text := gang.unavailable(view.job, view.config.gang_api):
+        return Obstacle(reason="GangUnavailable", message=problem_text)
+    if (source_obstacle := _source_away(view)) is not None:
+        return source_obstacle
     for group in view.groups.values():
         for name, read_only in _claims(group.spec):
-            found = view.observed.claims.get(name)
-            if found is None:
+            claim = view.observed.claims.get(name)
+            if claim is None:
                 return Obstacle(
                     reason="VolumeClaimNotFound",
                     message=(
@@ -68,7 +71,7 @@ def obstacle(view: JobView) -> Obstacle | None:
                         "create it or correct claimName"
                     ),
                 )
-            problem = _unshared(view, group, name, found, read_only=read_only)
+            problem = _unshared(view, group, name, claim, read_only=read_only)
             if problem is not None:
                 return problem
     return None
@@ -92,18 +95,18 @@ def _source_away(view: JobView) -> Obstacle | None:
     Links are resolved and checked by the runner.
     """
     checkpoint = view.spec.checkpoint
-    wanted = checkpoint.resume_from
-    if wanted is None:
+    source = checkpoint.resume_from
+    if source is None:
         return None
-    given = checkpoint.path if wanted.path is None else wanted.path
+    path = checkpoint.path if source.path is None else source.path
     mounts = [mount.mount_path for mount in view.spec.actor.volume_mounts]
-    if given is not None and any(_below(normpath(given), mount) for mount in mounts):
+    if path is not None and any(_below(normpath(path), mount) for mount in mounts):
         return None
-    field = "checkpoint.path" if wanted.path is None else "checkpoint.resumeFrom.path"
+    field = "checkpoint.path" if source.path is None else "checkpoint.resumeFrom.path"
     return Obstacle(
         reason="CheckpointNotMounted",
         message=(
-            f"{field} must be below a volume mount of the actor, got {given} and mounts {', '.join(mounts) or 'none'}; mount the claim of the run "
+            f"{field} must be below a volume mount of the actor, got {path} and mounts {', '.join(mounts) or 'none'}; mount the claim of the run "
             "to resume from in the actor, and give its path there"
         ),
     )
@@ -123,8 +126,8 @@ def _unshared(view: JobView, group: Group, name: str, claim: Object, *, read_onl
     pods = view.wanted_indices(group.name).stop
     if pods < 2 or not isinstance(modes, list) or not modes:
         return None
-    held = "ReadWriteOncePod" not in modes and _on_one_node(group.spec)
-    if held or not set(map(str, modes)).isdisjoint(SHARED_READING if read_only else SHARED):
+    allowed = "ReadWriteOncePod" not in modes and _on_one_node(group.spec)
+    if allowed or not set(map(str, modes)).isdisjoint(SHARED_READING if read_only else SHARED):
         return None
     return Obstacle(
         reason="VolumeNotShared",

@@ -53,11 +53,13 @@ def parse(job: Object, accepted: Defaults | None, known: ParsedJob) -> RLJob | s
     a new job, or a job whose ConfigMap was lost, which gets another schemaVersion in its status and the event DefaultsLost.
     """
     meta = job.get("metadata")
-    kept = {key: meta[key] for key in KEPT_METADATA if key in meta} if isinstance(meta, Mapping) else {}
-    if isinstance(kept.get("annotations"), Mapping) and KUBECTL_COPY in kept["annotations"]:
-        kept["annotations"] = {key: value for key, value in kept["annotations"].items() if key != KUBECTL_COPY}
+    kept_metadata = {key: meta[key] for key in KEPT_METADATA if key in meta} if isinstance(meta, Mapping) else {}
+    if isinstance(kept_metadata.get("annotations"), Mapping) and KUBECTL_COPY in kept_metadata["annotations"]:
+        kept_metadata["annotations"] = {
+            key: value for key, value in kept_metadata["annotations"].items() if key != KUBECTL_COPY
+        }
     try:
-        text = json.dumps({"metadata": kept, "spec": job.get("spec")}, sort_keys=True, separators=(",", ":"))
+        text = json.dumps({"metadata": kept_metadata, "spec": job.get("spec")}, sort_keys=True, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         return f"the object is not JSON: {error}"
     accepted = accepted or kept_defaults.present()
@@ -89,53 +91,55 @@ def missing_objects(
 
     `known` is the cache that `parse` returned `job` from.
     """
-    held = {(o.get("kind"), _meta(o).get("name")): o for o in present}
+    existing = {(obj.get("kind"), _meta(obj).get("name")): obj for obj in present}
     uid = job.metadata.uid
     digests = _digests(job, config, known, groups)
     missing = {
-        (kind, name) for kind, name, hashed, rules in digests if not _holds(held.get((kind, name)), hashed, rules, uid)
+        (kind, name)
+        for kind, name, hashed, rules in digests
+        if not _holds(existing.get((kind, name)), hashed, rules, uid)
     }
     if not missing:
         return ()
-    wanted = manifests.support.build(job, defaults=known.defaults, config=config, groups=groups)
-    return tuple(o for o in wanted if (o["kind"], _meta(o)["name"]) in missing)
+    desired = manifests.support.build(job, defaults=known.defaults, config=config, groups=groups)
+    return tuple(obj for obj in desired if (obj["kind"], _meta(obj)["name"]) in missing)
 
 
 def old_templates(
     job: RLJob, present: Sequence[Object], *, config: OperatorConfig, known: ParsedJob, groups: Mapping[str, Group]
 ) -> tuple[Deletion, ...]:
     """Return the deletions of the ResourceClaimTemplates in `present` that the job owns and that its spec does not need any more."""
-    wanted = {name for kind, name, *_ in _digests(job, config, known, groups) if kind == CLAIM_TEMPLATE}
-    ours = (o for o in present if o.get("kind") == CLAIM_TEMPLATE and _owned(o, job.metadata.uid))
+    desired = {name for kind, name, *_ in _digests(job, config, known, groups) if kind == CLAIM_TEMPLATE}
+    owned = (obj for obj in present if obj.get("kind") == CLAIM_TEMPLATE and _owned(obj, job.metadata.uid))
     return tuple(
-        Deletion(kind=CLAIM_TEMPLATE, name=str(_meta(o)["name"]), uid=str(_meta(o)["uid"]))
-        for o in ours
-        if _meta(o)["name"] not in wanted
+        Deletion(kind=CLAIM_TEMPLATE, name=str(_meta(obj)["name"]), uid=str(_meta(obj)["uid"]))
+        for obj in owned
+        if _meta(obj)["name"] not in desired
     )
 
 
 def _digests(
-    job: RLJob, config: OperatorConfig, known: ParsedJob, groups: Mapping[str, Group]
+    job: RLJob, config: OperatorConfig, parsed: ParsedJob, groups: Mapping[str, Group]
 ) -> tuple[tuple[str, str, str, str], ...]:
-    if known.config != config:
-        objects = manifests.support.build(job, defaults=known.defaults, config=config, groups=groups)
-        known.digests = tuple((o["kind"], o["metadata"]["name"], _digest(o), _rules(o)) for o in objects)
-        known.config = config
-    return known.digests
+    if parsed.config != config:
+        objects = manifests.support.build(job, defaults=parsed.defaults, config=config, groups=groups)
+        parsed.digests = tuple((obj["kind"], obj["metadata"]["name"], _digest(obj), _rules(obj)) for obj in objects)
+        parsed.config = config
+    return parsed.digests
 
 
-def _holds(found: Object | None, digest: str, rules: str, uid: str | None) -> bool:
+def _holds(obj: Object | None, digest: str, rules: str, uid: str | None) -> bool:
     """Return whether the job owns an object, its manifest hash is the desired one, and nobody has edited it if it is a network policy."""
-    return found is not None and _digest(found) == digest and _rules(found) == rules and _owned(found, uid)
+    return obj is not None and _digest(obj) == digest and _rules(obj) == rules and _owned(obj, uid)
 
 
 def _rules(obj: Object) -> str:
     return network.digest_of(obj) if obj.get("kind") == network.KIND else ""
 
 
-def _owned(found: Object, uid: str | None) -> bool:
-    owners = _meta(found).get("ownerReferences")
-    return isinstance(owners, list) and any(isinstance(o, Mapping) and o.get("uid") == uid for o in owners)
+def _owned(obj: Object, uid: str | None) -> bool:
+    owners = _meta(obj).get("ownerReferences")
+    return isinstance(owners, list) and any(isinstance(owner, Mapping) and owner.get("uid") == uid for owner in owners)
 
 
 def _meta(obj: Object) -> Object:

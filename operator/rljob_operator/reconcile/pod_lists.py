@@ -49,14 +49,14 @@ def refusals(view: JobView, absent: Iterable[str]) -> str:
 def grouped(pairs: Iterable[tuple[str, str]]) -> str:
     """Return "name, name: message; ..." for (message, name) pairs, each message once; a long list is cut."""
     by_words: dict[str, list[str]] = {}
-    for words, name in pairs:
-        by_words.setdefault(words, []).append(name)
-    texts = [f"{listed(names)}: {words}" for words, names in sorted(by_words.items(), key=lambda item: item[1])]
+    for text, name in pairs:
+        by_words.setdefault(text, []).append(name)
+    texts = [f"{listed(names)}: {text}" for text, names in sorted(by_words.items(), key=lambda item: item[1])]
     return "; ".join(texts[:NAMED]) + (f"; and {len(texts) - NAMED} more" if len(texts) > NAMED else "")
 
 
 def listed(names: Iterable[str]) -> str:
     """Return names with commas; a long list is cut."""
     all_names = list(names)
-    rest = len(all_names) - NAMED
-    return ", ".join(all_names[:NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    num_omitted = len(all_names) - NAMED
+    return ", ".join(all_names[:NAMED]) + (f" and {num_omitted} more" if num_omitted > 0 else "")

@@ -96,8 +96,8 @@ def _node_lost(
     if meta.get("deletionTimestamp") is None:
         return False
     tainted = disrupted.get("status") == "True" and disrupted.get("reason") == "DeletionByTaintManager"
-    seen = _int(status.get("observedGeneration"))  # Kubernetes 1.34 and later
-    return tainted or 0 < seen < _int(meta.get("generation"))
+    observed = _int(status.get("observedGeneration"))  # Kubernetes 1.34 and later
+    return tainted or 0 < observed < _int(meta.get("generation"))
 
 
 def _deleted_alive(meta: Mapping[str, Any], ended: Iterable[ContainerEnd]) -> bool:
@@ -105,8 +105,8 @@ def _deleted_alive(meta: Mapping[str, Any], ended: Iterable[ContainerEnd]) -> bo
     deadline = to_seconds(meta.get("deletionTimestamp"))
     if deadline is None:
         return False
-    asked = deadline - _int(meta.get("deletionGracePeriodSeconds"))
-    return all(end.finished is None or end.finished >= asked - CLOCK_SLACK for end in ended)
+    deleted_at = deadline - _int(meta.get("deletionGracePeriodSeconds"))
+    return all(end.finished is None or end.finished >= deleted_at - CLOCK_SLACK for end in ended)
 
 
 def _owner(meta: Mapping[str, Any]) -> str:
@@ -137,19 +137,19 @@ def _ends(status: Mapping[str, Any], sidecars: Set[str]) -> Iterator[ContainerEn
     """Yield the ended containers, without init containers that succeeded and without sidecars."""
     for init, key in ((True, "initContainerStatuses"), (False, "containerStatuses")):
         for container in _maps(status.get(key)):
-            ended = _map(container.get("state")).get("terminated")
-            if not isinstance(ended, Mapping):
+            terminated = _map(container.get("state")).get("terminated")
+            if not isinstance(terminated, Mapping):
                 continue
-            code = _int(ended.get("exitCode"))
+            code = _int(terminated.get("exitCode"))
             if init and (code == 0 or str(container.get("name")) in sidecars):
                 continue
             yield ContainerEnd(
                 name=str(container.get("name", "")),
                 exit_code=code,
                 init=init,
-                reason=str(ended.get("reason") or ""),
-                message=str(ended.get("message") or ""),
-                finished=to_seconds(ended.get("finishedAt")),
+                reason=str(terminated.get("reason") or ""),
+                message=str(terminated.get("message") or ""),
+                finished=to_seconds(terminated.get("finishedAt")),
             )
 
 

@@ -1,9 +1,9 @@
-"""`reconcile`: from a job, what is there, and the time, to what is to be done. Pure and total.
+"""`reconcile`: returns the plan for a job from the observed objects and the time. Pure; it has a result for every input.
 
-    parse -> look -> decide -> moves of pods -> facts -> status, events -> Plan
+    parse -> view -> decide -> changes to pods -> conditions -> status, events -> Plan
 
 Called by the controller with the cache's view; nothing here reads a clock, the network or a disk. A job that cannot be understood
-gives Accepted=False and no moves.
+gives Accepted=False and no changes to pods.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rljob_operator.reconcile.scaling import PodMoves
 Groups = Callable[[RLJobSpec], Mapping[str, Group]]
 """Returns the groups of a job by name."""
 OBSTACLE_SECONDS = 15.0
-"""Seconds until a job that waits for a name or a claim is looked at again: those are not watched."""
+"""Seconds until a job that waits for a name or a claim is reconciled again, because these are not watched."""
 PREVIOUS_JOB_SECONDS = 2.0
 """The same, for pods of an earlier job of the name."""
 
@@ -72,7 +72,7 @@ def reconcile(
     )
 
 
-def _plan(view: JobView, known: ParsedJob) -> Plan:
+def _plan(view: JobView, parsed: ParsedJob) -> Plan:
     decision = lifecycle.decide(view)
     obstacle = obstacles.obstacle(view) if decision.stage is not Stage.ENDED else None
     moves = _moves(view, decision, obstacle)
@@ -83,8 +83,8 @@ def _plan(view: JobView, known: ParsedJob) -> Plan:
     return Plan(
         status=status,
         progress_only=status is not None and statuses.is_progress_only(view.record.raw, status),
-        delete=(*moves.delete, *_old_templates(view, decision, obstacle, known)),
-        ensure=_support(view, decision, obstacle, known),
+        delete=(*moves.delete, *_old_templates(view, decision, obstacle, parsed)),
+        ensure=_support(view, decision, obstacle, parsed),
         ensure_secret=decision.stage is Stage.RUN and obstacle is None and not view.previous_pods,
         create=_build(view, decision, moves.create),
         calls=(*moves.calls, *_control(view, decision)),
@@ -95,7 +95,7 @@ def _plan(view: JobView, known: ParsedJob) -> Plan:
 
 
 def _moves(view: JobView, decision: Decision, obstacle: Obstacle | None) -> PodMoves:
-    """Return the moves of pods. A new epoch or an end is written alone: what it means for pods, the next reconcile sees."""
+    """Return the changes to the pods; none with a new epoch or an end, because the next reconcile acts on what is written."""
     if decision.stage is Stage.RUN:
         free = obstacle is None and not view.previous_pods
         return scaling.run(view, decision.record, may_create=free)
@@ -108,26 +108,28 @@ def _moves(view: JobView, decision: Decision, obstacle: Obstacle | None) -> PodM
     return PodMoves(draining=dict(decision.record.draining) if decision.stage is Stage.RESTART else {})
 
 
-def _support(view: JobView, decision: Decision, obstacle: Obstacle | None, known: ParsedJob) -> tuple[Object, ...]:
-    """Return the Service, ConfigMap and the like to write; they stay while the job exists, so that what runs keeps its name and fence."""
+def _support(view: JobView, decision: Decision, obstacle: Obstacle | None, parsed: ParsedJob) -> tuple[Object, ...]:
+    """Return the supporting objects to write. They stay while the job exists, so that pods keep their DNS names and network policies."""
     if decision.stage is not Stage.RUN or obstacle is not None or view.previous_pods:
         return ()
-    return parsing.missing_objects(view.job, view.observed.objects, config=view.config, known=known, groups=view.groups)
+    return parsing.missing_objects(
+        view.job, view.observed.objects, config=view.config, known=parsed, groups=view.groups
+    )
 
 
 def _old_templates(
-    view: JobView, decision: Decision, obstacle: Obstacle | None, known: ParsedJob
+    view: JobView, decision: Decision, obstacle: Obstacle | None, parsed: ParsedJob
 ) -> tuple[Deletion, ...]:
     """Return the claim templates to delete; a pod that is not bound yet may still need the one it names."""
     unbound = any(not pod.scheduled for pod in view.pods.values())
     if decision.stage is not Stage.RUN or obstacle is not None or view.previous_pods or unbound:
         return ()
-    return parsing.old_templates(view.job, view.observed.objects, config=view.config, known=known, groups=view.groups)
+    return parsing.old_templates(view.job, view.observed.objects, config=view.config, known=parsed, groups=view.groups)
 
 
-def _build(view: JobView, decision: Decision, wanted: tuple[tuple[str, int], ...]) -> tuple[Object, ...]:
-    """Return the manifests of the pods to make."""
-    if not wanted:
+def _build(view: JobView, decision: Decision, names: tuple[tuple[str, int], ...]) -> tuple[Object, ...]:
+    """Return the manifests of the pods to create."""
+    if not names:
         return ()
     meta, record = view.job.metadata, decision.record
     plan = build_launch_plan(
@@ -140,20 +142,26 @@ def _build(view: JobView, decision: Decision, wanted: tuple[tuple[str, int], ...
         groups=view.groups,
     )
     pods = {(pod.role, pod.index): pod for pod in plan.pods}
-    return tuple(manifests.pods.build(view.job, pods[key], config=view.config, groups=view.groups) for key in wanted)
+    return tuple(manifests.pods.build(view.job, pods[key], config=view.config, groups=view.groups) for key in names)
 
 
 def _control(view: JobView, decision: Decision) -> tuple[ControlCall, ...]:
     """Return the call that tells the runner of a changed spec."""
-    report, first = view.report, view.first_actor
-    if decision.stage is not Stage.RUN or report is None or first is None or not first.ip or not is_active(first):
+    report, runner_pod = view.report, view.first_actor
+    if (
+        decision.stage is not Stage.RUN
+        or report is None
+        or runner_pod is None
+        or not runner_pod.ip
+        or not is_active(runner_pod)
+    ):
         return ()
     progress, applied = view.observed.progress, report.applied_generation
     if applied is None or applied >= view.generation or progress is None or progress.error:
         return ()
     spec = document.write(view.spec, view.defaults.table)
     body = {"generation": view.generation, "spec": spec}
-    return (ControlCall(method="PUT /control", body=body, ip=first.ip, epoch=first.epoch),)
+    return (ControlCall(method="PUT /control", body=body, ip=runner_pod.ip, epoch=runner_pod.epoch),)
 
 
 def _again(view: JobView, decision: Decision, moves: PodMoves, obstacle: Obstacle | None) -> float | None:
@@ -163,8 +171,8 @@ def _again(view: JobView, decision: Decision, moves: PodMoves, obstacle: Obstacl
     if decision.stage is Stage.RUN:
         times += [OBSTACLE_SECONDS] if obstacle is not None else []
         times += [PREVIOUS_JOB_SECONDS] if view.previous_pods else []
-        due = deadlines.until_overdue(view)
-        times += [due] if due is not None else []
+        overdue = deadlines.until_overdue(view)
+        times += [overdue] if overdue is not None else []
         times += _until_unreachable(view)
     return max(min(times), 0.0) if times else None
 
@@ -173,18 +181,18 @@ def _until_unreachable(view: JobView) -> list[float]:
     progress = view.observed.progress
     if progress is None or progress.failing_since is None:
         return []
-    left = progress.failing_since + condition_facts.UNREACHABLE_SECONDS - view.now
-    return [left] if left > 0 else []
+    remaining = progress.failing_since + condition_facts.UNREACHABLE_SECONDS - view.now
+    return [remaining] if remaining > 0 else []
 
 
 def _refuse(job: Object, problem: str, now: float) -> Plan:
-    """A spec this operator cannot read: say so, and leave alone what runs. What has ended goes when its time is up."""
+    """Return the plan for a spec that this operator cannot read. Running pods stay; an ended job is deleted after its TTL."""
     record, meta = records.read(job.get("status")), _mapping(job.get("metadata"))
     if record.terminal:
-        given = _mapping(job.get("spec")).get("ttlSecondsAfterFinished")
-        ttl = deadlines.until_deleted(record, given if type(given) is int else None, now)
-        gone = (cleanup.whole_job(str(meta.get("name", "")), str(meta.get("uid", ""))),) if ttl == 0.0 else ()
-        return Plan(delete=gone, requeue_after=ttl or None)
+        ttl_field = _mapping(job.get("spec")).get("ttlSecondsAfterFinished")
+        ttl = deadlines.until_deleted(record, ttl_field if type(ttl_field) is int else None, now)
+        deletion = (cleanup.whole_job(str(meta.get("name", "")), str(meta.get("uid", ""))),) if ttl == 0.0 else ()
+        return Plan(delete=deletion, requeue_after=ttl or None)
     generation = meta.get("generation")
     facts = condition_facts.invalid_spec_facts(problem, record.conditions)
     status = statuses.refuse(job, record, facts, now=now, generation=generation if isinstance(generation, int) else 0)

@@ -134,8 +134,8 @@ def read(status: Any) -> Record:
         first_step_time=to_seconds(raw.get("firstStepTime")),
         completion_time=to_seconds(raw.get("completionTime")),
         suspended_seconds=_count(raw.get("suspendedSeconds")),
-        roles={str(r.get("name")): _role(r) for r in _maps(raw.get("roles"))},
-        pod_failures={str(e.get("name")): _ends(e) for e in _maps(raw.get("ends"))},
+        roles={str(role.get("name")): _role(role) for role in _maps(raw.get("roles"))},
+        pod_failures={str(entry.get("name")): _ends(entry) for entry in _maps(raw.get("ends"))},
         draining={str(d.get("pod")): to_seconds(d.get("since")) or 0.0 for d in _maps(raw.get("draining"))},
         begun_epoch=_count(raw.get("begunEpoch")),
         suspension=_suspension(raw.get("halt")) or _suspension_of_conditions(raw),
@@ -148,11 +148,11 @@ def pod_failures_status(failures: Mapping[str, PodFailures]) -> list[dict[str, A
     return [
         {
             "name": name,
-            **({"uid": ended.uid} if ended.uid else {}),
-            **({"times": [to_text(at) for at in ended.times]} if ended.times else {}),
-            **({"backoffSeconds": int(ended.backoff)} if ended.backoff else {}),
+            **({"uid": entry.uid} if entry.uid else {}),
+            **({"times": [to_text(seconds) for seconds in entry.times]} if entry.times else {}),
+            **({"backoffSeconds": int(entry.backoff)} if entry.backoff else {}),
         }
-        for name, ended in sorted(failures.items())
+        for name, entry in sorted(failures.items())
     ]
 
 
@@ -211,10 +211,10 @@ def _role(value: Object) -> RoleRecord:
 
 def _ends(value: Object) -> PodFailures:
     times = value.get("times")
-    read_times = [to_seconds(at) for at in times] if isinstance(times, list) else []
+    read_times = [to_seconds(seconds) for seconds in times] if isinstance(times, list) else []
     return PodFailures(
         uid=str(value.get("uid") or ""),
-        times=tuple(at for at in read_times if at is not None),
+        times=tuple(seconds for seconds in read_times if seconds is not None),
         backoff=float(_count(value.get("backoffSeconds"))),
     )
 

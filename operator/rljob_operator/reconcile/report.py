@@ -52,7 +52,7 @@ class Report:
 
     def state_of(self, pod: str) -> str | None:
         """Return the state of the pod's processes, `drained` only when all of them are; None when the runner does not know the pod."""
-        states = [str(m.get("state")) for m in self.members if m.get("pod") == pod]
+        states = [str(member.get("state")) for member in self.members if member.get("pod") == pod]
         return next((state for state in states if state != "drained"), states[0]) if states else None
 
 
@@ -94,8 +94,8 @@ def read(status: Object, *, at: float) -> Report:
         phase=phase if isinstance(phase, str) else "",
         at=at,
         applied_generation=whole_number(applied),
-        members=tuple(m for m in _list(status.get("members")) if isinstance(m, Mapping)),
-        missing=tuple(_waited(m) for m in _list(status.get("missing")) if isinstance(m, Mapping)),
+        members=tuple(member for member in _list(status.get("members")) if isinstance(member, Mapping)),
+        missing=tuple(_waited(member) for member in _list(status.get("missing")) if isinstance(member, Mapping)),
         stall=stall if isinstance(stall, Mapping) else None,
     )
 

@@ -68,16 +68,16 @@ class _Copy:
     """Copies one status and counts its bytes."""
 
     def __init__(self) -> None:
-        self._left = LARGEST
+        self._budget = LARGEST
 
     def mapping(self, value: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of `form` that `value` has; those that come after LARGEST are left out."""
-        found: dict[str, Any] = {}
+        copied: dict[str, Any] = {}
         with suppress(_Full):
             for name, part in form.items():
                 if name in value:
-                    found[name] = self._value(value[name], part)
-        return found
+                    copied[name] = self._value(value[name], part)
+        return copied
 
     def _value(self, value: Any, form: Any) -> Any:
         """Return the copy of a value; None if it has another form."""
@@ -95,21 +95,21 @@ class _Copy:
         return value if isinstance(value, float) else None
 
     def _list(self, values: list[Any], form: Any) -> list[Any]:
-        found: list[Any] = []
+        copied: list[Any] = []
         with suppress(_Full):
             for value in values:
-                found.append(self._value(value, form))
-        return found
+                copied.append(self._value(value, form))
+        return copied
 
     def _scalars(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        copied: dict[str, Any] = {}
         with suppress(_Full):
             for name, value in values.items():
                 self._count(name)
-                found[name[:LONGEST_PATH]] = self._value(value, SCALAR)
-        return found
+                copied[name[:LONGEST_PATH]] = self._value(value, SCALAR)
+        return copied
 
     def _count(self, value: Any) -> None:
-        self._left -= VALUE + (len(value[:LONGEST_PATH]) if isinstance(value, str) else 0)
-        if self._left < 0:
+        self._budget -= VALUE + (len(value[:LONGEST_PATH]) if isinstance(value, str) else 0)
+        if self._budget < 0:
             raise _Full

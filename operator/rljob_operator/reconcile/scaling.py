@@ -42,15 +42,18 @@ def run(view: JobView, record: Record, *, may_create: bool) -> PodMoves:
     """Return the changes that lead to the desired pods."""
     moves = _drain(view, record)
     delete = {deletion.name: deletion for deletion in (*_teardown(view), *_used_up(view, record), *moves.delete)}
-    again = list(moves.again)
+    requeue_times = list(moves.again)
     for pod in (*view.pods.values(), *view.previous):
         forced, wait = forced_deletion(pod, view.now)
         if forced is not None:
             delete[pod.name] = forced
-        again += [] if wait is None else [wait]
-    create, waits = _missing(view, record) if may_create else ([], [])
+        requeue_times += [] if wait is None else [wait]
+    create, pauses = _missing(view, record) if may_create else ([], [])
     return replace(
-        moves, delete=tuple(delete[name] for name in sorted(delete)), create=tuple(create), again=(*again, *waits)
+        moves,
+        delete=tuple(delete[name] for name in sorted(delete)),
+        create=tuple(create),
+        again=(*requeue_times, *pauses),
     )
 
 
@@ -62,9 +65,9 @@ def forced_deletion(pod: PodView, now: float) -> tuple[Deletion | None, float | 
     unseen = not pod.acknowledged and bool(pod.node)
     if not pod.deleting or pod.deletion_deadline is None or not (pod.node_lost or unseen):
         return None, None
-    left = pod.deletion_deadline + STUCK_SECONDS - now
-    if left > 0:
-        return None, left
+    remaining = pod.deletion_deadline + STUCK_SECONDS - now
+    if remaining > 0:
+        return None, remaining
     return Deletion(kind="Pod", name=pod.name, uid=pod.uid, grace_seconds=0), None
 
 
@@ -77,36 +80,36 @@ def _teardown(view: JobView) -> list[Deletion]:
     """Delete the gangs of previous epochs. If a gang is complete, its runner is deleted first so that it saves; otherwise all pods are."""
     old = view.old_gang
     alive = [pod for pod in old if not pod.deleting]
-    first = next((pod for pod in old if pod.role == CONTROL_GROUP and pod.index == 0), None)
-    if first is None or any(has_ended(pod) for pod in old):
+    runner_pod = next((pod for pod in old if pod.role == CONTROL_GROUP and pod.index == 0), None)
+    if runner_pod is None or any(has_ended(pod) for pod in old):
         return [removal(pod, grace=None if has_ended(pod) else GANG_GRACE) for pod in alive]
-    return [] if first.deleting else [removal(first)]
+    return [] if runner_pod.deleting else [removal(runner_pod)]
 
 
 def _used_up(view: JobView, record: Record) -> list[Deletion]:
     """Return deletions of the pods of elastic groups that ended, or that a restart of their group replaces."""
     deletions = []
     for group in view.elastic:
-        mark = record.role(group).restart_time
+        restart_time = record.role(group).restart_time
         for pod in view.pods_of(group):
-            if not pod.deleting and (has_ended(pod) or (mark is not None and pod.created <= mark)):
+            if not pod.deleting and (has_ended(pod) or (restart_time is not None and pod.created <= restart_time)):
                 deletions.append(removal(pod))
     return deletions
 
 
 def _missing(view: JobView, record: Record) -> tuple[list[tuple[str, int]], list[float]]:
     """Return the missing pods whose back-off is over, and the seconds until the back-off of the others is over."""
-    create, waits = [], []
+    create, pauses = [], []
     for group in view.groups:
         for index, name in zip(view.wanted_indices(group), view.wanted_pod_names(group), strict=True):
             if name in view.pods:
                 continue
-            ends = record.pod_failures.get(GANG if view.is_gang(group) else name) or PodFailures()
-            if view.now < ends.retry_at:
-                waits.append(ends.retry_at - view.now)
+            failures = record.pod_failures.get(GANG if view.is_gang(group) else name) or PodFailures()
+            if view.now < failures.retry_at:
+                pauses.append(failures.retry_at - view.now)
             else:
                 create.append((group, index))
-    return create, waits
+    return create, pauses
 
 
 def _drain(view: JobView, record: Record) -> PodMoves:
@@ -118,26 +121,26 @@ def _drain(view: JobView, record: Record) -> PodMoves:
     """
     leaving = [pod for pod in view.pods_of(*view.elastic) if _leaves(view, record, pod)]
     leaving.sort(key=lambda pod: (pod.role, pod.index), reverse=True)
-    report, first = fresh_report(view), view.first_actor
+    report, runner_pod = fresh_report(view), view.first_actor
     timeout = view.spec.runtime.drain_seconds + DRAIN_MARGIN
     draining = {pod.name: record.draining.get(pod.name, view.now) for pod in leaving}
-    delete, waiting, again = [], [], []
+    delete, waiting, requeue_times = [], [], []
     for pod in leaving:
         if not is_active(pod):
             continue
-        left = draining[pod.name] + timeout - view.now
+        remaining = draining[pod.name] + timeout - view.now
         current = report is not None and report.at >= draining[pod.name]
         state = report.state_of(pod.name) if report is not None and current else None
-        if state in ("drained", "lost") or pod.phase == "Pending" or left <= 0:
+        if state in ("drained", "lost") or pod.phase == "Pending" or remaining <= 0:
             delete.append(removal(pod))
             continue
-        again.append(left)
+        requeue_times.append(remaining)
         if state != "draining":
             waiting.append(pod.name)
     calls: tuple[ControlCall, ...] = ()
-    if waiting and first is not None:
-        calls = (ControlCall(method="POST /drain", body={"pods": waiting}, ip=first.ip, epoch=first.epoch),)
-    return PodMoves(delete=tuple(delete), calls=calls, draining=draining, again=tuple(again))
+    if waiting and runner_pod is not None:
+        calls = (ControlCall(method="POST /drain", body={"pods": waiting}, ip=runner_pod.ip, epoch=runner_pod.epoch),)
+    return PodMoves(delete=tuple(delete), calls=calls, draining=draining, again=tuple(requeue_times))
 
 
 def _leaves(view: JobView, record: Record, pod: PodView) -> bool:
@@ -146,7 +149,7 @@ def _leaves(view: JobView, record: Record, pod: PodView) -> bool:
 
 def fresh_report(view: JobView) -> Report | None:
     """Return the status of the runner if the newest poll succeeded; None otherwise."""
-    progress, first = view.observed.progress, view.first_actor
-    if progress is None or progress.error or first is None or not first.ip or not is_active(first):
+    progress, runner_pod = view.observed.progress, view.first_actor
+    if progress is None or progress.error or runner_pod is None or not runner_pod.ip or not is_active(runner_pod):
         return None
     return view.report

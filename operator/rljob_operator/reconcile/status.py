@@ -80,19 +80,19 @@ def build(
     view: JobView, decision: Decision, facts: Mapping[str, Fact], draining: Mapping[str, float]
 ) -> dict[str, Any] | None:
     """Return the new status; None when it is unchanged. A change of `runtimeSeconds` alone does not count."""
-    before = view.record.raw
+    old_status = view.record.raw
     if decision.stage is Stage.ENDED:
-        after = {**before, **_pods(view, decision.record)}
-        after["columns"] = {**_mapping(before.get("columns")), **_role_columns(after["roles"])}
-        return None if after == before else after
+        new_status = {**old_status, **_pods(view, decision.record)}
+        new_status["columns"] = {**_mapping(old_status.get("columns")), **_role_columns(new_status["roles"])}
+        return None if new_status == old_status else new_status
     phase = condition_facts.phase_of(view, decision)
     record = decision.record
-    after = {
+    new_status = {
         "phase": phase,
         "schemaVersion": view.defaults.version,
         "observedGeneration": view.generation,
         "appliedGeneration": _applied(view),
-        "keyId": before.get("keyId") or view.config.key_id or None,
+        "keyId": old_status.get("keyId") or view.config.key_id or None,
         "epoch": record.epoch,
         "begunEpoch": record.begun_epoch or None,
         "restarts": record.restarts,
@@ -102,28 +102,28 @@ def build(
         "startTime": _time(record.start_time),
         "completionTime": _time(record.completion_time),
         "suspendedSeconds": record.suspended_seconds or None,
-        "runtimeSeconds": before.get("runtimeSeconds"),
+        "runtimeSeconds": old_status.get("runtimeSeconds"),
         **_pods(view, record),
         "ends": pod_failures_status(record.pod_failures) or None,
         "draining": draining_status(draining) or None,
         "halt": suspension_status(record.suspension) if record.suspension is not None else None,
         "conditions": conditions.merge(record.conditions, facts, now=view.now, generation=view.generation),
     }
-    after["firstStepTime"] = _time(_first_step(view, after.get("step")))
-    after["columns"] = {
-        "step": f"{after.get('step') or 0}/{after['totalSteps']}",
-        **_role_columns(after["roles"]),
+    new_status["firstStepTime"] = _time(_first_step(view, new_status.get("step")))
+    new_status["columns"] = {
+        "step": f"{new_status.get('step') or 0}/{new_status['totalSteps']}",
+        **_role_columns(new_status["roles"]),
         "reason": condition_facts.phase_reason(facts),
     }
-    metrics = {metric["name"]: metric["value"] for metric in after.get("metrics") or ()}
+    metrics = {metric["name"]: metric["value"] for metric in new_status.get("metrics") or ()}
     if SUCCESS in metrics:
-        after["columns"]["success"] = metrics[SUCCESS]
-    after = {key: value for key, value in after.items() if value is not None}
-    if after == before:
+        new_status["columns"]["success"] = metrics[SUCCESS]
+    new_status = {key: value for key, value in new_status.items() if value is not None}
+    if new_status == old_status:
         return None
     if record.start_time is not None:
-        after["runtimeSeconds"] = deadlines.runtime_seconds(record, view.now)
-    return after
+        new_status["runtimeSeconds"] = deadlines.runtime_seconds(record, view.now)
+    return new_status
 
 
 def refuse(
@@ -134,20 +134,20 @@ def refuse(
         c["type"]: c
         for c in conditions.merge(record.conditions, {**_known(record), **facts}, now=now, generation=generation)
     }
-    kept = {
+    kept_conditions = {
         kind: dict(record.conditions[kind])
         for kind in conditions.TYPES
         if kind in record.conditions and kind not in facts
     }
-    after = {
+    new_status = {
         "phase": "Pending",
         "epoch": 0,
         **record.raw,
         "observedGeneration": generation,
-        "conditions": [kept.get(kind) or merged[kind] for kind in conditions.TYPES],
+        "conditions": [kept_conditions.get(kind) or merged[kind] for kind in conditions.TYPES],
         "columns": {**_mapping(record.raw.get("columns")), "reason": "InvalidSpec"},
     }
-    return None if after == record.raw else after
+    return None if new_status == record.raw else new_status
 
 
 def is_progress_only(before: Object, after: Object) -> bool:
@@ -178,22 +178,22 @@ def _known(record: Record) -> dict[str, Fact]:
 
 def _runner_progress(view: JobView, phase: str) -> dict[str, Any]:
     """Return the progress fields. Within an epoch, step and version never decrease, even if reports arrive out of order."""
-    before, report = view.record.raw, view.report
-    kept = {
-        key: before[key]
+    old_status, report = view.record.raw, view.report
+    progress = {
+        key: old_status[key]
         for key in ("step", "policyVersion", "reward", "lag", "checkpoint", "metrics", "busy", "devices")
-        if key in before
+        if key in old_status
     }
-    kept["totalSteps"] = view.spec.algorithm.steps
+    progress["totalSteps"] = view.spec.algorithm.steps
     if report is None or not report.begun:
-        return kept
+        return progress
     same_run = view.record.begun and view.record.epoch == view.epoch
     for name in ("step", "policyVersion"):
-        new, old = report.count(name), before.get(name)
+        new, old = report.count(name), old_status.get(name)
         if new is not None:
-            kept[name] = max(new, old) if same_run and isinstance(old, int) else new
-    kept["totalSteps"] = report.count("totalSteps") or kept["totalSteps"]
-    kept |= (
+            progress[name] = max(new, old) if same_run and isinstance(old, int) else new
+    progress["totalSteps"] = report.count("totalSteps") or progress["totalSteps"]
+    progress |= (
         {"reward": report.number("reward"), "lag": _lag(view)}
         if report.number("reward") is not None
         else {"lag": _lag(view)}
@@ -204,7 +204,7 @@ def _runner_progress(view: JobView, phase: str) -> dict[str, Any]:
         "busy": _busy(report),
         "devices": _devices(view, report),
     }
-    return kept | {key: value for key, value in reported.items() if value}
+    return progress | {key: value for key, value in reported.items() if value}
 
 
 def _lag(view: JobView) -> int:
@@ -221,19 +221,19 @@ def _checkpoint(report: Report) -> dict[str, Any]:
     }
     if isinstance(reported.get("path"), str) and len(reported["path"]) <= LONGEST_PATH:
         checkpoint["path"] = reported["path"]
-    if (at := to_seconds(reported.get("time"))) is not None:
-        checkpoint["time"] = to_text(at)  # the text itself may be of any length
+    if (seconds := to_seconds(reported.get("time"))) is not None:
+        checkpoint["time"] = to_text(seconds)  # Converted, because the runner's own text may be of any length.
     best = finite(reported.get("bestReward"))
     return checkpoint | ({"bestReward": best} if best is not None else {})
 
 
 def _metrics(report: Report) -> list[dict[str, str]]:
-    found, workload = report.mapping("metrics"), report.mapping("workload")
-    found = {**found, **{name: workload.get(field) for name, field in SHARES.items()}}
-    numbers = ((name, found.get(name)) for name in (*METRICS, *SHARES))
+    metrics, workload = report.mapping("metrics"), report.mapping("workload")
+    metrics = {**metrics, **{name: workload.get(field) for name, field in SHARES.items()}}
+    numbers = ((name, metrics.get(name)) for name in (*METRICS, *SHARES))
     # An integer may be too large for a float.
-    shown = [(name, value) for name, value in numbers if isinstance(value, float) or finite(value) is not None]
-    return [{"name": name, "value": f"{value:.6g}"} for name, value in shown]
+    finite_numbers = [(name, value) for name, value in numbers if isinstance(value, float) or finite(value) is not None]
+    return [{"name": name, "value": f"{value:.6g}"} for name, value in finite_numbers]
 
 
 def _busy(report: Report) -> list[dict[str, str]]:
@@ -264,14 +264,15 @@ def _devices(view: JobView, report: Report) -> list[dict[str, Any]]:
 
 def _applied(view: JobView) -> Any:
     report = view.report
-    if report is not None and report.applied_generation:  # 0: a runner that has just started has got nothing yet
+    # 0 is reported by a runner that has just started and has received no spec yet.
+    if report is not None and report.applied_generation:
         return report.applied_generation
     return view.record.raw.get("appliedGeneration")
 
 
 def _first_step(view: JobView, step: Any) -> float | None:
-    known = view.record.first_step_time
-    return known if known is not None else view.now if isinstance(step, int) and step > 0 else None
+    recorded = view.record.first_step_time
+    return recorded if recorded is not None else view.now if isinstance(step, int) and step > 0 else None
 
 
 # --- what the pods show ----------------------------------------------------------------------------------------------
@@ -291,25 +292,27 @@ def _pods(view: JobView, record: Record) -> dict[str, Any]:
 
 
 def _role(view: JobView, record: Record, group: str) -> dict[str, Any]:
-    known = record.role(group)
+    state = record.role(group)
     pods = [p for p in view.hosts(group) if is_active(p) and (not view.is_gang(p.role) or p.epoch == record.epoch)]
     status: dict[str, Any] = {
         "name": group,
         "desired": view.wanted_indices(group).stop,
         "ready": sum(1 for pod in pods if pod.ready),
         "active": len(pods),
-        "failed": known.failed,
-        "restarts": known.restarts,
+        "failed": state.failed,
+        "restarts": state.restarts,
     }
-    if known.restart_time is not None:
-        status["restartTime"] = _time(known.restart_time)
+    if state.restart_time is not None:
+        status["restartTime"] = _time(state.restart_time)
     return status | (_versions(view) if view.groups[group].pulls_weights else {})
 
 
 def _versions(view: JobView) -> dict[str, int]:
     versions = condition_facts.rollout_role(view).get("versions")
     numbers = (
-        [int(v) for v in versions if str(v).isdecimal() and len(str(v)) < 16] if isinstance(versions, Mapping) else []
+        [int(version) for version in versions if str(version).isdecimal() and len(str(version)) < 16]
+        if isinstance(versions, Mapping)
+        else []
     )
     return {"minVersion": min(numbers), "maxVersion": max(numbers)} if numbers else {}
 
@@ -319,8 +322,8 @@ def _role_columns(roles: list[dict[str, Any]]) -> dict[str, str]:
     return {column: counts[group] for column, group in COLUMNS.items()}
 
 
-def _time(at: float | None) -> str | None:
-    return to_text(at) if at is not None else None
+def _time(seconds: float | None) -> str | None:
+    return to_text(seconds) if seconds is not None else None
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

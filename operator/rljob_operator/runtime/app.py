@@ -66,9 +66,9 @@ class Operator:
         self._settings = settings
         self._configuration = configuration
         self._wrap = wrap
-        """Puts something between the operator and the API; tests inject faults here."""
+        """Wraps the client of the API; tests use it to inject faults."""
         self._on_watching = on_watching
-        """Called when kopf is up: it has taken the signals by then, and the caller may take them back."""
+        """Called when kopf is running. It has installed its signal handlers by then, and the caller may replace them."""
         self.metrics = Metrics()
         self.cache = Cache(projections=PROJECTIONS)
         self.queue: WorkQueue[JobKey] = WorkQueue(observer=self.metrics, expected=(ApiError,))
@@ -91,14 +91,17 @@ class Operator:
         self.metrics.watch_cache(self.cache)
         await self.health.start(host=settings.metrics_host, port=settings.metrics_port)
         api = client.ApiClient(await self._configuration())
-        own = client.ApiClient(await self._configuration())  # the Lease never waits for a connection behind pods
+        # The Lease has connections of its own, so that its renewal never waits behind requests for pods.
+        lease_client = client.ApiClient(await self._configuration())
         try:
-            cluster, lease = (self._wrap(ApiCluster(one, observe=self.metrics.requested)) for one in (api, own))
+            cluster, lease = (
+                self._wrap(ApiCluster(api_client, observe=self.metrics.requested)) for api_client in (api, lease_client)
+            )
             self._streaming = await _streams_lists(api)
             await self._serve(cluster, lease)
         finally:
             await api.close()
-            await own.close()
+            await lease_client.close()
             await self.health.stop()
 
     async def _serve(self, cluster: Cluster, lease: Cluster) -> None:
@@ -248,12 +251,12 @@ class Operator:
         """Reconcile every job once per resync interval, spread evenly over the interval."""
         interval = self._settings.resync_seconds
         loop = asyncio.get_running_loop()
-        due: dict[JobKey, float] = {}
+        due_times: dict[JobKey, float] = {}
         while True:
             now = loop.time()
-            due = {key: due.get(key, now + interval * random.random()) for key in self.cache.jobs()}
-            for key in [key for key, at in due.items() if at <= now]:
-                due[key] = now + interval
+            due_times = {key: due_times.get(key, now + interval * random.random()) for key in self.cache.jobs()}
+            for key in [key for key, due in due_times.items() if due <= now]:
+                due_times[key] = now + interval
                 self.queue.add(key)
             await asyncio.sleep(min(RESYNC_TICK, interval))
 

@@ -125,7 +125,7 @@ class Applier:
             self._recorder.record(work.job, event)
         pauses += await self._each(work.plan.delete, lambda deletion: self._delete(work, deletion))
         pauses += await self._each(work.plan.ensure, lambda obj: self._ensure(work, obj))
-        # Pods must not join a gang, or be reached by a service, of somebody else.
+        # Pods must not join another owner's gang, or be reached by another owner's Service.
         pods = work.plan.create if self._isolated(work) and not work.memory.name_conflicts else ()
         if (pause := await self._assert_secret(work, needed=bool(pods))) is not None:
             pauses.append(pause)
@@ -160,10 +160,8 @@ class Applier:
         body = {"metadata": {"resourceVersion": meta["resourceVersion"]}, "spec": {"replicas": scale.replicas}}
         try:
             await self._cluster.patch(kinds.RLJOB, work.key.namespace, work.key.name, body, subresource="scale")
-        except (
-            Forbidden,
-            Invalid,
-        ) as error:  # missing rights (an earlier chart), a policy of the cluster, a bound of the job
+        except (Forbidden, Invalid) as error:
+            # Rights are missing (an earlier chart), or a policy of the cluster or a bound of the job forbids it.
             pause = work.memory.scaling.step(now)
             message = f"{scale.event.message}; it was refused: {error.message}"
             self._recorder.record(job, JobEvent(type="Warning", reason="AutoscaleRefused", message=message))
@@ -184,20 +182,20 @@ class Applier:
         application, if the job was changed or deleted meanwhile. Raises TooManyRequests and Unavailable.
         """
         now, memory = self._clock(), work.memory
-        wanted = memory.refused_status if work.plan.status is None else work.plan.status
-        if wanted is None:
+        status = memory.refused_status if work.plan.status is None else work.plan.status
+        if status is None:
             return True
         if work.plan.progress_only:
             wait = memory.progress_written + work.progress_interval - now
             if wait > 0:
                 pauses.append(wait)
                 return True
-        difference = status_patch.difference(work.job.get("status") or {}, wanted)
+        difference = status_patch.difference(work.job.get("status") or {}, status)
         if not difference:
             memory.record_written_status()
             return True
         if (pause := memory.status_backoff.remaining(now)) > 0:
-            memory.refused_status = wanted
+            memory.refused_status = status
             pauses.append(pause)
             return True
         meta = work.job["metadata"]
@@ -209,7 +207,7 @@ class Applier:
             self._cache.put(kinds.RLJOB, answer)
         except Conflict:
             await self._reread_job(work.key)
-            if not self._is_written(work, meta, wanted):
+            if not self._is_written(work, meta, status):
                 return False
         except NotFound:
             self._cache.drop(kinds.RLJOB, work.job)
@@ -217,7 +215,7 @@ class Applier:
         except (TooManyRequests, Unavailable):
             raise
         except ApiError as error:
-            pauses.append(memory.record_refused_status(wanted, now=now))
+            pauses.append(memory.record_refused_status(status, now=now))
             logger.warning("the status was refused: %s", error.message)
             message = f"the API server refused the status, and the job continues without it: {error.message}"
             self._recorder.record(work.job, JobEvent(type="Warning", reason="StatusRefused", message=message))
@@ -227,29 +225,29 @@ class Applier:
             memory.progress_written = now
         return True
 
-    def _is_written(self, work: Application, meta: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-        """Return whether the job that was read again has exactly the `wanted` status, as after a write whose response was lost.
+    def _is_written(self, work: Application, meta: Mapping[str, Any], status: Mapping[str, Any]) -> bool:
+        """Return whether the job that was read again has exactly the status `status`, as after a write whose response was lost.
 
         The plan is then continued, because no later reconcile would produce its events again.
         """
-        found = self._cache.job(work.key)
+        cached = self._cache.job(work.key)
         return (
-            found is not None
-            and found["metadata"]["uid"] == meta["uid"]
-            and found["metadata"].get("generation") == meta.get("generation")
-            and not status_patch.difference(found.get("status") or {}, wanted)
+            cached is not None
+            and cached["metadata"]["uid"] == meta["uid"]
+            and cached["metadata"].get("generation") == meta.get("generation")
+            and not status_patch.difference(cached.get("status") or {}, status)
         )
 
     async def _reread_job(self, key: JobKey) -> None:
-        began = self._cache.now()
+        read_at = self._cache.now()
         try:
             job = await self._cluster.read(kinds.RLJOB, key.namespace, key.name)
         except NotFound:
-            known = self._cache.job(key)
-            if known is not None:
-                self._cache.drop(kinds.RLJOB, known)
+            cached = self._cache.job(key)
+            if cached is not None:
+                self._cache.drop(kinds.RLJOB, cached)
         else:
-            self._cache.put(kinds.RLJOB, job, read_at=began)
+            self._cache.put(kinds.RLJOB, job, read_at=read_at)
 
     async def _delete(self, work: Application, deletion: Deletion) -> float:
         """Delete an object. An object that does not exist counts as deleted.
@@ -316,8 +314,8 @@ class Applier:
         The rules themselves are compared. Another client that edits them does not change the annotation with the manifest hash.
         """
         return all(
-            (held := self._cache.entry(kinds.NETWORK_POLICY, work.key, obj["metadata"]["name"])) is not None
-            and network.digest_of(held.value) == network.digest_of(obj)
+            (cached := self._cache.entry(kinds.NETWORK_POLICY, work.key, obj["metadata"]["name"])) is not None
+            and network.digest_of(cached.value) == network.digest_of(obj)
             for obj in work.plan.ensure
             if obj["kind"] == kinds.NETWORK_POLICY.kind
         )
@@ -336,7 +334,7 @@ class Applier:
         AlreadyExists means that it is ours, because its name has the uid.
         """
         now, memory = self._clock(), work.memory
-        if memory.secret_due is None:  # spreads the first checks of all jobs after a start of the operator
+        if memory.secret_due is None:  # Spreads the first checks of all jobs after the operator has started.
             memory.secret_due = now + random.uniform(0.1, 1.0) * self._secret_seconds
         if not work.plan.ensure_secret or (not needed and now < memory.secret_due):
             return None

@@ -41,10 +41,10 @@ class Backoff:
         `at_least` is the pause that the other side asks for (`Retry-After`). It is limited to `longest` as well.
         """
         self.attempts += 1
-        counted = self.attempts - self.free_attempts
+        num_paused = self.attempts - self.free_attempts
         pause = 0.0
-        if counted > 0:
-            pause = min(self.first * 2.0 ** min(counted - 1, MAX_DOUBLINGS), self.longest) * self.jitter()
+        if num_paused > 0:
+            pause = min(self.first * 2.0 ** min(num_paused - 1, MAX_DOUBLINGS), self.longest) * self.jitter()
         pause = min(max(pause, at_least), self.longest)
         self.next_attempt = now + pause
         return pause

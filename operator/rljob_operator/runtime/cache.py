@@ -91,7 +91,7 @@ class Cache:
         self._clock = clock
         self._entries: dict[Kind, dict[JobKey, dict[str, Entry]]] = {kind: {} for kind in (RLJOB, *OWNED)}
         """kind -> job -> object name -> entry."""
-        self._gone: OrderedDict[str, float] = OrderedDict()
+        self._deleted_uids: OrderedDict[str, float] = OrderedDict()
         """uids of deleted objects, and when the deletion became known, on the cache's clock in seconds."""
         self._jobs: dict[str, JobKey] = {}
         """uid -> job, of the jobs held."""
@@ -107,20 +107,20 @@ class Cache:
         if key is None or self._buried_after(meta["uid"], read_at):
             return None
         entries = self._entries.setdefault(kind, {}).setdefault(key, {})
-        known = entries.get(meta["name"])
+        cached = entries.get(meta["name"])
         version = int(meta["resourceVersion"])
-        older = known is not None and version <= known.version
-        if known is not None and older and (version == known.version or read_at is None or known.since >= read_at):
+        older = cached is not None and version <= cached.version
+        if cached is not None and older and (version == cached.version or read_at is None or cached.since >= read_at):
             return None
-        self._gone.pop(meta["uid"], None)
+        self._deleted_uids.pop(meta["uid"], None)
         project: Projection = self._project.get(kind, trim)
         value = project(obj)
         entries[meta["name"]] = Entry(meta["uid"], version, value, self._clock())
         if kind == RLJOB:
-            if known is not None:
-                self._jobs.pop(known.uid, None)
+            if cached is not None:
+                self._jobs.pop(cached.uid, None)
             self._jobs[meta["uid"]] = key
-        return key if known is None or known.value != value or known.uid != meta["uid"] else None
+        return key if cached is None or cached.value != value or cached.uid != meta["uid"] else None
 
     def drop(self, kind: Kind, obj: Mapping[str, Any]) -> JobKey | None:
         """Remove an object that is known to be deleted; return its job if the cache had it."""
@@ -147,14 +147,14 @@ class Cache:
 
         Objects that came in after the list began stay: the list may be older than they are. `within` says which jobs it covered.
         """
-        lost = [
+        absent = [
             (key, name, entry.uid)
             for key, entries in self._entries.get(kind, {}).items()
             if within(key)
             for name, entry in entries.items()
             if entry.uid not in alive and entry.since < began
         ]
-        return {key for key, name, uid in lost if self.drop_uid(kind, key, name, uid) is not None}
+        return {key for key, name, uid in absent if self.drop_uid(kind, key, name, uid) is not None}
 
     def job(self, key: JobKey) -> Mapping[str, Any] | None:
         """Return the job's object, None when there is none."""
@@ -176,7 +176,7 @@ class Cache:
 
     def holds(self, key: JobKey, kind: str, name: str) -> bool:
         """Return whether an object of that kind (by its name, as `Pod`) is held for the job."""
-        return any(name in jobs.get(key, {}) for held, jobs in self._entries.items() if held.kind == kind)
+        return any(name in jobs.get(key, {}) for stored_kind, jobs in self._entries.items() if stored_kind.kind == kind)
 
     def entry(self, kind: Kind, key: JobKey, name: str) -> Entry | None:
         """Return one object's entry."""
@@ -200,10 +200,10 @@ class Cache:
 
     def _buried_after(self, uid: str, read_at: float | None) -> bool:
         """Return whether an object is known to be deleted, by something that is not older than a read which began at `read_at`."""
-        gone_at = self._gone.get(uid)
+        gone_at = self._deleted_uids.get(uid)
         return gone_at is not None and (read_at is None or gone_at >= read_at)
 
     def _bury(self, uid: str) -> None:
-        self._gone[uid] = self._clock()
-        while len(self._gone) > GRAVES:
-            self._gone.popitem(last=False)
+        self._deleted_uids[uid] = self._clock()
+        while len(self._deleted_uids) > GRAVES:
+            self._deleted_uids.popitem(last=False)

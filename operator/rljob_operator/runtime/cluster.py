@@ -94,19 +94,22 @@ class ApiCluster:
 
     async def list(self, kind: Kind, namespace: str | None, *, selector: str = "") -> AsyncIterator[list[Json]]:
         """See Cluster. Raises Expired (410) when the snapshot of the list is gone; the caller starts the list again."""
-        more = ""
+        continue_token = ""
         while True:
             query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
             page = await self._call(
-                "GET", kind, kind.path(namespace), query=query | ({"continue": more} if more else {})
+                "GET",
+                kind,
+                kind.path(namespace),
+                query=query | ({"continue": continue_token} if continue_token else {}),
             )
             items: list[Json] = page["items"]
-            for item in items:  # the items of a list carry neither
+            for item in items:  # The items of a list have neither apiVersion nor kind.
                 item.setdefault("apiVersion", kind.api_version)
                 item.setdefault("kind", kind.kind)
             yield items
-            more = page["metadata"].get("continue", "")
-            if not more:
+            continue_token = page["metadata"].get("continue", "")
+            if not continue_token:
                 return
 
     async def create(self, kind: Kind, namespace: str, body: Mapping[str, Any]) -> Json:
@@ -166,7 +169,7 @@ class ApiCluster:
 
     async def _send(self, method: str, kind: Kind, url: str, body: Mapping[str, Any] | None, content: str) -> Json:
         loop = asyncio.get_running_loop()
-        began = loop.time()
+        start = loop.time()
         code = "error"
         try:
             headers = {"Accept": "application/json", "Content-Type": content}
@@ -181,4 +184,4 @@ class ApiCluster:
             raise Unavailable(f"{method} {url}: {error!r}") from error
         finally:
             if self._observe is not None:
-                self._observe(method, kind.plural, code, loop.time() - began)
+                self._observe(method, kind.plural, code, loop.time() - start)

@@ -41,7 +41,7 @@ class ControlCalls:
 
     def __init__(self, *, client: Client, answered: Answered) -> None:
         self._client = client
-        self._answered = answered
+        self._on_answer = answered
         self._slots: FairSlots[str] = FairSlots(total=IN_FLIGHT, per_key=PER_NAMESPACE)
         self._waiting: dict[JobKey, tuple[str, Sequence[ControlCall]]] = {}
         """Job uid and calls that are not sent yet, by job."""
@@ -72,8 +72,9 @@ class ControlCalls:
             async with self._slots.hold(key.namespace):
                 job_uid, calls = self._waiting.pop(key, ("", ()))
                 for call in calls:
-                    self._answered(key, job_uid, call, await self._client.call(job_uid, call))
-        except Exception:  # the task boundary: raised, it would end the calls of all jobs, and with them the leader
+                    self._on_answer(key, job_uid, call, await self._client.call(job_uid, call))
+        # An exception must not leave the task: it would end the calls of all jobs, and the leader with them.
+        except Exception:
             logger.exception("control calls of %s failed", key)
         finally:
             self._sending.discard(key)

@@ -80,7 +80,7 @@ class Controller:
         self._clock = clock
         self._deleted_jobs = DeletedJobs(cluster=cluster, cache=cache, config=config)
         self._running = 0
-        self._counted = float("-inf")
+        self._last_count = float("-inf")
         """When the running jobs were last counted."""
         self._memories: dict[JobKey, JobMemory] = {}
 
@@ -103,16 +103,16 @@ class Controller:
                 continue
             if (memory := self._memories.get(key)) is not None:
                 job = memory.with_newest_status(job)
-            first = self._cache.entry(kinds.POD, key, naming.runner_pod(key.name))
-            if phase_of(job) in (*END_PHASES, "Suspended") or first is None:
+            runner = self._cache.entry(kinds.POD, key, naming.runner_pod(key.name))
+            if phase_of(job) in (*END_PHASES, "Suspended") or runner is None:
                 continue
-            if is_runner(first.value, job_uid=job["metadata"]["uid"]):
+            if is_runner(runner.value, job_uid=job["metadata"]["uid"]):
                 yield RunnerTarget(
                     key=key,
-                    job_uid=first.value.job_uid,
-                    pod_uid=first.uid,
-                    ip=first.value.ip,
-                    epoch=first.value.epoch,
+                    job_uid=runner.value.job_uid,
+                    pod_uid=runner.uid,
+                    ip=runner.value.ip,
+                    epoch=runner.value.epoch,
                     awaited=phase_of(job) != "Running" or bool(job["status"].get("draining")),
                 )
 
@@ -142,8 +142,8 @@ class Controller:
         await self._refresh_claims(key, job, memory)
         await self._recheck_name_conflicts(key, memory)
         self._drop_settled_refusals(key, memory)
-        kept = await self._kept_defaults.of(key, job)
-        plan = self._plan(key, job, memory, kept)
+        defaults = await self._kept_defaults.of(key, job)
+        plan = self._plan(key, job, memory, defaults)
         if needs_fresh_reads(
             memory.with_newest_status(job), plan, due=lambda uid: memory.deletion_is_due(uid, now=self._clock())
         ):
@@ -152,24 +152,24 @@ class Controller:
             if refreshed is None:
                 return None
             job, memory = refreshed, self._memory_of(key, refreshed)
-            kept = await self._kept_defaults.of(key, job)
-            plan = self._plan(key, job, memory, kept)
-        wanted = {f"{obj['kind']}/{obj['metadata']['name']}": manifest_hash(obj) for obj in plan.ensure}
-        if memory.forget_refused_applies(wanted):
-            plan = self._plan(key, job, memory, kept)
+            defaults = await self._kept_defaults.of(key, job)
+            plan = self._plan(key, job, memory, defaults)
+        manifest_hashes = {f"{obj['kind']}/{obj['metadata']['name']}": manifest_hash(obj) for obj in plan.ensure}
+        if memory.forget_refused_applies(manifest_hashes):
+            plan = self._plan(key, job, memory, defaults)
         applied = await self._applier.apply(
             Application(key=key, job=job, plan=plan, memory=memory, progress_interval=self._progress_interval())
         )
         return applied.again_after
 
-    def _plan(self, key: JobKey, job: Object, memory: JobMemory, kept: Defaults | None) -> Plan:
+    def _plan(self, key: JobKey, job: Object, memory: JobMemory, defaults: Defaults | None) -> Plan:
         observed = Observed(
             pods=tuple(self._cache.children(kinds.POD, key)),
             objects=tuple(self._cache.support(key)),
             name_conflicts=tuple(sorted(memory.name_conflicts)),
             refusals={label: refusal.message for label, refusal in sorted(memory.refusals.items())},
             claims=dict(memory.claims),
-            defaults=kept,
+            defaults=defaults,
             progress=memory.progress,
             refused_change=memory.refused_change,
         )
@@ -187,10 +187,10 @@ class Controller:
     def _progress_interval(self) -> float:
         """Return the least seconds between two progress writes of one job. It grows with the number of jobs that have not ended."""
         now = self._clock()
-        if now >= self._counted + COUNT_SECONDS:
+        if now >= self._last_count + COUNT_SECONDS:
             jobs = [job for key in self._cache.jobs() if (job := self._cache.job(key)) is not None]
             self._running = sum(phase_of(job) not in (*END_PHASES, "Suspended") for job in jobs)
-            self._counted = now
+            self._last_count = now
         return max(self._progress_seconds, self._running / WRITES_PER_SECOND)
 
     def _drop_settled_refusals(self, key: JobKey, memory: JobMemory) -> None:
@@ -205,23 +205,23 @@ class Controller:
         await asyncio.gather(self._refresh_job(key), self._refresh_pods(key))
 
     async def _refresh_job(self, key: JobKey) -> None:
-        began = self._cache.now()
+        read_at = self._cache.now()
         try:
             job = await self._cluster.read(kinds.RLJOB, key.namespace, key.name)
         except NotFound:
-            if (known := self._cache.job(key)) is not None:
-                self._cache.drop(kinds.RLJOB, known)
+            if (cached := self._cache.job(key)) is not None:
+                self._cache.drop(kinds.RLJOB, cached)
         else:
-            self._cache.put(kinds.RLJOB, job, read_at=began)
+            self._cache.put(kinds.RLJOB, job, read_at=read_at)
 
     async def _refresh_pods(self, key: JobKey) -> None:
-        began = self._cache.now()
+        read_at = self._cache.now()
         alive: set[str] = set()
         async for page in self._cluster.list(kinds.POD, key.namespace, selector=f"{LABEL_JOB}={key.name}"):
             for pod in page:
                 alive.add(pod["metadata"]["uid"])
-                self._cache.put(kinds.POD, pod, read_at=began)
-        self._cache.sweep(kinds.POD, alive=alive, began=began, within=lambda other: other == key)
+                self._cache.put(kinds.POD, pod, read_at=read_at)
+        self._cache.sweep(kinds.POD, alive=alive, began=read_at, within=lambda other_key: other_key == key)
 
     async def _refresh_claims(self, key: JobKey, job: Object, memory: JobMemory) -> None:
         """Read the volume claims that the job names when they are due. They are not watched."""
@@ -262,7 +262,7 @@ def needs_fresh_reads(job: Object, plan: Plan, *, due: Callable[[str], bool] = l
     if plan.status is None:
         return False
     phase, epoch = plan.status.get("phase"), int(plan.status.get("epoch") or 0)
-    if epoch_of(job) and epoch != epoch_of(job):  # the first epoch ends nothing
+    if epoch_of(job) and epoch != epoch_of(job):  # The first epoch follows no other one.
         return True
     return phase in FRESH_READ_PHASES and phase != phase_of(job)
 

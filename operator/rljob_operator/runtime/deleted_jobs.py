@@ -39,19 +39,20 @@ class DeletedJobs:
 
     def _policies(self, key: JobKey, job: RLJob, pods: Sequence[PodView]) -> list[Object]:
         """Return the policies to write: those that do not exist, and those that still belong to the job."""
-        wanted: list[Object] = []
+        policies: list[Object] = []
         for policy in network.of_remaining_pods(job, pods, config=self._config):
-            held = self._cache.entry(kinds.NETWORK_POLICY, key, policy["metadata"]["name"])
-            owners = held.value["metadata"].get("ownerReferences") or [] if held is not None else []
+            cached = self._cache.entry(kinds.NETWORK_POLICY, key, policy["metadata"]["name"])
+            owners = cached.value["metadata"].get("ownerReferences") or [] if cached is not None else []
             if not owners or any(owner["kind"] == kinds.RLJOB.kind for owner in owners):
-                wanted.append(policy)
-        return wanted
+                policies.append(policy)
+        return policies
 
     async def _give(self, key: JobKey, policy: Object) -> None:
         name = policy["metadata"]["name"]
         try:
             answer = await self._cluster.apply(kinds.NETWORK_POLICY, key.namespace, name, policy)
-        except (Forbidden, Invalid, NotFound) as error:  # an earlier chart, or the namespace is being deleted
+        # The chart is an earlier one, or the namespace is being deleted.
+        except (Forbidden, Invalid, NotFound) as error:
             logger.warning("NetworkPolicy %s of a deleted job was not kept for its pods: %s", name, error.message)
         else:
             self._cache.put(kinds.NETWORK_POLICY, answer)

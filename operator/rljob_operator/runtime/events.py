@@ -62,7 +62,7 @@ class EventRecorder:
         self._identity = identity
         self._dropped = dropped
         self._clock = clock
-        self._known: OrderedDict[tuple[str, JobEvent], _Known] = OrderedDict()
+        self._series: OrderedDict[tuple[str, JobEvent], _Known] = OrderedDict()
         self._budgets: OrderedDict[str, _Budget] = OrderedDict()
         self._waiting: OrderedDict[tuple[str, JobEvent], Mapping[str, Any]] = OrderedDict()
         """Notes to write and the job's metadata; a note that waits is counted up, not queued twice."""
@@ -75,15 +75,15 @@ class EventRecorder:
             self._dropped()
             return
         key = (uid, event)
-        known = self._known.get(key)
-        if known is None:
+        series = self._series.get(key)
+        if series is None:
             now = self._clock()
             name = f"{job['metadata']['name'][:200]}.{int(now * 1e6):x}{secrets.token_hex(2)}"
-            known = self._known[key] = _Known(name=name, count=0, sent=0, first=_stamp(now))
-        known.count += 1
-        self._known.move_to_end(key)
-        while len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
+            series = self._series[key] = _Known(name=name, count=0, sent=0, first=_stamp(now))
+        series.count += 1
+        self._series.move_to_end(key)
+        while len(self._series) > REMEMBERED:
+            self._series.popitem(last=False)
         self._waiting[key] = job["metadata"]
         self._wake.set()
 
@@ -103,27 +103,27 @@ class EventRecorder:
             await self._wake.wait()
 
     async def _write(self, key: tuple[str, JobEvent], meta: Mapping[str, Any]) -> None:
-        known = self._known.get(key)
-        if known is None:  # pushed out by newer ones
+        series = self._series.get(key)
+        if series is None:  # The event was removed in favour of newer ones.
             return
-        count, namespace = known.count, meta["namespace"]
-        if known.sent:
+        count, namespace = series.count, meta["namespace"]
+        if series.sent:
             try:
                 body = {"count": count, "lastTimestamp": _stamp(self._clock())}
-                await self._cluster.patch(kinds.EVENT, namespace, known.name, body)
-                known.sent = count
+                await self._cluster.patch(kinds.EVENT, namespace, series.name, body)
+                series.sent = count
                 return
-            except NotFound:  # the API server forgets events after an hour
+            except NotFound:  # The API server deletes events after an hour.
                 pass
-        await self._cluster.create(kinds.EVENT, namespace, self._body(key, meta, known))
-        known.sent = count
+        await self._cluster.create(kinds.EVENT, namespace, self._body(key, meta, series))
+        series.sent = count
 
-    def _body(self, key: tuple[str, JobEvent], meta: Mapping[str, Any], known: _Known) -> dict[str, Any]:
+    def _body(self, key: tuple[str, JobEvent], meta: Mapping[str, Any], series: _Known) -> dict[str, Any]:
         uid, event = key
         return {
             "apiVersion": "v1",
             "kind": "Event",
-            "metadata": {"name": known.name, "namespace": meta["namespace"]},
+            "metadata": {"name": series.name, "namespace": meta["namespace"]},
             "involvedObject": {
                 "apiVersion": kinds.RLJOB.api_version,
                 "kind": kinds.RLJOB.kind,
@@ -134,8 +134,8 @@ class EventRecorder:
             "type": event.type,
             "reason": event.reason,
             "message": event.message[:LONGEST_MESSAGE],
-            "count": known.count,
-            "firstTimestamp": known.first,
+            "count": series.count,
+            "firstTimestamp": series.first,
             "lastTimestamp": _stamp(self._clock()),
             "source": {"component": COMPONENT},
             "reportingComponent": COMPONENT,

@@ -20,7 +20,7 @@ class FairSlots(Generic[K]):
     def __init__(self, *, total: int, per_key: int) -> None:
         self._free = total
         self._per_key = per_key
-        self._held: dict[K, int] = {}
+        self._num_held: dict[K, int] = {}
         self._waiting: OrderedDict[K, deque[asyncio.Future[None]]] = OrderedDict()
         """Keys with waiters; the one whose turn is next stands first."""
 
@@ -34,7 +34,7 @@ class FairSlots(Generic[K]):
             self._release(key)
 
     async def _acquire(self, key: K) -> None:
-        if self._free > 0 and self._held.get(key, 0) < self._per_key and key not in self._waiting:
+        if self._free > 0 and self._num_held.get(key, 0) < self._per_key and key not in self._waiting:
             self._take(key)
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -42,7 +42,7 @@ class FairSlots(Generic[K]):
         try:
             await waiter
         except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled():  # the slot came together with the cancellation
+            if waiter.done() and not waiter.cancelled():  # The slot was granted at the moment of the cancellation.
                 self._release(key)
             else:
                 self._leave(key, waiter)
@@ -50,13 +50,13 @@ class FairSlots(Generic[K]):
 
     def _take(self, key: K) -> None:
         self._free -= 1
-        self._held[key] = self._held.get(key, 0) + 1
+        self._num_held[key] = self._num_held.get(key, 0) + 1
 
     def _release(self, key: K) -> None:
         self._free += 1
-        self._held[key] -= 1
-        if not self._held[key]:
-            del self._held[key]
+        self._num_held[key] -= 1
+        if not self._num_held[key]:
+            del self._num_held[key]
         self._hand_out()
 
     def _hand_out(self) -> None:
@@ -64,10 +64,10 @@ class FairSlots(Generic[K]):
         for key in list(self._waiting):
             if self._free <= 0:
                 return
-            if self._held.get(key, 0) >= self._per_key:
+            if self._num_held.get(key, 0) >= self._per_key:
                 continue
             waiters = self._waiting[key]
-            while waiters and waiters[0].done():  # its task was cancelled and has not run since
+            while waiters and waiters[0].done():  # The task of this waiter was cancelled and has not run since.
                 waiters.popleft()
             if waiters:
                 self._take(key)

@@ -19,7 +19,7 @@ from rljob_operator.naming import LABEL_JOB
 from rljob_operator.runtime.cache import Cache, JobKey
 
 IDENTITY: Any = "rljob-operator"
-"""Name among kopf's peers, which there are none of; kopf would ask for the name of its user, and a pod's user id may have none."""
+"""Identity for kopf, which has no peers here. Without it kopf looks up the name of its user, and a pod's user id may have none."""
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 600
@@ -98,13 +98,13 @@ def connection(configuration: Configuration) -> kopf.ConnectionInfo:
     They carry no expiration: when a token has been renewed on disk, the old one's 401 makes kopf log in again.
     """
     token = configuration.api_key.get("BearerToken", "")
-    scheme, _, rest = token.partition(" ")
+    scheme, _, credentials = token.partition(" ")
     return kopf.ConnectionInfo(
         server=configuration.host,
         ca_path=configuration.ssl_ca_cert,
         insecure=not configuration.verify_ssl,
         scheme="Bearer" if token else None,
-        token=(rest or scheme) if token else None,
+        token=(credentials or scheme) if token else None,
         certificate_path=configuration.cert_file,
         private_key_path=configuration.key_file,
     )
@@ -123,11 +123,10 @@ def settings(*, kinds: Sequence[Kind], initial_streaming: bool) -> kopf.Operator
     result.watching.inactivity_timeout = 70.0
     result.watching.chunk_size = PAGE
     result.watching.initial_streaming = initial_streaming
-    result.queueing.idle_timeout = 0.5  # per-object workers hold memory; ours end with the burst
+    result.queueing.idle_timeout = 0.5  # Workers per object hold memory; with this timeout they end soon after a burst.
     result.queueing.exit_timeout = 1.0
-    result.process.ultimate_exiting_timeout = (
-        None  # it would SIGKILL the process; Kubernetes' grace period is our bound
-    )
+    # With a timeout, kopf would send SIGKILL to the process. The grace period of the pod is the bound.
+    result.process.ultimate_exiting_timeout = None
     result.persistence.diffbase_storage = NoDiffs()
     for kind in kinds:
         if kind != RLJOB:

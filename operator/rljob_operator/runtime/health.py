@@ -66,11 +66,11 @@ class Health:
         )
 
     async def _serve_health(self, _: web.Request) -> web.Response:
-        late = asyncio.get_running_loop().time() - self._beat - BEAT
-        if late > LAG_LIMIT:
-            return web.Response(status=503, text=f"the event loop is {late:.1f} s late\n")
+        delay = asyncio.get_running_loop().time() - self._beat - BEAT
+        if delay > LAG_LIMIT:
+            return web.Response(status=503, text=f"the event loop is {delay:.1f} s late\n")
         return web.Response(text="ok\n")
 
     async def _serve_ready(self, _: web.Request) -> web.Response:
-        words = self._ready()
-        return web.Response(status=503 if words else 200, text=(words or "ok") + "\n")
+        problem = self._ready()
+        return web.Response(status=503 if problem else 200, text=(problem or "ok") + "\n")

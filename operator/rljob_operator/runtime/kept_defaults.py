@@ -22,21 +22,21 @@ class KeptDefaults:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         present = defaults.present()
-        self._known: dict[str, Defaults] = {present.version: present}
+        self._by_version: dict[str, Defaults] = {present.version: present}
 
     async def of(self, key: JobKey, job: Object) -> Defaults | None:
         """Return the defaults that the job was accepted with; None if it is not accepted yet, or its ConfigMap has no valid table."""
         version = str((job.get("status") or {}).get("schemaVersion") or "")
-        if version and version not in self._known:
+        if version and version not in self._by_version:
             text = await self._read(key)
             if defaults.version_of(text) != version:
                 return None
-            self._known[version] = defaults.read(text)
-        return self._known.get(version)
+            self._by_version[version] = defaults.read(text)
+        return self._by_version.get(version)
 
     async def _read(self, key: JobKey) -> str:
         try:
-            found = await self._cluster.read(kinds.CONFIG_MAP, key.namespace, naming.config_map(key.name))
+            config_map = await self._cluster.read(kinds.CONFIG_MAP, key.namespace, naming.config_map(key.name))
         except NotFound:
             return ""
-        return str((found.get("data") or {}).get(DEFAULTS_KEY, ""))
+        return str((config_map.get("data") or {}).get(DEFAULTS_KEY, ""))

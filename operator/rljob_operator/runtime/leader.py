@@ -45,13 +45,13 @@ class Leadership:
         self._duration = duration
         self._name = name
         self._on_change = on_change
-        self._seen: tuple[str, str] = ("", "")
+        self._last_seen: tuple[str, str] = ("", "")
         """Holder and renewal time last read."""
         self._seen_at = 0.0
-        self._held: dict[str, Any] | None = None
+        self._lease: dict[str, Any] | None = None
         """The Lease as we wrote it last; None while we do not hold it."""
         self._held_since = 0.0
-        """Loop time before the request that wrote it was sent: the others count from when it lands, which its answer may be long after."""
+        """Loop time just before the request that wrote it. The others count from the write itself, which may be long before its answer."""
 
     async def acquire(self) -> None:
         """Return when this replica holds the Lease with enough time left to act."""
@@ -62,7 +62,7 @@ class Leadership:
                 if loop.time() < self._held_since + self._duration * 2 / 3:
                     break
                 logger.warning("the Lease was taken, but the answer came too late to act on it; trying again")
-                self._held = None
+                self._lease = None
                 continue
             await asyncio.sleep(self._duration / 5)
         logger.info("holding the Lease %s/%s as %s", self._namespace, self._name, self._identity)
@@ -83,13 +83,13 @@ class Leadership:
 
     async def release(self) -> None:
         """Release the Lease, so that a standby need not wait until it expires. A failure is ignored; the Lease then expires."""
-        held, self._held = self._held, None
-        if held is None:
+        lease, self._lease = self._lease, None
+        if lease is None:
             return
         self._on_change(False)
         try:
-            await self._give_back(held)
-        except Conflict:  # a renewal was on its way when this replica was to stop
+            await self._give_back(lease)
+        except Conflict:  # A renewal was in progress when this replica was asked to stop.
             await self._give_back_newest()
         except ApiError as error:
             logger.info("the Lease could not be given back: %s", error)
@@ -110,10 +110,10 @@ class Leadership:
         """Renew the Lease, retrying while the API server does not answer; return the loop time, in seconds, at which the renewal began."""
         loop = asyncio.get_running_loop()
         while True:
-            began = loop.time()
+            start = loop.time()
             try:
                 await self._renew()
-                return began
+                return start
             except LeaseLost:
                 self._lose()
                 raise
@@ -122,21 +122,20 @@ class Leadership:
                 await asyncio.sleep(min(1.0, self._duration / 10))
 
     async def _renew(self) -> None:
-        assert self._held is not None
-        body = {**self._held, "spec": {**self._held["spec"], "renewTime": _now()}}
+        assert self._lease is not None
+        body = {**self._lease, "spec": {**self._lease["spec"], "renewTime": _now()}}
         try:
-            self._held = await self._cluster.replace(kinds.LEASE, self._namespace, self._name, body)
+            self._lease = await self._cluster.replace(kinds.LEASE, self._namespace, self._name, body)
         except Conflict:
             lease = await self._cluster.read(kinds.LEASE, self._namespace, self._name)
             holder = (lease.get("spec") or {}).get("holderIdentity")
             if holder != self._identity:
                 raise LeaseLost(f"Lease {self._name} is held by {holder!r}") from None
-            self._held = (
-                lease  # our own earlier write, whose answer was lost: it landed we do not know when, so write again
-            )
+            # This replica wrote it earlier, and the answer was lost. The time of that write is unknown, so it is repeated.
+            self._lease = lease
             await self._renew()
         except NotFound:
-            self._held = await self._create(transitions=0)
+            self._lease = await self._create(transitions=0)
 
     async def _try_acquire(self) -> bool:
         try:
@@ -150,7 +149,7 @@ class Leadership:
 
     async def _first(self) -> bool:
         try:
-            self._held = await self._create(transitions=0)
+            self._lease = await self._create(transitions=0)
         except AlreadyExists:
             return False
         except ApiError as error:
@@ -163,16 +162,16 @@ class Leadership:
         spec = lease.get("spec") or {}
         holder, renewed = spec.get("holderIdentity") or "", spec.get("renewTime") or ""
         now = asyncio.get_running_loop().time()
-        if (holder, renewed) != self._seen:
-            self._seen, self._seen_at = (holder, renewed), now
+        if (holder, renewed) != self._last_seen:
+            self._last_seen, self._seen_at = (holder, renewed), now
         patience = float(spec.get("leaseDurationSeconds") or self._duration)
         if holder and holder != self._identity and now - self._seen_at < patience:
             return False
         transitions = int(spec.get("leaseTransitions") or 0) + (holder != self._identity)
         body = {**lease, "spec": self._spec(transitions=transitions)}
         try:
-            self._held = await self._cluster.replace(kinds.LEASE, self._namespace, self._name, body)
-        except ApiError as error:  # a Conflict: another was quicker
+            self._lease = await self._cluster.replace(kinds.LEASE, self._namespace, self._name, body)
+        except ApiError as error:  # A Conflict means that another replica was faster.
             logger.info("the Lease could not be taken: %s", error)
             return False
         return True
@@ -197,7 +196,7 @@ class Leadership:
         }
 
     def _lose(self) -> None:
-        self._held = None
+        self._lease = None
         self._on_change(False)
 
 

@@ -52,12 +52,12 @@ class TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the base class' name
         """Return the line without its traceback."""
         fields = _context.get()
-        place = f"[{' '.join(str(value) for value in fields.values())}] " if fields else ""
-        return super().formatMessage(record).replace(record.message, place + record.message, 1)
+        prefix = f"[{' '.join(str(value) for value in fields.values())}] " if fields else ""
+        return super().formatMessage(record).replace(record.message, prefix + record.message, 1)
 
 
 def configure(*, level: str, form: Literal["json", "text"]) -> None:
-    """Send all loggers to standard error in one form; kopf's own chatter from WARNING on."""
+    """Send all loggers to standard error in one form; kopf's own messages from WARNING on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     root = logging.getLogger()

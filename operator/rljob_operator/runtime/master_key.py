@@ -49,14 +49,14 @@ class KeyRing:
     def of(self, job: Object | None) -> bytes:
         """Return the master key of a job; the key for new jobs if the job has none yet or is None. Raises UnknownKey."""
         status = job.get("status") if job is not None else None
-        wanted = status.get("keyId") if isinstance(status, Mapping) else None
-        found = self._keys.get(wanted or self.newest)
-        if found is None:
+        requested = status.get("keyId") if isinstance(status, Mapping) else None
+        key = self._keys.get(requested or self.newest)
+        if key is None:
             raise UnknownKey(
-                f"the job's keys were made from master key {wanted}, which Secret {NAME} does not hold; "
+                f"the job's keys were made from master key {requested}, which Secret {NAME} does not hold; "
                 "put that key back, or make the job anew"
             )
-        return found
+        return key
 
 
 def key_id(key: bytes) -> str:

@@ -107,9 +107,9 @@ class JobMemory:
 
     def record_refusal(self, label: str, message: str, *, now: float, manifest: str = "") -> bool:
         """Record that an object was refused and schedule the next attempt. Return whether it is the first refusal of this object."""
-        known = self.refusals.get(label)
-        is_new = known is None or known.manifest != manifest
-        refusal = Refusal(message, manifest) if known is None or is_new else known
+        earlier = self.refusals.get(label)
+        is_new = earlier is None or earlier.manifest != manifest
+        refusal = Refusal(message, manifest) if earlier is None or is_new else earlier
         refusal.message = message
         refusal.backoff.step(now)
         self.refusals[label] = refusal
@@ -117,16 +117,16 @@ class JobMemory:
 
     def apply_pause(self, label: str, manifest: str, *, now: float) -> float:
         """Return the seconds until an object may be applied once more with a manifest that did not last."""
-        known = self.applies.get(label)
-        return known.backoff.remaining(now) if known is not None and known.manifest == manifest else 0.0
+        applies = self.applies.get(label)
+        return applies.backoff.remaining(now) if applies is not None and applies.manifest == manifest else 0.0
 
     def record_apply(self, label: str, manifest: str, *, now: float) -> bool:
         """Record that an object was applied. Return whether it was applied with this manifest before and did not keep it."""
-        known = self.applies.get(label)
-        if known is None or known.manifest != manifest or now - known.at > SETTLED_SECONDS:
-            known = self.applies[label] = Applies(manifest)
-        known.at = now
-        return known.backoff.step(now) > 0
+        applies = self.applies.get(label)
+        if applies is None or applies.manifest != manifest or now - applies.at > SETTLED_SECONDS:
+            applies = self.applies[label] = Applies(manifest)
+        applies.at = now
+        return applies.backoff.step(now) > 0
 
     def refusal_pause(self, label: str, *, now: float, manifest: str = "") -> float:
         """Return the seconds until a refused object may be sent again.
@@ -154,11 +154,11 @@ class JobMemory:
         """
         if call.method != "PUT /control":
             return False
-        before, generation = self.refused_change, call.body["generation"]
-        if message and before is not None and before[0] == generation:
+        previous, generation = self.refused_change, call.body["generation"]
+        if message and previous is not None and previous[0] == generation:
             return False
         self.refused_change = (generation, message) if message else None
-        return self.refused_change != before
+        return self.refused_change != previous
 
     def deletion_is_due(self, uid: str, *, now: float) -> bool:
         """Return whether the object may be deleted now: no earlier deletion was without effect, or its pause is over."""

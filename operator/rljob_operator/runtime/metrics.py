@@ -157,11 +157,13 @@ class Metrics:
                 self._jobs.look()
             return await asyncio.to_thread(generate_latest, self.registry)
 
-    def _counter(self, name: str, words: str, labels: Iterable[str] = ()) -> Counter:
-        return Counter(PREFIX + name, words, labels, registry=self.registry)
+    def _counter(self, name: str, description: str, labels: Iterable[str] = ()) -> Counter:
+        return Counter(PREFIX + name, description, labels, registry=self.registry)
 
-    def _histogram(self, name: str, words: str, buckets: tuple[float, ...], labels: Iterable[str] = ()) -> Histogram:
-        return Histogram(PREFIX + name, words, labels, buckets=buckets, registry=self.registry)
+    def _histogram(
+        self, name: str, description: str, buckets: tuple[float, ...], labels: Iterable[str] = ()
+    ) -> Histogram:
+        return Histogram(PREFIX + name, description, labels, buckets=buckets, registry=self.registry)
 
 
 class JobCollector(Collector):
@@ -171,9 +173,9 @@ class JobCollector(Collector):
         self._cache = cache
         self._time_to_ready = time_to_ready
         self._clock = clock
-        self._began = clock()
+        self._start = clock()
         self._sizes: Mapping[str, int] = {}
-        self._seen: Mapping[JobKey, Mapping[str, Any]] = {}
+        self._last_jobs: Mapping[JobKey, Mapping[str, Any]] = {}
         """The jobs as the last `look` found them."""
         self._steps: dict[JobKey, tuple[int, float]] = {}
         """Step last seen and when it was first seen."""
@@ -183,11 +185,11 @@ class JobCollector(Collector):
     def look(self) -> None:
         """Take the jobs out of the cache, which only the event loop may read. The objects themselves are never changed."""
         self._sizes = self._cache.sizes()
-        self._seen = {key: job for key in self._cache.jobs() if (job := self._cache.job(key)) is not None}
+        self._last_jobs = {key: job for key in self._cache.jobs() if (job := self._cache.job(key)) is not None}
 
     def collect(self) -> Iterator[Metric]:
         """Yield the families of cache sizes and of jobs, as of the last `look`."""
-        jobs = self._seen
+        jobs = self._last_jobs
         sizes = GaugeMetricFamily(PREFIX + "cache_objects", "Objects held", labels=["resource"])
         for resource, size in self._sizes.items():
             sizes.add_metric([resource], size)
@@ -205,9 +207,9 @@ class JobCollector(Collector):
             "reward": GaugeMetricFamily("rljob_reward", "Mean reward", labels=["namespace", "name"]),
             "lag": GaugeMetricFamily("rljob_weight_lag", "Versions behind", labels=["namespace", "name"]),
         }
-        waits = {
-            metric: GaugeMetricFamily(name, words, labels=["namespace", "name"])
-            for metric, (name, words) in WORKLOAD.items()
+        shares = {
+            metric: GaugeMetricFamily(name, description, labels=["namespace", "name"])
+            for metric, (name, description) in WORKLOAD.items()
         }
         ages = GaugeMetricFamily("rljob_step_age_seconds", "Since the step changed", labels=["namespace", "name"])
         for key, job in jobs.items():
@@ -218,17 +220,17 @@ class JobCollector(Collector):
             if status.get("phase") == "Running":
                 ages.add_metric([key.namespace, key.name], self._step_age(key, int(status.get("step") or 0)))
                 for metric, value in _numbers(status.get("metrics") or []):
-                    if metric in waits:
-                        waits[metric].add_metric([key.namespace, key.name], value)
+                    if metric in shares:
+                        shares[metric].add_metric([key.namespace, key.name], value)
             self._count_ready(job)
         self._steps = {key: seen for key, seen in self._steps.items() if key in jobs}
         self._ready &= {job["metadata"]["uid"] for job in jobs.values()}
-        yield from (*families.values(), *waits.values(), ages)
+        yield from (*families.values(), *shares.values(), ages)
 
     def _step_age(self, key: JobKey, step: int) -> float:
         now = self._clock()
-        seen, since = self._steps.get(key, (-1, now))
-        if seen != step:
+        last_step, since = self._steps.get(key, (-1, now))
+        if last_step != step:
             since = now
         self._steps[key] = (step, since)
         return now - since
@@ -240,9 +242,12 @@ class JobCollector(Collector):
         if ready is None or ready.get("status") != "True" or uid in self._ready:
             return
         self._ready.add(uid)
-        at, created = to_seconds(ready.get("lastTransitionTime")), to_seconds(job["metadata"].get("creationTimestamp"))
-        if at is not None and created is not None and at >= self._began:
-            self._time_to_ready.observe(at - created)
+        ready_at, created = (
+            to_seconds(ready.get("lastTransitionTime")),
+            to_seconds(job["metadata"].get("creationTimestamp")),
+        )
+        if ready_at is not None and created is not None and ready_at >= self._start:
+            self._time_to_ready.observe(ready_at - created)
 
 
 def _numbers(metrics: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, float]]:

@@ -109,20 +109,20 @@ class RunnerClient:
                 allow_redirects=False,
             ) as response:
                 text = await _body(response)
-                given = signed.verify(response.status, response.headers, text)
+                proof = signed.verify(response.status, response.headers, text)
                 if response.status >= 400:
                     kind = RunnerRefused if response.status in REFUSED else RunnerError
                     raise kind(f"HTTP {response.status}: {text[:LONGEST_WORDS].decode(errors='replace')}")
-                return (json.loads(text) if text else None), given
+                return (json.loads(text) if text else None), proof
         except (aiohttp.ClientError, NotTheRunner, TimeoutError, OSError, ValueError, RecursionError) as error:
             raise RunnerError(_words(error)) from error
 
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:
-    """Return the whole body, in however many pieces it comes. Raises RunnerError for more than LARGEST bytes."""
+    """Return the whole body of a response. Raises RunnerError for more than LARGEST bytes."""
     body = bytearray()
-    async for piece in response.content.iter_any():
-        body += piece
+    async for chunk in response.content.iter_any():
+        body += chunk
         if len(body) > LARGEST:
             raise RunnerError(f"an answer must have at most {LARGEST} bytes, got more")
     return bytes(body)
@@ -166,13 +166,13 @@ class Poller:
     ) -> None:
         self._client = client
         self._targets = targets
-        self._known = known
+        self._progress_of = known
         self._report = report
         self._enqueue = enqueue
         self._interval = interval
         self._clock = clock
-        self._asked: dict[JobKey, tuple[str, float, float]] = {}
-        """pod uid asked, when, and the factor on the interval that spreads the jobs over it."""
+        self._last_asked: dict[JobKey, tuple[str, float, float]] = {}
+        """By job: uid of the pod that was polled last, the time, and a random factor on the interval, which spreads the polls."""
         self._asking: set[JobKey] = set()
         self._in_flight: FairSlots[str] = FairSlots(total=IN_FLIGHT, per_key=PER_NAMESPACE)
 
@@ -193,48 +193,47 @@ class Poller:
         shared = max(self._interval, (len(targets) - awaited) / JOBS_PER_SECOND)
         prompt = max(self._interval, awaited / JOBS_PER_SECOND)
         present = {target.key for target in targets}
-        self._asked = {key: asked for key, asked in self._asked.items() if key in present}
+        self._last_asked = {key: entry for key, entry in self._last_asked.items() if key in present}
         ready = []
         for target in targets:
-            pod_uid, asked_at, spread = self._asked.get(target.key, ("", 0.0, 1.0))
-            due = asked_at + spread * (prompt if target.awaited or self._failed_once(target) else shared)
-            if target.key in self._asking or (pod_uid == target.pod_uid and now < due):
+            pod_uid, asked_at, spread = self._last_asked.get(target.key, ("", 0.0, 1.0))
+            next_poll = asked_at + spread * (prompt if target.awaited or self._failed_once(target) else shared)
+            if target.key in self._asking or (pod_uid == target.pod_uid and now < next_poll):
                 continue
-            self._asked[target.key] = (target.pod_uid, now, random.uniform(0.9, 1.1))
+            self._last_asked[target.key] = (target.pod_uid, now, random.uniform(0.9, 1.1))
             ready.append(target)
         return ready
 
     def _failed_once(self, target: RunnerTarget) -> bool:
         """Return whether only the newest poll has failed. The next poll then follows soon, because a single call may have been lost."""
-        known = self._known(target.key)
-        return known is not None and known.failures == 1
+        progress = self._progress_of(target.key)
+        return progress is not None and progress.failures == 1
 
     async def _ask(self, target: RunnerTarget) -> None:
-        before = self._known(target.key)
-        if before is not None and before.pod_uid != target.pod_uid:
-            before = None
+        previous = self._progress_of(target.key)
+        if previous is not None and previous.pod_uid != target.pod_uid:
+            previous = None
         try:
             async with self._in_flight.hold(target.key.namespace):
                 status = await self._client.status(target.job_uid, target.ip, epoch=target.epoch)
         except RunnerError as error:
-            after = self._failed(target, before, str(error))
-        except (
-            Exception
-        ) as error:  # the task boundary: raised, it would end the polls of all jobs, and with them the leader
+            progress = self._failed(target, previous, str(error))
+        except Exception as error:
+            # An exception must not leave the task: it would end the polls of all jobs, and the leader with them.
             logger.warning("polling %s failed", target.key, exc_info=error)
-            after = self._failed(target, before, _words(error))
+            progress = self._failed(target, previous, _words(error))
         else:
-            after = Progress(status=runner_status.kept(status), at=self._clock(), pod_uid=target.pod_uid)
+            progress = Progress(status=runner_status.kept(status), at=self._clock(), pod_uid=target.pod_uid)
         finally:
             self._asking.discard(target.key)
-        self._report(target.key, target.job_uid, after)
-        changed = before is None or after.status != before.status or after.error != before.error
-        if changed or after.error or target.awaited:
+        self._report(target.key, target.job_uid, progress)
+        changed = previous is None or progress.status != previous.status or progress.error != previous.error
+        if changed or progress.error or target.awaited:
             self._enqueue(target.key)
 
-    def _failed(self, target: RunnerTarget, before: Progress | None, words: str) -> Progress:
+    def _failed(self, target: RunnerTarget, previous: Progress | None, error: str) -> Progress:
         now = self._clock()
-        if before is None:
-            return Progress(status={}, at=now, pod_uid=target.pod_uid, error=words, failing_since=now, failures=1)
-        since = before.failing_since if before.failing_since is not None else now
-        return replace(before, error=words, failing_since=since, failures=before.failures + 1)
+        if previous is None:
+            return Progress(status={}, at=now, pod_uid=target.pod_uid, error=error, failing_since=now, failures=1)
+        since = previous.failing_since if previous.failing_since is not None else now
+        return replace(previous, error=error, failing_since=since, failures=previous.failures + 1)

@@ -126,12 +126,12 @@ class WorkQueue(Generic[K]):
         if seconds <= 0:
             self.add(key)
             return
-        due = self._now() + seconds
-        if key in self._added_at or self._delayed.get(key, float("inf")) <= due:
+        due_at = self._now() + seconds
+        if key in self._added_at or self._delayed.get(key, float("inf")) <= due_at:
             return
-        self._delayed[key] = due
+        self._delayed[key] = due_at
         self._sequence += 1
-        heapq.heappush(self._heap, (due, self._sequence, key))
+        heapq.heappush(self._heap, (due_at, self._sequence, key))
         self._wake_timer.set()
 
     async def run(self, handle: Callable[[K], Awaitable[float | None]], *, workers: int) -> None:
@@ -149,19 +149,19 @@ class WorkQueue(Generic[K]):
             key = self._ready.popleft()
             self._observer.started(self._now() - self._added_at.pop(key))
             self._busy.add(key)
-            began = self._now()
+            start = self._now()
             try:
                 requeue_after = await handle(key)
             except Exception as error:  # noqa: BLE001 - task boundary: the failure of one job must not end the worker
-                self._observer.finished(self._now() - began, "error")
+                self._observer.finished(self._now() - start, "error")
                 requeue_after = self._fail(key, error)
             else:
-                self._observer.finished(self._now() - began, "success")
+                self._observer.finished(self._now() - start, "success")
                 self._failures.pop(key, None)
                 requeue_after = self._limit_requeues(key, requeue_after)
             finally:
                 self._busy.discard(key)
-            if key in self._added_at and not self._backoff_remaining(key):  # added while it was handled
+            if key in self._added_at and not self._backoff_remaining(key):  # The key was added while it was handled.
                 self._ready.append(key)
                 self._wake_workers.set()
             elif requeue_after is not None:
@@ -215,12 +215,12 @@ class WorkQueue(Generic[K]):
         """Add the delayed keys that are due. Return the seconds until the next one, None when there is none."""
         now = self._now()
         while self._heap:
-            due, _, key = self._heap[0]
-            if self._delayed.get(key) != due:  # already handled, or moved to an earlier time
+            due_at, _, key = self._heap[0]
+            if self._delayed.get(key) != due_at:  # The key was handled already, or moved to an earlier time.
                 heapq.heappop(self._heap)
-            elif due <= now:
+            elif due_at <= now:
                 heapq.heappop(self._heap)
                 self.add(key)
             else:
-                return due - now
+                return due_at - now
         return None

@@ -46,9 +46,9 @@ class Relister:
         self._interval = interval
         self._kinds = tuple(kinds)
         self._alternatives = alternatives
-        """Kinds of which the first is used that is served and that the operator may list; it does without any."""
+        """Alternatives: the first kind that is served and that the operator may list is used, if there is one."""
         self._suspected: dict[Kind, float] = {}
-        """Kinds whose watch began anew, and when the newest sign of it came."""
+        """Kinds whose watch has restarted, with the time of the newest event that indicates it."""
         self._wake = asyncio.Event()
         self.filled = asyncio.Event()
         """Set when every kind has been listed once."""
@@ -73,16 +73,16 @@ class Relister:
     async def run(self) -> None:
         """List suspected kinds after their burst of events, and every kind once per interval, until cancelled."""
         loop = asyncio.get_running_loop()
-        due = {kind: loop.time() + self._interval * random.uniform(0.5, 1.0) for kind in self._kinds}
+        next_lists = {kind: loop.time() + self._interval * random.uniform(0.5, 1.0) for kind in self._kinds}
         while True:
-            await self._sleep_until(min(due.values()))
+            await self._sleep_until(min(next_lists.values()))
             now = loop.time()
-            for kind, at in list(self._suspected.items()):
-                if now - at >= QUIET_SECONDS:
+            for kind, suspected_at in list(self._suspected.items()):
+                if now - suspected_at >= QUIET_SECONDS:
                     del self._suspected[kind]
-                    due[kind] = now
-            for kind in [kind for kind in self._kinds if due[kind] <= now]:
-                due[kind] = loop.time() + (self._interval if await self._try(kind) else FAILED_PAUSE)
+                    next_lists[kind] = now
+            for kind in [kind for kind in self._kinds if next_lists[kind] <= now]:
+                next_lists[kind] = loop.time() + (self._interval if await self._try(kind) else FAILED_PAUSE)
 
     async def list(self, kind: Kind) -> bool:
         """List one kind in every watched namespace and remove deleted objects from the cache; return False if the kind is not available.
@@ -100,38 +100,38 @@ class Relister:
             for namespace, refusal in refused.items():
                 logger.warning("%s of namespace %s are left out: %s", kind.plural, namespace, refusal)
             return True
-        first = next(iter(refused.values()))
-        if isinstance(first, NotFound) and kind != RLJOB:
+        first_error = next(iter(refused.values()))
+        if isinstance(first_error, NotFound) and kind != RLJOB:
             return False
-        if isinstance(first, Forbidden) and kind in self._alternatives:
-            logger.warning("%s.%s are not used, for want of rights: %s", kind.plural, kind.group, first)
+        if isinstance(first_error, Forbidden) and kind in self._alternatives:
+            logger.warning("%s.%s are not used, for want of rights: %s", kind.plural, kind.group, first_error)
             return False
-        raise first
+        raise first_error
 
     async def _list_patiently(self, kind: Kind, namespace: str | None) -> None:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return await self._list(kind, namespace)
-            except Expired:  # the pages' snapshot went away in between
+            except Expired:  # The snapshot of the pages has expired meanwhile.
                 if attempt == ATTEMPTS:
                     raise
 
     async def _list(self, kind: Kind, namespace: str | None) -> None:
-        began = self._cache.now()
+        read_at = self._cache.now()
         alive: set[str] = set()
         async for page in self._cluster.list(kind, namespace, selector="" if kind == RLJOB else LABEL_JOB):
             for obj in page:
                 alive.add(obj["metadata"]["uid"])
-                if (key := self._cache.put(kind, obj, read_at=began)) is not None:
+                if (key := self._cache.put(kind, obj, read_at=read_at)) is not None:
                     self._enqueue(key)
-            await asyncio.sleep(0)  # a page is hundreds of objects: let the rest of the loop breathe
-        lost = self._cache.sweep(
-            kind, alive=alive, began=began, within=lambda key: namespace is None or key.namespace == namespace
+            await asyncio.sleep(0)  # A page has hundreds of objects; other tasks of the event loop run in between.
+        keys_of_lost = self._cache.sweep(
+            kind, alive=alive, began=read_at, within=lambda key: namespace is None or key.namespace == namespace
         )
-        for key in lost:
+        for key in keys_of_lost:
             self._enqueue(key)
-        if lost:
-            logger.info("listing %s found objects gone without an event, of %d jobs", kind.plural, len(lost))
+        if keys_of_lost:
+            logger.info("listing %s found objects gone without an event, of %d jobs", kind.plural, len(keys_of_lost))
 
     async def _try(self, kind: Kind) -> bool:
         try:
@@ -141,13 +141,14 @@ class Relister:
             return False
         return True
 
-    async def _sleep_until(self, due: float) -> None:
+    async def _sleep_until(self, deadline: float) -> None:
         loop = asyncio.get_running_loop()
-        quiet = [at + QUIET_SECONDS for at in self._suspected.values()]
+        quiet = [suspected_at + QUIET_SECONDS for suspected_at in self._suspected.values()]
         self._wake.clear()
         try:
-            async with asyncio.timeout_at(min([due, *quiet])):
+            async with asyncio.timeout_at(min([deadline, *quiet])):
                 await self._wake.wait()
         except TimeoutError:
             return
-        await asyncio.sleep(min(0.05, max(due - loop.time(), 0.0)))  # signs come in bursts
+        # Suspicions come in bursts, which are answered by one listing.
+        await asyncio.sleep(min(0.05, max(deadline - loop.time(), 0.0)))

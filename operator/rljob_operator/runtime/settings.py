@@ -101,17 +101,17 @@ class Settings:
         )
 
 
-def _served(reader: _Reader, own: str) -> tuple[str, ...]:
+def _served(reader: _Reader, own_namespace: str) -> tuple[str, ...]:
     """Return the namespaces to serve.
 
     Raises SettingError for the operator's own one: pods of jobs must not be able to read its master key.
     """
-    found = reader.names("WATCH_NAMESPACES")
-    if own in found:
+    namespaces = reader.names("WATCH_NAMESPACES")
+    if own_namespace in namespaces:
         raise SettingError(
-            f"{PREFIX}WATCH_NAMESPACES must not name the operator's own namespace, got {own!r}; remove it"
+            f"{PREFIX}WATCH_NAMESPACES must not name the operator's own namespace, got {own_namespace!r}; remove it"
         )
-    return found
+    return namespaces
 
 
 def _config(reader: _Reader) -> OperatorConfig:
@@ -130,17 +130,17 @@ def _config(reader: _Reader) -> OperatorConfig:
 
 def _cidrs(reader: _Reader, default: tuple[str, ...]) -> tuple[str, ...]:
     """Return the address blocks of DNS; raises SettingError for text that is none."""
-    found = reader.names("DNS_CIDRS")
-    if found == (NONE,):
+    cidrs = reader.names("DNS_CIDRS")
+    if cidrs == (NONE,):
         return ()
-    for cidr in found:
+    for cidr in cidrs:
         try:
             ipaddress.ip_network(cidr)
         except ValueError as error:
             raise SettingError(
                 f"{PREFIX}DNS_CIDRS must be a comma list of address blocks or {NONE}, got {cidr!r}"
             ) from error
-    return found or default
+    return cidrs or default
 
 
 class _Reader:
@@ -159,8 +159,8 @@ class _Reader:
         parts = self.names(name)
         if not parts:
             return default
-        if wrong := next((part for part in parts if "=" not in part), None):
-            raise SettingError(f"{PREFIX}{name} must be a comma list of key=value, got {wrong!r}")
+        if invalid := next((part for part in parts if "=" not in part), None):
+            raise SettingError(f"{PREFIX}{name} must be a comma list of key=value, got {invalid!r}")
         return dict(part.split("=", 1) for part in parts)
 
     def choice(self, name: str, allowed: tuple[str, ...], default: str) -> str:

@@ -10,10 +10,10 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]
     """Return the merge patch that makes `old` into `new`: absent keys become null, lists are replaced whole; empty when equal."""
     patch: dict[str, Any] = {key: None for key in old if key not in new}
     for key, value in new.items():
-        before = old.get(key)
-        if isinstance(value, Mapping) and isinstance(before, Mapping):
-            if inner := difference(before, value):
-                patch[key] = inner
-        elif key not in old or before != value:
+        old_value = old.get(key)
+        if isinstance(value, Mapping) and isinstance(old_value, Mapping):
+            if changes := difference(old_value, value):
+                patch[key] = changes
+        elif key not in old or old_value != value:
             patch[key] = value
     return patch

@@ -69,8 +69,8 @@ class ComponentPlacement:
         self.inventory = _with_groups(inventory, config.get("nodeGroups") or ())
         self._components: dict[str, Component] = {}
         for key, value in self._placement_map(config).items():
-            written = [name.strip() for name in str(key).split(",") if name.strip()]
-            names = [ALIASES.get(name, name) for name in written]
+            given_names = [name.strip() for name in str(key).split(",") if name.strip()]
+            names = [ALIASES.get(name, name) for name in given_names]
             if not names:
                 raise PlacementError(f"componentPlacement key must name components, got {key!r}")
             self._add(names, value)
@@ -93,12 +93,12 @@ class ComponentPlacement:
         return self._component(name).resources
 
     def _placement_map(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        written = config.get("componentPlacement")
-        if not isinstance(written, Mapping) or not written:
+        placement_map = config.get("componentPlacement")
+        if not isinstance(placement_map, Mapping) or not placement_map:
             raise PlacementError(
-                f"componentPlacement must map components to placements, got {written!r}; write `actor: 0-3`"
+                f"componentPlacement must map components to placements, got {placement_map!r}; write `actor: 0-3`"
             )
-        return written
+        return placement_map
 
     def _component(self, name: str) -> Component:
         name = ALIASES.get(name, name)
@@ -109,10 +109,10 @@ class ComponentPlacement:
         return self._components[name]
 
     def _add(self, names: Sequence[str], value: Any) -> None:
-        twice = [name for name in names if name in self._components] or [n for n in names if names.count(n) > 1]
-        if twice:
+        repeated = [name for name in names if name in self._components] or [n for n in names if names.count(n) > 1]
+        if repeated:
             raise PlacementError(
-                f"component {twice[0]}: names must be unique in componentPlacement (actor_inference is an alias of inference); remove one"
+                f"component {repeated[0]}: names must be unique in componentPlacement (actor_inference is an alias of inference); remove one"
             )
         try:
             component = self._parse(names[0], value)
@@ -126,14 +126,14 @@ class ComponentPlacement:
         if isinstance(value, Mapping):
             if not {"placement"} <= set(value) <= {"node_group", "placement"}:
                 raise PlacementError(f"a placement must have placement and may have node_group, got {list(value)}")
-            written = value.get("node_group")
-            labels = split_labels(None if written is None else as_text(written), default=CLUSTER)
+            node_group = value.get("node_group")
+            labels = split_labels(None if node_group is None else as_text(node_group), default=CLUSTER)
             value = value["placement"]
         units = self.inventory.units_of(labels)
         parts = tuple(parse_placement(value, len(units)))
         assigned = [ranks for part in parts for _, ranks in part.assignments()]
-        chosen = tuple(units[rank] for part in parts for rank in part.resources)
-        return Component(name, labels, parts, chosen, _strategy(labels, units, assigned))
+        selected_units = tuple(units[rank] for part in parts for rank in part.resources)
+        return Component(name, labels, parts, selected_units, _strategy(labels, units, assigned))
 
 
 class HybridComponentPlacement(ComponentPlacement):
@@ -157,11 +157,11 @@ def _strategy(labels: tuple[str, ...], units: Sequence[Unit], assigned: list[tup
     return NodePlacementStrategy([ranks[0] for ranks in assigned], labels)
 
 
-def _with_groups(inventory: Inventory, written: Any) -> Inventory:
-    if not isinstance(written, list | tuple):
-        raise PlacementError(f"nodeGroups must be a list of node groups, got {written!r}; write `- label: NAME`")
+def _with_groups(inventory: Inventory, node_groups: Any) -> Inventory:
+    if not isinstance(node_groups, list | tuple):
+        raise PlacementError(f"nodeGroups must be a list of node groups, got {node_groups!r}; write `- label: NAME`")
     groups: list[NodeGroup] = []
-    for item in written:
+    for item in node_groups:
         if isinstance(item, NodeGroup):
             groups.append(item)
             continue

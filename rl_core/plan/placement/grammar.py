@@ -66,7 +66,7 @@ def parse_placement(value: Any, total: int) -> list[PlacementPart]:
 
 def _parts(value: Any, total: int) -> list[PlacementPart]:
     texts = _split(value)
-    taken: list[int] = []
+    used_ranks: list[int] = []
     next_process = 0
     parts: list[PlacementPart] = []
     for text in texts:
@@ -76,7 +76,7 @@ def _parts(value: Any, total: int) -> list[PlacementPart]:
         resources = list(range(total)) if left == "all" else _range(left, total, text)
         if not resources:
             raise PlacementError(f"part {text!r}: there must be resources to place on, got none")
-        _extend_ascending(taken, resources, text)
+        _extend_ascending(used_ranks, resources, text)
         processes = _range(right, None, text) if colon else [next_process + i for i in range(len(resources))]
         if processes[0] != next_process:
             raise PlacementError(
@@ -126,14 +126,14 @@ def _number(digits: str) -> int:
     return int(digits.lstrip("0")[:_DIGITS] or "0")
 
 
-def _extend_ascending(taken: list[int], ranks: list[int], part: str) -> None:
-    if taken and ranks[0] <= taken[-1]:
-        repeated = sorted(set(taken) & set(ranks))
+def _extend_ascending(used_ranks: list[int], ranks: list[int], part: str) -> None:
+    if used_ranks and ranks[0] <= used_ranks[-1]:
+        repeated = sorted(set(used_ranks) & set(ranks))
         if repeated:
             raise PlacementError(
                 f"part {part!r}: Resource ranks must be unique, got {repeated} twice; remove them here"
             )
         raise PlacementError(
-            f"part {part!r}: Resource ranks must be in ascending order, got {ranks[0]} after {taken[-1]}"
+            f"part {part!r}: Resource ranks must be in ascending order, got {ranks[0]} after {used_ranks[-1]}"
         )
-    taken.extend(ranks)
+    used_ranks.extend(ranks)

@@ -122,10 +122,10 @@ class Inventory:
         for group in self.groups:
             pairs = {(unit.node.rank, unit.kind) for unit in self.units(group.label) if unit.kind is not None}
             for rank, kind in sorted(pairs):
-                other = owners.setdefault((rank, kind), group.label)
-                if other != group.label:
+                owner = owners.setdefault((rank, kind), group.label)
+                if owner != group.label:
                     raise PlacementError(
-                        f"node {rank} with {kind} must be in one group only, got {other} and {group.label}; "
+                        f"node {rank} with {kind} must be in one group only, got {owner} and {group.label}; "
                         "remove it from one, or set ignore_hardware"
                     )
 
@@ -141,8 +141,8 @@ class Inventory:
         for group in self.groups:
             if group.label == label:
                 return group
-        known = ", ".join([CLUSTER, NODE, *(group.label for group in self.groups)])
-        raise PlacementError(f"node group {label!r} must be one of {known}; declare it or use one of these")
+        labels = ", ".join([CLUSTER, NODE, *(group.label for group in self.groups)])
+        raise PlacementError(f"node group {label!r} must be one of {labels}; declare it or use one of these")
 
     def nodes_of(self, label: str) -> tuple[NodeInfo, ...]:
         """Return the nodes of a group in rank order."""

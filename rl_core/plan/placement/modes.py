@@ -64,7 +64,7 @@ class ModelParallelComponentPlacement(ComponentPlacement):
         parallelism: Mapping[str, Mapping[str, int]] | None = None,
     ) -> None:
         self._sizes = _parallel_sizes(parallelism or {})
-        self._written = _written_mode(config.get("mode"))
+        self._given_mode = _written_mode(config.get("mode"))
         super().__init__(config, inventory)
         for name in ("actor", "rollout"):
             self._component(name)
@@ -75,7 +75,7 @@ class ModelParallelComponentPlacement(ComponentPlacement):
         self._models = {name: self._components[name] for name in _EXCLUSIVE if name in self._components}
         for component in self._models.values():
             _check_contiguous(component)
-        hybrid = self._written is PlacementMode.HYBRID
+        hybrid = self._given_mode is PlacementMode.HYBRID
         self.mode = PlacementMode.HYBRID if hybrid else self._derive_mode()
         self._parallel = {name: self._check_sizes(component) for name, component in self._models.items()}
         if not hybrid:
@@ -98,24 +98,24 @@ class ModelParallelComponentPlacement(ComponentPlacement):
     def _placement_map(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         if config.get("componentPlacement"):
             return super()._placement_map(config)
-        if self._written in (None, PlacementMode.HYBRID):
+        if self._given_mode in (None, PlacementMode.HYBRID):
             raise PlacementError(
-                f"componentPlacement must be given with mode {self._written}; write it, or mode disaggregated"
+                f"componentPlacement must be given with mode {self._given_mode}; write it, or mode disaggregated"
             )
         return self._default_layout(len(self.inventory.units("cluster")))
 
     def _default_layout(self, total: int) -> dict[str, Any]:
         """Return the same accelerators for all components (colocated), or consecutive blocks of about equal size, with the rest for the rollout."""
-        aside: dict[str, Any] = {"env,reward": {"node_group": NODE, "placement": "all"}}
-        if self._written is PlacementMode.COLLOCATED:
-            return {"actor,rollout": "all"} | aside
+        node_components: dict[str, Any] = {"env,reward": {"node_group": NODE, "placement": "all"}}
+        if self._given_mode is PlacementMode.COLLOCATED:
+            return {"actor,rollout": "all"} | node_components
         names = [name for name in _EXCLUSIVE if name in self._sizes or name in ("actor", "rollout")]
         layout: dict[str, Any] = {}
         start = 0
         for position, name in enumerate(names):
             unit = RoleParallel(1, **self._sizes.get(name, {})).unit
-            room = total - start if name == "rollout" else (total - start) // (len(names) - position)
-            size = room // unit * unit
+            num_available = total - start if name == "rollout" else (total - start) // (len(names) - position)
+            size = num_available // unit * unit
             if not size and total - start >= unit:
                 size = unit
             if not size:
@@ -125,7 +125,7 @@ class ModelParallelComponentPlacement(ComponentPlacement):
                 )
             layout[name] = f"{start}-{start + size - 1}"
             start += size
-        return layout | aside
+        return layout | node_components
 
     def _derive_mode(self) -> PlacementMode:
         sets = {name: {unit.identity for unit in component.units} for name, component in self._models.items()}
@@ -139,9 +139,9 @@ class ModelParallelComponentPlacement(ComponentPlacement):
                 f"components must have equal sets (colocated) or disjoint sets (disaggregated) of resources, got {quoted}; "
                 "change them or write mode: hybrid"
             )
-        if self._written not in (None, derived):
+        if self._given_mode not in (None, derived):
             raise PlacementError(
-                f"mode must be {derived} for these sets, got {self._written} with {quoted}; change one of them"
+                f"mode must be {derived} for these sets, got {self._given_mode} with {quoted}; change one of them"
             )
         dedicated = [name for name in _DEDICATED if name in sets]
         if derived is PlacementMode.COLLOCATED and dedicated:
@@ -217,10 +217,10 @@ def _written_mode(mode: Any) -> PlacementMode | None:
 
 
 def _parallel_sizes(parallelism: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
+    sizes_by_component: dict[str, dict[str, int]] = {}
     for name, sizes in parallelism.items():
-        wrong = {key: value for key, value in sizes.items() if key not in _SIZES or value < 1}
-        if wrong:
-            raise PlacementError(f"parallelism of {name} must have sizes >= 1 under {', '.join(_SIZES)}, got {wrong}")
-        found[ALIASES.get(name, name)] = dict(sizes)
-    return found
+        invalid = {key: value for key, value in sizes.items() if key not in _SIZES or value < 1}
+        if invalid:
+            raise PlacementError(f"parallelism of {name} must have sizes >= 1 under {', '.join(_SIZES)}, got {invalid}")
+        sizes_by_component[ALIASES.get(name, name)] = dict(sizes)
+    return sizes_by_component

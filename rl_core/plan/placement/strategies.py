@@ -37,10 +37,10 @@ class FlexiblePlacementStrategy(PlacementStrategy):
     def get_placement(self, inventory: Inventory, isolate_accelerator: bool = True) -> list[Placement]:
         """Return one Placement per process, ordered by first resource rank."""
         units = inventory.units_of(self.node_group_labels)
-        chosen = [[_unit(units, rank) for rank in ranks] for ranks in self.hardware_ranks_list]
-        for process, members in enumerate(chosen):
+        units_by_process = [[_unit(units, rank) for rank in ranks] for ranks in self.hardware_ranks_list]
+        for process, members in enumerate(units_by_process):
             _check_one_node(process, self.hardware_ranks_list[process], members)
-        return _place(chosen, isolate_accelerator)
+        return _place(units_by_process, isolate_accelerator)
 
 
 class PackedPlacementStrategy(PlacementStrategy):
@@ -120,10 +120,10 @@ def split_labels(labels: Labels, *, default: str) -> tuple[str, ...]:
     if labels is None:
         return (default,)
     listed: Iterable[str] = labels.split(",") if isinstance(labels, str) else labels
-    found = tuple(label.strip() for label in listed if label.strip())
-    if not found:
+    result = tuple(label.strip() for label in listed if label.strip())
+    if not result:
         raise PlacementError(f"node group label must not be empty, got {labels!r}; remove it for {default}")
-    return found
+    return result
 
 
 def _unit(units: Sequence[Unit], rank: int) -> Unit:
@@ -146,30 +146,30 @@ def _check_one_node(process: int, ranks: Sequence[int], units: Sequence[Unit]) -
         )
 
 
-def _place(chosen: Sequence[Sequence[Unit]], isolate: bool) -> list[Placement]:
+def _place(units_by_process: Sequence[Sequence[Unit]], isolate: bool) -> list[Placement]:
     """Return the Placements of processes given their units, each process on one node."""
-    node_of = [units[0].node.rank for units in chosen]
+    node_of = [units[0].node.rank for units in units_by_process]
     node_index = {node: index for index, node in enumerate(dict.fromkeys(node_of))}
-    sizes, seen = Counter(node_of), Counter[int]()
+    sizes, num_on_node = Counter(node_of), Counter[int]()
     placements = []
-    for rank, units in enumerate(chosen):
+    for rank, units in enumerate(units_by_process):
         node, kind = units[0].node, units[0].kind
-        own = [unit.local_rank for unit in units] if kind is not None else []
-        visible = own if isolate and kind == ACCELERATOR else list(node.accelerator_numbers)
+        local_ranks = [unit.local_rank for unit in units] if kind is not None else []
+        visible = local_ranks if isolate and kind == ACCELERATOR else list(node.accelerator_numbers)
         placements.append(
             Placement(
                 rank=rank,
                 cluster_node_rank=node.rank,
                 placement_node_rank=node_index[node.rank],
-                local_rank=seen[node.rank],
+                local_rank=num_on_node[node.rank],
                 local_world_size=sizes[node.rank],
                 accelerator_type=node.accelerator_type,
                 visible_accelerators=[str(number) for number in visible],
                 local_accelerator_rank=visible[0] if visible else -1,
-                local_hardware_ranks=own,
+                local_hardware_ranks=local_ranks,
                 node_group_label=units[0].label,
                 isolate_accelerator=isolate,
             )
         )
-        seen[node.rank] += 1
+        num_on_node[node.rank] += 1
     return placements

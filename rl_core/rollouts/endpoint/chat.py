@@ -52,8 +52,8 @@ class ChatRequest(CallRequest):
     @property
     def limit(self) -> int | None:
         """Return the most tokens of a reply, None = no limit of the request."""
-        given = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
-        return min(given, default=None)
+        limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
+        return min(limits, default=None)
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
@@ -86,8 +86,12 @@ class Completed:
     @property
     def usage(self) -> dict[str, int]:
         """Return the numbers of tokens, as the API names them."""
-        read, generated = len(self.prompt_ids), sum(len(choice.output.ids) for choice in self.choices)
-        return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
+        num_prompt, num_generated = len(self.prompt_ids), sum(len(choice.output.ids) for choice in self.choices)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt + num_generated,
+        }
 
 
 async def complete(
@@ -138,7 +142,7 @@ def _record(
 
 def cut(text: str, stops: Sequence[str]) -> str:
     """Return `text` before the first stop string; the API leaves stop strings out."""
-    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+    return text[: min((position for stop in stops if (position := text.find(stop)) >= 0), default=len(text))]
 
 
 def answer(request: ChatRequest, completed: Completed, *, model: str, tokenizer: Tokenizer) -> dict[str, Any]:

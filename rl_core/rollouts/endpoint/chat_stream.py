@@ -25,11 +25,11 @@ async def events(
         "created": int(time.time()),
         "model": model,
     }
-    begun: set[int] = set()
+    started: set[int] = set()
 
     def chunk(index: int, delta: dict[str, Any], **more: Any) -> bytes:
-        if index not in begun:
-            begun.add(index)
+        if index not in started:
+            started.add(index)
             delta = {"role": "assistant", **delta}
         choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None, **more}
         return server_sent({**head, "choices": [choice]})
@@ -55,11 +55,11 @@ def _tool_calls(choice: Choice) -> dict[str, Any]:
 
 
 def _end(request: ChatRequest, choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]:
-    end: dict[str, Any] = {"finish_reason": choice.finish_reason}
+    fields: dict[str, Any] = {"finish_reason": choice.finish_reason}
     if request.logprobs:
         as_ids = bool(request.return_tokens_as_token_ids)
-        end["logprobs"] = {"content": token_logprobs(choice.output, tokenizer, as_ids=as_ids)}
-    return end
+        fields["logprobs"] = {"content": token_logprobs(choice.output, tokenizer, as_ids=as_ids)}
+    return fields
 
 
 def _totals(request: ChatRequest, completed: Completed) -> dict[str, Any]:

@@ -77,8 +77,8 @@ class AgentEpisode:
         Raises EndpointError for a prompt that leaves no room, RolloutDataFailure for log-probabilities that are not finite.
         """
         ids = prompt.ids
-        room = self.max_seq_len - len(ids)
-        if room <= 0:
+        num_free = self.max_seq_len - len(ids)
+        if num_free <= 0:
             self.cut = FinishReason.SEQ_LIMIT.value
             raise bad_request(
                 f"This model's maximum context length is {self.max_seq_len} tokens, but the messages have {len(ids)}; shorten them",
@@ -89,7 +89,7 @@ class AgentEpisode:
             return self.recorded.popleft(), (now, now)
         # The first continuation of a call has the seed of the sample, as in episodes that run turn by turn; others have one of their own.
         seed = self.seed if not prompt.sibling else sample_seed(self.seed, "branch", prompt.sibling, len(ids))
-        began = time.monotonic()
+        start = time.monotonic()
         output = await self.generator.generate_row(
             ids,
             seed=seed,
@@ -102,7 +102,7 @@ class AgentEpisode:
             raise RolloutDataFailure(f"log-probabilities must be finite, got {output.logprobs[:8]} ...")
         if not output.ids:
             raise RolloutDataFailure("a generation must have a token, got none; this is a bug of the engine")
-        return output, (began, time.monotonic())
+        return output, (start, time.monotonic())
 
     async def generate_all(
         self,

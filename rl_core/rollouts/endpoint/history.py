@@ -41,15 +41,16 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ValueError(f"a message must have a role, got {str(dict(message))[:80]}")
-    role = "system" if role == "developer" else role  # newer name of the same role, which templates do not know
-    plain: dict[str, Any] = {"role": role, "content": text_of_content(message.get("content"))}
+    # OpenAI's newer name of the role `system`, which chat templates do not know.
+    role = "system" if role == "developer" else role
+    result: dict[str, Any] = {"role": role, "content": text_of_content(message.get("content"))}
     for key in ("name", "tool_call_id", "reasoning_content"):
         if isinstance(message.get(key), str):
-            plain[key] = message[key]
+            result[key] = message[key]
     calls = message.get("tool_calls")
     if calls:
-        plain["tool_calls"] = [_tool_call(call) for call in calls]
-    return plain
+        result["tool_calls"] = [_tool_call(call) for call in calls]
+    return result
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def of_tokens(ids: Sequence[int]) -> Digest:
     return _digest(b"ids", list(ids))
 
 
-def _digest(before: bytes, value: Any) -> Digest:
+def _digest(prefix: bytes, value: Any) -> Digest:
     return blake2b(
-        before + json.dumps(value, sort_keys=True, default=str).encode("utf-8", "surrogatepass"), digest_size=16
+        prefix + json.dumps(value, sort_keys=True, default=str).encode("utf-8", "surrogatepass"), digest_size=16
     ).digest()

@@ -33,13 +33,13 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
             }
             for tool in body.get("tools") or ()
         ]
-        none = (body.get("tool_choice") or {}).get("type") == "none"
+        tools_disabled = (body.get("tool_choice") or {}).get("type") == "none"
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise bad_request(f"messages, system and tools must have the form of the API: {error}") from error
     return {
         "messages": messages,
         "tools": tools or None,
-        "tool_choice": "none" if none else None,
+        "tool_choice": "none" if tools_disabled else None,
         "max_tokens": body.get("max_tokens"),
         "stop": body.get("stop_sequences") or None,
         "stream": body.get("stream"),
@@ -68,8 +68,8 @@ def _as_chat_messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     texts = [part for part in content if part["type"] not in ("tool_result", "tool_use", "thinking")]
     if not texts and not calls:
         return results
-    plain: dict[str, Any] = {"role": message["role"], "content": text_of_content(texts)}
-    return [*results, {**plain, "tool_calls": calls} if calls else plain]
+    chat_message: dict[str, Any] = {"role": message["role"], "content": text_of_content(texts)}
+    return [*results, {**chat_message, "tool_calls": calls} if calls else chat_message]
 
 
 def answer(completed: Completed, *, model: str) -> dict[str, Any]:
@@ -91,11 +91,11 @@ async def events(parts: AsyncGenerator[Piece | Completed], *, model: str) -> Asy
     def event(kind: str, **fields: Any) -> bytes:
         return server_sent({"type": kind, **fields}, event=kind)
 
-    begun, index = False, 0
+    started, index = False, 0
     try:
         async for part in parts:
-            if not begun:
-                begun = True
+            if not started:
+                started = True
                 usage = {"input_tokens": 0, "output_tokens": 0}
                 yield event(
                     "message_start", message={**_head(model), "content": [], "stop_reason": None, "usage": usage}
@@ -108,13 +108,16 @@ async def events(parts: AsyncGenerator[Piece | Completed], *, model: str) -> Asy
                 continue
             yield event("content_block_stop", index=0)
             [choice] = part.choices
-            for index, use in enumerate(_tool_uses(choice), 1):
-                yield event("content_block_start", index=index, content_block={**use, "input": {}})
-                arguments = {"type": "input_json_delta", "partial_json": json.dumps(use["input"], ensure_ascii=False)}
+            for index, tool_use in enumerate(_tool_uses(choice), 1):
+                yield event("content_block_start", index=index, content_block={**tool_use, "input": {}})
+                arguments = {
+                    "type": "input_json_delta",
+                    "partial_json": json.dumps(tool_use["input"], ensure_ascii=False),
+                }
                 yield event("content_block_delta", index=index, delta=arguments)
                 yield event("content_block_stop", index=index)
-            end = {"stop_reason": REASONS[choice.finish_reason], "stop_sequence": None}
-            yield event("message_delta", delta=end, usage=_usage(part))
+            end_fields = {"stop_reason": REASONS[choice.finish_reason], "stop_sequence": None}
+            yield event("message_delta", delta=end_fields, usage=_usage(part))
     finally:
         await parts.aclose()
     yield event("message_stop")
@@ -142,11 +145,11 @@ def _tool_uses(choice: Choice) -> list[dict[str, Any]]:
     ]
 
 
-def _object(written: str) -> Any:
+def _object(text: str) -> Any:
     try:
-        return json.loads(written)
+        return json.loads(text)
     except ValueError:
-        return {"arguments": written}  # this API has objects only
+        return {"arguments": text}  # In this API the input of a tool is always an object.
 
 
 def _usage(completed: Completed) -> dict[str, int]:

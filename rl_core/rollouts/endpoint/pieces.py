@@ -43,7 +43,7 @@ class TextStream:
         self._stops = stops
         self._tools = tools
         self._text = ""
-        self._sent = 0
+        self._num_sent = 0
         self._ids: list[int] = []
         self._window = self._decoded = 0
         """Ids from `_window` on are decoded together with new ones, since the text of a token may depend on those before it. The text of
@@ -54,23 +54,23 @@ class TextStream:
         """Add token ids. Returns the new text that further ids cannot change, and the ids since text was last returned."""
         self._ids += ids
         self._pending += ids
-        known = self._decode(self._ids[self._window : self._decoded])
+        window_text = self._decode(self._ids[self._window : self._decoded])
         text = self._decode(self._ids[self._window :])
         if not text.endswith(REPLACEMENT):
-            self._text += text[len(known) :]
+            self._text += text[len(window_text) :]
             self._window, self._decoded = self._decoded, len(self._ids)
         end = self._certain()
-        if end <= self._sent:
+        if end <= self._num_sent:
             return "", []
-        new, self._sent = self._text[self._sent : end], end
+        new, self._num_sent = self._text[self._num_sent : end], end
         pending, self._pending = self._pending, []
         return new, pending
 
     def rest(self, content: str, ids: list[int]) -> tuple[str, list[int]]:
         """Return the remaining text and ids of the finished reply, which has the text `content` and the token ids `ids`."""
         missing = self._pending + ids[len(self._ids) :]
-        if content.startswith(self._text[: self._sent]):
-            return content[self._sent :], missing
+        if content.startswith(self._text[: self._num_sent]):
+            return content[self._num_sent :], missing
         logger.warning("a streamed reply differs from its text; a call that continues it is a branch")
         return "", missing
 
@@ -79,14 +79,14 @@ class TextStream:
 
     def _certain(self) -> int:
         text = self._text
-        ends = [len(text), *(at for stop in self._stops if (at := text.find(stop)) >= 0)]
-        ends += [len(text) - overlap(text, stop) for stop in self._stops]
+        positions = [len(text), *(at for stop in self._stops if (at := text.find(stop)) >= 0)]
+        positions += [len(text) - overlap(text, stop) for stop in self._stops]
         if self._tools:
             if not text.strip() or text.lstrip().startswith("{"):
                 return 0
             at = text.find(TAG)
-            ends.append(at if at >= 0 else len(text) - overlap(text, TAG))
-        return min(ends)
+            positions.append(at if at >= 0 else len(text) - overlap(text, TAG))
+        return min(positions)
 
 
 def overlap(text: str, word: str) -> int:
@@ -130,8 +130,8 @@ async def pieces(
 def server_sent(data: dict[str, Any] | str, *, event: str | None = None) -> bytes:
     """Return `data` as a server-sent event."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-    named = f"event: {event}\n" if event else ""
-    return f"{named}data: {text}\n\n".encode("utf-8", "replace")
+    event_line = f"event: {event}\n" if event else ""
+    return f"{event_line}data: {text}\n\n".encode("utf-8", "replace")
 
 
 DONE = server_sent("[DONE]")

@@ -24,7 +24,9 @@ NOTHING = b"[]"
 def record_of(completed: Completed) -> bytes:
     """Return the record of a finished call."""
     outputs = [choice.output for choice in completed.choices]
-    return json.dumps([[o.ids, o.logprobs, o.finish_reason, o.versions, o.worker] for o in outputs]).encode()
+    return json.dumps(
+        [[output.ids, output.logprobs, output.finish_reason, output.versions, output.worker] for output in outputs]
+    ).encode()
 
 
 def asked(request: web.Request) -> bool:
@@ -41,7 +43,11 @@ def split(request: web.Request, body: bytes) -> tuple[bytes, list[GenerationOutp
         entries = json.loads(body[int(length) :])
         return body[: int(length)], [
             GenerationOutput(
-                ids=ids, logprobs=logprobs, finish_reason=reason, versions=[tuple(v) for v in versions], worker=worker
+                ids=ids,
+                logprobs=logprobs,
+                finish_reason=reason,
+                versions=[tuple(span) for span in versions],
+                worker=worker,
             )
             for ids, logprobs, reason, versions, worker in entries
         ]

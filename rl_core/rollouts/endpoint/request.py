@@ -31,8 +31,8 @@ class CallRequest(BaseModel):
         try:
             request = cls.model_validate(body)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise bad_request(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from error
+            details = error.errors(include_url=False)[0]
+            raise bad_request(f"{'.'.join(map(str, details['loc'])) or 'the body'}: {details['msg']}") from error
         if len(request.stops) > MOST_STOPS or any(not 0 < len(stop) <= MOST_STOP_CHARACTERS for stop in request.stops):
             raise bad_request(f"stop must be at most {MOST_STOPS} texts of 1 to {MOST_STOP_CHARACTERS} characters")
         request.check_offered()

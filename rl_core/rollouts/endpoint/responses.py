@@ -18,8 +18,8 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the body as one of a chat call. Raises EndpointError for what this endpoint does not offer."""
     if body.get("previous_response_id") or body.get("conversation"):
         raise bad_request("responses are not stored here; send the whole conversation as input")
-    given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
+    content = body.get("input")
+    items = [{"role": "user", "content": content}] if isinstance(content, str) else content or []
     messages = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
     try:
         for item in items:
@@ -66,21 +66,21 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
 def answer(completed: Completed, *, model: str) -> dict[str, Any]:
     """Return the body of the answer."""
     [choice] = completed.choices
-    cut = choice.finish_reason == "length"
-    status = "incomplete" if cut else "completed"
+    truncated = choice.finish_reason == "length"
+    status = "incomplete" if truncated else "completed"
     output: list[dict[str, Any]] = []
     calls = choice.message.get("tool_calls", ())
     if choice.message["content"] or not calls:
         message = {"type": "message", "id": f"msg_{uuid4().hex}", "role": "assistant", "status": status}
         output.append({**message, "content": [_text(choice.message["content"] or "")]})
     for call in calls:
-        one = {"type": "function_call", "id": f"fc_{uuid4().hex}", "call_id": call["id"], "status": "completed"}
-        output.append({**one, **call["function"]})
+        item = {"type": "function_call", "id": f"fc_{uuid4().hex}", "call_id": call["id"], "status": "completed"}
+        output.append({**item, **call["function"]})
     usage = completed.usage
     return {
         **_begun(model),
         "status": status,
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
         "output": output,
         "usage": {
             "input_tokens": usage["prompt_tokens"],
@@ -94,13 +94,13 @@ def answer(completed: Completed, *, model: str) -> dict[str, Any]:
 
 async def events(parts: AsyncGenerator[Piece | Completed], *, model: str) -> AsyncGenerator[bytes]:
     """Yield the server-sent events of the call `parts`, those of `pieces.pieces`. Function calls come whole, after the text."""
-    number = count()
+    sequence_numbers = count()
 
     def event(kind: str, **fields: Any) -> bytes:
         kind = f"response.{kind}"
-        return server_sent({"type": kind, "sequence_number": next(number), **fields}, event=kind)
+        return server_sent({"type": kind, "sequence_number": next(sequence_numbers), **fields}, event=kind)
 
-    begun, text = _begun(model), {"item_id": f"msg_{uuid4().hex}", "output_index": 0, "content_index": 0}
+    initial, text = _begun(model), {"item_id": f"msg_{uuid4().hex}", "output_index": 0, "content_index": 0}
     message = {"type": "message", "id": text["item_id"], "role": "assistant", "status": "in_progress", "content": []}
 
     def open_message() -> Iterator[bytes]:
@@ -112,21 +112,21 @@ async def events(parts: AsyncGenerator[Piece | Completed], *, model: str) -> Asy
         async for part in parts:
             if not created:
                 created = True
-                yield event("created", response=begun)
+                yield event("created", response=initial)
             if isinstance(part, Piece):
                 if not part.text:
                     continue
-                for one in () if opened else open_message():
-                    yield one
+                for opening_event in () if opened else open_message():
+                    yield opening_event
                 opened = True
                 yield event("output_text.delta", **text, delta=part.text, logprobs=[])
                 continue
-            whole = {**answer(part, model=model), "id": begun["id"], "created_at": begun["created_at"]}
-            for index, item in enumerate(whole["output"]):
+            final = {**answer(part, model=model), "id": initial["id"], "created_at": initial["created_at"]}
+            for index, item in enumerate(final["output"]):
                 if item["type"] == "message":
                     item["id"] = message["id"]
-                    for one in () if opened else open_message():
-                        yield one
+                    for opening_event in () if opened else open_message():
+                        yield opening_event
                     yield event("output_text.done", **text, text=item["content"][0]["text"], logprobs=[])
                     yield event("content_part.done", **text, part=item["content"][0])
                 else:
@@ -136,7 +136,7 @@ async def events(parts: AsyncGenerator[Piece | Completed], *, model: str) -> Asy
                     yield event("function_call_arguments.delta", **call, delta=item["arguments"])
                     yield event("function_call_arguments.done", **call, name=item["name"], arguments=item["arguments"])
                 yield event("output_item.done", output_index=index, item=item)
-            yield event(whole["status"], response=whole)
+            yield event(final["status"], response=final)
     finally:
         await parts.aclose()
 

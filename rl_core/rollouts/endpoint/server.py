@@ -63,7 +63,7 @@ class Endpoint:
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
-        # handler_cancellation: the row of a client that goes away leaves the engine.
+        # handler_cancellation: when a client disconnects, its row is dropped from the engine.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_SECONDS)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port, backlog=1024)
@@ -96,7 +96,8 @@ class Endpoint:
         finally:
             self._calls -= 1
         text = json.dumps(refusal.body()).encode()
-        if refusal.code == CONTEXT_LENGTH:  # part of the episode: it ends because its sequence is full
+        # This refusal is part of the episode, which ends because its sequence is full.
+        if refusal.code == CONTEXT_LENGTH:
             return record.answer(request, text, record.NOTHING, status=refusal.status)
         return web.Response(body=text, status=refusal.status, content_type="application/json", charset="utf-8")
 
@@ -198,11 +199,11 @@ class Endpoint:
             return server_sent(text, event=RECORD_EVENT) if text else b""
 
         async with aclosing(events):
-            first = await anext(events)
+            first_event = await anext(events)
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             await response.prepare(request)
             try:
-                await response.write(take_records() + first)
+                await response.write(take_records() + first_event)
                 async for event in events:
                     await response.write(take_records() + event)
             except ConnectionError:
@@ -213,12 +214,12 @@ class Endpoint:
 
     def _warn_of_ignored(self, body: Mapping[str, Any]) -> None:
         """Log, once for each field, that the job's sampling settings are used in place of those of a request."""
-        given = {name for name in SETTINGS_OF_THE_JOB if body.get(name) is not None} - self._warned
-        if given:
-            self._warned |= given
+        ignored = {name for name in SETTINGS_OF_THE_JOB if body.get(name) is not None} - self._warned
+        if ignored:
+            self._warned |= ignored
             logger.warning(
                 "the request's %s is not applied: tokens are sampled with rollout.sampling of the job, as the trainer scores them",
-                ", ".join(sorted(given)),
+                ", ".join(sorted(ignored)),
             )
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -254,7 +255,7 @@ def _answer(request: web.Request, body: Mapping[str, Any], completed: chat.Compl
 
 
 def _refusal(error: BaseException) -> EndpointError:
-    if isinstance(error, ExceptionGroup):  # of several choices; the first failure stands for all
+    if isinstance(error, ExceptionGroup):  # Several choices may fail; the first failure is reported.
         return _refusal(error.exceptions[0])
     if isinstance(error, EndpointError):
         return error

@@ -112,28 +112,28 @@ class Session:
             if parent is None:
                 continue
             ids = parent.ids
-            added = self.template.after(messages, count, ids[-1], settings)
-            if added is not None:
-                return self._prompt(parent, ids, added, digests[-1], messages[count:])
+            added_ids = self.template.after(messages, count, ids[-1], settings)
+            if added_ids is not None:
+                return self._prompt(parent, ids, added_ids, digests[-1], messages[count:])
             self.unspliced += 1
             break
         return self._prompt(None, [], self.template.whole(messages, settings), digests[-1], messages)
 
     def begin_tokens(self, ids: Sequence[int]) -> Prompt:
         """Return the input of a call with token ids. It continues the longest earlier call whose ids begin `ids`."""
-        given, parent, before = list(ids), None, list[int]()
+        all_ids, parent, prefix = list(ids), None, list[int]()
         for turn in self.turns:
             path = turn.ids
-            if len(before) < len(path) < len(given) and given[: len(path)] == path:
-                parent, before = turn, path
-        digest = history.of_tokens(given)
-        return self._prompt(parent, before, given[len(before) :], digest)
+            if len(prefix) < len(path) < len(all_ids) and all_ids[: len(path)] == path:
+                parent, prefix = turn, path
+        digest = history.of_tokens(all_ids)
+        return self._prompt(parent, prefix, all_ids[len(prefix) :], digest)
 
     def _prompt(
         self,
         parent: Turn | None,
-        before: list[int],
-        added: list[int],
+        prefix: list[int],
+        added_ids: list[int],
         digest: history.Digest,
         messages: Sequence[Mapping[str, Any]] = (),
     ) -> Prompt:
@@ -141,7 +141,7 @@ class Session:
         sibling = self._begun.get(key, 0)
         self._begun[key] = sibling + 1
         self.branches += sibling > 0
-        return Prompt(parent=parent, before=before, added=added, digest=digest, sibling=sibling, messages=messages)
+        return Prompt(parent=parent, before=prefix, added=added_ids, digest=digest, sibling=sibling, messages=messages)
 
     def abandon(self, prompt: Prompt) -> None:
         """Forget a call that was begun and got no tokens."""

@@ -48,10 +48,10 @@ def as_completion(body: Mapping[str, Any]) -> dict[str, Any]:
         raise bad_request("sampling_params must be an object")
     if not isinstance(body.get("token_ids"), list):
         raise bad_request("token_ids must be a list of token ids")
-    known = {name: settings[name] for name in ("max_tokens", "stop", "n") if settings.get(name) is not None}
+    options = {name: settings[name] for name in ("max_tokens", "stop", "n") if settings.get(name) is not None}
     if body.get("stream"):
         raise bad_request("stream must be false here; stream calls of /v1/completions")
-    return {**known, "prompt": body.get("token_ids")}
+    return {**options, "prompt": body.get("token_ids")}
 
 
 async def complete(
@@ -114,11 +114,11 @@ async def events(
                 choice = {"index": part.index, "text": part.text, "finish_reason": None, "logprobs": None}
                 yield server_sent({**head, "choices": [choice]})
                 continue
-            whole = answer(request, part, model=model, tokenizer=tokenizer)
-            for end in whole["choices"]:
-                yield server_sent({**head, "choices": [{**end, "text": ""}]})
+            final = answer(request, part, model=model, tokenizer=tokenizer)
+            for choice_end in final["choices"]:
+                yield server_sent({**head, "choices": [{**choice_end, "text": ""}]})
             if (request.stream_options or {}).get("include_usage"):
-                yield server_sent({**head, "choices": [], "usage": whole["usage"]})
+                yield server_sent({**head, "choices": [], "usage": final["usage"]})
     finally:
         await parts.aclose()
     yield DONE

@@ -22,7 +22,7 @@ def read_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     content = text.partition(TAG)[0] if tagged else ""
     if not tagged and text.lstrip().startswith("{"):
         tagged = [text]
-    calls = [_read(one) for one in tagged]
+    calls = [_read(tag_content) for tag_content in tagged]
     if not calls or None in calls:
         return text, []
     return content, [call for call in calls if call is not None]
@@ -37,13 +37,13 @@ def _read(text: str) -> dict[str, Any] | None:
         return None
     arguments = call.get("arguments", call.get("parameters", {}))
     if isinstance(arguments, str):
-        written = arguments
+        arguments_json = arguments
     elif isinstance(arguments, dict):
-        written = json.dumps(arguments, ensure_ascii=False)
+        arguments_json = json.dumps(arguments, ensure_ascii=False)
     else:
         return None
     return {
         "id": f"call_{uuid4().hex[:24]}",
         "type": "function",
-        "function": {"name": call["name"], "arguments": written},
+        "function": {"name": call["name"], "arguments": arguments_json},
     }

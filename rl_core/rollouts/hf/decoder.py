@@ -137,8 +137,8 @@ class LeanDecoder:
         index = torch.from_numpy(row_prompts).to(self.device)
         attend = self._prefill_attention(stored, index, lengths, padded)
         hidden = self._hidden(torch.from_numpy(ids).view(-1), offsets.reshape(-1), attend)
-        last = hidden[: ids.size].view(len(prompts), padded, -1)[:, -1]
-        return self._logits(self._padded(last))[index]
+        last_hidden = hidden[: ids.size].view(len(prompts), padded, -1)[:, -1]
+        return self._logits(self._padded(last_hidden))[index]
 
     def _step(self, tokens: Tensor) -> Tensor:
         cache = self._cache
@@ -152,8 +152,8 @@ class LeanDecoder:
         """Return [N, H] before the final norm, for N tokens at `positions`; rows beyond N are padding."""
         count = len(tokens)
         ids = self._padded(tokens.to(self.device))
-        where = self._padded(torch.from_numpy(positions).to(self.device))
-        hidden, rotation = self.weights.embedding[ids], self._rotation[where]
+        position_ids = self._padded(torch.from_numpy(positions).to(self.device))
+        hidden, rotation = self.weights.embedding[ids], self._rotation[position_ids]
         padding = hidden.new_zeros(len(ids), self._query_size) if len(ids) > count else None
         for index, layer in enumerate(self.weights.layers):
             qkv = self._into(layer, hidden)
@@ -239,19 +239,19 @@ class LeanDecoder:
         split = self._query_size
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
-            both = qkv[:, split:].view(distinct, padded, 2, kv_heads, dim).permute(2, 0, 3, 1, 4)
-            stored[layer].copy_(both.expand(-1, rows, -1, -1, -1) if distinct == 1 else both[:, index])
+            keys_values = qkv[:, split:].view(distinct, padded, 2, kv_heads, dim).permute(2, 0, 3, 1, 4)
+            stored[layer].copy_(keys_values.expand(-1, rows, -1, -1, -1) if distinct == 1 else keys_values[:, index])
             query = qkv[:, :split].view(distinct, padded, heads, dim).transpose(1, 2)
-            out = F.scaled_dot_product_attention(
+            attended = F.scaled_dot_product_attention(
                 query,
-                both[0],
-                both[1],
+                keys_values[0],
+                keys_values[1],
                 attn_mask=mask,
                 is_causal=mask is None,
                 scale=1.0,
                 enable_gqa=heads != kv_heads,
             )
-            return out.transpose(1, 2).reshape(distinct * padded, split)
+            return attended.transpose(1, 2).reshape(distinct * padded, split)
 
         return attend
 
@@ -260,8 +260,8 @@ class LeanDecoder:
         columns = torch.arange(padded, device=self.device)
         starts = torch.from_numpy(padded - lengths).to(self.device)
         causal = columns[None, :] <= columns[:, None]
-        begun = columns[None, None, :] >= starts[:, None, None]
-        return ((causal & begun) | torch.eye(padded, dtype=torch.bool, device=self.device)).unsqueeze(1)
+        is_token = columns[None, None, :] >= starts[:, None, None]
+        return ((causal & is_token) | torch.eye(padded, dtype=torch.bool, device=self.device)).unsqueeze(1)
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:

@@ -76,12 +76,12 @@ class HFEngine:
         self._stop_strings = StopStrings(tokenizer)
         self._rows = Rows(max_batch)
         self._waiting: deque[Request] = deque()
-        self._last = torch.zeros(0, dtype=torch.int64)
-        self._draw: BatchSampler | None = None
+        self._last_tokens = torch.zeros(0, dtype=torch.int64)
+        self._sampler: BatchSampler | None = None
         self._next_ticket = 0
         self._queued_seconds, self._queued_rows = 0.0, 0
         self._aborted: set[int] = set()
-        self._ended: list[tuple[int, GenerationOutput]] = []
+        self._finished: list[tuple[int, GenerationOutput]] = []
 
     @property
     def device(self) -> torch.device:
@@ -91,7 +91,7 @@ class HFEngine:
     @property
     def busy(self) -> bool:
         """Return whether any row runs or waits."""
-        return bool(self._rows.requests or self._waiting or self._ended)
+        return bool(self._rows.requests or self._waiting or self._finished)
 
     @property
     def num_running(self) -> int:
@@ -116,15 +116,17 @@ class HFEngine:
         `sampling` is one SamplingParams (or a mapping of its fields), or one per prompt. `seeds` has one seed per prompt; None = drawn
         from torch's generator. Raises ValueError for a row that `submit` refuses; then no row stays queued.
         """
-        many = isinstance(sampling, Sequence)
-        for name, given in (("sampling", sampling if many else None), ("seeds", seeds)):
-            if given is not None and len(given) != len(input_ids):
-                raise ValueError(f"{name} must have one entry per prompt ({len(input_ids)}), got {len(given)}")
-        params = list(map(SamplingParams.of, sampling)) if many else [SamplingParams.of(sampling)] * len(input_ids)
-        drawn = torch.randint(2**62, (len(input_ids),)).tolist() if seeds is None else [int(seed) for seed in seeds]
+        is_per_prompt = isinstance(sampling, Sequence)
+        for name, entries in (("sampling", sampling if is_per_prompt else None), ("seeds", seeds)):
+            if entries is not None and len(entries) != len(input_ids):
+                raise ValueError(f"{name} must have one entry per prompt ({len(input_ids)}), got {len(entries)}")
+        params = (
+            list(map(SamplingParams.of, sampling)) if is_per_prompt else [SamplingParams.of(sampling)] * len(input_ids)
+        )
+        row_seeds = torch.randint(2**62, (len(input_ids),)).tolist() if seeds is None else [int(seed) for seed in seeds]
         tickets: list[int] = []
         try:
-            for prompt, row_params, seed in zip(input_ids, params, drawn, strict=True):
+            for prompt, row_params, seed in zip(input_ids, params, row_seeds, strict=True):
                 tickets.append(self.submit(prompt, row_params, seed))
         except ValueError:
             self.abort(tickets)
@@ -137,14 +139,14 @@ class HFEngine:
         missing = set(tickets)
         try:
             while missing:
-                ended = self.step()
-                outputs.update(ended)
-                missing.difference_update(ticket for ticket, _ in ended)
+                outputs_of_step = self.step()
+                outputs.update(outputs_of_step)
+                missing.difference_update(ticket for ticket, _ in outputs_of_step)
         except BaseException:
             self.reset()
             raise
         finished = [outputs.pop(ticket) for ticket in tickets]
-        self._ended += outputs.items()
+        self._finished += outputs.items()
         return finished
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, seed: int, *, batch: int | None = None) -> int:
@@ -162,7 +164,7 @@ class HFEngine:
         ticket = self._next_ticket
         limit, reason = token_limit(len(ids), params, self.max_seq_len)
         if limit == 0:
-            self._ended.append((ticket, GenerationOutput(ids=[], logprobs=[], finish_reason=reason, versions=[])))
+            self._finished.append((ticket, GenerationOutput(ids=[], logprobs=[], finish_reason=reason, versions=[])))
             return ticket
         request = Request(
             ticket=ticket,
@@ -202,25 +204,25 @@ class HFEngine:
     def reset(self) -> None:
         """Drop all running and waiting rows. Also repairs the engine after a failed step, when decoder and rows may disagree."""
         self._waiting.clear()
-        self._ended.clear()
+        self._finished.clear()
         self._aborted.clear()
         self._rows.remove(range(len(self._rows)))
-        self._last = self._last[:0]
+        self._last_tokens = self._last_tokens[:0]
         self._decoder.keep(0, [])
-        self._draw = None
+        self._sampler = None
 
     def step(self) -> list[tuple[int, GenerationOutput]]:
         """Generate one token for every running row, or the first token of newly admitted rows; return (ticket, output) of rows that ended."""
         self._interrupted = False
         if self._aborted:
             self._drop_aborted()
-        ended, self._ended = self._ended, []
+        finished, self._finished = self._finished, []
         admitted = self._admissible()
         if admitted:
-            ended += self._start(admitted)
+            finished += self._start(admitted)
         elif len(self._rows):
-            ended += self._accept(0, self._decoder.step(self._last))
-        return ended
+            finished += self._accept(0, self._decoder.step(self._last_tokens))
+        return finished
 
     def new_ids(self, seen: Mapping[int, int]) -> dict[int, list[int]]:
         """Return ticket -> generated ids of the running rows in `seen`, without the first `seen[ticket]` of each."""
@@ -289,103 +291,105 @@ class HFEngine:
         """Remove the rows that are admitted now from the queue, and return them in order."""
         if not self._waiting:
             return []
-        running, first = len(self._rows), self._waiting[0]
-        if first.batch is not None:
-            return [] if running else self._take(lambda request: request.batch == first.batch)
+        running, head = len(self._rows), self._waiting[0]
+        if head.batch is not None:
+            return [] if running else self._take(lambda request: request.batch == head.batch)
         free = self.max_batch - running
         if running and free < min(len(self._waiting), max(1, self.max_batch // ADMIT_SHARE)):
             return []
         return self._take(lambda request: request.batch is None, free)
 
-    def _take(self, wanted: Callable[[Request], bool], free: int | None = None) -> list[Request]:
-        """Remove and return the first rows of the queue while `wanted`, at most `free` rows and PREFILL_TOKENS of distinct prompts."""
-        taken: list[Request] = []
+    def _take(self, matches: Callable[[Request], bool], free: int | None = None) -> list[Request]:
+        """Remove and return the first rows of the queue while `matches`, at most `free` rows and PREFILL_TOKENS of distinct prompts."""
+        requests: list[Request] = []
         prompts: set[tuple[int, ...]] = set()
         longest = 0
-        while self._waiting and wanted(self._waiting[0]) and (free is None or len(taken) < free):
+        while self._waiting and matches(self._waiting[0]) and (free is None or len(requests) < free):
             prompt = self._waiting[0].context
             prompts.add(prompt)
             longest = max(longest, len(prompt))
-            if taken and free is not None and longest * len(prompts) > PREFILL_TOKENS:
+            if requests and free is not None and longest * len(prompts) > PREFILL_TOKENS:
                 break
-            taken.append(self._waiting.popleft())
-        return taken
+            requests.append(self._waiting.popleft())
+        return requests
 
     def _start(self, requests: list[Request]) -> list[tuple[int, GenerationOutput]]:
         """Prefill new rows and sample their first token."""
         contexts = [request.context for request in requests]
         distinct = {context: index for index, context in enumerate(dict.fromkeys(contexts))}
         rows = np.array([distinct[context] for context in contexts], dtype=np.int64)
-        first = len(self._rows)
+        first_row = len(self._rows)
         now = time.monotonic()
-        fresh = [request for request in requests if request.begun is None]
-        self._queued_seconds += sum(now - request.queued for request in fresh)
-        self._queued_rows += len(fresh)
+        new_requests = [request for request in requests if request.begun is None]
+        self._queued_seconds += sum(now - request.queued for request in new_requests)
+        self._queued_rows += len(new_requests)
         logits = self._decoder.prefill(list(distinct), rows)
         self._rows.add(requests)
-        self._draw = None
-        return self._accept(first, logits)
+        self._sampler = None
+        return self._accept(first_row, logits)
 
-    def _accept(self, first: int, logits: Tensor) -> list[tuple[int, GenerationOutput]]:
-        """Sample and record a token for the rows from `first` on; remove and return those that ended."""
+    def _accept(self, first_row: int, logits: Tensor) -> list[tuple[int, GenerationOutput]]:
+        """Sample and record a token for the rows from `first_row` on; remove and return those that ended."""
         rows = self._rows
-        noise = torch.from_numpy(rows.uniforms(first)).to(logits.device)
+        noise = torch.from_numpy(rows.uniforms(first_row)).to(logits.device)
         with torch.inference_mode():
-            tokens, logprobs = self._drawer(first)(logits, noise)
-            self._last = torch.cat([self._last[:first], tokens]) if first else tokens
+            tokens, logprobs = self._drawer(first_row)(logits, noise)
+            self._last_tokens = torch.cat([self._last_tokens[:first_row], tokens]) if first_row else tokens
         host = tokens.cpu().numpy()
-        at_limit = rows.record(first, host, logprobs.cpu().numpy())
-        stopped = self._stop_ids.hits(rows.stop_sets[first : len(rows)], host)
+        at_limit = rows.record(first_row, host, logprobs.cpu().numpy())
+        stopped = self._stop_ids.hits(rows.stop_sets[first_row : len(rows)], host)
         if rows.with_strings:
-            self._mark_string_stops(first, stopped)
-        over = stopped | at_limit
-        if not over.any():
+            self._mark_string_stops(first_row, stopped)
+        finished = stopped | at_limit
+        if not finished.any():
             return []
-        gone = (np.flatnonzero(over) + first).tolist()
+        finished_rows = (np.flatnonzero(finished) + first_row).tolist()
         outputs = []
-        for row in gone:
+        for row in finished_rows:
             request = rows.requests[row]
-            reason = FinishReason.STOP.value if stopped[row - first] else request.limit_reason
+            reason = FinishReason.STOP.value if stopped[row - first_row] else request.limit_reason
             outputs.append((request.ticket, rows.output(row, reason, self.version)))
-        self._remove(gone)
+        self._remove(finished_rows)
         return outputs
 
-    def _drawer(self, first: int) -> BatchSampler:
-        """Return the sampler of the rows from `first` on; that of the whole batch is kept until rows come or go."""
-        if self._draw is None or first:
-            params = [request.params for request in self._rows.requests[first:]]
-            ids = [self._rows.ids(first + row) if one.penalised else [] for row, one in enumerate(params)]
+    def _drawer(self, first_row: int) -> BatchSampler:
+        """Return the sampler of the rows from `first_row` on; that of the whole batch is kept until rows come or go."""
+        if self._sampler is None or first_row:
+            params = [request.params for request in self._rows.requests[first_row:]]
+            ids = [
+                self._rows.ids(first_row + row) if row_params.penalised else [] for row, row_params in enumerate(params)
+            ]
             draw = BatchSampler(params, ids, vocab_size=self._decoder.vocab_size, device=self._decoder.device)
-            if first:
+            if first_row:
                 return draw
-            self._draw = draw
-        return self._draw
+            self._sampler = draw
+        return self._sampler
 
-    def _mark_string_stops(self, first: int, stopped: np.ndarray) -> None:
-        for row in range(first, len(self._rows)):
+    def _mark_string_stops(self, first_row: int, stopped: np.ndarray) -> None:
+        for row in range(first_row, len(self._rows)):
             strings = self._rows.requests[row].params.stop_strings
-            if strings and not stopped[row - first]:
-                stopped[row - first] = self._stop_strings.completed(strings, self._rows.ids(row))
+            if strings and not stopped[row - first_row]:
+                stopped[row - first_row] = self._stop_strings.completed(strings, self._rows.ids(row))
 
     def _drop_aborted(self) -> None:
         dropped, self._aborted = self._aborted, set()
         self._waiting = deque(request for request in self._waiting if request.ticket not in dropped)
-        self._ended = [(ticket, output) for ticket, output in self._ended if ticket not in dropped]
+        self._finished = [(ticket, output) for ticket, output in self._finished if ticket not in dropped]
         self._remove([row for row, request in enumerate(self._rows.requests) if request.ticket in dropped])
 
-    def _remove(self, gone: list[int]) -> None:
+    def _remove(self, finished_rows: list[int]) -> None:
         """Remove rows from the batch, here and in the decoder."""
-        if not gone:
+        if not finished_rows:
             return
-        moves = self._rows.remove(gone)
+        moves = self._rows.remove(finished_rows)
         count = len(self._rows)
         with torch.inference_mode():
             if moves:
                 sources, targets = zip(*moves, strict=True)
-                self._last[list(targets)] = self._last[list(sources)]
-            self._last = self._last[:count]
+                self._last_tokens[list(targets)] = self._last_tokens[list(sources)]
+            self._last_tokens = self._last_tokens[:count]
             self._decoder.keep(count, moves)
-        self._draw = None
+        self._sampler = None
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> set[int]:

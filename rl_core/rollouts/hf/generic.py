@@ -45,38 +45,42 @@ class ModelWeights:
     """`decoder.WeightStore` over the parameters and persistent buffers of a transformers model."""
 
     def __init__(self, model: Any) -> None:
-        self._own = folder_tensors(model)
-        own = dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys()
-        self._aliases = {name: tuple(one.shape) for name, one in model.state_dict().items() if name not in own}
+        self._folder_tensors = folder_tensors(model)
+        unaliased = dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys()
+        self._aliases = {
+            name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in unaliased
+        }
 
     def names_and_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name -> shape of every tensor that a load must contain; a tied tensor is there once, by its first name."""
-        return {name: tuple(tensor.shape) for name, tensor in self._own.items()}
+        return {name: tuple(tensor.shape) for name, tensor in self._folder_tensors.items()}
 
     def dtypes(self) -> dict[str, str]:
         """Return the dtype of every tensor by name, such as "float32"."""
-        return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._own.items()}
+        return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._folder_tensors.items()}
 
     def destinations(self) -> dict[str, Tensor]:
         """Return the tensors in host memory that may be overwritten in place."""
         return {
-            name: tensor for name, tensor in self._own.items() if tensor.device.type == "cpu" and tensor.is_contiguous()
+            name: tensor
+            for name, tensor in self._folder_tensors.items()
+            if tensor.device.type == "cpu" and tensor.is_contiguous()
         }
 
     def stored(self) -> list[Tensor]:
         """Return all tensors."""
-        return list(self._own.values())
+        return list(self._folder_tensors.values())
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights; see `decoder.WeightStore.load`."""
         by_name = checked(tensors, self.names_and_shapes(), optional=self._aliases)
-        for name in self._own:
+        for name in self._folder_tensors:
             self.write(name, by_name[name])
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Replace one tensor; its name and shape were checked before."""
         if name not in self._aliases:
-            self._own[name].copy_(tensor)
+            self._folder_tensors[name].copy_(tensor)
 
 
 class TransformersDecoder:
@@ -99,9 +103,8 @@ class TransformersDecoder:
         for row, prompt in enumerate(prompts):
             ids[row, padded - len(prompt) :] = torch.tensor(prompt)
             mask[row, padded - len(prompt) :] = 1
-        cache = (
-            DynamicCache()
-        )  # keeps all keys of layers with a sliding window too, so that rows of any length can be joined
+        # This cache keeps all keys also in layers with a sliding window, so that rows of any length can be joined.
+        cache = DynamicCache()
         index = torch.from_numpy(row_prompts).to(self.device)
         mask = mask.to(self.device)
         logits = self._forward(ids.to(self.device), mask, (mask.cumsum(-1) - 1).clamp(min=0), cache)
@@ -133,7 +136,7 @@ class TransformersDecoder:
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
         with torch.no_grad():
-            out = self._model(
+            result = self._model(
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions,
@@ -141,7 +144,7 @@ class TransformersDecoder:
                 use_cache=True,
                 logits_to_keep=1,
             )
-        logits: Tensor = out.logits[:, -1].float()
+        logits: Tensor = result.logits[:, -1].float()
         return logits
 
     def _join(self, cache: Any, mask: Tensor) -> None:

@@ -157,7 +157,7 @@ class EngineLoop:
         if not self._owners:
             return []
         try:
-            ended = self.engine.step()
+            finished = self.engine.step()
         except Exception as error:
             logger.exception("a generation step failed; %d rows in flight are lost", len(self._owners))
             failure = GenerationUnavailable(f"a generation step failed: {type(error).__name__}: {error}")
@@ -165,9 +165,9 @@ class EngineLoop:
             self.engine.reset()
             return self._fail(list(self._owners), failure)
         if self._on_tokens is not None:
-            self._on_tokens(self.engine.num_running + len(ended))
+            self._on_tokens(self.engine.num_running + len(finished))
         results: list[tuple[Sink, Result]] = []
-        for ticket, output in ended:
+        for ticket, output in finished:
             key, sink = self._remove(ticket)
             self._tickets.pop(key, None)
             results.append((sink, (key, output)))
@@ -177,10 +177,12 @@ class EngineLoop:
 
     def _report_tokens(self) -> None:
         """Report new tokens to the callbacks of watched rows. The last tokens of a row are only in its output."""
-        for ticket, ids in self.engine.new_ids({ticket: seen for ticket, (_, seen) in self._watched.items()}).items():
-            on_tokens, seen = self._watched[ticket]
+        for ticket, ids in self.engine.new_ids(
+            {ticket: num_reported for ticket, (_, num_reported) in self._watched.items()}
+        ).items():
+            on_tokens, num_reported = self._watched[ticket]
             if ids:
-                self._watched[ticket] = (on_tokens, seen + len(ids))
+                self._watched[ticket] = (on_tokens, num_reported + len(ids))
                 on_tokens(ids)
 
     def _remove(self, ticket: int) -> tuple[Hashable, Sink]:

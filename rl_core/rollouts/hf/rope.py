@@ -50,11 +50,11 @@ def rotation_table(config: DecoderConfig, positions: int, device: torch.device) 
 
 def interleave(weight: Tensor, head_dim: int) -> Tensor:
     """Return rows [heads * d, ...] with the two halves of every head side by side."""
-    rest = weight.shape[1:]
-    return weight.reshape(-1, 2, head_dim // 2, *rest).transpose(1, 2).reshape(weight.shape)
+    trailing = weight.shape[1:]
+    return weight.reshape(-1, 2, head_dim // 2, *trailing).transpose(1, 2).reshape(weight.shape)
 
 
 def deinterleave(weight: Tensor, head_dim: int) -> Tensor:
     """Return rows [heads * d, ...] in Hugging Face's layout again."""
-    rest = weight.shape[1:]
-    return weight.reshape(-1, head_dim // 2, 2, *rest).transpose(1, 2).reshape(weight.shape)
+    trailing = weight.shape[1:]
+    return weight.reshape(-1, head_dim // 2, 2, *trailing).transpose(1, 2).reshape(weight.shape)

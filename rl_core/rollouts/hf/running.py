@@ -50,7 +50,7 @@ class Rows:
         self.requests: list[Request] = []
         self._max_batch = max_batch
         self._width = 0
-        self._with_strings = 0
+        self._num_with_strings = 0
         self._count = np.zeros(max_batch, dtype=np.int64)
         self._limit = np.zeros(max_batch, dtype=np.int64)
         self._prompt = np.zeros(max_batch, dtype=np.int64)
@@ -70,7 +70,7 @@ class Rows:
             self._widen(width)
         first, end = len(self), len(self) + len(requests)
         self.requests += requests
-        self._with_strings += sum(bool(request.params.stop_strings) for request in requests)
+        self._num_with_strings += sum(bool(request.params.stop_strings) for request in requests)
         self._count[first:end] = 0
         for row, request in enumerate(requests, first):
             if request.begun is not None:
@@ -92,20 +92,20 @@ class Rows:
     @property
     def with_strings(self) -> bool:
         """Whether any row has stop strings."""
-        return self._with_strings > 0
+        return self._num_with_strings > 0
 
     def uniforms(self, first: int) -> np.ndarray:
         """Return a uniform random float32 in [0, 1) for the next token of each row from row `first` on."""
         part = slice(first, len(self))
-        drawn: np.ndarray = self._noise[self._index[part], self._count[part]]
-        return drawn
+        noise: np.ndarray = self._noise[self._index[part], self._count[part]]
+        return noise
 
     def record(self, first: int, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
         """Append one token per row from `first` on; return for each of these rows whether it is at its limit."""
         part = slice(first, len(self))
-        where = (self._index[part], self._count[part])
-        self._tokens[where] = tokens
-        self._logprobs[where] = logprobs
+        cells = (self._index[part], self._count[part])
+        self._tokens[cells] = tokens
+        self._logprobs[cells] = logprobs
         self._count[part] += 1
         full: np.ndarray = self._count[part] >= self._limit[part]
         return full
@@ -120,23 +120,23 @@ class Rows:
 
         Its tokens since the last interruption get the policy version `version`; earlier ones keep theirs.
         """
-        count, begun = int(self._count[row]), self.requests[row].begun
-        before = [] if begun is None else begun.versions
-        start = before[-1][1] if before else 0
+        count, interrupted = int(self._count[row]), self.requests[row].begun
+        earlier_versions = [] if interrupted is None else interrupted.versions
+        start = earlier_versions[-1][1] if earlier_versions else 0
         return GenerationOutput(
             ids=self._tokens[row, :count].tolist(),
             logprobs=self._logprobs[row, :count].tolist(),
             finish_reason=reason,
-            versions=[*before, *([(start, count, version)] if count > start else [])],
+            versions=[*earlier_versions, *([(start, count, version)] if count > start else [])],
         )
 
     def remove(self, gone: Sequence[int]) -> list[tuple[int, int]]:
         """Remove the rows `gone`; return the (source, target) moves of rows that took their places."""
-        left = len(self) - len(gone)
+        num_left = len(self) - len(gone)
         dropped = set(gone)
-        self._with_strings -= sum(bool(self.requests[row].params.stop_strings) for row in dropped)
-        holes = sorted(row for row in dropped if row < left)
-        sources = [row for row in range(left, len(self)) if row not in dropped]
+        self._num_with_strings -= sum(bool(self.requests[row].params.stop_strings) for row in dropped)
+        holes = sorted(row for row in dropped if row < num_left)
+        sources = [row for row in range(num_left, len(self)) if row not in dropped]
         moves = list(zip(sources, holes, strict=True))
         for source, target in moves:
             self.requests[target] = self.requests[source]
@@ -150,14 +150,14 @@ class Rows:
                 self._noise,
             ):
                 array[target] = array[source]
-        del self.requests[left:]
+        del self.requests[num_left:]
         return moves
 
     def _widen(self, width: int) -> None:
         def wider(array: np.ndarray) -> np.ndarray:
-            out = np.zeros((self._max_batch, width), dtype=array.dtype)
-            out[:, : self._width] = array
-            return out
+            widened = np.zeros((self._max_batch, width), dtype=array.dtype)
+            widened[:, : self._width] = array
+            return widened
 
         self._tokens, self._logprobs = wider(self._tokens), wider(self._logprobs)
         self._noise = wider(self._noise)

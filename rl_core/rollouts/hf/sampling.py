@@ -34,8 +34,8 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         mixed = _mix(seeds.astype(np.uint64) + GOLDEN)
         mixed = _mix(mixed + (positions.astype(np.uint64) + np.uint64(1)) * GOLDEN)
-    drawn: np.ndarray = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return drawn
+    values: np.ndarray = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return values
 
 
 def _mix(z: Any) -> Any:
@@ -68,10 +68,10 @@ class _Penalties:
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return the changed logits [n, V]."""
-        seen = self._counts > 0
-        logits = logits - self._frequency * self._counts - self._presence * seen
+        occurs = self._counts > 0
+        logits = logits - self._frequency * self._counts - self._presence * occurs
         reduced = torch.where(logits < 0, logits * self._repetition, logits / self._repetition)
-        return torch.where(seen, reduced, logits) + self._bias
+        return torch.where(occurs, reduced, logits) + self._bias
 
     def count(self, tokens: Tensor) -> None:
         """Count the tokens [n] that the rows have got."""
@@ -152,9 +152,9 @@ class BatchSampler:
             ranks = torch.arange(logits.shape[1], device=logits.device)
             ordered = ordered.masked_fill(ranks >= self._top_k, 0.0)
         if self._top_p is not None:
-            before = ordered.cumsum(-1) - ordered
+            mass_before = ordered.cumsum(-1) - ordered
             total = ordered.sum(-1, keepdim=True)
             # Keep the token that crosses top_p: the sum before it is still below.
-            ordered = ordered.masked_fill(before >= self._top_p * total, 0.0)
-        cut = torch.zeros_like(probabilities).scatter_(1, order, ordered)
-        return torch.where(kept > 0, cut, kept)
+            ordered = ordered.masked_fill(mass_before >= self._top_p * total, 0.0)
+        restored = torch.zeros_like(probabilities).scatter_(1, order, ordered)
+        return torch.where(kept > 0, restored, kept)

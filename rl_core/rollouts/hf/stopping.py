@@ -16,17 +16,17 @@ class StopIds:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._known: dict[frozenset[int], int] = {}
+        self._index_of_set: dict[frozenset[int], int] = {}
         self._table = np.zeros((0, vocab_size), dtype=np.bool_)
 
     def set_index(self, ids: frozenset[int]) -> int:
         """Return the index of the set `ids`, which is added at first use; ids outside the vocabulary are ignored."""
-        if ids not in self._known:
+        if ids not in self._index_of_set:
             row = np.zeros((1, self._vocab_size), dtype=np.bool_)
             row[0, [token for token in ids if 0 <= token < self._vocab_size]] = True
-            self._known[ids] = len(self._table)
+            self._index_of_set[ids] = len(self._table)
             self._table = np.concatenate([self._table, row])
-        return self._known[ids]
+        return self._index_of_set[ids]
 
     def hits(self, sets: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Return [n] bool: whether each token is in its row's set."""

@@ -34,7 +34,7 @@ class HFWeightTarget:
         """Return name -> (shape, dtype) of every tensor of the model."""
         adapters = self._adapters.adapters if self._adapters is not None else {}
         return self._engine.shapes_and_dtypes() | {
-            name: (tuple(one.shape), "float32") for name, one in adapters.items()
+            name: (tuple(tensor.shape), "float32") for name, tensor in adapters.items()
         }
 
     def destinations(self) -> Mapping[str, Tensor]:

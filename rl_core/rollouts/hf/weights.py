@@ -181,6 +181,6 @@ def checked(
         by_name[name] = tensor
     problems += [f"missing {name}" for name in wanted if name not in by_name]
     if problems:
-        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise DataError(f"weights do not fit the model, nothing was applied: {'; '.join(problems[:5])}{more}")
+        omitted = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise DataError(f"weights do not fit the model, nothing was applied: {'; '.join(problems[:5])}{omitted}")
     return by_name

@@ -178,8 +178,8 @@ class AsyncNemoGymRolloutImpl:
             )
         params = copy.deepcopy(dict(row["responses_create_params"]))
         params["temperature"], params["top_p"] = self._setting("temperature"), self._setting("top_p")
-        limit, own = self._setting("max_new_tokens"), params.get("max_output_tokens")
-        params["max_output_tokens"] = limit if own is None else min(own, limit)
+        limit, row_limit = self._setting("max_new_tokens"), params.get("max_output_tokens")
+        params["max_output_tokens"] = limit if row_limit is None else min(row_limit, limit)
         template = {**row, "responses_create_params": params}
         return [{**copy.deepcopy(template), "_rowidx": index} for index in range(self.num_generations_per_prompt)]
 
@@ -202,17 +202,17 @@ class AsyncNemoGymRolloutImpl:
                 f"a row of NeMo-Gym must have agent_ref.name, got {shown(inputs[0].get('agent_ref'))}; correct the data"
             )
         clock = Timers().clock
-        began = clock()
+        start = clock()
         with timer.time(f"{timer_prefix}/run_rollouts"):
             with timer.time(f"{timer_prefix}/await_results"):
                 results = await self._all_results(inputs, timer_prefix)
-            answered = clock()
+            answered_at = clock()
             with timer.time(f"{timer_prefix}/postprocess_results"):
                 completions = [self._result_to_completion(result) for result in results]
-            ended = clock()
+            end = clock()
         with timer.time(f"{timer_prefix}/compute_metrics"):
             metrics = self._compute_rollout_metrics(completions, agent)
-        share = (ended - answered) / max(ended - began, 1e-9)
+        share = (end - answered_at) / max(end - start, 1e-9)
         return completions, metrics | {f"{timer_prefix}/postprocess_results_pct": 100.0 * share}
 
     async def _all_results(self, inputs: list[dict[str, Any]], timer_prefix: str) -> list[dict[str, Any]]:
@@ -248,18 +248,18 @@ class AsyncNemoGymRolloutImpl:
         """Send `rows` once and add their results; of rows without one, add the reason."""
         if TASK not in self.task_to_env:
             raise RolloutConfigError(f"task_to_env must have {TASK!r}, got {sorted(map(str, self.task_to_env))}")
-        sent = {row["_rowidx"] for row in rows}
-        seen: set[int] = set()
+        requested = {row["_rowidx"] for row in rows}
+        answered: set[int] = set()
         stream = self.task_to_env[TASK].run_rollouts(rows, self.tokenizer, timer_prefix)
         async with contextlib.aclosing(stream):
             async for index, result in stream:
                 if type(index) is not int or not 0 <= index < total:
                     raise GymProtocolFailure(f"NeMo-Gym returned invalid row index {index!r} for {total} inputs")
-                if index in seen or index in results:
+                if index in answered or index in results:
                     raise GymProtocolFailure(f"NeMo-Gym returned duplicate row index {index}")
-                if index not in sent:
+                if index not in requested:
                     raise GymProtocolFailure(f"NeMo-Gym returned row index {index}, which was not dispatched")
-                seen.add(index)
+                answered.add(index)
                 if isinstance(result, RowFailure):
                     reasons[index] = result.reason
                 else:
@@ -302,8 +302,8 @@ class AsyncNemoGymRolloutImpl:
         n = max(len(completions), 1)
         used = [completion for completion in completions if not math.isnan(completion.reward)]
         lengths = [_lengths(completion) for completion in completions]
-        generated = [sum(own) for _, own in lengths]
-        longest = [max(own, default=0) for _, own in lengths]
+        generated = [sum(reply_lengths) for _, reply_lengths in lengths]
+        longest = [max(reply_lengths, default=0) for _, reply_lengths in lengths]
         truncated = sum(completion.truncated for completion in completions) / n
         turns = [sum(message["role"] == "user" for message in c.message_log) for c in completions]
         metrics = prefixed("total_reward", [completion.reward for completion in used])
@@ -341,8 +341,8 @@ def _name_rows(rows: Sequence[dict[str, Any]], sample: Mapping[str, Any]) -> Non
 def _missing(inputs: Sequence[Any], results: Mapping[int, Any], reasons: Mapping[int, str]) -> str:
     """Return which rows have no answer, and why the first of them."""
     rows = [index for index in range(len(inputs)) if index not in results]
-    why = [f"row {index}: {reasons[index]}" for index in rows if index in reasons][:NAMED_FAILURES]
-    return "; ".join([f"rows without an answer: {rows}", *why])
+    descriptions = [f"row {index}: {reasons[index]}" for index in rows if index in reasons][:NAMED_FAILURES]
+    return "; ".join([f"rows without an answer: {rows}", *descriptions])
 
 
 def _prompt(sample: Mapping[str, Any], completions: Sequence[Completion]) -> Any:
@@ -351,23 +351,23 @@ def _prompt(sample: Mapping[str, Any], completions: Sequence[Completion]) -> Any
     The model server applies the chat template, with tools that the prompt of the data set may not have.
     """
     common = common_prefix(completions)
-    own = sample["message_log"]
-    if own and all("token_ids" in message for message in own):
-        ids = torch.cat([as_token_tensor(message["token_ids"]) for message in own])
+    message_log = sample["message_log"]
+    if message_log and all("token_ids" in message for message in message_log):
+        ids = torch.cat([as_token_tensor(message["token_ids"]) for message in message_log])
         if len(ids) <= len(common) and torch.equal(ids, common[: len(ids)]):
-            return own
+            return message_log
     return [{"role": "user", "content": "", "token_ids": common}]
 
 
 def _with_tensors(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of `message` with ids [T] int64 and, for the assistant, finite log-probabilities [T] float32."""
-    made = {**message, "token_ids": as_token_tensor(message["token_ids"])}
+    result = {**message, "token_ids": as_token_tensor(message["token_ids"])}
     if message["role"] == "assistant" and message.get("generation_logprobs") is not None:
         logprobs = torch.as_tensor(message["generation_logprobs"], dtype=torch.float32).reshape(-1)
         if not bool(logprobs.isfinite().all()):
             raise RolloutDataFailure(f"log-probabilities must be finite, got {shown(message['generation_logprobs'])}")
-        made["generation_logprobs"] = logprobs
-    return made
+        result["generation_logprobs"] = logprobs
+    return result
 
 
 def _reward(answer: Mapping[str, Any]) -> float:
@@ -389,8 +389,8 @@ def _drop_mask(answer: dict[str, Any]) -> None:
 
 def _lengths(completion: Completion) -> tuple[int, list[int]]:
     """Return the tokens of the whole log, and those of each turn of the policy."""
-    own = [len(message["token_ids"]) for message in completion.message_log if message["role"] == "assistant"]
-    return sum(len(message["token_ids"]) for message in completion.message_log), own
+    reply_lengths = [len(message["token_ids"]) for message in completion.message_log if message["role"] == "assistant"]
+    return sum(len(message["token_ids"]) for message in completion.message_log), reply_lengths
 
 
 def _columns(completions: Sequence[Completion]) -> dict[str, list[float]]:
@@ -398,7 +398,7 @@ def _columns(completions: Sequence[Completion]) -> dict[str, list[float]]:
     columns: dict[str, list[float]] = {}
     for completion in completions:
         for key, value in (completion.env_extras or {}).items():
-            counted = key == "mask_sample" or not math.isnan(completion.reward)
-            if counted and isinstance(value, bool | int | float) and math.isfinite(value):
+            included = key == "mask_sample" or not math.isnan(completion.reward)
+            if included and isinstance(value, bool | int | float) and math.isfinite(value):
                 columns.setdefault(key, []).append(float(value))
     return columns

@@ -28,18 +28,18 @@ class AdapterTensors:
         """Name -> (shape, dtype) of the tensors that the trainer sends."""
         groups = [group for group in FUSED if not set(group).isdisjoint(spec.targets)]
         fused = {target for group in groups for target in group}
-        whole = spec.model_copy(update={"targets": sorted({*spec.targets, *fused})})
-        self._whole = adapter_shapes(whole, shapes)
+        fused_spec = spec.model_copy(update={"targets": sorted({*spec.targets, *fused})})
+        self._fused_shapes = adapter_shapes(fused_spec, shapes)
         """`shapes`, and those of the other parts of fused layers: SGLang needs all parts if one has an adapter."""
         self.config: dict[str, Any] = {
             "peft_type": "LORA",
             "r": spec.rank,
             "lora_alpha": spec.alpha,
-            "target_modules": whole.targets,
+            "target_modules": fused_spec.targets,
             "bias": "none",
         }
         """As in `adapter_config.json` of peft."""
-        self.nbytes = sum(4 * torch.Size(shape).numel() + ALIGNMENT for shape, _ in self._whole.values())
+        self.nbytes = sum(4 * torch.Size(shape).numel() + ALIGNMENT for shape, _ in self._fused_shapes.values())
         """Size of all tensors in memory where each begins at a multiple of ALIGNMENT."""
 
     def complete(self, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -47,15 +47,15 @@ class AdapterTensors:
 
         Raises InfrastructureError unless `adapters` are exactly those of the job.
         """
-        wrong = sorted(self.shapes.keys() ^ adapters.keys()) or [
+        mismatched = sorted(self.shapes.keys() ^ adapters.keys()) or [
             name for name, (shape, _) in self.shapes.items() if tuple(adapters[name].shape) != shape
         ]
-        if wrong:
+        if mismatched:
             raise InfrastructureError(
                 f"an adapter must have the {len(self.shapes)} tensors of model.lora, got {len(adapters)}; "
-                f"{len(wrong)} are missing, unknown or of another shape: {wrong[:3]}"
+                f"{len(mismatched)} are missing, unknown or of another shape: {mismatched[:3]}"
             )
-        zeros = ((name, shape) for name, (shape, _) in self._whole.items() if name not in adapters)
+        zeros = ((name, shape) for name, (shape, _) in self._fused_shapes.items() if name not in adapters)
         return {**adapters, **{name: torch.zeros(shape) for name, shape in zeros}}
 
 

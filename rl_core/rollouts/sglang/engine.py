@@ -108,8 +108,8 @@ class SGLangEngine:
         self._source, self._environ, self._memory = source, environ, memory
         self._start_seconds, self._silence_seconds, self._on_tokens = start_seconds, silence_seconds, on_tokens
         self._restarts, self._on_stage = restarts, on_stage
-        self._lost: Callable[[str], None] = lambda reason: None
-        self._back: Callable[[RLJobError | None], None] = lambda error: None
+        self._on_lost: Callable[[str], None] = lambda reason: None
+        self._on_back: Callable[[RLJobError | None], None] = lambda error: None
         self._lock = threading.Lock()
         """Guards `_process` and `_pending`: a row is either sent to a living child or refused, so none is left with a child that is gone."""
         self._pending = _Pending()
@@ -135,7 +135,7 @@ class SGLangEngine:
 
     def watch(self, lost: Callable[[str], None], back: Callable[[RLJobError | None], None]) -> None:
         """Register callbacks, which are called on the keeper thread; see `Engine.watch`."""
-        self._lost, self._back = lost, back
+        self._on_lost, self._on_back = lost, back
 
     def await_ready(self, seconds: float) -> None:
         """Block until a child is ready. Raises DeadlineExceeded after `seconds`, or the error that prevents a new child."""
@@ -185,8 +185,8 @@ class SGLangEngine:
         """Drop rows; see `RowQueue`."""
         with self._lock:
             numbers = [self._pending.numbers.pop(key) for key in keys if key in self._pending.numbers]
-            for number in numbers:
-                del self._pending.rows[number]
+            for row_id in numbers:
+                del self._pending.rows[row_id]
             if numbers and self._process is not None:
                 self._process.send(EngineAbort(keys=numbers))
 
@@ -208,10 +208,10 @@ class SGLangEngine:
         """Call `method` of the child; the returned future fails with InfrastructureError."""
         with self._lock:
             process = self._living()
-            number = next(self._numbers)
+            call_id = next(self._numbers)
             answer: Future[Any] = Future()
-            self._pending.calls[number] = answer
-            process.send(EngineCall(call=number, method=method, arguments=arguments))
+            self._pending.calls[call_id] = answer
+            process.send(EngineCall(call=call_id, method=method, arguments=arguments))
         return answer
 
     async def pause(self, mode: PauseMode, seconds: float) -> None:
@@ -242,9 +242,7 @@ class SGLangEngine:
         while not self._closed.is_set():
             try:
                 reason = self._run_process()
-            except (
-                Exception
-            ) as error:  # any failure: callers that wait for the engine must learn that there will be none
+            except Exception as error:  # Callers that wait for the engine must learn of any failure.
                 if not isinstance(error, RLJobError):
                     logger.exception("the engine's keeper failed")
                     error = InfrastructureError(f"the engine's keeper failed: {type(error).__name__}: {error}")
@@ -283,8 +281,8 @@ class SGLangEngine:
         logger.error("the engine does not come back: %s", error)
         self._failure = error
         self._ready.set()
-        if not self._closed.is_set():  # afterwards nobody waits for another engine, and the worker ends in its own way
-            self._back(error)
+        if not self._closed.is_set():  # After `close` nobody waits for another engine.
+            self._on_back(error)
 
     def _serve(self, process: EngineProcess) -> str:
         """Handle the child's messages until it is gone, it hangs, or `close` is called; return the reason."""
@@ -294,7 +292,7 @@ class SGLangEngine:
         restarted = len(self._starts) > 1
         self._ready.set()
         if restarted:
-            self._back(None)
+            self._on_back(None)
         reason = "its keeper failed"
         try:
             reason = self._read(process)
@@ -303,12 +301,12 @@ class SGLangEngine:
             if not self._closed.is_set():
                 # Before the calls fail: a caller that looks for the reason of a failed call must find the loss reported.
                 logger.error("the engine is lost: %s", reason)
-                self._lost(reason)
+                self._on_lost(reason)
             self._fail_all(reason)
         return reason
 
     def _read(self, process: EngineProcess) -> str:
-        heard = asked = reported = time.monotonic()
+        heard_at = asked_at = reported_at = time.monotonic()
         while not self._closed.is_set():
             try:
                 message = process.receive(min(LOOK_S, self._silence_seconds / 4), self._silence_seconds)
@@ -321,33 +319,33 @@ class SGLangEngine:
                 )
             now = time.monotonic()
             if message is not None:
-                heard = now
+                heard_at = now
                 self._handle(message)
-            elif now - heard > self._silence_seconds:
+            elif now - heard_at > self._silence_seconds:
                 return (
-                    f"its process {process.pids[0]} has answered nothing for {now - heard:.0f} s "
+                    f"its process {process.pids[0]} has answered nothing for {now - heard_at:.0f} s "
                     "(runtime.deadlines.engineSilence)"
                 )
-            elif now - max(heard, reported) > REPORT_S:
-                reported = now
+            elif now - max(heard_at, reported_at) > REPORT_S:
+                reported_at = now
                 logger.warning(
                     "the engine has answered nothing for %.0f s, it may be compiling; it is replaced after %g s "
                     "(runtime.deadlines.engineSilence)",
-                    now - heard,
+                    now - heard_at,
                     self._silence_seconds,
                 )
-            if now - asked > min(ASK_S, self._silence_seconds / 4):
-                asked = now
+            if now - asked_at > min(ASK_S, self._silence_seconds / 4):
+                asked_at = now
                 self._ask_alive(process)
         return "closed"
 
     def _ask_alive(self, process: EngineProcess) -> None:
         """Ask the child a question that only its scheduler can answer: the child itself keeps sending while its scheduler hangs."""
         with self._lock:
-            number = next(self._numbers)
+            call_id = next(self._numbers)
             answer: Future[Any] = Future()
-            self._pending.calls[number] = answer
-            process.send(EngineCall(call=number, method="alive", arguments={}))
+            self._pending.calls[call_id] = answer
+            process.send(EngineCall(call=call_id, method="alive", arguments={}))
         answer.add_done_callback(self._store_load)
 
     def _store_load(self, answer: Future[Any]) -> None:
@@ -385,7 +383,7 @@ class SGLangEngine:
         with self._lock:
             for output in outputs:
                 progress = self._pending.rows.get(output.key)
-                if progress is None:  # its caller has left
+                if progress is None:  # The caller has left.
                     continue
                 tokens += len(output.ids)
                 self._prompt_tokens += output.prompt_tokens

@@ -57,23 +57,23 @@ class EngineProcess:
         thread of its own, with what the engine's start does.
         """
         self._on_stage = on_stage
-        near, far = socket.socketpair()
+        own_end, child_end = socket.socketpair()
         command = [sys.executable, "-P", "-u", "-m", "rl_core.rollouts.sglang.child"]
-        numbers = [str(far.fileno()), str(memory), str(os.getpid())]
+        numbers = [str(child_end.fileno()), str(memory), str(os.getpid())]
         try:
             self._process = subprocess.Popen(
                 command + numbers,
                 env=dict(environ),
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                pass_fds=(far.fileno(), memory),
+                pass_fds=(child_end.fileno(), memory),
                 start_new_session=True,  # Ctrl-C does not reach it, and the whole group can be killed at once
             )
         except OSError as error:
-            near.close()
+            own_end.close()
             raise InfrastructureError(f"the engine's process could not be started: {error}") from error
         finally:
-            far.close()
+            child_end.close()
         self._owner = source.owner
         self.pids = [self._process.pid]
         """The process ids of the engine, the child's first."""
@@ -84,9 +84,9 @@ class EngineProcess:
         """What its processes wrote last."""
         self._output = threading.Thread(target=self._copy_output, name="rljob-engine-err", daemon=True)
         self._output.start()
-        self._stream = near
-        self._poll = select.poll()  # not select(), which knows no descriptor above 1,023
-        self._poll.register(near, select.POLLIN)
+        self._stream = own_end
+        self._poll = select.poll()  # select() does not support descriptors above 1,023.
+        self._poll.register(own_end, select.POLLIN)
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         # A thread of its own: a stopped child reads nothing, and the event loop must not block on it.
         threading.Thread(target=self._write, name="rljob-engine-out", daemon=True).start()
@@ -144,8 +144,8 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             return "closed its stream"
         self._output.join(END_S)
-        ended = f"was killed by {processes.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        return f"{ended}; it said: {self._cause}" if self._cause else ended
+        exit_text = f"was killed by {processes.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        return f"{exit_text}; it said: {self._cause}" if self._cause else exit_text
 
     def kill(self) -> None:
         """Kill the child and all processes of the engine, reap it, and remove its file in shared memory. Idempotent.
@@ -176,7 +176,7 @@ class EngineProcess:
         while (data := self._outbox.get()) is not None:
             try:
                 self._stream.sendall(data)
-            except OSError:  # the child has ended; the reader of the stream notices
+            except OSError:  # The child has ended, which the reader of the stream reports.
                 return
 
     def _copy_output(self) -> None:

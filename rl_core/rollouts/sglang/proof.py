@@ -42,28 +42,30 @@ class GivenTensors:
         Returns the names of the added tensors of which the ranks hold no piece, because the engine's loader converts or skips them; always
         empty unless `whole`.
         """
-        held, differing = _merged(ranks)
-        wrong = sorted(differing | {name for name in held.keys() & self._sums.keys() if held[name] != self._sums[name]})
-        stale = sorted(held.keys() - self._sums.keys())
-        if wrong or stale:
+        merged, differing = _merged(ranks)
+        mismatched = sorted(
+            differing | {name for name in merged.keys() & self._sums.keys() if merged[name] != self._sums[name]}
+        )
+        stale = sorted(merged.keys() - self._sums.keys())
+        if mismatched or stale:
             raise InfrastructureError(
-                f"the engine's tensors must hold the weights they were given, got {len(held)} of which {len(wrong)} hold something else "
-                f"{wrong[:3]} and {len(stale)} were not given {stale[:3]}; the version is not served. Where the engine rearranges its weights "
+                f"the engine's tensors must hold the weights they were given, got {len(merged)} of which {len(mismatched)} hold something else "
+                f"{mismatched[:3]} and {len(stale)} were not given {stale[:3]}; the version is not served. Where the engine rearranges its weights "
                 f"after loading, set {PROOF_VARIABLE}={CONTENT} in rollout.env, to rely on the content check"
             )
-        return sorted(self._sums.keys() - held.keys()) if whole else []
+        return sorted(self._sums.keys() - merged.keys()) if whole else []
 
 
 def _merged(ranks: Sequence[Mapping[str, str]]) -> tuple[dict[str, tuple[int, Checksum]], set[str]]:
     """Return (name -> (elements, checksum) over all ranks, names of tensors of which two ranks hold the same piece differently)."""
-    pieces: dict[str, str] = {}
+    piece_sums: dict[str, str] = {}
     differing = set()
     for rank in ranks:
         for key, value in rank.items():
-            if pieces.setdefault(key, value) != value:
+            if piece_sums.setdefault(key, value) != value:
                 differing.add(key.split(" ", 1)[0])
     merged: dict[str, tuple[int, Checksum]] = {}
-    for key, value in pieces.items():
+    for key, value in piece_sums.items():
         count, first, second = map(int, value.split())
         name = key.split(" ", 1)[0]
         elements, sums = merged.get(name, (0, (0, 0)))

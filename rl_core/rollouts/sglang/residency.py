@@ -18,12 +18,12 @@ class SGLangResidency:
 
     def offload(self, parts: Collection[Part]) -> None:
         """Free the device memory of `parts`. Raises InfrastructureError if the engine fails to."""
-        if moved := sorted(set(parts) - self._offloaded):
-            self._engine.call("release_memory", parts=moved).result(self._seconds)
-            self._offloaded.update(moved)
+        if selected := sorted(set(parts) - self._offloaded):
+            self._engine.call("release_memory", parts=selected).result(self._seconds)
+            self._offloaded.update(selected)
 
     def onload(self, parts: Collection[Part]) -> None:
         """Bring `parts` back. Raises InfrastructureError if the weights differ from those that were offloaded and were not replaced."""
-        if moved := sorted(set(parts) & self._offloaded):
-            self._engine.call("restore_memory", parts=moved).result(self._seconds)
-            self._offloaded.difference_update(moved)
+        if selected := sorted(set(parts) & self._offloaded):
+            self._engine.call("restore_memory", parts=selected).result(self._seconds)
+            self._offloaded.difference_update(selected)

@@ -141,7 +141,7 @@ class SGLangRolloutEngine:
         """Pause generation; see `Engine.pause`."""
         # Keys and values are of one adapter: rows with adapters are requested again with that of the new version.
         mode: PauseMode = "abort" if self._has_adapters else "in_place" if keep_cache else "retract"
-        with suppress(InfrastructureError):  # nothing generates in an engine that is gone
+        with suppress(InfrastructureError):  # An engine that is gone generates nothing.
             await self.engine.pause(mode, self._seconds)
 
     def watch(self, lost: Callable[[str], None], back: Callable[[RLJobError | None], None]) -> None:

@@ -95,7 +95,7 @@ class RowProgress:
         start = len(self._ids)
         self._ids += output.ids
         if output.reason == "abort" and self._reported < len(self._ids):
-            self.stream(self._ids[self._reported :])  # ids of the step in which it was aborted
+            self.stream(self._ids[self._reported :])  # Ids of the step in which the row was aborted.
         self._logprobs += output.logprobs
         try:
             self._versions += [(start + a, start + b, int(version)) for a, b, version in output.versions if b > a]

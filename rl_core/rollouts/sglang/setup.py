@@ -58,7 +58,7 @@ def _remove_orphans() -> None:
         try:
             with lock.open("wb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # its worker lives, or belongs to another user
+        except OSError:  # The worker of the file is alive, or belongs to another user.
             continue
         shutil.rmtree(lock.parent, ignore_errors=True)
 
@@ -77,21 +77,21 @@ def options(spec: RLJobSpec, folder: Path, device: str, max_seq_len: int) -> dic
         "skip_server_warmup": True,
         "enable_fp32_lm_head": spec.model.float32_head,
     }
-    given = {name: value for name, value in spec.rollout.engine_args.items() if name not in POD_ARGUMENTS}
-    own: dict[str, Any] = {"log_level": "warning"} | given
+    engine_args = {name: value for name, value in spec.rollout.engine_args.items() if name not in POD_ARGUMENTS}
+    defaults: dict[str, Any] = {"log_level": "warning"} | engine_args
     if sends_adapters(spec) and spec.model.lora is not None:
         common |= _adapter_options(spec.model.lora)
     elif spec.weights.on_update == "keep_kv":
         # A step that overlaps an update would be labelled with the new version.
         common |= {"disable_overlap_schedule": True}
     if device == "cpu":
-        return cpu.options(max_batch=spec.rollout.max_batch, context=context) | own | common
-    first = int(device.partition(":")[2] or 0)
+        return cpu.options(max_batch=spec.rollout.max_batch, context=context) | defaults | common
+    device_index = int(device.partition(":")[2] or 0)
     if spec.placement.mode != "disaggregated":
         # With a copy in host memory: the trainer gets the device for a checkpoint too, after which no weights are sent. Adapters and
         # patches also need the weights that they change.
         common |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
-    return own | common | {"device": "cuda", "base_gpu_id": first, "tp_size": spec.rollout.tensor_parallel}
+    return defaults | common | {"device": "cuda", "base_gpu_id": device_index, "tp_size": spec.rollout.tensor_parallel}
 
 
 def _adapter_options(lora: LoraSpec) -> dict[str, Any]:

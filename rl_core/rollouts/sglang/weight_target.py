@@ -87,7 +87,7 @@ class SGLangWeightTarget:
         """See `RankTarget`."""
         self.opened: tuple[int, ...] = ()
         """See `RankTarget`."""
-        self._whole = True
+        self._prove_all = True
         """Whether the next update is proven by all tensors: the last one was not proven."""
         self.proof = ""
         """How the last version was proven (`Engine.weights_proof`); "" before the first."""
@@ -108,20 +108,22 @@ class SGLangWeightTarget:
 
     def load_source(self, source: SharedSource | DeviceSource | GroupSource, assembly: Assembly) -> None:
         """Let each process of the engine read the version from `source`; see `RankTarget`."""
-        manifest, wanted = assembly.manifest, self._shapes
+        manifest, shapes = assembly.manifest, self._shapes
         assembly.touched, self.group_ended, self.opened = True, False, ()
-        whole, self._whole = self._whole, True
+        prove_all, self._prove_all = self._prove_all, True
         load = SourceLoad(
             source=source,
             manifest=manifest.packed,
             bucket_bytes=assembly.layout.bucket_bytes,
-            wanted=list(wanted),
-            whole=whole or self._turns == 1,
+            wanted=list(shapes),
+            whole=prove_all or self._turns == 1,
             collective_seconds=self._collective_seconds,
         )
         keep_cache = self._engine.paused == "in_place"
-        held = self._call("load_source", load=load, version=manifest.version, keep_cache=keep_cache, turns=self._turns)
-        reports = held["reports"]
+        answer = self._call(
+            "load_source", load=load, version=manifest.version, keep_cache=keep_cache, turns=self._turns
+        )
+        reports = answer["reports"]
         keys = {report["group"] for report in reports}
         self.opened = tuple(rank for rank, report in enumerate(reports) if report["opened"])
         self._group = (keys.pop() if len(keys) == 1 else "", self._engine.pids)
@@ -131,9 +133,9 @@ class SGLangWeightTarget:
             self.group_ended = all(report["ended"] for report in failed.values())
             raise InfrastructureError("; ".join(f"rank {rank}: {report['error']}" for rank, report in failed.items()))
         if not assembly.bad:
-            given = GivenTensors()
-            given.add_manifest(manifest, wanted)
-            self._prove(given, held)
+            tensors = GivenTensors()
+            tensors.add_manifest(manifest, shapes)
+            self._prove(tensors, answer)
 
     def load(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Load every tensor into the engine. Raises InfrastructureError if the engine's tensors then differ from the given ones.
@@ -142,13 +144,13 @@ class SGLangWeightTarget:
         """
         adapters: dict[str, Tensor] = {}
         base = self._without_adapters(tensors, adapters)
-        first = next(base, None)
-        if first is not None:
-            self._load_base(chain([first], base), version)
+        first_tensor = next(base, None)
+        if first_tensor is not None:
+            self._load_base(chain([first_tensor], base), version)
         if self._adapters is not None:
             self._load_adapters(self._adapters, adapters, version)
-            if first is None:
-                self._whole = True
+            if first_tensor is None:
+                self._prove_all = True
                 self._prove(self._base, self._call("held_weights", turns=self._adapter_turns))
 
     def _without_adapters(
@@ -161,15 +163,15 @@ class SGLangWeightTarget:
             else:
                 yield name, tensor
 
-    def _load_adapters(self, known: AdapterTensors, adapters: Mapping[str, Tensor], version: int) -> None:
-        whole = known.complete(adapters)
+    def _load_adapters(self, adapter_tensors: AdapterTensors, adapters: Mapping[str, Tensor], version: int) -> None:
+        tensors = adapter_tensors.complete(adapters)
         places: list[TensorPlace] = []
         end = 0
-        for name, tensor in whole.items():
+        for name, tensor in tensors.items():
             place, end = self._write(name, tensor, end)
             places.append(place)
-        digests = {name: digest(tensor) for name, tensor in whole.items()}
-        self._call("load_adapter", places=places, version=version, config=known.config, digests=digests)
+        digests = {name: digest(tensor) for name, tensor in tensors.items()}
+        self._call("load_adapter", places=places, version=version, config=adapter_tensors.config, digests=digests)
 
     def _write(self, name: str, tensor: Tensor, end: int) -> tuple[TensorPlace, int]:
         """Write `tensor` into the buffer behind byte `end`; return its place and its last byte + 1."""
@@ -180,32 +182,32 @@ class SGLangWeightTarget:
         return TensorPlace(name=name, shape=list(tensor.shape), dtype=dtype, offset=start), end
 
     def _load_base(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
-        whole, self._whole = self._whole, True
+        prove_all, self._prove_all = self._prove_all, True
         self._call("begin_weights")
-        given = GivenTensors()
+        proven = GivenTensors()
         places: list[TensorPlace] = []
         end = 0
         for name, tensor in tensors:
-            given.add(name, tensor)
+            proven.add(name, tensor)
             if places and _aligned(end) + tensor.nbytes > self._buffer.bytes.numel():
                 self._call("load_weights", places=places)
                 places, end = [], 0
             place, end = self._write(name, tensor, end)
             places.append(place)
         self._call("load_weights", places=places, version=version, keep_cache=self._engine.paused == "in_place")
-        self._prove(given, self._call("end_weights", turns=self._turns, whole=whole or self._turns == 1))
+        self._prove(proven, self._call("end_weights", turns=self._turns, whole=prove_all or self._turns == 1))
 
-    def _prove(self, given: GivenTensors, held: Mapping[str, Any]) -> None:
-        """Compare what the engine holds, as `ChildWeightLoader.end` returns it, with the `given` tensors.
+    def _prove(self, tensors: GivenTensors, answer: Mapping[str, Any]) -> None:
+        """Compare what the engine holds, as `ChildWeightLoader.end` returns it, with `tensors`, which it was given.
 
         Raises InfrastructureError where they differ.
         """
         if os.environ.get(PROOF_VARIABLE) == CONTENT:
             self.proof = UNPROVEN
             return
-        unknown = given.prove(held["ranks"], whole=held["whole"])
-        self._base, self._whole = given, False
-        if held["whole"]:
+        unknown = tensors.prove(answer["ranks"], whole=answer["whole"])
+        self._base, self._prove_all = tensors, False
+        if answer["whole"]:
             self.proof = UNPROVEN if unknown else PROVEN
         if unknown:
             logger.warning(
@@ -235,5 +237,5 @@ def weight_buffer(
 ) -> WeightBuffer:
     """Return shared memory for BUCKET_BYTES of tensors, or all `adapters`; more if one tensor is larger, less if the whole model is smaller."""
     sizes = [torch.Size(shape).numel() * getattr(torch, dtype).itemsize for shape, dtype in shapes.values()]
-    whole = sum(map(_aligned, sizes))
-    return WeightBuffer(max(*sizes, min(BUCKET_BYTES, whole), adapters.nbytes if adapters is not None else 0))
+    total = sum(map(_aligned, sizes))
+    return WeightBuffer(max(*sizes, min(BUCKET_BYTES, total), adapters.nbytes if adapters is not None else 0))

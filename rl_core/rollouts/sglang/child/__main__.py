@@ -48,7 +48,7 @@ def main() -> int:
         sock.sendall(pipe.pack(EngineFailure(call=0, type=type(error).__name__, message=str(error))))
         return 2
     loads = engine.tokenizer_manager.load_snapshot_reader
-    loads.read_all()  # opens the file, which the scheduler has created by now
+    loads.read_all()  # The scheduler has created the file by now, and the reader opens it here.
     # Reader and scheduler have the file open. Its name would outlive the engine, which always ends by being killed.
     Path(loads.path).unlink(missing_ok=True)
     sock.sendall(pipe.pack(EngineReady(pids=[os.getpid(), *engine.get_all_child_pids()])))
@@ -98,9 +98,9 @@ def _import_only(architecture: str, package: Path) -> None:
     """Let the scheduler import the modules of one architecture: importing those of all of them takes a quarter of its start."""
     modules = [path for path in (package / "srt" / "models").iterdir() if not path.name.startswith("_")]
     defining = {path for path in modules if path.suffix == ".py" and f"class {architecture}(" in path.read_text()}
-    if defining:  # others are left to SGLang
-        others = sorted(path.stem for path in modules if path not in defining)
-        os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)
+    if defining:  # A model that none of these modules defines is left to SGLang.
+        disabled = sorted(path.stem for path in modules if path not in defining)
+        os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(disabled)
 
 
 def _free_ports(count: int) -> list[int]:

@@ -53,15 +53,15 @@ class ChildAdapters:
         """
         if self._unloading is not None:
             await self._unloading
-        offered, self._offered = self._offered, None
-        if offered is not None:  # of a version that was never committed
-            await self._unload(offered)
+        uncommitted, self._offered = self._offered, None
+        if uncommitted is not None:  # The adapter of a version that was never committed.
+            await self._unload(uncommitted)
         # SGLang compares as well, after the tensors were sent to its processes, but a difference ends them.
         tensors = self._loader.tensors(places)
-        wrong = sorted(name for name in digests.keys() | tensors.keys() if not _holds(tensors, digests, name))
-        if wrong:
+        mismatched = sorted(name for name in digests.keys() | tensors.keys() if not _holds(tensors, digests, name))
+        if mismatched:
             raise RuntimeError(
-                f"the tensors of an adapter must have the digests that were sent with them, {len(wrong)} have others: {wrong[:3]}"
+                f"the tensors of an adapter must have the digests that were sent with them, {len(mismatched)} have others: {mismatched[:3]}"
             )
         self._count += 1
         adapter = Adapter(f"version-{version}-{self._count}", version)
@@ -87,14 +87,14 @@ class ChildAdapters:
             raise RuntimeError(
                 f"the adapter of version {version} must be loaded before it is served, got {self._offered}"
             )
-        await self._manager.get_internal_state()  # a scheduler that died since the load does not answer
-        last, self._served, self._offered = self._served, self._offered, None
+        await self._manager.get_internal_state()  # A scheduler that has died since the load does not answer.
+        previous, self._served, self._offered = self._served, self._offered, None
         self._update()
-        if last is not None:
-            self._unloading = asyncio.ensure_future(self._unload(last))
+        if previous is not None:
+            self._unloading = asyncio.ensure_future(self._unload(previous))
 
     def pause(self) -> None:
-        """Let no row begin until `resume`, so that rows which are aborted now and requested again use the adapter of then."""
+        """Let no row begin until `resume`, so that rows which are aborted now and requested again use the adapter that is served then."""
         self._paused = True
         self._update()
 
@@ -125,7 +125,8 @@ class ChildAdapters:
         result = await self._manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=adapter.name), None)
         if not result.success:
             raise RuntimeError(f"the engine did not unload the adapter {adapter.name}: {result.error_message}")
-        self._manager.lora_ref_cache.pop(adapter.name, None)  # SGLang keeps the name of each adapter that it ever had
+        # Otherwise SGLang would keep the name of each adapter that was ever loaded.
+        self._manager.lora_ref_cache.pop(adapter.name, None)
 
 
 def _holds(tensors: dict[str, Any], digests: dict[str, str], name: str) -> bool:

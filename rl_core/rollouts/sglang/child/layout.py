@@ -56,7 +56,7 @@ class CopiedSums:
         return bool(self._sums)
 
     def clear(self) -> None:
-        """Forget all of them: pieces are read when their checksums are asked for."""
+        """Drop all checksums, so that pieces are read when their checksums are requested."""
         self._sums.clear()
 
     def copy(self, place: Tensor, source: Tensor, region: Region) -> None:
@@ -68,16 +68,16 @@ class CopiedSums:
 
     def overwritten(self, place: Tensor) -> None:
         """Forget the checksums of all that shares memory with `place`, which is about to be written."""
-        held = self._sums.get(place.untyped_storage().data_ptr(), {})
+        sums = self._sums.get(place.untyped_storage().data_ptr(), {})
         start, end = _span(place)
-        for span in [span for span in held if span[0] < end and start < span[1]]:
-            del held[span]
+        for span in [span for span in sums if span[0] < end and start < span[1]]:
+            del sums[span]
 
     def find(self, place: Tensor, region: Region) -> Checksum | None:
         """Return the kept checksum of the part `region` of a given tensor at `place`. None if there is none or `place` is not contiguous."""
-        held = self._sums.get(place.untyped_storage().data_ptr(), {})
-        found, sums = held.get(_span(place), (None, None))
-        return sums if found == region and place.is_contiguous() else None
+        copies = self._sums.get(place.untyped_storage().data_ptr(), {})
+        source, sums = copies.get(_span(place), (None, None))
+        return sums if source == region and place.is_contiguous() else None
 
 
 class LoadedLayout:
@@ -97,16 +97,16 @@ class LoadedLayout:
         With `sum_copies` the checksum of a piece in host memory is computed while it is copied, and kept. Otherwise all kept checksums are
         dropped, and the method `checksums` reads the pieces.
         """
-        given = list(tensors)
-        new = {name: tensor for name, tensor in given if name not in self._pieces}
+        named_tensors = list(tensors)
+        new = {name: tensor for name, tensor in named_tensors if name not in self._pieces}
         if not sum_copies:
             self._sums.clear()
         if not new and not sum_copies:
-            model.load_weights(given)
+            model.load_weights(named_tensors)
             return
         parameters, sums = dict(model.named_parameters()), self._sums if sum_copies else None
-        with _Copies(dict(given) if sum_copies else new, parameters, sums) as copies:
-            model.load_weights(given)
+        with _Copies(dict(named_tensors) if sum_copies else new, parameters, sums) as copies:
+            model.load_weights(named_tensors)
         self._pieces.update({name: copies.pieces[name] for name in new})
 
     def watch(self) -> AbstractContextManager[Any]:
@@ -124,7 +124,7 @@ class LoadedLayout:
         elements; shape and strides are numbers separated by commas. A checksum is "elements sum weighted-sum".
         """
         parameters = dict(model.named_parameters())
-        found = {}
+        sums_by_piece = {}
         for index, (name, pieces) in enumerate(sorted(self._pieces.items())):
             if index % turns != turn % turns:
                 continue
@@ -132,18 +132,20 @@ class LoadedLayout:
                 values = _view(parameters[piece.parameter], piece.place)
                 first, second = self._sums.find(values, piece.source) or piece_checksum(values, piece.source)
                 sizes, strides = (",".join(map(str, part)) for part in piece.source[1:])
-                found[f"{name} {piece.source.offset} {sizes} {strides}"] = f"{values.numel()} {first} {second}"
+                sums_by_piece[f"{name} {piece.source.offset} {sizes} {strides}"] = f"{values.numel()} {first} {second}"
         self._sums.clear()
-        return found
+        return sums_by_piece
 
 
 class _Copies(TorchDispatchMode):  # type: ignore[misc]
     """Records the copies from given tensors into parameters, and keeps `sums` if there are any to keep."""
 
-    def __init__(self, given: Mapping[str, Tensor], parameters: Mapping[str, Tensor], sums: CopiedSums | None) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor], sums: CopiedSums | None
+    ) -> None:
         super().__init__()
-        self.pieces: dict[str, list[Piece]] = {name: [] for name in given}
-        self._given = _by_address(given)
+        self.pieces: dict[str, list[Piece]] = {name: [] for name in tensors}
+        self._sources = _by_address(tensors)
         self._parameters = _by_address(parameters)
         self._sums = sums
 
@@ -155,18 +157,18 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]
                 self._sums.overwritten(tensor)
         return func(*args, **(kwargs or {}))
 
-    def _copy(self, place: Tensor, source: Tensor) -> bool:
-        """Record a copy that is to be made, if it is one of a piece. Returns whether it was made here."""
-        if place.shape != source.shape or place.dtype != source.dtype:
+    def _copy(self, target: Tensor, source: Tensor) -> bool:
+        """Record the copy of `source` to `target` if it writes a piece. Returns whether this call has made the copy."""
+        if target.shape != source.shape or target.dtype != source.dtype:
             return False
-        found, parameter = _owner(self._given, source), _owner(self._parameters, place)
-        if found is None or parameter is None:
+        tensor, parameter = _owner(self._sources, source), _owner(self._parameters, target)
+        if tensor is None or parameter is None:
             return False
-        piece = Piece(_region(source, found[1]), parameter[0], _region(place, parameter[1]))
-        self.pieces[found[0]].append(piece)
-        if self._sums is None or source.device.type != "cpu" or not _is_word_run(place, piece.source):
+        piece = Piece(_region(source, tensor[1]), parameter[0], _region(target, parameter[1]))
+        self.pieces[tensor[0]].append(piece)
+        if self._sums is None or source.device.type != "cpu" or not _is_word_run(target, piece.source):
             return False
-        self._sums.copy(place, source, piece.source)
+        self._sums.copy(target, source, piece.source)
         return True
 
 
@@ -215,10 +217,10 @@ def _positions(source: Region, start: int, block: Tensor) -> Tensor:
 
 
 def _by_address(tensors: Mapping[str, Tensor]) -> dict[int, list[tuple[str, Tensor]]]:
-    found: dict[int, list[tuple[str, Tensor]]] = {}
+    tensors_at: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors.items():
-        found.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
-    return found
+        tensors_at.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+    return tensors_at
 
 
 def _owner(tensors: Mapping[int, list[tuple[str, Tensor]]], part: Tensor) -> tuple[str, Tensor] | None:
@@ -229,19 +231,19 @@ def _owner(tensors: Mapping[int, list[tuple[str, Tensor]]], part: Tensor) -> tup
     return None
 
 
-def _region(part: Tensor, whole: Tensor) -> Region:
-    offset = (part.data_ptr() - whole.data_ptr()) // part.element_size()
+def _region(part: Tensor, tensor: Tensor) -> Region:
+    offset = (part.data_ptr() - tensor.data_ptr()) // part.element_size()
     return Region(offset, tuple(part.shape), part.stride())
 
 
-def _span(place: Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte of `place` and of the one after its last."""
-    start = place.data_ptr()
-    if place.is_contiguous():
-        return start, start + place.nbytes
-    last = sum(stride * (length - 1) for length, stride in zip(place.shape, place.stride(), strict=True))
-    return start, start + (last + 1) * place.element_size()
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses of the first byte of `tensor` and of the one after its last."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    last = sum(stride * (length - 1) for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
 
 
-def _view(parameter: Tensor, place: Region) -> Tensor:
-    return parameter.detach().as_strided(place.shape, place.strides, parameter.storage_offset() + place.offset)
+def _view(parameter: Tensor, region: Region) -> Tensor:
+    return parameter.detach().as_strided(region.shape, region.strides, parameter.storage_offset() + region.offset)

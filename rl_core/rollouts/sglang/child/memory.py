@@ -23,14 +23,14 @@ class EngineMemory:
         """`manager` is the engine's tokenizer manager; `frees`: whether the engine was started with the memory saver."""
         self._manager, self._loader, self._generation, self._frees = manager, loader, generation, frees
         self._released: set[str] = set()
-        self._before: tuple[int, list[dict[str, str]]] = (0, [])
+        self._sums_before_release: tuple[int, list[dict[str, str]]] = (0, [])
         """Number of weight updates, and the checksums of every rank, when the first part was released."""
 
     async def release(self, parts: list[str]) -> None:
         """Free `parts`. Raises RuntimeError and frees nothing while a row runs, because SGLang's scheduler would die."""
         if not self._released:
             await self._generation.pause("retract")
-            self._before = (self._loader.updates, await self._loader.checksums_of_ranks())
+            self._sums_before_release = (self._loader.updates, await self._loader.checksums_of_ranks())
         if not (await self._manager.flush_cache()).success:
             raise RuntimeError("the engine's caches must be empty before its memory goes, it did not drop them")
         if self._frees:
@@ -39,13 +39,13 @@ class EngineMemory:
 
     async def restore(self, parts: list[str]) -> None:
         """Bring `parts` back; rows continue once all are. Raises RuntimeError if weights changed without an update."""
-        back = sorted(self._released.intersection(parts))
-        if self._frees and back:
-            await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=_tags(back)), None)
-        self._released.difference_update(back)
+        restored = sorted(self._released.intersection(parts))
+        if self._frees and restored:
+            await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=_tags(restored)), None)
+        self._released.difference_update(restored)
         if self._released:
             return
-        update, sums = self._before
+        update, sums = self._sums_before_release
         if update == self._loader.updates and sums != await self._loader.checksums_of_ranks():
             raise RuntimeError("the engine's weights must be those of before it gave its memory away, got others back")
         await self._generation.resume()

@@ -84,11 +84,11 @@ def _record_loads() -> None:
         if not action.startswith(PIECES):
             return handle(checker, action, *args, role=role, **kwargs)
         turn, turns = map(int, action.split(":")[1:])
-        found = layout.checksums(checker._get_model(), turn=turn, turns=turns)
+        checksums = layout.checksums(checker._get_model(), turn=turn, turns=turns)
         if reports:
-            found[REPORT] = json.dumps(reports.pop())
+            checksums[REPORT] = json.dumps(reports.pop())
         return {
-            "checksums": found,
+            "checksums": checksums,
             "per_gpu_checksum": "",
             "parallelism_info": checker._parallelism_info(role=role).model_dump(),
         }

@@ -39,7 +39,7 @@ class EngineServer:
         self._adapters = ChildAdapters(self._manager, self._loader, enabled=bool(settings.enable_lora))
         self._generation = Generation(self._manager, self._adapters)
         self._memory = EngineMemory(self._manager, self._loader, self._generation, frees=settings.enable_memory_saver)
-        self._ended: list[EngineOutput] = []
+        self._outputs: list[EngineOutput] = []
         self._tokens = 0
         """Tokens of all rows that ended."""
         self._rows: dict[int, asyncio.Task[None]] = {}
@@ -110,28 +110,28 @@ class EngineServer:
 
     async def _last(self, key: int, answers: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
         """Return the last of the answers of a row; each holds all ids so far. Ids of the others are sent on as they come."""
-        sent = 0
-        last: dict[str, Any] | None = None
-        async for last in answers:
-            new = list(last["output_ids"][sent:])
-            if new and last["meta_info"]["finish_reason"] is None:
-                sent += len(new)
+        num_sent = 0
+        last_answer: dict[str, Any] | None = None
+        async for last_answer in answers:
+            new = list(last_answer["output_ids"][num_sent:])
+            if new and last_answer["meta_info"]["finish_reason"] is None:
+                num_sent += len(new)
                 self._writer.write(pipe.pack(EngineTokens(key=key, ids=new)))
-        if last is None:
+        if last_answer is None:
             raise RuntimeError("the engine ended a row without an answer")
-        return last
+        return last_answer
 
     def _end(self, output: EngineOutput) -> None:
         """Send the rows that end in one iteration of the event loop together."""
         self._rows.pop(output.key, None)
         self._tokens += len(output.ids)
-        if not self._ended:
+        if not self._outputs:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._ended.append(output)
+        self._outputs.append(output)
 
     def _flush(self) -> None:
-        ended, self._ended = self._ended, []
-        self._writer.write(pipe.pack(EngineOutputs(outputs=ended)))
+        outputs, self._outputs = self._outputs, []
+        self._writer.write(pipe.pack(EngineOutputs(outputs=outputs)))
 
     # --- calls -------------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoadReport(TypedDict):
-    """What became of a version at one process of the engine."""
+    """Result of loading a version in one process of the engine."""
 
     error: str
     """Why it failed; "" if it did not."""
@@ -49,24 +49,25 @@ class SourceLoader:
         self._reader = SourceReader(keys=None, device=device, deadlines=Deadlines(collective_seconds=seconds))
 
     def load(self, model: Any, request: SourceLoad) -> LoadReport:
-        """Load the version of `request` into `model`, and return what became of it."""
+        """Load the version of `request` into `model`, and return the result."""
         source = self._own(request.source)
         manifest = WeightManifest.unpack(request.manifest)
         layout, wanted = Layout.of(manifest.entries, request.bucket_bytes), frozenset(request.wanted)
         proven_later = self._layout.names() if request.whole else frozenset()
         assembly = Assembly(manifest, layout, destinations={}, wanted=wanted, proven_later=proven_later)
-        problem, ended = "", False
+        problem, group_ended = "", False
         try:
             with self._reader.open(source, assembly) as tensors:
                 for count in _counts(manifest, layout, wanted):
                     self._layout.record(model, islice(tensors, count), sum_copies=self._sum_copies)
-                next(tensors, None)  # lets the source end
-        except Exception as error:  # whatever the model's loader raises: SGLang's scheduler would end with it
+                next(tensors, None)  # Lets the source finish.
+        # The model's loader may raise anything, and an exception would end SGLang's scheduler.
+        except Exception as error:
             logger.exception("version %s could not be loaded", manifest.version)
-            problem, ended = f"{type(error).__name__}: {error}", self._reader.group_ended(source)
-            self._reader.leave_group(problem)  # the other processes of the engine would wait for this one
+            problem, group_ended = f"{type(error).__name__}: {error}", self._reader.group_ended(source)
+            self._reader.leave_group(problem)  # Otherwise the other processes of the engine would wait for this one.
         opened = isinstance(source, DeviceSource) and self._reader.opened
-        return LoadReport(error=problem, ended=ended, opened=opened, group=self._reader.group, bad=assembly.bad)
+        return LoadReport(error=problem, ended=group_ended, opened=opened, group=self._reader.group, bad=assembly.bad)
 
     def _own(self, source: SharedSource | DeviceSource | GroupSource) -> SharedSource | DeviceSource | GroupSource:
         """Return the part of `source` that is for this process."""
@@ -79,7 +80,7 @@ class SourceLoader:
 
 def _counts(manifest: WeightManifest, layout: Layout, wanted: Container[str]) -> Iterator[int]:
     """Yield the number of wanted tensors of each bucket, those that share the bytes of another name included."""
-    given = [entry.alias_of or entry.name for entry in manifest.entries if entry.name in wanted]
+    tensor_names = [entry.alias_of or entry.name for entry in manifest.entries if entry.name in wanted]
     for bucket in layout.buckets:
         names = {manifest.entries[index].name for index in bucket.entries}
-        yield sum(name in names for name in given)
+        yield sum(name in names for name in tensor_names)

@@ -84,13 +84,13 @@ class ChildWeightLoader:
             load_format="flattened_bucket",
             flush_cache=not keep_cache,
             weight_version=str(version),
-            selector="target",  # a draft model would read the source a second time
+            selector="target",  # A draft model would read the source a second time.
         )
-        whole, check = self._next_check(turns=turns, whole=load.whole)
+        proves_all, check = self._next_check(turns=turns, whole=load.whole)
         manager = self._manager
         self.loading_source = True
         try:
-            began, loaded, ended, checked = await self._send_together(
+            begin_answers, loaded, end_answers, checked = await self._send_together(
                 (manager.begin_weight_update_communicator, BeginWeightUpdateReqInput()),
                 (manager.update_weights_from_tensor_communicator, request),
                 (manager.end_weight_update_communicator, EndWeightUpdateReqInput()),
@@ -98,13 +98,13 @@ class ChildWeightLoader:
             )
         finally:
             self.loading_source = False
-        for answers in (began, ended, checked):
+        for answers in (begin_answers, end_answers, checked):
             _require(FanOutCommunicator.merge_results(answers))
         ranks = [dict(rank.checksums) for answer in checked for rank in answer.payload]
         reports = [json.loads(rank.pop(scheduler.REPORT, "{}")) for rank in ranks]
         if not any(report.get("error") for report in reports):
             _require(FanOutCommunicator.merge_results(loaded))
-        return {"whole": whole, "ranks": ranks, "reports": reports}
+        return {"whole": proves_all, "ranks": ranks, "reports": reports}
 
     async def _send_together(self, *requests: tuple[Callable[[Any], Awaitable[list[Any]]], Any]) -> list[list[Any]]:
         """Send all requests (communicator, request) before the first is answered, and return their answers.
@@ -115,7 +115,7 @@ class ChildWeightLoader:
 
         async def send(_: None) -> list[Any]:
             answers.extend(await asyncio.gather(*(communicator(request) for communicator, request in requests)))
-            return [answer for each in answers for answer in each]
+            return [answer for answers_of_request in answers for answer in answers_of_request]
 
         # SGLang's own calls take the same lock for each request: generation cannot be resumed in between.
         await self._manager._weight_update_session_call(send, None)

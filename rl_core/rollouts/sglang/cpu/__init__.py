@@ -49,6 +49,6 @@ def options(*, max_batch: int, context: int) -> dict[str, Any]:
         "sampling_backend": "pytorch",
         "lora_backend": "torch_native",
         "disable_cuda_graph": True,
-        "sleep_on_idle": True,  # otherwise its scheduler busy-waits on one of the few cores
+        "sleep_on_idle": True,  # Otherwise the scheduler of SGLang busy-waits on one of the few cores.
         "max_total_tokens": (max_batch + 1) * context,
     }

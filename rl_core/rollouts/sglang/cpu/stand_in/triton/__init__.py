@@ -85,7 +85,7 @@ class _Module(ModuleType):
 
 
 class _Modules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `triton.` followed by whatever."""
+    """Finds every submodule of `triton`."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.startswith("triton.") else None
@@ -94,8 +94,8 @@ class _Modules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave it as it is: its names come when they are asked for."""
+        """Do nothing: names are created when they are looked up."""
 
 
 sys.meta_path.append(_Modules())
-importlib.import_module("triton.runtime")  # sglang asks for it by its name alone
+importlib.import_module("triton.runtime")  # SGLang looks it up by its name.
