@@ -86,10 +86,10 @@ def sample_discrete(logits: Tensor, mode: Mode, *, eval_scale: float = 0.0) -> t
     if mode == "train" or eval_scale:
         # The largest of log-probabilities with Gumbel noise is a sample of the distribution.
         noise = torch.empty_like(log_probs).exponential_().log_()
-        chosen = ((log_probs if mode == "train" else log_probs * eval_scale) - noise).argmax(dim=-1)
+        chosen = ((log_probs if mode == "train" else log_probs * eval_scale) - noise).argmax(dim=-1, keepdim=True)
     else:
-        chosen = log_probs.argmax(dim=-1)
-    return chosen, log_probs.gather(-1, chosen[..., None])[..., 0]
+        chosen = log_probs.argmax(dim=-1, keepdim=True)
+    return chosen.squeeze(-1), log_probs.gather(-1, chosen).squeeze(-1)
 
 
 def discrete_scores(logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:

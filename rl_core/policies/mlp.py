@@ -72,10 +72,10 @@ class MLPPolicy(ActorCritic):
 
     def _normalized(self, observed: Tensor) -> Tensor:
         """Return states [B, S] as the networks see them."""
+        if not self.normalize:
+            return observed
         states = observed.to(self.critic[-1].weight.dtype)
-        if self.normalize:
-            states = ((states - self.mean) * (self.variance + 1e-8).rsqrt()).clamp(-NORMALIZED_LIMIT, NORMALIZED_LIMIT)
-        return states
+        return ((states - self.mean) * (self.variance + 1e-8).rsqrt()).clamp(-NORMALIZED_LIMIT, NORMALIZED_LIMIT)
 
     def update_statistics(self, inputs: dict[str, Tensor], reduce: Reduce) -> None:
         """Add the observations of a step to mean and variance; see `Policy.update_statistics`."""
@@ -102,9 +102,12 @@ class MLPPolicy(ActorCritic):
 def _run(network: nn.Sequential, states: Tensor) -> Tensor:
     """Return the outputs of a network. For networks this small a call of each layer as a module takes longer than its numbers do."""
     for module in network:
-        states = (
-            functional.linear(states, module.weight, module.bias) if isinstance(module, nn.Linear) else states.tanh()
-        )
+        if isinstance(module, nn.Linear):
+            weight = module.weight
+            states = states if states.dtype == weight.dtype else states.to(weight.dtype)
+            states = functional.linear(states, weight, module.bias)
+        else:
+            states = states.tanh()
     return states
 
 

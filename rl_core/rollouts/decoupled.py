@@ -50,8 +50,8 @@ class DecoupledDecisions:
     """Decisions of each lane."""
     min_batch_size: int
     """Lanes that a decision waits for, at most BATCH_SECONDS."""
-    decide: Callable[[EnvOutput], tuple[ChunkStepResult, Callable[[], Tensor] | None]]
-    """Returns the decision on an output, and a function that returns its values if they are not computed yet."""
+    decide: Callable[[EnvOutput], tuple[Tensor, Callable[[], ChunkStepResult]]]
+    """Returns the actions for an output, and a function that returns the decision to record. It is called once the actions are sent."""
     observe: Callable[[TrajectoryRecorder, EnvOutput], None]
     """Records an output."""
     end: Callable[[TrajectoryRecorder, EnvOutput], None]
@@ -104,27 +104,20 @@ class DecoupledDecisions:
         """Decide for lanes in one batch, and record their outputs while their simulators make the actions."""
         self.progress("decisions")
         parts = [output.obs for _, output in asking]
-        step, values = self.decide(EnvOutput(obs=parts[0] if len(parts) == 1 else merge_rows(parts)))
-        steps = split_step(step, [lane.size for lane, _ in asking])
-        for (lane, _), part in zip(asking, steps, strict=True):
-            self.envs.send_to(lane.env, exchange, lane.stage, part.actions.numpy())
-        if values is not None:
-            predicted = values().split([lane.size for lane, _ in asking])
-            for part, lane_values in zip(steps, predicted, strict=True):
-                part.prev_values = lane_values
-        for (lane, output), part in zip(asking, steps, strict=True):
+        sizes = [lane.size for lane, _ in asking]
+        actions, decision = self.decide(EnvOutput(obs=parts[0] if len(parts) == 1 else merge_rows(parts)))
+        if sum(sizes) != len(actions):
+            raise DataError(f"actions must be as many as the simulators {sizes}, got {len(actions)}")
+        for (lane, _), lane_actions in zip(asking, actions.split(sizes), strict=True):
+            self.envs.send_to(lane.env, exchange, lane.stage, lane_actions.numpy())
+        for (lane, output), part in zip(asking, split_step(decision(), sizes), strict=True):
             self.observe(lane.recorder, output)
             lane.recorder.decide(part)
             lane.made += 1
 
 
 def split_step(step: ChunkStepResult, sizes: Sequence[int]) -> list[ChunkStepResult]:
-    """Return the decision as parts of `sizes` consecutive simulators; their tensors are views.
-
-    Raises DataError when it has another number of actions.
-    """
-    if sum(sizes) != len(step.actions):
-        raise DataError(f"actions must be as many as the simulators {list(sizes)}, got {len(step.actions)}")
+    """Return the decision as parts of `sizes` consecutive simulators; their tensors are views."""
     bounds = [0]
     for size in sizes:
         bounds.append(bounds[-1] + size)

@@ -132,9 +132,11 @@ def tensors_of(value: Any) -> Any:
 
 def for_arrays(value: Any, function: Callable[[Any], Tensor]) -> Any:
     """Return `value` with `function` applied to it, or to each array in it if it is a mapping. Lists and None are returned as they are."""
-    if isinstance(value, Mapping):
-        return {name: for_arrays(part, function) for name, part in value.items()}
-    return value if value is None or isinstance(value, list) else function(value)
+    if value is None or isinstance(value, list):
+        return value
+    if isinstance(value, np.ndarray | Tensor):
+        return function(value)
+    return {name: for_arrays(part, function) for name, part in value.items()}
 
 
 def host_tensor(tensor: Tensor) -> Tensor:

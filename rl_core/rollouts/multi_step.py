@@ -260,13 +260,11 @@ class MultiStepRolloutWorker(WeightMethods):
                 if decision == self.options.decisions:
                     self._end(recorder, output)
                     continue
-                step, values = self._decide(output, version)
-                self.send_chunk_actions(exchange, step.actions, stage=stage)
+                actions, decision = self._decide(output, version)
+                self.send_chunk_actions(exchange, actions, stage=stage)
                 # The rest is done while the simulators make the actions.
-                if values is not None:
-                    step.prev_values = values()
                 self._observe(recorder, output)
-                recorder.decide(step)
+                recorder.decide(decision())
             self.record_progress("decisions")
         return [[recorder] for recorder in recorders]
 
@@ -291,24 +289,32 @@ class MultiStepRolloutWorker(WeightMethods):
     def _recorder(self, stage: int) -> TrajectoryRecorder:
         return TrajectoryRecorder(sender=self._envs.index, stage=stage, auto_reset=self.options.auto_reset)
 
-    def _decide(self, output: EnvOutput, version: int) -> tuple[ChunkStepResult, Callable[[], Tensor | None] | None]:
-        """Return the decision for an output, and a function that computes its values later; None if they are known or not needed.
+    def _decide(self, output: EnvOutput, version: int) -> tuple[Tensor, Callable[[], ChunkStepResult]]:
+        """Return the actions [B, C, ...] for an output, and a function that returns the decision to record.
 
-        Raises ConfigError if the algorithm needs values and the policy gives none.
+        The function does what can wait until the actions are sent, such as the values of a policy that computes them apart. Raises ConfigError
+        if the algorithm needs values and the policy returns none.
         """
-        if splits_values(self.model):
-            host_obs = tensors_of(output.obs)
-            obs = self._on_device(host_obs)
-            with torch.no_grad():
-                actions, result = host_result(host_obs, obs, *self.model.act(obs, "train"))  # type: ignore[union-attr]
-            values = partial(self._values, obs) if self._with_values else None
-            return ChunkStepResult(actions=actions, versions=version, **result), values
-        actions, result = self.predict(output.obs)
-        if self._with_values and result["prev_values"] is None:
-            raise ConfigError(
-                f"predict of the policy must return prev_values with algorithm.name {self.cfg.algorithm.name}, got none; add a value head"
-            )
-        return ChunkStepResult(actions=actions, versions=version, **result), None
+        if not splits_values(self.model):
+            actions, result = self.predict(output.obs)
+            if self._with_values and result["prev_values"] is None:
+                raise ConfigError(
+                    f"predict of the policy must return prev_values with algorithm.name {self.cfg.algorithm.name}, got none; add a value head"
+                )
+            return actions, partial(ChunkStepResult, actions=actions, versions=version, **result)
+        host_obs = tensors_of(output.obs)
+        obs = self._on_device(host_obs)
+        with torch.no_grad():
+            device_actions, device_result = self.model.act(obs, "train")  # type: ignore[union-attr]
+        actions = host_tensor(device_actions).contiguous()
+
+        def decision() -> ChunkStepResult:
+            _, result = host_result(host_obs, obs, actions, device_result)
+            if self._with_values:
+                result["prev_values"] = self._values(obs)
+            return ChunkStepResult(actions=actions, versions=version, **result)
+
+        return actions, decision
 
     def _values(self, obs: dict[str, Tensor]) -> Tensor | None:
         """Return the values [B, 1] of observations, on the CPU; None if the policy gives none."""

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -83,7 +84,9 @@ class Decisions:
         self.batches.append(states[::SIZE, 0].int().tolist())
         self.decided.set()
         log_probs = torch.zeros(len(states), 1, 1)
-        return ChunkStepResult(actions=states, prev_logprobs=log_probs, prev_values=None, forward_inputs={}), None
+        return states, partial(
+            ChunkStepResult, actions=states, prev_logprobs=log_probs, prev_values=None, forward_inputs={}
+        )
 
     async def send(self, *lanes):
         for lane in lanes:
@@ -150,8 +153,17 @@ def test_a_decision_on_several_env_workers_is_split_as_their_simulators_are():
     for name in ("actions", "prev_logprobs", "prev_values"):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(step, name))
     assert torch.equal(torch.cat([part.forward_inputs["states"] for part in parts]), actions + 1)
-    with pytest.raises(DataError, match=r"as many as the simulators \[2, 2\], got 5"):
-        split_step(step, [2, 2])
+
+
+def test_actions_of_another_number_than_the_simulators_are_refused():
+    async def main():
+        decisions = Decisions(2, 1, lambda: 0.0)
+        decisions.collection.decide = lambda output: (torch.zeros(3, 1), None)
+        await decisions.send(0, 1)
+        with pytest.raises(DataError, match=r"as many as the simulators \[2, 2\], got 3"):
+            await asyncio.wait_for(decisions.run(), 30)
+
+    asyncio.run(main())
 
 
 def test_a_smallest_batch_is_refused_in_lockstep():
