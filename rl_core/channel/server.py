@@ -69,10 +69,10 @@ def channel_rights(groups: Iterable[GroupKind]) -> dict[str, dict[str, frozenset
 
 
 def allowed_methods(groups: Mapping[str, GroupKind]) -> dict[str, frozenset[str]]:
-    """Return the methods that each key may call.
+    """Return the RPC methods that the runner and the members of each group may call, by "runner" or name of the group.
 
     Members of an elastic group cannot register as producers, because a channel would wait for those that leave. Only the runner closes
-    channels, and moves or deletes stored items.
+    channels, moves or deletes stored items, and reads the statistics of the server.
     """
     group_methods = {group.name: _ELASTIC_METHODS if group.elastic else _GANG_METHODS for group in groups.values()}
     return {"runner": _RUNNER_METHODS, **group_methods}
@@ -359,7 +359,7 @@ class ChannelServer:
             reservation.core.cancel_put(self._clock(), reservation.put)
 
     def _release_segments(self, reservation: _Reservation) -> None:
-        """Take the segments of a reservation from its producer."""
+        """End the producer's hold on the segments of a reservation. A segment that nobody holds is free."""
         for loan in payload.loans(reservation.room.segments):
             self._memory.store.release(loan.segment, loan.generation, reservation.peer.loans)
 

@@ -145,7 +145,10 @@ class TensorGroup:
             work.wait()  # at once; raises its error
 
     def _poll(self, done: Callable[[], bool], timeout: float) -> None:
-        """Poll until `done()` is true or the group is poisoned, because a device notifies nobody. An abort ends its kernels."""
+        """Poll until `done()` is true or the group is aborted, which ends its kernels. Raises DeadlineExceeded after `timeout` seconds.
+
+        Aborts the group if rank 0 has released it or is lost.
+        """
         started = checked = time.monotonic()
         while not done() and not self._poison:
             now = time.monotonic()
@@ -194,10 +197,10 @@ class TensorGroup:
             del group  # outside the lock: this may join the threads of the group
 
     def _destroy(self, holder: list[Any]) -> None:
-        """End the process group in `holder`, a list of one.
+        """Abort the process group in `holder`, and drop its last reference. Runs on a thread of its own.
 
-        Its last reference must be dropped here, because that joins its threads. They may block in a read until the timeout, and no other
-        thread should wait for them.
+        Dropping the last reference joins the threads of the group, which may block in a read until their timeout. `holder` is a list of one, so
+        that the caller keeps no reference; a broadcast in progress has one, and is waited for.
         """
         group = holder.pop()
         try:

@@ -51,7 +51,10 @@ class DecoupledDecisions:
     min_batch_size: int
     """Lanes that a decision waits for, at most BATCH_SECONDS."""
     decide: Callable[[EnvOutput], tuple[Tensor, Callable[[], ChunkStepResult]]]
-    """Returns the actions for an output, and a function that returns the decision to record. It is called once the actions are sent."""
+    """Returns the actions for the observations of one or more lanes, and a function that returns the record of the decision.
+
+    The function is called after the actions were sent.
+    """
     observe: Callable[[TrajectoryRecorder, EnvOutput], None]
     """Records an output."""
     end: Callable[[TrajectoryRecorder, EnvOutput], None]
@@ -105,12 +108,12 @@ class DecoupledDecisions:
         self.progress("decisions")
         parts = [output.obs for _, output in asking]
         sizes = [lane.size for lane, _ in asking]
-        actions, decision = self.decide(EnvOutput(obs=parts[0] if len(parts) == 1 else merge_rows(parts)))
+        actions, record = self.decide(EnvOutput(obs=parts[0] if len(parts) == 1 else merge_rows(parts)))
         if sum(sizes) != len(actions):
             raise DataError(f"actions must be as many as the simulators {sizes}, got {len(actions)}")
         for (lane, _), lane_actions in zip(asking, actions.split(sizes), strict=True):
             self.envs.send_to(lane.env, exchange, lane.stage, lane_actions.numpy())
-        for (lane, output), part in zip(asking, split_step(decision(), sizes), strict=True):
+        for (lane, output), part in zip(asking, split_step(record(), sizes), strict=True):
             self.observe(lane.recorder, output)
             lane.recorder.decide(part)
             lane.made += 1

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_core.api.embodied import EmbodiedOptions, embodied_options, longest_collection, simulators_per_group
-from rl_core.api.errors import ConfigError, InfrastructureError
+from rl_core.api.errors import ConfigError, DeadlineExceeded, InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import ChunkStepResult, EnvOutput, record_of
 from rl_core.batching.trajectories import join_epochs, merge_trajectories
@@ -49,8 +49,8 @@ from rl_core.rollouts.weight_methods import WeightMethods
 from rl_core.transports.shared_rows import Layout
 from rl_core.workers.loop_thread import LoopThread
 
-Served = Future[None]
-"""Done once the weights of a collection are served."""
+WeightsServed = Future[None]
+"""Completes once this rollout serves the weights that a collection asks for."""
 
 
 class MultiStepRolloutWorker(WeightMethods):
@@ -207,13 +207,14 @@ class MultiStepRolloutWorker(WeightMethods):
     def _default_request(self, mode: Mode) -> CollectionRequest:
         return CollectionRequest.of_job(self.cfg, step=self.global_step + 1, mode=mode)
 
-    async def _work(self, request: CollectionRequest, work: Callable[[Served], Coroutine[Any, Any, int]]) -> int:
-        """Cancel the collection in progress and run `work(served)`, where `served` is done once the weights of `request` are served.
+    async def _work(self, request: CollectionRequest, work: Callable[[WeightsServed], Coroutine[Any, Any, int]]) -> int:
+        """Cancel the collection in progress, run `work(served)` on the thread of collections, and return its result.
 
-        `work` connects to the env workers while it waits for them. Raises InfrastructureError if it is cancelled.
+        `served` completes once this rollout serves the weights of `request`. Until then `work` may connect to the env workers. Raises
+        InfrastructureError if this worker gives the collection up, and CancelledError if the caller cancels the call.
         """
         self._stop()
-        served = Served()
+        served = WeightsServed()
         served.set_running_or_notify_cancel()  # Otherwise a cancellation of `work` would cancel this future too.
         working = self._working = self._thread.submit(work(served))
         try:
@@ -234,8 +235,9 @@ class MultiStepRolloutWorker(WeightMethods):
         actions: Channel,
         trajectories: Channel,
         request: CollectionRequest,
-        served: Served,
+        served: WeightsServed,
     ) -> int:
+        """Connect to the env workers, wait for `served`, make all decisions, and send the trajectories; return the number of decisions."""
         options = self.options
         lockstep = options.batching == "lockstep"
         run_epoch = self._run_epoch if lockstep else self._run_decoupled_epoch
@@ -260,11 +262,11 @@ class MultiStepRolloutWorker(WeightMethods):
                 if decision == self.options.decisions:
                     self._end(recorder, output)
                     continue
-                actions, decision = self._decide(output, version)
+                actions, record = self._decide(output, version)
                 self.send_chunk_actions(exchange, actions, stage=stage)
                 # The rest is done while the simulators make the actions.
                 self._observe(recorder, output)
-                recorder.decide(decision())
+                recorder.decide(record())
             self.record_progress("decisions")
         return [[recorder] for recorder in recorders]
 
@@ -290,10 +292,10 @@ class MultiStepRolloutWorker(WeightMethods):
         return TrajectoryRecorder(sender=self._envs.index, stage=stage, auto_reset=self.options.auto_reset)
 
     def _decide(self, output: EnvOutput, version: int) -> tuple[Tensor, Callable[[], ChunkStepResult]]:
-        """Return the actions [B, C, ...] for an output, and a function that returns the decision to record.
+        """Return the actions [B, C, ...] for observations of simulators, and a function that returns the record of this decision.
 
-        The function does what can wait until the actions are sent, such as the values of a policy that computes them apart. Raises ConfigError
-        if the algorithm needs values and the policy returns none.
+        Call the function after the actions were sent. If the policy has separate methods for actions and values, the function computes the
+        values. `version` is that of the weights. Raises ConfigError if the algorithm needs values and the policy returns none.
         """
         if not splits_values(self.model):
             actions, result = self.predict(output.obs)
@@ -308,13 +310,13 @@ class MultiStepRolloutWorker(WeightMethods):
             device_actions, device_result = self.model.act(obs, "train")  # type: ignore[union-attr]
         actions = host_tensor(device_actions).contiguous()
 
-        def decision() -> ChunkStepResult:
+        def record() -> ChunkStepResult:
             _, result = host_result(host_obs, obs, actions, device_result)
             if self._with_values:
                 result["prev_values"] = self._values(obs)
             return ChunkStepResult(actions=actions, versions=version, **result)
 
-        return actions, decision
+        return actions, record
 
     def _values(self, obs: dict[str, Tensor]) -> Tensor | None:
         """Return the values [B, 1] of observations, on the CPU; None if the policy gives none."""
@@ -351,7 +353,7 @@ class MultiStepRolloutWorker(WeightMethods):
                 await channel.put_async(shard, key=request.trajectory_key(rank))
 
     async def _evaluate(
-        self, observations: Channel, actions: Channel, request: CollectionRequest, served: Served
+        self, observations: Channel, actions: Channel, request: CollectionRequest, served: WeightsServed
     ) -> int:
         self._begin(request)
         own_envs = [env for env in range(len(request.envs)) if env % len(request.rollouts) == self._envs.index]
@@ -438,9 +440,17 @@ class MultiStepRolloutWorker(WeightMethods):
     # --- inside ------------------------------------------------------------------------------------------------------
 
     async def _pause(self, deadline: float) -> None:
-        """Wait for the end of a collection that has begun, so that a trajectory has one version."""
-        if self._working is not None and not self._working.done() and self._awaited is None:
-            await asyncio.wait({self._working}, timeout=deadline)
+        """Wait until no collection makes decisions, so that a trajectory has one version. Raises DeadlineExceeded after `deadline` seconds.
+
+        A collection that waits for its weights is not waited for: it needs those that are about to be loaded.
+        """
+        if self._working is None or self._awaited is not None:
+            return
+        done, _ = await asyncio.wait({self._working}, timeout=deadline)
+        if not done:
+            raise DeadlineExceeded(
+                f"a collection must end within {deadline:g} s before new weights are loaded, it goes on"
+            )
 
     def _stop(self) -> None:
         """Cancel the collection in progress, or the wait of one for its weights."""

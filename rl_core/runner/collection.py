@@ -165,10 +165,10 @@ class Collection:
     # --- collections that begin early --------------------------------------------------------------------------------
 
     def begin(self, step: int, *, version: int) -> Pending | None:
-        """Request the collection of a later step and return it, without waiting for it; `settle` or `take` do.
+        """Request the collection of a later step and return it without waiting. End it with `take`; `settle` may be called before.
 
-        The rollouts start it once they serve `version` of the weights, the one published last or the next. Returns None if no env worker or no
-        rollout is present, or if an env worker does not answer.
+        The rollouts make no decision until they serve `version` of the weights, which is the one published last or the next. Returns None if no
+        env worker or no rollout is present, or if an env worker does not answer.
         """
         deadlines = self._run.applied.spec.runtime.deadlines
         # For weights that are not published yet, the rollouts first wait for training and weight sync.
@@ -207,10 +207,10 @@ class Collection:
             raise
 
     def take(self, pending: Pending) -> list[EpisodeStats] | None:
-        """Have the actors receive the trajectories of a collection that began early, and wait for its end.
+        """Let the actors receive the trajectories of a collection that `begin` returned, and wait until it has ended.
 
-        Returns the episodes by env worker, or None if the collection was abandoned: a rollout or the last env worker was lost, or its deadline
-        passed.
+        Its deadline is now `deadlines.rollout` seconds from this call. Returns the episodes by env worker, or None if the collection was
+        abandoned: a rollout or the last env worker was lost, or the deadline passed.
         """
         pending.deadline = time.monotonic() + self._run.applied.spec.runtime.deadlines.rollout
         try:

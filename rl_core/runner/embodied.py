@@ -277,7 +277,10 @@ class AsyncEmbodiedRunner(EmbodiedRunner):
     """
 
     def begin_next(self) -> None:
-        """Begin the collection of the next step with the current weights."""
+        """Request the collection of the next step with the weights that were published last.
+
+        Does nothing if algorithm.maxStaleness is 0, or if the step that is being trained is the last one.
+        """
         following = self.progress.step + 2
         algorithm = self.applied.spec.algorithm
         if algorithm.max_staleness and following <= algorithm.steps:

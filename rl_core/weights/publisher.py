@@ -167,13 +167,15 @@ class WeightPublisher:
         min_acks: int,
         device_handles: "Mapping[Place, list[Handle]] | None" = None,
     ) -> PublishReport:
-        """Publish `version` of `source` to `receivers` and return the report when each of them serves it or has failed.
+        """Publish `version` of `source` to `receivers`. Returns a report that names those that serve it, have failed or are late.
 
-        `device_handles`: handles of copies of the version on other devices. They are complete once all buckets of `source` were read; those
-        that receivers are given are removed.
+        Returns once enough receivers serve the committed version, and slower ones are late: they are served in the background. If groups share
+        devices, returns only when all receivers have ended. Stops the delivery of the previous version to receivers that were late.
 
-        Once the version is committed, slower receivers are not waited for, unless the devices are shared: they are `late` in the report.
-        Publishing the same version again is harmless: receivers that have it acknowledge without data. Raises DeadlineExceeded, naming each
+        `device_handles`: handles of copies of the version on other devices, which are complete once all buckets of `source` were read. Handles
+        that receivers have opened are removed.
+
+        Publishing the same version again is harmless: receivers that serve it acknowledge without data. Raises DeadlineExceeded, naming each
         missing receiver, if fewer than `min_acks` rollouts acknowledge; ValueError if the version is older than the committed one, or equal
         with other weights.
         """
@@ -319,11 +321,12 @@ def _report(
 ) -> PublishReport:
     """Return the report of a sync. `handshakes` have ended; those of `late` receivers have not."""
     acked = [handshake for handshake in handshakes if handshake.acknowledged]
-    if sum(handshake.counts for handshake in acked) < min_acks:
+    num_acks = sum(handshake.counts for handshake in acked)
+    if num_acks < min_acks:
         unacknowledged = "; ".join(handshake.describe() for handshake in (*handshakes, *late) if handshake not in acked)
-        total = len(handshakes) + len(late)
+        total = sum(handshake.counts for handshake in (*handshakes, *late))
         raise DeadlineExceeded(
-            f"version {copy.manifest.version} must be acknowledged by {min_acks} receivers, got {len(acked)} of {total}"
+            f"version {copy.manifest.version} must be acknowledged by {min_acks} rollouts, got {num_acks} of {total}"
             f"{': ' + unacknowledged if unacknowledged else ''}; start more rollouts or lower minReplicas"
         )
     now = time.monotonic()

@@ -131,10 +131,10 @@ class WeightReceiver:
     # --- the handshake ---------------------------------------------------------------------------------------------
 
     async def offer(self, offer: WeightOffer) -> ReceiverAnswer:
-        """Handle OFFER: answer READY, ACK (this version is served already), APPLIED (it only needs COMMIT) or REFUSE.
+        """Handle OFFER: pause the engine and answer READY. Cancels the transfer of an earlier offer, and enters the offer's epoch if it is newer.
 
-        After READY the engine is paused. If the offer says where the data is, the version is loaded at once and the answer is
-        that of `transfer`.
+        Other answers are ACK (this version is served already), APPLIED (it is loaded and only needs COMMIT) and REFUSE. If the offer says where
+        the data is, the version is loaded at once, and the answer is that of `transfer`.
         """
         manifest = WeightManifest.unpack(offer.manifest)
         if manifest.digest != offer.digest:

@@ -328,7 +328,7 @@ def test_too_few_acknowledgements_name_each_missing_receiver_with_its_state(rece
     with publisher(deadlines=brief) as source:
         with pytest.raises(DeadlineExceeded) as caught:
             source.publish(3, model(3), [receivers[0].about, missing], 2)
-        assert "must be acknowledged by 2 receivers, got 0 of 2" in str(caught.value)
+        assert "must be acknowledged by 2 rollouts, got 0 of 2" in str(caught.value)
         assert "rollout:0 applied, not committed for" in str(caught.value)
         assert "rollout:9 failed for" in str(caught.value) and "not answered within " in str(caught.value)
         assert source.current() == (-1, "") and not receivers[0].call("probe")["serving"]

@@ -128,7 +128,7 @@ class MegatronModelManager(ModelManager):
         self.config = transformer_config(
             hf_config, architecture=architecture, dtype=self.dtype, rotary_factor=factor, **self._settings()
         )
-        models = [self._build_stage(hf_config, number) for number in self._stage_numbers()]
+        models = [self._build_stage(hf_config, number) for number in self._virtual_stages()]
         self._fill(models, aliases)
         wrapping = library.DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=self._distributed
@@ -157,10 +157,10 @@ class MegatronModelManager(ModelManager):
             settings |= _RECOMPUTED[self.cfg.actor.gradient_checkpointing_mode]
         return settings
 
-    def _stage_numbers(self) -> list[int | None]:
-        """Return the numbers of this rank's virtual pipeline stages; [None] without virtual stages."""
-        runs = self.parallel.virtual_pipeline
-        return [None] if runs is None else list(range(runs))
+    def _virtual_stages(self) -> list[int | None]:
+        """Return megatron's `vp_stage` of each model chunk of this rank, from 0 on every rank; [None] without virtual stages."""
+        num_chunks = self.parallel.virtual_pipeline
+        return [None] if num_chunks is None else list(range(num_chunks))
 
     def _build_stage(self, hf_config: Any, number: int | None) -> Any:
         state, place = library.parallel_state, {"ignore_virtual": number is None, "vp_stage": number}
@@ -337,10 +337,13 @@ class MegatronModelManager(ModelManager):
         # With the distributed optimizer only this data rank has the elements that it updates. Every data rank has the model's weights.
         if self.ranks.data_rank and not (self._distributed and updated):
             return {}
-        return {name: parts for name, parts in slices.items() if self._gives(name, parts[0])}
+        return {name: parts for name, parts in slices.items() if self._is_writer(name, parts[0])}
 
-    def _gives(self, name: str, part: LocalSlice) -> bool:
-        """Return whether this rank writes a tensor on behalf of the ranks of its replica that have the same part of it."""
+    def _is_writer(self, name: str, part: LocalSlice) -> bool:
+        """Return whether this rank, among those of its data rank, writes its `part` of the tensor `name` to a checkpoint.
+
+        Tensor rank 0 writes what all tensor ranks store whole. The first pipeline stage writes embeddings that are tied.
+        """
         copied = EMBEDDING if self.cut.tied and self.stage_number else None  # the first stage writes it
         return (self.cut.rank == 0 or not part.replicated) and not (copied and name.startswith(copied))
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from rl_core.api.errors import ConfigError
+from rl_core.api.errors import ConfigError, DeadlineExceeded
 from rl_core.api.records import EnvOutput
 from rl_core.channel import Channel
 from rl_core.messages.embodied import CollectionRequest
@@ -44,9 +44,15 @@ def test_weights_that_arrive_in_mid_collection_are_loaded_after_its_end():
     async def main():
         loop, loads = asyncio.get_running_loop(), []
         arriving = pausing(target, rollout._pause)
-        rollout.model = target.policy = Counting(
-            lambda: loads.append(asyncio.run_coroutine_threadsafe(arriving.prepare(60), loop))
-        )
+
+        def arrive():
+            for seconds in (60, 0):
+                loads.append(asyncio.run_coroutine_threadsafe(arriving.prepare(seconds), loop))
+                if not seconds:
+                    with pytest.raises(DeadlineExceeded, match="a collection must end within 0 s"):
+                        loads[-1].result(30)
+
+        rollout.model = target.policy = Counting(arrive)
         received, _ = await world.collect(1, 1)
         await asyncio.wrap_future(loads[0])
         assert len(received[0][0].versions.unique()) == 1

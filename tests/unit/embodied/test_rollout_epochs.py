@@ -116,10 +116,10 @@ def test_images_in_shared_memory_are_those_of_their_states(vectorization, auto_r
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("batching", BATCHING)
+@pytest.mark.parametrize(("stages", "batching"), itertools.product((1, 2), BATCHING))
 @pytest.mark.parametrize("auto_reset", [True, False])
-def test_an_env_worker_that_is_lost_between_two_epochs_costs_the_later_one(batching, auto_reset):
-    world, lost = World(2, 1, 1, batching=batching, rolloutEpochs=EPOCHS, autoReset=auto_reset), 1
+def test_an_env_worker_that_is_lost_between_two_epochs_costs_the_later_one(stages, batching, auto_reset):
+    world, lost = World(2, 1, stages, batching=batching, rolloutEpochs=EPOCHS, autoReset=auto_reset), 1
     worker = world.envs[lost]
     begin, begun = worker.prefetch_train_bootstrap, []
 
