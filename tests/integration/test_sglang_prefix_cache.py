@@ -116,9 +116,12 @@ def test_a_row_that_waits_in_the_scheduler_during_an_update_reads_nothing_of_the
 
 
 def test_what_a_row_over_an_update_leaves_in_the_cache_serves_no_row_of_the_new_weights(world, model):
-    (row,) = running(world, 1)
-    model = published_over_rows(world)
-    kept = row.result(60)
+    for _ in range(5):  # on a busy machine a row may end before the update begins
+        (row,) = running(world, 1)
+        model = published_over_rows(world)
+        kept = row.result(60)
+        if len(kept.versions) == 2:
+            break
     assert len(kept.versions) == 2
     prompt = [*PROMPT, *kept.ids[:-1]]
     for wanted in (0, len(prompt) - 1):
