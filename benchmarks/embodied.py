@@ -1,7 +1,8 @@
 """Environment steps per second of `rljob run` on CartPole beside a plain PPO loop, in turns, and the recovery of a simulator. Prints JSON.
 
-Each turn trains as many updates with the same hyper-parameters in the plain loop and in each program. `slow` is a simulator that costs 1 ms
-of processor time a step. `embodied_async` collects the next trajectories while it trains, one version older.
+Each turn trains as many updates with the same hyper-parameters in the plain loop and in each program, by default the 200 of the example.
+`slow` is a simulator that costs 1 ms of processor time a step. `embodied_async` collects the next trajectories while it trains, one
+version older.
 `processor_us_per_step` is the time of all processes, user and system, between the first updates and the last: it hardly depends on what else
 the machine does.
 Targets: 0.8 of the plain loop for CartPole, 1.2 for `slow`, 2 s from the death of one of 8 simulators to its next step.
@@ -144,7 +145,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--updates", type=int, default=60)
+    parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--slow-updates", type=int, default=8)
     options = parser.parse_args()
     if min(options.updates, options.slow_updates) <= WARM:
