@@ -58,8 +58,9 @@ class DetachedScores(NamedTuple):
 
 
 Objective = Callable[[Scores, Columns, LossNormalizers], LossResult]
-"""Computes the part of an optimizer step's loss that one micro-batch contributes. The loss is the sum of these parts over all micro-batches
-and ranks.
+"""A function that computes the loss of one micro-batch, already divided by the normalizers of its optimizer step.
+
+The loss of the step is the sum over its micro-batches and over all ranks.
 """
 Proceed = Callable[[], None]
 """A function that raises StepCancelled on all ranks if the step was cancelled. Backends call it on all ranks before each micro-batch, or

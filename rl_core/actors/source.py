@@ -46,7 +46,7 @@ class GatheringPlan:
             TensorSlice(0, name, shape, tuple((0, size) for size in shape)) for name, shape in shapes.items()
         ]
         self.transfers: dict[str, list[Transfer]] = {name: [] for name in shapes}
-        """Transfers to rank 0 by tensor name."""
+        """By tensor name: which slices rank 0 receives, and from which ranks, so that it has the whole tensor."""
         # Every rank counts as a node of its own, so that rank 0 keeps the elements that it stores instead of receiving them.
         for transfer in plan_reshard(stored_slices, whole_tensors, nodes=range(ranks.size)):
             self.transfers[transfer.name].append(transfer)

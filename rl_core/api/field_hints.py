@@ -103,7 +103,10 @@ def _instead_of_block(inner: Inner) -> str:
 
 
 def _inner(value: Any, path: tuple[str, ...], num_outer: int) -> Inner:
-    """Return the settings inside the unknown block `value` at `path` below spec. The first `num_outer` parts of their paths are left out."""
+    """Return (path, counterpart here or None) for each setting in `value`, a block of the job that the schema does not know.
+
+    `path` is where the block is, relative to spec. The returned paths are without their first `num_outer` parts.
+    """
     if not isinstance(value, Mapping):
         return []
     settings: Inner = []

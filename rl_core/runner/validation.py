@@ -120,7 +120,10 @@ class Validation:
 
 
 def _first_of_each_set(samples: Sequence[DatumSpec], limit: int | None) -> Sequence[DatumSpec]:
-    """Return the first `limit` samples of each data set; all samples if `limit` is None. Samples must be ordered by data set."""
+    """Return at most `limit` samples of each validation data set, the first ones; all of them if `limit` is None.
+
+    The samples of a data set must be next to each other in `samples`.
+    """
     sets = groupby(samples, key=lambda sample: sample.get("data_set"))
     return [sample for _, set_samples in sets for sample in islice(set_samples, limit)]
 

@@ -115,7 +115,11 @@ class _SourceSlices:
 def _cover(
     destination: TensorSlice, sources: _SourceSlices, preference: Callable[[int], Any]
 ) -> Iterator[tuple[int, Ranges]]:
-    """Yield (rank, box) for boxes that make up `destination`. Each box is the largest that the preferred rank has from the box's first element."""
+    """Cut the slice `destination` of a tensor into boxes that one source rank stores whole, and yield (source rank, box) for each.
+
+    The boxes cover `destination` without overlap. Of several ranks that store the first element of what is left, the one with the smallest
+    `preference` provides the box, as large as it stores.
+    """
     uncovered = [destination.ranges]
     while uncovered:
         box = uncovered.pop()

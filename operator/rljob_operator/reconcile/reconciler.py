@@ -128,7 +128,7 @@ def _old_templates(
 
 
 def _build(view: JobView, decision: Decision, names: tuple[tuple[str, int], ...]) -> tuple[Object, ...]:
-    """Return the manifests of the pods to create."""
+    """Return the Kubernetes Pod objects that this reconcile creates: those of the pods (role, index) in `names`."""
     if not names:
         return ()
     meta, record = view.job.metadata, decision.record

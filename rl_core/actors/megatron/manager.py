@@ -64,7 +64,10 @@ class MegatronModelManager(ModelManager):
         return cpu.cpu_as_cuda() if self.compute_device.type == "cpu" else nullcontext()
 
     def dropout_context(self, *, forward_only: bool) -> AbstractContextManager[None]:
-        """Return a context manager of one pass over micro-batches. It seeds the dropout of adapters, so that a resumed run repeats it."""
+        """Return a context manager for one pass over micro-batches, which computes no gradients if `forward_only`.
+
+        It seeds the dropout of LoRA adapters, so that a run that resumes from a checkpoint drops the same elements.
+        """
         lora = self.cfg.model.lora
         if lora is None or not lora.dropout:
             return nullcontext()

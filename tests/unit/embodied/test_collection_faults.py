@@ -118,6 +118,27 @@ class Apart(Sine):
         return value(obs["states"])
 
 
+def test_actions_are_sent_before_the_values_are_computed():
+    world, events = World(1, 1, 1), []
+    rollout = world.rollouts[0]
+    send = rollout.send_chunk_actions
+
+    class Recording(Apart):
+        act = Apart.act  # the class with `values` must have both
+
+        def values(self, obs):
+            events.append("values")
+            return super().values(obs)
+
+    def sent(*arguments, **options):
+        events.append("sent")
+        return send(*arguments, **options)
+
+    rollout.model, rollout.send_chunk_actions = Recording(), sent
+    asyncio.run(world.collect(1, 1))
+    assert events.index("sent") < events.index("values") and events.count("sent") == HORIZON // CHUNK
+
+
 def test_a_policy_with_act_and_values_chooses_no_actions_where_only_values_count():
     world = World(1, 1, 1)
 

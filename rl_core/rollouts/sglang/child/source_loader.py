@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoadReport(TypedDict):
-    """Result of loading a version in one process of the engine."""
+    """What a process of the SGLang engine reports after it has loaded a version of the weights, or has failed to."""
 
     error: str
     """Why it failed; "" if it did not."""
