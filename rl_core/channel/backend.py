@@ -1,12 +1,14 @@
 """The interface between a channel's public class and the place of its items: `client` (a server process) or `local` (this process)."""
 
 import concurrent.futures
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rl_core.channel.model import Delivery
 from rl_core.messages.channel import ChannelOptions, Key
+from rl_core.transports.shared_memory import LentMemory
 
 DEFAULT_KEY = "default_queue"
 DEFAULT_TIMEOUT = 600.0
@@ -22,6 +24,8 @@ class PutRequest:
     key: Key
     timeout: float
     nowait: bool = False
+    lent: Sequence[LentMemory] = ()
+    """Memory that `Backend.allocate` returned. Arrays of the item that lie in it are not copied."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +55,9 @@ class Backend(Protocol):
 
         Raises at once TypeError for an item that cannot be serialized and ValueError for one that is too large for the channel.
         """
+
+    def allocate(self, nbytes: int) -> "concurrent.futures.Future[LentMemory | None]":
+        """Allocate shared memory for arrays that will be put; see `Channel.allocate_async`."""
 
     def take(self, request: TakeRequest) -> "concurrent.futures.Future[list[Delivery]]":
         """Take items; the future completes with them.

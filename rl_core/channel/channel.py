@@ -25,6 +25,7 @@ from rl_core.messages.channel import ChannelOptions, ChannelStats, Key
 from rl_core.messages.registry import register_record
 from rl_core.transports.loop_futures import wait_future
 from rl_core.transports.rpc_wire import refuse_on_event_loop
+from rl_core.transports.shared_memory import LentMemory
 
 Future = concurrent.futures.Future
 
@@ -108,21 +109,46 @@ class Channel:
         return None
 
     async def put_async(
-        self, item: Any, weight: float = 0, key: Key = DEFAULT_KEY, timeout: float | None = None
+        self,
+        item: Any,
+        weight: float = 0,
+        key: Key = DEFAULT_KEY,
+        timeout: float | None = None,
+        *,
+        lent: Sequence[LentMemory] = (),
     ) -> None:
-        """Store `item`. If the call is cancelled before the item was accepted, nothing is stored."""
-        await wait_future(self._put(item, weight, key, timeout))
+        """Store `item`. If the call is cancelled before the item was accepted, nothing is stored.
+
+        Arrays of `item` that lie in `lent`, memory that `allocate_async` returned, are not copied. They must not be changed any more, and the
+        memory can be released.
+        """
+        await wait_future(self._put(item, weight, key, timeout, lent=lent))
+
+    async def allocate_async(self, nbytes: int) -> LentMemory | None:
+        """Return at least `nbytes` bytes of shared memory for arrays that are put later, without a copy, by `put_async`.
+
+        They do not count for `max_bytes` until then. The caller must release the memory. Returns None if there is no memory, or if the
+        channel server is on another host.
+        """
+        return await wait_future(self._backend.allocate(nbytes))
 
     def put_nowait(self, item: Any, weight: float = 0, key: Key = DEFAULT_KEY) -> None:
         """Store `item` if there is room; otherwise raise ChannelFull."""
         wait_sync(lambda: self._put(item, weight, key, None, nowait=True), "Channel.put_nowait")
 
     def _put(
-        self, item: Any, weight: float, key: Key, timeout: float | None, *, nowait: bool = False
+        self,
+        item: Any,
+        weight: float,
+        key: Key,
+        timeout: float | None,
+        *,
+        nowait: bool = False,
+        lent: Sequence[LentMemory] = (),
     ) -> "Future[None]":
         _check_weight("weight", weight)
         return self._backend.put(
-            PutRequest(item=item, weight=float(weight), key=key, timeout=_seconds(timeout), nowait=nowait)
+            PutRequest(item=item, weight=float(weight), key=key, timeout=_seconds(timeout), nowait=nowait, lent=lent)
         )
 
     # --- taking ---

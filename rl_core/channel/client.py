@@ -22,7 +22,7 @@ from rl_core.messages.channel import ChannelOptions, Key, SegmentPart
 from rl_core.transports import frames, rpc_wire
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.rpc import RpcClient
-from rl_core.transports.shared_memory import SegmentLoan
+from rl_core.transports.shared_memory import LentMemory, SegmentLoan
 from rl_core.transports.sockets import IoThread
 
 Future = concurrent.futures.Future
@@ -108,6 +108,14 @@ class RemoteBackend:
         """Return a future that is done when the server has accepted the item under each of `keys`, in place of the key of the request."""
         return self._client.sender.put(self._name, frames.encode(request.item), request, keys)
 
+    def allocate(self, nbytes: int) -> "Future[LentMemory | None]":
+        """Allocate memory of the server. The future has None if the server has none, or if this process cannot map it."""
+
+        def lent(part: SegmentPart | None) -> LentMemory | None:
+            return None if part is None else self._rpc.lent(SegmentLoan(part.segment, part.generation), part.nbytes)
+
+        return self._rpc.start_call("allocate", (self._name, nbytes), {}, convert=lent)
+
     def take(self, request: TakeRequest) -> "Future[list[Delivery]]":
         """Request items. Returns a future of the received items."""
         receipts = self._client.receipts.collect()
@@ -133,7 +141,7 @@ class RemoteBackend:
         """Decode the item; large arrays view the server's segments."""
         return frames.decode(
             [
-                self._rpc.borrow(SegmentLoan(part.segment, part.generation), part.nbytes)
+                self._rpc.borrow(SegmentLoan(part.segment, part.generation), part.offset, part.nbytes)
                 if isinstance(part, SegmentPart)
                 else part
                 for part in delivery.payload

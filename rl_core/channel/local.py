@@ -19,6 +19,8 @@ from rl_core.channel.backend import PutRequest, TakeRequest
 from rl_core.channel.core import ChannelCore
 from rl_core.channel.model import Delivery, Put, Take
 from rl_core.messages.channel import ChannelOptions
+from rl_core.transports.links import ProcessSharedMemory
+from rl_core.transports.shared_memory import LentMemory
 from rl_core.transports.sockets import IoThread, Timer
 
 Future = concurrent.futures.Future
@@ -94,6 +96,12 @@ class LocalBackend:
             self._core.put(now, put, nowait=request.nowait)
             self._arm()
         self._on_cancel(future, put, self._core.cancel_put)
+        return future
+
+    def allocate(self, nbytes: int) -> "Future[LentMemory | None]":
+        """Return a completed future of memory of this process; of None when shared memory is full."""
+        future: Future[LentMemory | None] = Future()
+        future.set_result(ProcessSharedMemory.shared().allocate(nbytes))
         return future
 
     def take(self, request: TakeRequest) -> "Future[list[Delivery]]":

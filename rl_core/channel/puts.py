@@ -1,6 +1,7 @@
 """Sends items to the channel server: small ones in one message, large ones through segments of shared memory that the server owns.
 
-A large put reserves room, copies into the server's segments on a copy thread, and hands the item over. The server serves a process's next
+A large put reserves room, copies into the server's segments on a copy thread, and hands the item over. Arrays that lie in memory of the server
+already, which the producer has allocated, are handed over without a copy. The server serves a process's next
 put of the same key only after that, so the order of puts is kept. Used by `client`.
 """
 
@@ -17,7 +18,7 @@ from rl_core.channel.backend import PutRequest
 from rl_core.messages.channel import Key, Room, SegmentPart
 from rl_core.transports.links import ProcessSharedMemory
 from rl_core.transports.rpc import RpcClient
-from rl_core.transports.shared_memory import copy_into
+from rl_core.transports.shared_memory import LentMemory, copy_into
 
 Future = concurrent.futures.Future
 MARGIN = 5.0
@@ -71,10 +72,24 @@ class LargePut:
         self._sender = sender
         self._parts = parts
         self._request = request
+        self._placed = [placed(part, request.lent) for part in parts]
+        """By part: where it lies in memory of the server; None if it must be sent or copied."""
         sizes = [memoryview(part).nbytes for part in parts]
-        shared = (sizes, request.timeout, request.nowait)
+        needs_memory = [place is None for place in self._placed]
         self._granted = [
-            sender.rpc.start_call("reserve", (channel, key, *shared, index == 0), {}, timeout=request.timeout + MARGIN)
+            sender.rpc.start_call(
+                "reserve",
+                (
+                    channel,
+                    key,
+                    sizes,
+                    request.timeout,
+                    request.nowait,
+                    needs_memory if index == 0 else [False] * len(parts),
+                ),
+                {},
+                timeout=request.timeout + MARGIN,
+            )
             for index, key in enumerate(keys)
         ]
         self.future.add_done_callback(lambda future: self._cancel() if future.cancelled() else None)
@@ -106,7 +121,10 @@ class LargePut:
         rpc = self._sender.rpc
         try:
             copier = self._sender.copier
-            parts = [fill(copier, segment, part) for segment, part in zip(rooms[0].segments, self._parts, strict=True)]
+            parts = [
+                place or fill(copier, segment, part)
+                for place, segment, part in zip(self._placed, rooms[0].segments, self._parts, strict=True)
+            ]
             if self.future.cancelled():
                 self._abort(rooms)
                 return
@@ -122,6 +140,15 @@ class LargePut:
             self._abort(rooms)
             if self.future.set_running_or_notify_cancel():
                 self.future.set_exception(error)
+
+
+def placed(part: Any, lent: Sequence[LentMemory]) -> SegmentPart | None:
+    """Return where `part` lies in memory that the server has lent; None if it lies in none of `lent`."""
+    for memory in lent:
+        if (offset := memory.offset_of(part)) is not None:
+            loan, nbytes = memory.loan, memoryview(part).nbytes
+            return SegmentPart(segment=loan.segment, generation=loan.generation, nbytes=nbytes, offset=offset)
+    return None
 
 
 def fill(copier: concurrent.futures.Executor, segment: SegmentPart | None, part: Any) -> payload.Part:

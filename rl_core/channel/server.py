@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 USES = {
     "put": ChannelUse.PUT,
     "reserve": ChannelUse.PUT,
+    "allocate": ChannelUse.PUT,
     "take": ChannelUse.TAKE,
     "requeue": ChannelUse.TAKE,
     "register": ChannelUse.PRODUCE,
@@ -41,7 +42,7 @@ USES = {
 }
 """What each method does with the channel that its first argument names. `create` of a named channel is for the runner alone."""
 _ELASTIC_METHODS = frozenset(
-    {"create", "connect", "put", "reserve", "hand_over", "abort", "take", "confirm", "requeue"}
+    {"create", "connect", "put", "reserve", "allocate", "hand_over", "abort", "take", "confirm", "requeue"}
     | {"depth", "full", "stats"}
 )
 _GANG_METHODS = _ELASTIC_METHODS | {"register", "done"}
@@ -284,17 +285,21 @@ class ChannelServer:
         sizes: list[int],
         timeout: float,
         nowait: bool,
-        memory: bool = True,
+        needs_memory: list[bool],
     ) -> None:
-        """Grant room for an item of parts of these `sizes` when there is some.
+        """Grant room for an item of parts of these `sizes` when there is some, and memory for the large ones of those that need it.
 
-        Without `memory` the item is handed over in the memory of another reservation of the caller.
+        The other parts are in memory that the caller has already, from `allocate` or another reservation.
         """
         core, now = self._core(channel), self._clock()
 
         def grant(put: Put) -> None:
             room = Room(
-                ticket=next(self._tickets), segments=tuple(self._segment(call.peer, size) for size in sizes if memory)
+                ticket=next(self._tickets),
+                segments=tuple(
+                    self._segment(call.peer, size) if needs and payload.needs_segment(size) else None
+                    for size, needs in zip(sizes, needs_memory, strict=True)
+                ),
             )
             self._reservations[room.ticket] = _Reservation(core, put, call.peer, room)
             call.on_cancel = None
@@ -305,8 +310,16 @@ class ChannelServer:
         call.on_cancel = self._undo(call, lambda: core.cancel_put(self._clock(), put))
         core.put(now, put, nowait=nowait)
 
+    def _allocate(self, call: IncomingCall, channel: str, nbytes: int) -> None:
+        """Lend the caller memory into which it writes arrays before it puts them; None if there is none."""
+        part = self._segment(call.peer, nbytes)
+        if part is not None:
+            self._remember(call, partial(self._memory.store.release, part.segment, part.generation, call.peer.loans))
+        call.reply(part)
+
     def _segment(self, peer: Peer, size: int) -> SegmentPart | None:
-        if not payload.needs_segment(size) or not peer.loans.lends:
+        """Lend `peer` a segment; None if it cannot read segments of this process, or if the store is full."""
+        if not peer.loans.lends:
             return None
         segment = self._memory.store.lend(size, peer.loans)
         return (
@@ -318,14 +331,10 @@ class ChannelServer:
         reservation = self._reservation(call, ticket)
         if reservation is None:
             raise InfrastructureError("the reservation of this item was given up: its producer was taken for lost")
-        own_segments = {
-            part
-            for granted in self._reservations.values()
-            if granted.peer is call.peer
-            for part in granted.room.segments
-        }
-        foreign = [part for part in parts if isinstance(part, SegmentPart) and part not in own_segments]
-        if foreign or payload.size(parts) != reservation.put.nbytes:
+        if not all(self._holds(call.peer, part) for part in parts if isinstance(part, SegmentPart)):
+            self._release_reservation(ticket)
+            raise InfrastructureError("the item lies in memory that is not lent to its producer any more; put it again")
+        if payload.size(parts) != reservation.put.nbytes:
             self._release_reservation(ticket)
             raise ConfigError(
                 f"the item has {payload.size(parts)} bytes in {len(parts)} parts, the reservation was for {reservation.put.nbytes} bytes"
@@ -341,6 +350,11 @@ class ChannelServer:
             self._drop(parts)
             raise
         call.reply(None)
+
+    def _holds(self, peer: Peer, part: SegmentPart) -> bool:
+        """Return whether the memory of `part` is lent to `peer`."""
+        size = self._memory.store.size_held(part.segment, part.generation, peer.loans)
+        return 0 <= part.offset <= part.offset + part.nbytes <= size
 
     def _abort(self, call: IncomingCall, ticket: int) -> None:
         if self._reservation(call, ticket) is not None:

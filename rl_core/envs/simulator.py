@@ -112,9 +112,10 @@ class Simulator:
                     f"{self._label}: step must return (observation, reward, terminated, truncated, info), got {type(answer).__name__}"
                 )
             raw, reward, raw_terminated, raw_truncated, info = answer
-            obs = self._observation(raw, request.row)
-            rewards.append(self._reward(reward))
             terminated, truncated = bool(raw_terminated), bool(raw_truncated)
+            is_final = self._auto_reset and (terminated or truncated)
+            obs = self._observation(raw, FINAL_ROW if is_final else request.row)
+            rewards.append(self._reward(reward))
             successes.append(bool(info) and any(bool(info.get(name)) for name in SUCCESS))
             if info and info.get(INTERVENTION) is not None:
                 interventions[index] = self._taken(info[INTERVENTION], np.asarray(actions[index]))
@@ -126,8 +127,6 @@ class Simulator:
         done = terminated or truncated
         final_obs = obs if done else None
         if done and self._auto_reset:
-            for array in self._column.values():
-                array[FINAL_ROW] = array[request.row]
             obs = self._begin(request)
         return SimulatorAnswer(
             obs=obs,

@@ -2,7 +2,9 @@
 
 user -> server   create(name, ChannelOptions) -> ChannelOptions       connect(name, timeout) -> ChannelOptions
 user -> server   put(channel, key, weight, parts, timeout, nowait)
-user -> server   reserve(channel, key, sizes of the parts, timeout, nowait) -> Room, then hand_over(ticket, weight, parts) or abort(ticket)
+user -> server   reserve(channel, key, sizes of the parts, timeout, nowait, which of them need memory) -> Room, then
+                 hand_over(ticket, weight, parts) or abort(ticket)
+user -> server   allocate(channel, nbytes) -> SegmentPart | None
 user -> server   take(channel, key, timeout, nowait, target, most, allow_oversize, receipts) -> [[token, parts]]
 user -> server   confirm(receipts), requeue(channel, tokens)
 user -> server   move(channel, [(source key, target key | None)])
@@ -10,7 +12,7 @@ user -> server   depth(channel, key), full(channel, key), stats(channel) -> Chan
 user -> server   register(channel, registration), done(channel, registration), close(channel, key, PackedError | None)
 
 `target` is the weight of a batch; without it a take gets up to `most` items. `receipts` are the tokens of received items by channel; a take
-also confirms those of earlier takes.
+also confirms those of earlier takes. A user that writes the arrays of an item into memory that it has allocated puts them without a copy.
 """
 
 from typing import Any
@@ -66,6 +68,8 @@ class SegmentPart:
     generation: int
     """Number of times that the segment was lent. A release with a smaller number is ignored: the segment has another holder by then."""
     nbytes: int
+    offset: int = 0
+    """Bytes of the segment before the part."""
 
 
 @record

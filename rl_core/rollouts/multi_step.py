@@ -243,14 +243,13 @@ class MultiStepRolloutWorker(WeightMethods):
         run_epoch = self._run_epoch if lockstep else self._run_decoupled_epoch
         self._begin(request)
         decisions = options.rollout_epochs * (options.decisions + 1) - 1
-        with (
-            self._envs.lent_rows(self._large_observations if lockstep else {}, decisions=decisions),
-            closing(self._connect(observations, actions)) as exchange,
-        ):
-            await asyncio.wrap_future(served)
-            version = self.sync_model_from_actor() if self._weights is not None else self.global_step
-            epochs = [await run_epoch(exchange, version) for _ in range(options.rollout_epochs)]
-            await self._deliver(trajectories, epochs)
+        layout = self._large_observations if lockstep else {}
+        async with self._envs.allocated_rows(trajectories.allocate_async, layout, decisions=decisions):
+            with closing(self._connect(observations, actions)) as exchange:
+                await asyncio.wrap_future(served)
+                version = self.sync_model_from_actor() if self._weights is not None else self.global_step
+                epochs = [await run_epoch(exchange, version) for _ in range(options.rollout_epochs)]
+                await self._deliver(trajectories, epochs)
         return options.rollout_epochs * options.decisions * options.stages
 
     async def _run_epoch(self, exchange: DirectChannel, version: int) -> list[list[TrajectoryRecorder]]:
@@ -340,7 +339,7 @@ class MultiStepRolloutWorker(WeightMethods):
 
     async def _deliver(self, channel: Channel, epochs: list[list[list[TrajectoryRecorder]]]) -> None:
         """Send the trajectory of each stage. `epochs` has the recorders of each epoch by stage, in the order of the simulators."""
-        request, stages = self._envs.request, self.options.stages
+        request, stages, lent = self._envs.request, self.options.stages, self._envs.row_memory()
         senders = len(request.rollouts) * stages
         for stage, of_epochs in enumerate(zip(*epochs, strict=True)):
             sender = self._envs.index * stages + stage
@@ -350,7 +349,7 @@ class MultiStepRolloutWorker(WeightMethods):
             shards = cut_trajectory(trajectory, trajectory_parts(senders, request.actors), group=self._group)
             for part, shard in enumerate(shards):
                 rank = data_rank_of(sender, part, senders=senders, actors=request.actors)
-                await channel.put_async(shard, key=request.trajectory_key(rank))
+                await channel.put_async(shard, key=request.trajectory_key(rank), lent=lent)
 
     async def _evaluate(
         self, observations: Channel, actions: Channel, request: CollectionRequest, served: WeightsServed

@@ -1,6 +1,6 @@
 """Large observations of one pipeline stage. Simulators of this host write them into shared memory, and the policy reads them in place.
 
-    simulator -- copies --> rows of a collection [T + 1, B, ...] --> policy; trajectory -- copied by the channel --> actor
+    simulator -- copies --> rows of a collection [T + 1, B, ...] --> policy; trajectory -- by reference --> actor
 
 Legend: T decisions of a collection, B simulators of the stage that this rollout serves.
 """
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from rl_core.api.records import EnvOutput
-from rl_core.transports.shared_rows import FINAL_ROW, ColumnAddress, Layout, SharedRows
+from rl_core.transports.shared_memory import LentMemory
+from rl_core.transports.shared_rows import FINAL_ROW, Allocate, ColumnAddress, Layout, SharedRows
 
 LARGE_BYTES = 512
 """Smallest size in bytes of an observation that is put into shared memory. Smaller ones, such as states, are sent in messages."""
@@ -30,7 +31,7 @@ class ObservationRows:
     """The large observations of a stage, [T + 1, B, ...], and one more row for the final observations of episodes that ended."""
 
     def __init__(self, shared: SharedRows) -> None:
-        """Use `lend`."""
+        """Use `allocate`."""
         self._shared = shared
         self._rows = {name: torch.from_numpy(array) for name, array in shared.arrays.items()}
         for rows in self._rows.values():
@@ -40,10 +41,15 @@ class ObservationRows:
         """Row of the latest observations."""
 
     @classmethod
-    def lend(cls, layout: Layout, *, decisions: int, simulators: int) -> Self | None:
-        """Return rows for T = `decisions` and B = `simulators`; None when shared memory is full."""
-        shared = SharedRows.lend(layout, rows=decisions + 2, columns=simulators)
+    async def allocate(cls, allocate: Allocate, layout: Layout, *, decisions: int, simulators: int) -> Self | None:
+        """Return rows for T = `decisions` and B = `simulators` in memory that `allocate` returns; None when it returns none."""
+        shared = await SharedRows.allocate(allocate, layout, rows=decisions + 2, columns=simulators)
         return None if shared is None else cls(shared)
+
+    @property
+    def lent(self) -> LentMemory:
+        """The memory of the rows."""
+        return self._shared.lent
 
     def column(self, number: int) -> ColumnAddress:
         """Return where a simulator of the stage writes."""
@@ -76,9 +82,9 @@ class ObservationRows:
         return replace(output, obs=obs, final_obs=final_obs)
 
     def release(self, *, reuse: bool) -> None:
-        """Give the memory back; see `SharedRows.release`."""
+        """Give the memory back; see `LentMemory.release`."""
         self._rows = {}
-        self._shared.release(reuse=reuse)
+        self.lent.release(reuse=reuse)
 
     def _copied(self, obs: Mapping[str, Any], row: int, columns: slice) -> dict[str, Any]:
         for name in self._rows.keys() & obs.keys():
@@ -86,12 +92,18 @@ class ObservationRows:
         return {name: array for name, array in obs.items() if name not in self._rows}
 
 
-def lend_rows(layout: Layout, *, decisions: int, simulators: Sequence[int]) -> list[ObservationRows]:
+async def allocate_rows(
+    allocate: Allocate, layout: Layout, *, decisions: int, simulators: Sequence[int]
+) -> list[ObservationRows]:
     """Return the rows of each stage, for T = `decisions` and B = `simulators` of the stage.
 
     Returns none if there are no large observations, or if shared memory does not hold those of all stages.
     """
-    rows = [ObservationRows.lend(layout, decisions=decisions, simulators=count) for count in simulators if layout]
+    rows = [
+        await ObservationRows.allocate(allocate, layout, decisions=decisions, simulators=count)
+        for count in simulators
+        if layout
+    ]
     available = [stage_rows for stage_rows in rows if stage_rows is not None]
     if len(available) == len(simulators):
         return available

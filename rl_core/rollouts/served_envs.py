@@ -8,8 +8,8 @@ A collection generates the trajectories of one training step, or runs one evalua
 Legend: B number of simulators of a stage, C number of actions in one message (a chunk).
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,10 @@ from rl_core.channel.direct import DirectChannel, PeerLost
 from rl_core.messages.embodied import CollectionRequest
 from rl_core.plan.routing import routes
 from rl_core.rollouts.embodied import lost_output, merge_env_outputs
-from rl_core.rollouts.observation_rows import ObservationRows, lend_rows
+from rl_core.rollouts.observation_rows import ObservationRows, allocate_rows
 from rl_core.transports.direct import Connection, Mailbox
-from rl_core.transports.shared_rows import Layout
+from rl_core.transports.shared_memory import LentMemory
+from rl_core.transports.shared_rows import Allocate, Layout
 
 Exchange = Channel | DirectChannel
 Waiting = Callable[[str, str], AbstractContextManager[None]]
@@ -122,26 +123,30 @@ class ServedEnvs:
             except PeerLost:
                 self.lost.add(env)
 
-    @contextmanager
-    def lent_rows(self, layout: Layout, *, decisions: int) -> Iterator[None]:
+    @asynccontextmanager
+    async def allocated_rows(self, allocate: Allocate, layout: Layout, *, decisions: int) -> AsyncIterator[None]:
         """Provide shared memory while the `with` block runs, in which env workers on this host write their large observations.
 
-        It has room for `decisions` decisions. `layout` has the types and shapes of the large observations. All observations are sent in
-        messages if `layout` is empty, if no env worker is on this host, or if there is no memory.
+        It comes from `allocate` and has room for `decisions` decisions. `layout` has the types and shapes of the large observations. All
+        observations are sent in messages if `layout` is empty, if no env worker is on this host, or if there is no memory.
         """
         has_local_env = any(self.request.address(env, self.index) is not None for env in range(len(self.request.envs)))
         simulators = sum(size for _, size in self.sources)
-        self.rows = lend_rows(
-            layout if has_local_env else {}, decisions=decisions, simulators=[simulators] * self.stages
+        self.rows = await allocate_rows(
+            allocate, layout if has_local_env else {}, decisions=decisions, simulators=[simulators] * self.stages
         )
         reuse = False
         try:
             yield
-            reuse = not self.lost  # the channel has copied the trajectories
+            reuse = not self.lost
         finally:
             rows, self.rows = self.rows, []
             for stage_rows in rows:
                 stage_rows.release(reuse=reuse)
+
+    def row_memory(self) -> list[LentMemory]:
+        """Return the shared memory of the rows, if nobody writes to it after the last decision. A lost env worker may still do so."""
+        return [] if self.lost else [stage_rows.lent for stage_rows in self.rows]
 
     def columns_of(self, env: int) -> dict[str, np.ndarray]:
         """Return where in shared memory the env worker `env` writes its large observations: a packed `ColumnAddress` for each stage.

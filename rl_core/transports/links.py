@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from rl_core.transports import shared_memory, tokens
-from rl_core.transports.shared_memory import SegmentLoan
+from rl_core.transports.shared_memory import LentMemory, SegmentLoan
 from rl_core.transports.sockets import IoThread
 
 TRIM_SECONDS = 30.0
@@ -49,6 +49,19 @@ class ProcessSharedMemory:
                 cls._shared._trim_later()
             return cls._shared
 
+    def allocate(self, nbytes: int) -> LentMemory | None:
+        """Return at least `nbytes` bytes of the segment store of this process; None when it is full."""
+        holder = object()
+        segment = self.store.lend(nbytes, holder)
+        if segment is None:
+            return None
+        loan = SegmentLoan(segment.name, segment.generation)
+        return LentMemory(
+            loan,
+            lambda: segment.memory,
+            lambda reuse: self.store.release(loan.segment, loan.generation, holder, reuse=reuse),
+        )
+
     def _trim_later(self) -> None:
         io = IoThread.shared()
         io.call_at(io.clock() + TRIM_SECONDS, self._trim)
@@ -72,10 +85,10 @@ class ServerLoans:
         """Whether the client proved that it can read this process's segments."""
 
     def take_back(self, released: list[list[Any]]) -> None:
-        """Free the [segment, generation] pairs that the client released."""
+        """Free the segments that the client released: [segment, generation, whether it may be lent again] of each."""
         store = ProcessSharedMemory.shared().store
-        for name, generation in released:
-            store.release(name, generation, self)
+        for name, generation, reuse in released:
+            store.release(name, generation, self, reuse=reuse)
 
     def lost(self) -> None:
         """Free all segments that the client held, after its connection is lost."""
@@ -92,17 +105,27 @@ class ClientLoans:
         self._scheduled = False
         self._io = IoThread.shared()
 
-    def borrow(self, loan: SegmentLoan, nbytes: int) -> memoryview:
-        """Return a view of a segment of the server. The segment is returned when the last array over the view is deleted. Thread-safe."""
-        reader = ProcessSharedMemory.shared().reader
-        return reader.view(loan.segment, 0, nbytes, lambda: self.release(loan))
+    def borrow(self, loan: SegmentLoan, offset: int, nbytes: int) -> memoryview:
+        """Return a view of `nbytes` bytes of a segment of the server, after `offset` bytes. Thread-safe.
 
-    def release(self, loan: SegmentLoan) -> None:
-        """Return a segment that was lent to this process and is not mapped. Thread-safe.
+        The segment is returned when the last array over the view is deleted.
+        """
+        reader = ProcessSharedMemory.shared().reader
+        return reader.view(loan.segment, offset, nbytes, lambda: self.release(loan))
+
+    def lent(self, loan: SegmentLoan, nbytes: int) -> LentMemory:
+        """Return the first `nbytes` bytes of a segment of the server, which was lent to this process to write into it."""
+        reader = ProcessSharedMemory.shared().reader
+        return LentMemory(
+            loan, lambda: reader.view(loan.segment, 0, nbytes), lambda reuse: self.release(loan, reuse=reuse)
+        )
+
+    def release(self, loan: SegmentLoan, *, reuse: bool = True) -> None:
+        """Return a segment that was lent to this process. `reuse` says whether it may be lent again. Thread-safe.
 
         Takes no lock, because finalizers call it at any point of a thread.
         """
-        self._released.append([loan.segment, loan.generation])
+        self._released.append([loan.segment, loan.generation, reuse])
         if not self._scheduled:
             self._io.call_soon(self._schedule)
 

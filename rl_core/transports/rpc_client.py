@@ -12,7 +12,7 @@ from rl_core.transports.curve import KeyRing
 from rl_core.transports.loop_futures import wait_future
 from rl_core.transports.rpc_call import CallFuture
 from rl_core.transports.rpc_connection import Connection
-from rl_core.transports.shared_memory import SegmentLoan
+from rl_core.transports.shared_memory import LentMemory, SegmentLoan
 from rl_core.transports.sockets import IoThread
 
 DEFAULT_TIMEOUT = 60.0
@@ -168,12 +168,16 @@ class RpcClient:
         connection.submit(call)
         return call
 
-    def borrow(self, loan: SegmentLoan, nbytes: int) -> memoryview:
-        """Return a view of a segment that the server lent.
+    def borrow(self, loan: SegmentLoan, offset: int, nbytes: int) -> memoryview:
+        """Return a view of `nbytes` bytes of a segment that the server lent, after `offset` bytes.
 
         The segment is returned to the server when the last array over the view is deleted.
         """
-        return self._connection.loans.borrow(loan, nbytes)
+        return self._connection.loans.borrow(loan, offset, nbytes)
+
+    def lent(self, loan: SegmentLoan, nbytes: int) -> LentMemory:
+        """Return `nbytes` bytes of a segment that the server lent for writing."""
+        return self._connection.loans.lent(loan, nbytes)
 
     def release(self, loan: SegmentLoan) -> None:
         """Return a segment that the server lent and that was never borrowed."""

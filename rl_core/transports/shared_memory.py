@@ -13,6 +13,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,32 @@ class SegmentLoan:
     generation: int
 
 
+class LentMemory:
+    """Shared memory that was lent to this process to write arrays into it."""
+
+    def __init__(self, loan: SegmentLoan, map: Callable[[], Any], give_back: Callable[[bool], object]) -> None:
+        """`map` returns the memory of `loan` as a writable buffer. `give_back` ends the loan; see `release` for its argument."""
+        self.loan = loan
+        self._map, self._give_back = map, give_back
+
+    @cached_property
+    def memory(self) -> Any:
+        """The memory as a writable buffer. It is mapped at first use."""
+        return self._map()
+
+    def offset_of(self, buffer: Any) -> int | None:
+        """Return the number of bytes of this memory before `buffer`, which is contiguous. Returns None if `buffer` does not lie in it."""
+        import numpy as np
+
+        whole, part = np.frombuffer(self.memory, np.uint8), np.frombuffer(buffer, np.uint8)
+        offset = part.ctypes.data - whole.ctypes.data
+        return offset if 0 <= offset <= whole.nbytes - part.nbytes else None
+
+    def release(self, *, reuse: bool) -> None:
+        """Give the memory back. Pass `reuse` False where a lost process may still write to it: then it is never lent again."""
+        self._give_back(reuse)
+
+
 class Segment:
     """One file of the store. `generation` rises each time it is lent, so that a late release cannot end the loan of the next holder."""
 
@@ -63,7 +90,7 @@ class Segment:
         self.used = True
         """Whether it was lent since the last `trim`."""
         self.tainted = False
-        """Whether a holder was lost. Its process may be stopped or disconnected and still access the segment, which is therefore never lent again."""
+        """Whether a process that was lost may still write to the segment, which is therefore never lent again."""
 
     @property
     def memory(self) -> mmap.mmap:
@@ -142,16 +169,24 @@ class SegmentStore:
             loan[1][holder] += 1
             return True
 
-    def release(self, name: str, generation: int, holder: Hashable) -> bool:
+    def size_held(self, name: str, generation: int, holder: Hashable) -> int:
+        """Return the size of a segment in bytes; 0 when `holder` does not hold that generation."""
+        with self._lock:
+            segment, holders = self._lent.get((name, generation), (None, Counter()))
+            return segment.size if segment is not None and holders[holder] > 0 else 0
+
+    def release(self, name: str, generation: int, holder: Hashable, *, reuse: bool = True) -> bool:
         """Release the segment once for `holder`.
 
-        It is free after the last release. Returns False when `holder` does not hold that generation.
+        It is free after the last release, and then lent again unless a release had `reuse` False. Returns False when `holder` does not hold
+        that generation.
         """
         with self._lock:
             loan = self._lent.get((name, generation))
             if loan is None or loan[1][holder] <= 0:
                 return False
             loan[1][holder] -= 1
+            loan[0].tainted |= not reuse
             self._drop_if_free((name, generation))
             return True
 

@@ -1,13 +1,13 @@
 """Large observations of one collection in shared memory: simulators write them, and the policy reads them in place.
 
-A rollout lends a segment of its store for arrays [R, B, ...] by name: R rows of B simulators. Env workers of the same host map it by its
+A rollout allocates a segment for arrays [R, B, ...] by name: R rows of B simulators. Env workers of the same host map it by its
 address, and pass a descriptor of it to the processes of simulators, which do not see /dev/shm. Each simulator writes its own column.
 """
 
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ import numpy as np
 from rl_core.api.errors import FrameError, InfrastructureError
 from rl_core.transports import tokens
 from rl_core.transports.links import ProcessSharedMemory
+from rl_core.transports.shared_memory import LentMemory
 
 ALIGNMENT = 64
 """Each array begins at a multiple of this number of bytes."""
@@ -24,6 +25,8 @@ FINAL_ROW = -1
 """Index of the extra row for final observations: where an episode ends, the usual row has the first observation of the next episode."""
 Layout = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Type and shape of one simulator's array, by name."""
+Allocate = Callable[[int], Awaitable[LentMemory | None]]
+"""Returns shared memory of at least this number of bytes; None if there is none. See `Channel.allocate_async`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,31 +85,20 @@ class ColumnAddress:
 
 
 class SharedRows:
-    """The arrays of one collection, as the process that owns the memory sees them."""
+    """The arrays of one collection, as the rollout sees them."""
 
-    def __init__(self, address: ColumnAddress, arrays: dict[str, np.ndarray], generation: int, holder: object) -> None:
-        """`arrays` lie at `address`, in a segment that was lent to `holder` under `generation`. Use `lend`."""
-        self.address, self.arrays = address, arrays
-        self._generation, self._holder = generation, holder
+    def __init__(self, address: ColumnAddress, lent: LentMemory) -> None:
+        """The arrays of `address` lie in `lent`. Use `allocate`."""
+        self.address, self.lent = address, lent
+        self.arrays = address.view(lent.memory)
+        """Name -> array [R, B, ...]."""
 
     @classmethod
-    def lend(cls, layout: Layout, *, rows: int, columns: int) -> Self | None:
-        """Allocate an array [rows, columns, ...] for each entry of `layout`. Returns None when shared memory is full."""
+    async def allocate(cls, allocate: Allocate, layout: Layout, *, rows: int, columns: int) -> Self | None:
+        """Allocate an array [rows, columns, ...] for each entry of `layout`. Returns None when `allocate` does."""
         arrays, size = [], 0
         for name, (dtype, shape) in layout.items():
             arrays.append((name, dtype.str, (rows, columns, *shape), size))
             size += -(-rows * columns * math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        holder = object()
-        segment = ProcessSharedMemory.shared().store.lend(size, holder)
-        if segment is None:
-            return None
-        address = ColumnAddress(segment=segment.name, arrays=tuple(arrays))
-        return cls(address, address.view(segment.memory), segment.generation, holder)
-
-    def release(self, *, reuse: bool) -> None:
-        """Give the memory back. Pass `reuse` False where a lost process may still write to it: then it is never lent again."""
-        store = ProcessSharedMemory.shared().store
-        if reuse:
-            store.release(self.address.segment, self._generation, self._holder)
-        else:
-            store.release_holder(self._holder)
+        lent = await allocate(size)
+        return None if lent is None else cls(ColumnAddress(segment=lent.loan.segment, arrays=tuple(arrays)), lent)

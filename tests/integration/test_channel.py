@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from rl_core.api.errors import (
     DataError,
     DeadlineExceeded,
     EpochFenced,
+    InfrastructureError,
     ProducerLost,
 )
 from rl_core.api.identity import Identity
@@ -271,9 +273,18 @@ class TestLargeItems:
         rpc = channel._backend._client.rpc
         with pytest.raises(ConfigError, match="reserve room for it"):
             rpc.call_sync("put", "c", "default_queue", 0.0, [part], 5.0, False)
-        room = rpc.call_sync("reserve", "c", "default_queue", [MIB], 5.0, False)
-        with pytest.raises(ConfigError, match=f"the reservation was for {MIB} bytes"):
+        room = rpc.call_sync("reserve", "c", "default_queue", [MIB], 5.0, False, [True])
+        with pytest.raises(InfrastructureError, match="not lent to its producer"):
             rpc.call_sync("hand_over", room.ticket, 0.0, [part])
+        assert channel.stats().bytes == 0
+
+    @pytest.mark.parametrize(("offset", "nbytes"), [(1, MIB), (-1, MIB), (0, MIB + 1)])
+    def test_a_part_outside_of_its_segment_is_refused(self, channel, offset, nbytes):
+        rpc = channel._backend._client.rpc
+        room = rpc.call_sync("reserve", "c", "default_queue", [nbytes], 5.0, False, [False])
+        part = rpc.call_sync("allocate", "c", MIB)
+        with pytest.raises(InfrastructureError, match="not lent to its producer"):
+            rpc.call_sync("hand_over", room.ticket, 0.0, [replace(part, offset=offset, nbytes=nbytes)])
         assert channel.stats().bytes == 0
 
 

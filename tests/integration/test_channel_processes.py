@@ -86,6 +86,7 @@ def test_what_a_killed_consumer_held_comes_back_at_once_and_in_order(channel, sp
 
 
 PRODUCER = """
+    import asyncio
     import sys
     import numpy as np
     from rl_core.channel import Channel
@@ -95,13 +96,14 @@ PRODUCER = """
     for number in range(5):
         channel.put(np.full(2_000_000, number, np.uint8))
     rpc = channel._backend._client.rpc
-    rpc.call_sync("reserve", "c", "default_queue", [2_000_000], 5.0, False)  # room that will never be filled
+    asyncio.run(channel.allocate_async(2_000_000))  # memory that will never be put
+    rpc.call_sync("reserve", "c", "default_queue", [2_000_000], 5.0, False, [True])  # room that will never be filled
     print("put", flush=True)
     sys.stdin.read()
 """
 
 
-def test_a_killed_producer_loses_nothing_accepted_and_frees_the_room_it_reserved(channel, spawn):
+def test_a_killed_producer_loses_nothing_accepted_and_frees_room_and_memory(channel, spawn):
     process, word = spawn(PRODUCER, channel._backend._client.rpc.address)
     assert word == "put"
     process.send_signal(signal.SIGKILL)

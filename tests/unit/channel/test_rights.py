@@ -78,7 +78,9 @@ def test_an_env_takes_no_trajectory_changes_it_and_puts_it_back(job):
     with pytest.raises(ConfigError, match="group env does not permit to put on channel 'trajectories'"):
         job.put("env", b"record with other rewards")
     with pytest.raises(ConfigError, match="does not permit to put"):
-        job.call("env", "reserve", "trajectories", "k", [8], 5.0, False)
+        job.call("env", "reserve", "trajectories", "k", [8], 5.0, False, [True])
+    with pytest.raises(ConfigError, match="does not permit to put"):
+        job.call("env", "allocate", "trajectories", 8)
     assert [bytes(parts[0]) for _, parts in job.take("actor")] == [b"record"]
 
 
@@ -109,7 +111,7 @@ def test_a_channel_of_the_program_is_created_by_the_runner_alone(job, role):
 
 
 def test_room_that_was_granted_to_one_process_is_filled_and_given_up_by_no_other(job):
-    room = job.call("rollout", "reserve", "trajectories", "k", [6], 5.0, False)
+    room = job.call("rollout", "reserve", "trajectories", "k", [6], 5.0, False, [True])
     with pytest.raises(InfrastructureError, match="reservation of this item was given up"):
         job.call("env", "hand_over", room.ticket, 0.0, [b"forged"])
     job.call("env", "abort", room.ticket)

@@ -10,6 +10,7 @@ import torch
 
 from rl_core.api.records import EnvOutput
 from rl_core.batching.trajectories import merge_trajectories
+from rl_core.channel import Channel
 from rl_core.rollouts.observation_rows import ObservationRows
 from rl_core.transports.direct import Connection
 from rl_core.transports.links import ProcessSharedMemory
@@ -191,9 +192,10 @@ def test_the_memory_is_bounded(world):
 
 def test_a_final_observation_that_no_simulator_wrote_has_none_of_the_bytes_that_were_there_before():
     """A policy may look up the numbers of an observation, such as token ids, also of episodes that go on."""
+    channel = Channel.create("trajectories", local=True)
     layout, ended = {"instruction": (np.dtype(np.int64), (64,))}, torch.tensor([[True], [False]])
     for _ in range(2):
-        rows = ObservationRows.lend(layout, decisions=3, simulators=2)
+        rows = asyncio.run(ObservationRows.allocate(channel.allocate_async, layout, decisions=3, simulators=2))
         output = EnvOutput(obs={}, rewards=torch.zeros(2, 1), dones=ended)
         [output] = rows.receive([output], [2], [False])
         assert not rows.fill(output).final_obs["instruction"].any()
