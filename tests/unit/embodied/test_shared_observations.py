@@ -10,8 +10,11 @@ import torch
 
 from rl_core.api.records import EnvOutput
 from rl_core.batching.trajectories import merge_trajectories
-from rl_core.channel import Channel
+from rl_core.channel import Channel, puts
+from rl_core.channel.client import ChannelClient
+from rl_core.channel.server import ChannelServer
 from rl_core.rollouts.observation_rows import ObservationRows
+from rl_core.transports import shared_memory
 from rl_core.transports.direct import Connection
 from rl_core.transports.links import ProcessSharedMemory
 from rl_core.transports.tokens import DIRECTORY
@@ -202,3 +205,40 @@ def test_a_final_observation_that_no_simulator_wrote_has_none_of_the_bytes_that_
         for array in rows._shared.arrays.values():
             array[:] = 2**40
         rows.release(reuse=True)
+
+
+@pytest.fixture
+def trajectories():
+    """A channel of a server, as the actors receive from."""
+    server = ChannelServer("tcp://127.0.0.1:0").start()
+    client = ChannelClient(server.address)
+    yield Channel.create("trajectories", client=client)
+    client.close()
+    server.close()
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_the_channel_copies_images_only_where_a_lost_env_worker_may_still_write_to_them(
+    world, trajectories, monkeypatch, loses
+):
+    one, copied = world(2, 1, 1, vectorization="sync"), []
+    one.channels[2] = trajectories
+    monkeypatch.setattr(shared_memory, "THRESHOLD", FRAME_BYTES)
+
+    def counted(target, source, *, copy_into=puts.copy_into):
+        copied.append(source.nbytes)
+        copy_into(target, source)
+
+    async def main():
+        await one.collect(1, 1, True)
+        monkeypatch.setattr(puts, "copy_into", counted)
+        received, _ = await one.collect(2, 1, True, lose=(1, 2) if loses else None)
+        images = received[0][0].forward_inputs["pixels"]
+        assert (images.nbytes in copied) == loses
+        if not loses:
+            await one.collect(3, 1, True)  # does not write to the images of the last one
+        check_images(merge_trajectories(received[0]))
+
+    asyncio.run(main())
+    if loses:
+        one.envs[1] = one.envs[1].env

@@ -40,7 +40,7 @@ EXPECTED = {
     **dict.fromkeys(
         (
             f"rl_core.channel.server:ChannelServer.{name}"
-            for name in ("_depth", "_full", "_register", "_reserve", "_server_stats")
+            for name in ("_allocate", "_depth", "_full", "_register", "_reserve", "_server_stats")
         ),
         REQUEST,
     ),
