@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,9 +20,10 @@ from rl_core.api.identity import Identity
 from rl_core.channel import payload
 from rl_core.channel.core import ChannelCore
 from rl_core.channel.model import Delivery, Put, Take
-from rl_core.messages.channel import WORKER_MESSAGES, ChannelOptions, Key, Room, SegmentPart, ServerStats
+from rl_core.channel.rights import RUNNER_METHODS, ChannelRights
+from rl_core.messages.channel import ChannelOptions, Key, Room, SegmentPart, ServerStats
 from rl_core.messages.rpc import PackedError
-from rl_core.plan.groups import BUILT_IN, ChannelUse, GroupKind
+from rl_core.plan.groups import BUILT_IN, GroupKind
 from rl_core.transports import rpc_wire
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.links import ProcessSharedMemory
@@ -31,22 +32,6 @@ from rl_core.transports.sockets import IoThread, Timer
 
 logger = logging.getLogger(__name__)
 
-USES = {
-    "put": ChannelUse.PUT,
-    "reserve": ChannelUse.PUT,
-    "allocate": ChannelUse.PUT,
-    "take": ChannelUse.TAKE,
-    "requeue": ChannelUse.TAKE,
-    "register": ChannelUse.PRODUCE,
-    "done": ChannelUse.PRODUCE,
-}
-"""What each method does with the channel that its first argument names. `create` of a named channel is for the runner alone."""
-_ELASTIC_METHODS = frozenset(
-    {"create", "connect", "put", "reserve", "allocate", "hand_over", "abort", "take", "confirm", "requeue"}
-    | {"depth", "full", "stats"}
-)
-_GANG_METHODS = _ELASTIC_METHODS | {"register", "done"}
-_RUNNER_METHODS = _GANG_METHODS | {"close", "move", "server_stats"}
 _MAX_UNDOS = 1_024
 
 
@@ -58,38 +43,6 @@ class _Reservation:
     put: Put
     peer: Peer
     room: Room
-
-
-def channel_rights(groups: Iterable[GroupKind]) -> dict[str, dict[str, frozenset[ChannelUse]]]:
-    """Return which uses (put, take, create ...) each group is permitted, by channel name and group name."""
-    rights: dict[str, dict[str, frozenset[ChannelUse]]] = {}
-    for group in groups:
-        for channel, uses in group.channels.items():
-            rights.setdefault(channel, {})[group.name] = uses
-    return rights
-
-
-def allowed_methods(groups: Mapping[str, GroupKind]) -> dict[str, frozenset[str]]:
-    """Return the RPC methods that the runner and the members of each group may call, by "runner" or name of the group.
-
-    Members of an elastic group cannot register as producers, because a channel would wait for those that leave. Only the runner closes
-    channels, moves or deletes stored items, and reads the statistics of the server.
-    """
-    group_methods = {group.name: _ELASTIC_METHODS if group.elastic else _GANG_METHODS for group in groups.values()}
-    return {"runner": _RUNNER_METHODS, **group_methods}
-
-
-def _check_own_messages(group: str, use: ChannelUse, key: Key) -> None:
-    """Raise ConfigError unless a member of `group` may put or take messages between workers under `key`.
-
-    A group sends as its own members only, so that a receiver can rely on the name of the sender. It takes messages for its members, and
-    takes back what they have sent.
-    """
-    ends = key[:1] if use is ChannelUse.PUT else key[:2]
-    if group not in [name.rpartition(":")[0] for name in ends]:
-        raise ConfigError(
-            f"the key of group {group} permits to {use} messages of its own members only, got {' to '.join(key[:2])}"
-        )
 
 
 class ChannelServer:
@@ -110,8 +63,8 @@ class ChannelServer:
         the groups of the job, whose keys may use the channels as they say.
         """
         self._clock = clock
-        self._rights = channel_rights(kinds.values()) if keys is not None else None
-        """By channel and group: the uses that the group's key permits; None without keys. Other channels are open to all groups."""
+        self._rights = ChannelRights(kinds) if keys is not None else None
+        """None without keys: then all may do everything."""
         self._channels: dict[str, ChannelCore] = {}
         self._awaited: dict[str, list[tuple[float, IncomingCall]]] = {}
         """Calls of `connect` for channels that do not exist, with their deadlines."""
@@ -124,14 +77,14 @@ class ChannelServer:
         self._timer_deadline = math.inf
         self._io = IoThread.shared()
         self._memory = ProcessSharedMemory.shared(identity.uid if identity is not None else "")
-        names = sorted(_RUNNER_METHODS)
+        names = sorted(RUNNER_METHODS)
         self._rpc = RpcServer(
             bind,
             {name: inline(partial(self._timely, name, getattr(self, f"_{name}"))) for name in names},
             keys,
             identity,
             service="channel",
-            allowed=allowed_methods(kinds) if keys is not None else None,
+            allowed=self._rights.methods if self._rights is not None else None,
             share_memory=True,
             on_peer=self._joined,
             on_peer_lost=self._peer_lost,
@@ -162,7 +115,8 @@ class ChannelServer:
 
     def _timely(self, method: str, handler: Callable[..., None], call: IncomingCall, *args: Any) -> None:
         """Handle a request, after ending all operations whose deadline has passed, so that the answer does not depend on them."""
-        self._check_right(method, call, args)
+        if self._rights is not None:
+            self._rights.check(call.caller.group if call.caller is not None else "", method, args)
         self._tick_if_due()
         handler(call, *args)
         self._arm()
@@ -200,23 +154,6 @@ class ChannelServer:
         self._tick_if_due()
         self._timer_deadline = math.inf
         self._arm()
-
-    def _check_right(self, method: str, call: IncomingCall, args: tuple[Any, ...]) -> None:
-        """Raise ConfigError unless the caller's key permits what `method` does with the channels of its arguments."""
-        group = call.caller.group if call.caller is not None else ""
-        if self._rights is None or group == "runner":
-            return
-        uses = [(args[0], USES[method])] if method in USES and args else []
-        if method in ("take", "confirm") and args and isinstance(args[-1], dict):
-            uses += [(channel, ChannelUse.TAKE) for channel in args[-1]]
-        for channel, use in uses:
-            holders = self._rights.get(channel)
-            if holders is not None and use not in holders.get(group, ()):
-                raise ConfigError(f"the key of group {group} does not permit to {use} on channel {channel!r}")
-        if method in ("put", "reserve", "take") and args[0] == WORKER_MESSAGES:
-            _check_own_messages(group, USES[method], args[1])
-        if method == "create" and args and args[0] in self._rights:
-            raise ConfigError(f"channel {args[0]!r} must be created by the runner, got group {group}")
 
     def _core(self, name: str) -> ChannelCore:
         core = self._channels.get(name)
@@ -292,14 +229,12 @@ class ChannelServer:
         The other parts are in memory that the caller has already, from `allocate` or another reservation.
         """
         core, now = self._core(channel), self._clock()
+        parts = [(size, needs and payload.needs_segment(size)) for size, needs in zip(sizes, needs_memory, strict=True)]
 
         def grant(put: Put) -> None:
             room = Room(
                 ticket=next(self._tickets),
-                segments=tuple(
-                    self._segment(call.peer, size) if needs and payload.needs_segment(size) else None
-                    for size, needs in zip(sizes, needs_memory, strict=True)
-                ),
+                segments=tuple(self._segment(call.peer, size) if shared else None for size, shared in parts),
             )
             self._reservations[room.ticket] = _Reservation(core, put, call.peer, room)
             call.on_cancel = None

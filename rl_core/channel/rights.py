@@ -1,0 +1,74 @@
+"""What the key of a group permits at the channel server: which methods it may call, and what it may do with which channel."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_core.api.errors import ConfigError
+from rl_core.messages.channel import WORKER_MESSAGES, Key
+from rl_core.plan.groups import ChannelUse, GroupKind
+
+USES = {
+    "put": ChannelUse.PUT,
+    "reserve": ChannelUse.PUT,
+    "allocate": ChannelUse.PUT,
+    "take": ChannelUse.TAKE,
+    "requeue": ChannelUse.TAKE,
+    "register": ChannelUse.PRODUCE,
+    "done": ChannelUse.PRODUCE,
+}
+"""What each method does with the channel that its first argument names. `create` of a named channel is for the runner alone."""
+_ELASTIC_METHODS = frozenset(
+    {"create", "connect", "put", "reserve", "allocate", "hand_over", "abort", "take", "confirm", "requeue"}
+    | {"depth", "full", "stats"}
+)
+_GANG_METHODS = _ELASTIC_METHODS | {"register", "done"}
+RUNNER_METHODS = _GANG_METHODS | {"close", "move", "server_stats"}
+"""All methods of the channel server."""
+
+
+class ChannelRights:
+    """The rights of the groups of a job. The runner may do everything, and channels that no group names are open to all groups."""
+
+    def __init__(self, groups: Mapping[str, GroupKind]) -> None:
+        """`groups` are the groups of the job by name; the uses of each channel are in `GroupKind.channels`.
+
+        Members of an elastic group cannot register as producers, because a channel would wait for those that leave.
+        """
+        self.methods = {"runner": RUNNER_METHODS} | {
+            group.name: _ELASTIC_METHODS if group.elastic else _GANG_METHODS for group in groups.values()
+        }
+        """RPC methods that the runner and the members of each group may call, by "runner" or name of the group."""
+        self._uses: dict[str, dict[str, frozenset[ChannelUse]]] = {}
+        """Uses that are permitted, by channel and group."""
+        for group in groups.values():
+            for channel, uses in group.channels.items():
+                self._uses.setdefault(channel, {})[group.name] = uses
+
+    def check(self, group: str, method: str, args: tuple[Any, ...]) -> None:
+        """Raise ConfigError unless the key of `group` permits what `method` does with the channels of its arguments `args`."""
+        if group == "runner":
+            return
+        uses = [(args[0], USES[method])] if method in USES and args else []
+        if method in ("take", "confirm") and args and isinstance(args[-1], dict):
+            uses += [(channel, ChannelUse.TAKE) for channel in args[-1]]
+        for channel, use in uses:
+            holders = self._uses.get(channel)
+            if holders is not None and use not in holders.get(group, ()):
+                raise ConfigError(f"the key of group {group} does not permit to {use} on channel {channel!r}")
+        if method in ("put", "reserve", "take") and args[0] == WORKER_MESSAGES:
+            _check_own_messages(group, USES[method], args[1])
+        if method == "create" and args and args[0] in self._uses:
+            raise ConfigError(f"channel {args[0]!r} must be created by the runner, got group {group}")
+
+
+def _check_own_messages(group: str, use: ChannelUse, key: Key) -> None:
+    """Raise ConfigError unless a member of `group` may put or take messages between workers under `key`.
+
+    A group sends as its own members only, so that a receiver can rely on the name of the sender. It takes messages for its members, and
+    takes back what they have sent.
+    """
+    ends = key[:1] if use is ChannelUse.PUT else key[:2]
+    if group not in [name.rpartition(":")[0] for name in ends]:
+        raise ConfigError(
+            f"the key of group {group} permits to {use} messages of its own members only, got {' to '.join(key[:2])}"
+        )
