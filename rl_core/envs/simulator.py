@@ -98,51 +98,36 @@ class Simulator:
     def chunk(self, request: SimulatorChunk) -> SimulatorAnswer:
         """Make the actions [C, ...] of a chunk up to the end of the episode. Under auto-reset an end begins the next episode."""
         actions = request.actions
-        rewards: list[float] = []
-        successes: list[bool] = []
-        frames: list[Any] = []
+        answer = SimulatorAnswer()
         interventions: dict[int, Any] = {}
-        terminated = truncated = False
-        obs: Observation = {}
         # Numbers of Python are faster than arrays here.
         for index, action in enumerate(actions.tolist() if actions.ndim == 1 else actions):
-            answer = self._step(self._action(action))
-            if type(answer) is not tuple or len(answer) != 5:
+            result = self._step(self._action(action))
+            if type(result) is not tuple or len(result) != 5:
                 raise RolloutDataFailure(
-                    f"{self._label}: step must return (observation, reward, terminated, truncated, info), got {type(answer).__name__}"
+                    f"{self._label}: step must return (observation, reward, terminated, truncated, info), got {type(result).__name__}"
                 )
-            raw, reward, raw_terminated, raw_truncated, info = answer
-            terminated, truncated = bool(raw_terminated), bool(raw_truncated)
-            is_final = self._auto_reset and (terminated or truncated)
-            obs = self._observation(raw, FINAL_ROW if is_final else request.row)
-            rewards.append(self._reward(reward))
-            successes.append(bool(info) and any(bool(info.get(name)) for name in SUCCESS))
+            raw, reward, terminated, truncated, info = result
+            ends = bool(terminated or truncated)
+            answer.obs = self._observation(raw, FINAL_ROW if ends and self._auto_reset else request.row)
+            answer.rewards += (self._reward(reward),)
+            answer.successes += (bool(info) and any(bool(info.get(name)) for name in SUCCESS),)
             if info and info.get(INTERVENTION) is not None:
                 interventions[index] = self._taken(info[INTERVENTION], np.asarray(actions[index]))
             if self._camera:
-                frames += self._camera.after_step(last=terminated or truncated)
-            if terminated or truncated:
+                answer.frames += self._camera.after_step(last=ends)
+            if ends:
+                answer.terminated, answer.truncated = bool(terminated), bool(truncated)
+                answer.final_obs = answer.obs
+                if self._auto_reset:
+                    answer.obs = self._begin(request)
                 break
-        flags = np.isin(np.arange(len(actions)), list(interventions)) if interventions else None
-        done = terminated or truncated
-        final_obs = obs if done else None
-        if done and self._auto_reset:
-            obs = self._begin(request)
-        return SimulatorAnswer(
-            obs=obs,
-            final_obs=final_obs,
-            rewards=tuple(rewards),
-            terminated=terminated,
-            truncated=truncated,
-            successes=tuple(successes),
-            intervene_actions=np.stack(
+        if interventions:
+            answer.intervene_actions = np.stack(
                 [interventions.get(step, np.zeros_like(action)) for step, action in enumerate(actions)]
             )
-            if interventions
-            else None,
-            intervene_flags=flags,
-            frames=frames,
-        )
+            answer.intervene_flags = np.isin(np.arange(len(actions)), list(interventions))
+        return answer
 
     def close(self) -> None:
         """Release what the environment holds."""

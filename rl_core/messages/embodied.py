@@ -152,7 +152,7 @@ class SimulatorChunk:
 class SimulatorAnswer:
     """What one simulator answers: to a reset the observation alone. Observations that are in shared memory are left out."""
 
-    obs: dict[str, Any]
+    obs: dict[str, Any] = field(default_factory=dict)
     final_obs: dict[str, Any] | None = None
     rewards: tuple[float, ...] = ()
     """Of each step that was made."""
