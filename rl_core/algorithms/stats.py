@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_core.algorithms.arguments import require_choice
-from rl_core.algorithms.masking import zero_outside
+from rl_core.algorithms.masking import is_all_true, zero_outside
 
 StatKind = Literal["mean", "std", "sum", "max", "min"]
 _KINDS = ("mean", "std", "sum", "max", "min")
@@ -125,6 +125,8 @@ def mean_stat(values: Tensor, mask: Tensor, count: Tensor | None = None) -> Stat
 
 def mean_stats(values: Mapping[str, Tensor], mask: Tensor, count: Tensor) -> dict[str, Stat]:
     """Return `mean_stat` of several tensors by name, which have the shape of `mask`, in one pass. `count` is the number of true entries."""
+    if is_all_true(mask):
+        return {name: Stat("mean", tensor.detach().sum(dtype=torch.float64), count) for name, tensor in values.items()}
     masked = zero_outside(mask, torch.stack([tensor.detach() for tensor in values.values()]))
     totals = masked.flatten(1).sum(dim=1, dtype=torch.float64).unbind()
     return {name: Stat("mean", total, count) for name, total in zip(values, totals, strict=True)}
@@ -165,6 +167,10 @@ def extreme_stats(
     """
     if mask.is_cpu and not mask.any():
         return {}
+    if is_all_true(mask):
+        lowest, highest = values.detach().aminmax()
+        size = mask.numel()
+        return {f"{prefix}{kind}": Stat(kind, highest if kind == "max" else lowest, size) for kind in kinds}
     return {f"{prefix}{kind}": extreme_stat(kind, values, mask, count) for kind in kinds}
 
 

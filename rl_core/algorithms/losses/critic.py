@@ -9,7 +9,7 @@ from torch.nn import functional
 from rl_core.algorithms.aggregation import LossNormalizers
 from rl_core.algorithms.arguments import require_bool, require_float32, require_same_shape
 from rl_core.algorithms.losses.types import LossResult, weighted_aggregate
-from rl_core.algorithms.masking import zero_outside
+from rl_core.algorithms.masking import is_all_true, zero_outside
 from rl_core.algorithms.stats import mean_stat, mean_stats, sum_stat
 
 
@@ -36,7 +36,9 @@ def critic_loss(
     require_bool(mask=mask)
     require_float32(values=values, returns=returns, old_values=old_values)
     require_same_shape(values=values, returns=returns, mask=mask, old_values=old_values)
-    predicted, target = zero_outside(mask, values), zero_outside(mask, returns.detach())
+    predicted, target = values, returns.detach()
+    if not is_all_true(mask):
+        predicted, target = zero_outside(mask, predicted), zero_outside(mask, target)
     token_loss = _huber(predicted, target, huber_delta)
     count = mask.sum(dtype=torch.float64)
     metrics = mean_stats({"values": predicted, "returns": target}, mask, count)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rl_core.algorithms.arguments import require_bool, require_float32, require_same_shape
-from rl_core.algorithms.masking import zero_outside
+from rl_core.algorithms.masking import is_all_true, zero_outside
 from rl_core.algorithms.stats import Stat, extreme_stats, mean_stats
 
 
@@ -43,7 +43,8 @@ def trainable_only(mask: Tensor, **tensors: Tensor) -> list[Tensor]:
     require_bool(mask=mask)
     require_float32(**tensors)
     require_same_shape(**tensors, mask=mask)
-    return [zero_outside(mask, tensor if name == "log_probs" else tensor.detach()) for name, tensor in tensors.items()]
+    inputs = [tensor if name == "log_probs" else tensor.detach() for name, tensor in tensors.items()]
+    return inputs if is_all_true(mask) else [zero_outside(mask, tensor) for tensor in inputs]
 
 
 def clamp_log_ratio(log_ratio: Tensor, bound: float | None) -> Tensor:

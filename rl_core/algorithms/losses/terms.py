@@ -1,5 +1,6 @@
 """Terms beside the policy loss (entropy) and their weighted sum. Legend: B rows, T tokens."""
 
+import torch
 from torch import Tensor
 
 from rl_core.algorithms.aggregation import LossNormalizers
@@ -52,5 +53,5 @@ def combine_losses(
             continue
         metrics |= term.metrics
         if coefficient:
-            loss = loss + sign * coefficient * term.loss
+            loss = torch.add(loss, term.loss, alpha=sign * coefficient)
     return LossResult(loss, metrics | {"loss": sum_stat(loss)})
