@@ -53,7 +53,7 @@ def prepare_rows(
     """
     rewards, dones = trajectory.rewards.transpose(0, 1), trajectory.dones.transpose(0, 1)
     mask_BNC = trained_mask(trajectory, options)
-    passed, metrics = _filtered(episode_scores(rewards, dones), mask_BNC.any(dim=2).any(dim=1), algorithm, options)
+    passed, metrics = _filtered(rewards, dones, mask_BNC.any(dim=2).any(dim=1), algorithm, options)
     if algorithm.critic_in_use is None and trajectory.intervene_flags is not None:
         passed &= ~trajectory.intervene_flags.any(dim=0).any(dim=1)  # such a return is not the policy's alone
     mask_BNC &= passed[:, None, None]
@@ -101,16 +101,17 @@ def prepare_rows(
 
 
 def _filtered(
-    scores: Tensor, valid: Tensor, algorithm: AlgorithmSpec, options: EmbodiedOptions
+    rewards: Tensor, dones: Tensor, valid: Tensor, algorithm: AlgorithmSpec, options: EmbodiedOptions
 ) -> tuple[Tensor, dict[str, Stat]]:
     """Return [B] bool: simulators whose group passes the reward filter; and the metric of those that do not.
 
-    `scores` [B] are the returns of episodes. The mean of a group is that of its `valid` ones: a lost episode has no return.
+    `rewards` is [B, N, C] and `dones` [B, N + 1, C]. The score of a group is the mean return of its `valid` [B] episodes: a lost episode
+    has no return.
     """
-    all_pass = torch.ones(len(scores), dtype=torch.bool)
     if options.reward_filter is None:
-        return all_pass, {}
+        return torch.ones_like(valid), {}
     low, high = options.reward_filter
+    scores = episode_scores(rewards, dones)
     size = simulators_per_group(algorithm)
     counts = valid.reshape(-1, size).sum(dim=1)
     means = torch.where(valid, scores, 0.0).reshape(-1, size).sum(dim=1) / counts.clamp(min=1)
@@ -151,7 +152,7 @@ def _batch(trajectory: Trajectory, mask: Tensor, log_probs: Tensor) -> TrainingB
         reward_components={},
         group_ids=groups,
         group_texts=texts,
-        sample_ids=[f"{text} decision {step}" for text in texts for step in range(steps)],
+        sample_ids=[text for text in texts for _ in range(steps)],
         truncated=torch.zeros(rows, dtype=torch.bool),
         valid=mask.any(dim=1),
         sample_mask=mask.any(dim=1),
