@@ -119,18 +119,26 @@ class Channel:
     ) -> None:
         """Store `item`. If the call is cancelled before the item was accepted, nothing is stored.
 
-        Arrays of `item` that lie in `lent`, memory that `allocate_async` returned, are not copied. They must not be changed any more, and the
-        memory can be released.
+        Arrays of `item` that lie in `lent`, memory that `allocate_async` returned, are not copied. They must not be changed any more. The
+        memory can be released once the call has returned.
         """
         await wait_future(self._put(item, weight, key, timeout, lent=lent))
 
     async def allocate_async(self, nbytes: int) -> LentMemory | None:
         """Return at least `nbytes` bytes of shared memory for arrays that are put later, without a copy, by `put_async`.
 
-        They do not count for `max_bytes` until then. The caller must release the memory. Returns None if there is no memory, or if the
-        channel server is on another host.
+        They do not count for `max_bytes` until then. The caller must release the memory. Returns None for a local channel, if the channel
+        server is on another host, and if shared memory is full.
         """
-        return await wait_future(self._backend.allocate(nbytes))
+        allocated = self._backend.allocate(nbytes)
+        try:
+            return await wait_future(allocated)
+        except asyncio.CancelledError:
+            if allocated.done() and not allocated.cancelled() and allocated.exception() is None:
+                lent = allocated.result()
+                if lent is not None:
+                    lent.release(reuse=True)
+            raise
 
     def put_nowait(self, item: Any, weight: float = 0, key: Key = DEFAULT_KEY) -> None:
         """Store `item` if there is room; otherwise raise ChannelFull."""

@@ -19,7 +19,6 @@ from rl_core.channel.backend import PutRequest, TakeRequest
 from rl_core.channel.core import ChannelCore
 from rl_core.channel.model import Delivery, Put, Take
 from rl_core.messages.channel import ChannelOptions
-from rl_core.transports.links import ProcessSharedMemory
 from rl_core.transports.shared_memory import LentMemory
 from rl_core.transports.sockets import IoThread, Timer
 
@@ -99,9 +98,9 @@ class LocalBackend:
         return future
 
     def allocate(self, nbytes: int) -> "Future[LentMemory | None]":
-        """Return a completed future of memory of this process; of None when shared memory is full."""
+        """Return a completed future of None: items are passed by reference anyway."""
         future: Future[LentMemory | None] = Future()
-        future.set_result(ProcessSharedMemory.shared().allocate(nbytes))
+        future.set_result(None)
         return future
 
     def take(self, request: TakeRequest) -> "Future[list[Delivery]]":

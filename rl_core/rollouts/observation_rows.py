@@ -6,6 +6,7 @@ Legend: T decisions of a collection, B simulators of the stage that this rollout
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Self
 
@@ -99,17 +100,16 @@ async def allocate_rows(
 
     Returns none if there are no large observations, or if shared memory does not hold those of all stages.
     """
-    rows = [
-        await ObservationRows.allocate(allocate, layout, decisions=decisions, simulators=count)
-        for count in simulators
-        if layout
-    ]
-    available = [stage_rows for stage_rows in rows if stage_rows is not None]
-    if len(available) == len(simulators):
-        return available
-    for stage_rows in available:
-        stage_rows.release(reuse=True)
-    return []
+    rows: list[ObservationRows] = []
+    with ExitStack() as on_failure:
+        for count in simulators if layout else ():
+            stage_rows = await ObservationRows.allocate(allocate, layout, decisions=decisions, simulators=count)
+            if stage_rows is None:
+                return []
+            on_failure.callback(stage_rows.release, reuse=True)
+            rows.append(stage_rows)
+        on_failure.pop_all()
+    return rows
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:

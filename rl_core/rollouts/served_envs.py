@@ -145,7 +145,7 @@ class ServedEnvs:
                 stage_rows.release(reuse=reuse)
 
     def row_memory(self) -> list[LentMemory]:
-        """Return the shared memory of the rows, if nobody writes to it after the last decision. A lost env worker may still do so."""
+        """Return the shared memory of all stages, with which it can be put. Returns none if an env worker was lost: it may still write there."""
         return [] if self.lost else [stage_rows.lent for stage_rows in self.rows]
 
     def columns_of(self, env: int) -> dict[str, np.ndarray]:

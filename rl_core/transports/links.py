@@ -49,19 +49,6 @@ class ProcessSharedMemory:
                 cls._shared._trim_later()
             return cls._shared
 
-    def allocate(self, nbytes: int) -> LentMemory | None:
-        """Return at least `nbytes` bytes of the segment store of this process; None when it is full."""
-        holder = object()
-        segment = self.store.lend(nbytes, holder)
-        if segment is None:
-            return None
-        loan = SegmentLoan(segment.name, segment.generation)
-        return LentMemory(
-            loan,
-            lambda: segment.memory,
-            lambda reuse: self.store.release(loan.segment, loan.generation, holder, reuse=reuse),
-        )
-
     def _trim_later(self) -> None:
         io = IoThread.shared()
         io.call_at(io.clock() + TRIM_SECONDS, self._trim)
