@@ -103,10 +103,11 @@ def prepare_rows(
 def _filtered(
     rewards: Tensor, dones: Tensor, valid: Tensor, algorithm: AlgorithmSpec, options: EmbodiedOptions
 ) -> tuple[Tensor, dict[str, Stat]]:
-    """Return [B] bool: simulators whose group passes the reward filter; and the metric of those that do not.
+    """Return (passed, metrics). `passed` [B] says which simulators are in a group that passes the reward filter; all are without a filter.
 
-    `rewards` is [B, N, C] and `dones` [B, N + 1, C]. The score of a group is the mean return of its `valid` [B] episodes: a lost episode
-    has no return.
+    `rewards` is [B, N, C] and `dones` [B, N + 1, C]. `valid` [B] marks the episodes that count: those with an action that is trained on. The
+    score of a group is the mean sum of rewards of its valid episodes, 0 if it has none. The metric `groups/filtered` is the share of valid
+    episodes in groups that do not pass.
     """
     if options.reward_filter is None:
         return torch.ones_like(valid), {}

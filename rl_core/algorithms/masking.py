@@ -5,14 +5,14 @@ from torch import Tensor
 
 
 def is_all_true(mask: Tensor) -> bool:
-    """Return whether `mask` is true everywhere, if it is on a CPU. Returns False for a mask on another device, without waiting for it."""
+    """Return True if `mask` is on a CPU and has no false entry. On another device return False: to read it would wait for the device."""
     return mask.is_cpu and bool(mask.all())
 
 
 def zero_outside(mask: Tensor, values: Tensor) -> Tensor:
-    """Return `values` where `mask`, and 0 elsewhere, also in place of NaN; gradients flow through the values that are kept.
+    """Return `values` where `mask` is true and 0 elsewhere, even where a value there is NaN. Gradients flow through the values that are kept.
 
-    `mask` is bool and broadcasts to `values`. If `is_all_true(mask)`, the result is `values` itself: with small batches, as those of
-    policies in simulators, each operation costs as much as its numbers.
+    `mask` is bool and broadcasts to the shape of `values`, which are floating-point. The result is `values` itself if `is_all_true(mask)`, so
+    it must not be changed in place. This saves an operation, whose fixed cost matters for the small batches of policies in simulators.
     """
     return values if is_all_true(mask) else torch.where(mask, values, 0)

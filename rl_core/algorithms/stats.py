@@ -124,7 +124,10 @@ def mean_stat(values: Tensor, mask: Tensor, count: Tensor | None = None) -> Stat
 
 
 def mean_stats(values: Mapping[str, Tensor], mask: Tensor, count: Tensor) -> dict[str, Stat]:
-    """Return `mean_stat` of several tensors by name, which have the shape of `mask`, in one pass. `count` is the number of true entries."""
+    """Return name -> `mean_stat` of each tensor, with fewer operations than one call each.
+
+    All tensors have the shape of `mask`, and `count` is the number of its true entries.
+    """
     if is_all_true(mask):
         return {name: Stat("mean", tensor.detach().sum(dtype=torch.float64), count) for name, tensor in values.items()}
     masked = zero_outside(mask, torch.stack([tensor.detach() for tensor in values.values()]))
@@ -162,8 +165,8 @@ def extreme_stats(
 ) -> dict[str, Stat]:
     """Return the Stats `{prefix}max` and `{prefix}min` of `values` where `mask` is true; `kinds` may select one of them.
 
-    `count` is the number of true entries, if it is known already. On a CPU the result is {} if `mask` is true nowhere. On an accelerator a
-    look at `mask` would wait for the device: the Stats are returned with count 0, and `merge_stats` leaves them out.
+    `count` is the number of true entries, if it is known already. If `mask` is true nowhere, the result is {} on a CPU. On another device it
+    has Stats of count 0, which `merge_stats` and `finish_stats` leave out, because to read `mask` would wait for the device.
     """
     if mask.is_cpu and not mask.any():
         return {}

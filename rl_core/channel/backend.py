@@ -25,7 +25,7 @@ class PutRequest:
     timeout: float
     nowait: bool = False
     lent: Sequence[LentMemory] = ()
-    """Memory that `Backend.allocate` returned. Arrays of the item that lie in it are not copied."""
+    """Memory from `Backend.allocate`. Large arrays of the item that lie in it are not copied, and must not be changed after the put."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -117,18 +117,20 @@ class Channel:
         *,
         lent: Sequence[LentMemory] = (),
     ) -> None:
-        """Store `item`. If the call is cancelled before the item was accepted, nothing is stored.
+        """Store `item`, as `put` does. If the call is cancelled before the item was accepted, nothing is stored.
 
-        Arrays of `item` that lie in `lent`, memory that `allocate_async` returned, are not copied. They must not be changed any more. The
-        memory can be released once the call has returned.
+        `lent` is memory that `allocate_async` returned. Large arrays of `item` that lie in it are not copied: the consumer reads them in
+        place, so they must not be changed after this call. The memory can be released once the call has returned; the item keeps it as long
+        as it is needed. Raises as `put`, and InfrastructureError if the memory is not lent to this process any more.
         """
         await wait_future(self._put(item, weight, key, timeout, lent=lent))
 
     async def allocate_async(self, nbytes: int) -> LentMemory | None:
-        """Return at least `nbytes` bytes of shared memory for arrays that are put later, without a copy, by `put_async`.
+        """Return `nbytes` bytes of shared memory, into which arrays can be written that `put_async` then stores without a copy.
 
-        They do not count for `max_bytes` until then. The caller must release the memory. Returns None for a local channel, if the channel
-        server is on another host, and if shared memory is full.
+        The contents are arbitrary. The bytes count for `max_bytes` only when they are put. The caller must release the memory, also after it
+        was put. Returns None for a local channel, if the channel server is on another host, and if shared memory is full. Raises ConfigError
+        if this process may not put into the channel.
         """
         allocated = self._backend.allocate(nbytes)
         try:

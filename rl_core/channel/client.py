@@ -109,7 +109,10 @@ class RemoteBackend:
         return self._client.sender.put(self._name, frames.encode(request.item), request, keys)
 
     def allocate(self, nbytes: int) -> "Future[LentMemory | None]":
-        """Allocate memory of the server. The future has None if the server has none, or if this process cannot map it."""
+        """Borrow memory of the server.
+
+        The result of the future is None if the server's shared memory is full, or if this process does not share memory with the server.
+        """
 
         def lent(part: SegmentPart | None) -> LentMemory | None:
             return None if part is None else self._rpc.lent(SegmentLoan(part.segment, part.generation), part.nbytes)

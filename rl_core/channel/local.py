@@ -98,7 +98,7 @@ class LocalBackend:
         return future
 
     def allocate(self, nbytes: int) -> "Future[LentMemory | None]":
-        """Return a completed future of None: items are passed by reference anyway."""
+        """Return a completed future whose result is None: items are passed by reference, so they need no shared memory."""
         future: Future[LentMemory | None] = Future()
         future.set_result(None)
         return future

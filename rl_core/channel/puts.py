@@ -1,8 +1,8 @@
 """Sends items to the channel server: small ones in one message, large ones through segments of shared memory that the server owns.
 
-A large put reserves room, copies into the server's segments on a copy thread, and hands the item over. Arrays that lie in memory of the server
-already, which the producer has allocated, are handed over without a copy. The server serves a process's next
-put of the same key only after that, so the order of puts is kept. Used by `client`.
+A large put reserves room, copies the large parts into segments on a copy thread, and hands the item over. Parts that the producer has written
+into memory from `allocate` are not copied. To keep the order of puts, the server grants room to the next put of the same process and key only
+after the item was handed over. Items are sent in messages if the server does not share memory with this process. Used by `client`.
 """
 
 import concurrent.futures
@@ -62,12 +62,15 @@ class PutSender:
 
 
 class LargePut:
-    """A put through shared memory: reserve -> copy -> hand over. An item for several keys is copied once."""
+    """A put through shared memory: reserve -> copy what does not lie in lent memory -> hand over. An item for several keys is copied once."""
 
     def __init__(
         self, sender: PutSender, channel: str, parts: list[Any], request: PutRequest, keys: Sequence[Key]
     ) -> None:
-        """Reserve room under `keys` for the encoded `parts` of an item. The copy follows when the server has granted it everywhere."""
+        """Reserve room under each of `keys` for the encoded `parts` of an item.
+
+        The copy begins when the server has granted the room under all keys.
+        """
         self.future: Future[None] = Future()
         self._sender = sender
         self._parts = parts
@@ -143,7 +146,7 @@ class LargePut:
 
 
 def placed(part: Any, lent: Sequence[LentMemory]) -> SegmentPart | None:
-    """Return where `part` lies in memory that the server has lent; None if it lies in none of `lent`."""
+    """Return the position of `part`, a contiguous buffer, in the memory of `lent` that contains all of it; None if none does."""
     for memory in lent:
         if (offset := memory.offset_of(part)) is not None:
             loan, nbytes = memory.loan, memoryview(part).nbytes

@@ -1,4 +1,4 @@
-"""What the key of a group permits at the channel server: which methods it may call, and what it may do with which channel."""
+"""What the members of a group may do at the channel server: which methods they may call, and how they may use which channel."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ USES = {
     "register": ChannelUse.PRODUCE,
     "done": ChannelUse.PRODUCE,
 }
-"""What each method does with the channel that its first argument names. `create` of a named channel is for the runner alone."""
+"""The use that a method makes of the channel in its first argument. Methods that are not listed need no right to a channel."""
 _ELASTIC_METHODS = frozenset(
     {"create", "connect", "put", "reserve", "allocate", "hand_over", "abort", "take", "confirm", "requeue"}
     | {"depth", "full", "stats"}
@@ -27,7 +27,10 @@ RUNNER_METHODS = _GANG_METHODS | {"close", "move", "server_stats"}
 
 
 class ChannelRights:
-    """The rights of the groups of a job. The runner may do everything, and channels that no group names are open to all groups."""
+    """The rights of the groups of a job. The runner may do everything.
+
+    A channel that is in no group's `GroupKind.channels` may be put into and taken from by all groups.
+    """
 
     def __init__(self, groups: Mapping[str, GroupKind]) -> None:
         """`groups` are the groups of the job by name; the uses of each channel are in `GroupKind.channels`.
@@ -45,7 +48,11 @@ class ChannelRights:
                 self._uses.setdefault(channel, {})[group.name] = uses
 
     def check(self, group: str, method: str, args: tuple[Any, ...]) -> None:
-        """Raise ConfigError unless the key of `group` permits what `method` does with the channels of its arguments `args`."""
+        """Raise ConfigError unless the members of `group` may do with channels what a call of `method` with `args` does.
+
+        The channels in a `GroupKind.channels` are created by the runner alone, and used as it says. Messages between workers are put and
+        taken under the names of the group's own members. Whether the group may call `method` at all is in `methods`.
+        """
         if group == "runner":
             return
         uses = [(args[0], USES[method])] if method in USES and args else []

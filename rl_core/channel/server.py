@@ -1,8 +1,8 @@
 """The channel server: one process that holds all channels of a job. `core` has the rules; payloads are never decoded.
 
-RPC handlers run on the I/O thread, never block, and answer when the core calls back. Large payloads are in shared-memory segments of
-this process: a producer asks for memory (`reserve`), writes, and hands the item over, so the death of a producer loses nothing that was
-accepted. The arrays of a consumer keep their segment until the last of them is deleted.
+RPC handlers run on the I/O thread, never block, and answer when the core calls back. Large payloads are in shared-memory segments of this
+process: a producer asks for memory (`reserve`, or `allocate` before), writes, and hands the item over, so the death of a producer loses nothing
+that was accepted. The arrays of a consumer keep their segment until the last of them is deleted.
 """
 
 import itertools
@@ -224,9 +224,11 @@ class ChannelServer:
         nowait: bool,
         needs_memory: list[bool],
     ) -> None:
-        """Grant room for an item of parts of these `sizes` when there is some, and memory for the large ones of those that need it.
+        """Grant room for an item whose parts have these `sizes`, as soon as there is some.
 
-        The other parts are in memory that the caller has already, from `allocate` or another reservation.
+        `needs_memory` says for each part whether the server lends a segment for it if it is large. It is False for parts that lie in memory
+        from `allocate`, and for all parts if another reservation of the same item asks for their memory. A part that gets no segment and
+        lies in none is sent with `hand_over`.
         """
         core, now = self._core(channel), self._clock()
         parts = [(size, needs and payload.needs_segment(size)) for size, needs in zip(sizes, needs_memory, strict=True)]
@@ -246,14 +248,18 @@ class ChannelServer:
         core.put(now, put, nowait=nowait)
 
     def _allocate(self, call: IncomingCall, channel: str, nbytes: int) -> None:
-        """Lend the caller memory into which it writes arrays before it puts them; None if there is none."""
+        """Lend the caller a segment, into which it writes arrays before it puts them; reply None if it cannot be lent one.
+
+        `channel` is for the check of rights only. The segment is freed when the caller releases it, cancels the call or is lost, unless an
+        item holds it.
+        """
         part = self._segment(call.peer, nbytes)
         if part is not None:
             self._remember(call, partial(self._memory.store.release, part.segment, part.generation, call.peer.loans))
         call.reply(part)
 
     def _segment(self, peer: Peer, size: int) -> SegmentPart | None:
-        """Lend `peer` a segment; None if it cannot read segments of this process, or if the store is full."""
+        """Lend `peer` a segment of at least `size` bytes. Returns None if it does not share memory with this process, or if the store is full."""
         if not peer.loans.lends:
             return None
         segment = self._memory.store.lend(size, peer.loans)
@@ -262,7 +268,12 @@ class ChannelServer:
         )
 
     def _hand_over(self, call: IncomingCall, ticket: int, weight: float, parts: list[Any]) -> None:
-        """Accept the item of a reservation, whose segments the producer has filled."""
+        """Store the item of a reservation. Its `parts` are in the segments of the reservation, in other memory lent to the producer, or inline.
+
+        The server's hold on the segments replaces that of the producer through the reservation. The reservation is released if this raises:
+        InfrastructureError if it was given up or a part is in memory that the producer does not hold, ConfigError if the size differs from
+        the reserved one, and ChannelClosed.
+        """
         reservation = self._reservation(call, ticket)
         if reservation is None:
             raise InfrastructureError("the reservation of this item was given up: its producer was taken for lost")
@@ -287,7 +298,7 @@ class ChannelServer:
         call.reply(None)
 
     def _holds(self, peer: Peer, part: SegmentPart) -> bool:
-        """Return whether the memory of `part` is lent to `peer`."""
+        """Return whether `part` lies within a segment that is lent to `peer`, for writing or for reading."""
         size = self._memory.store.size_held(part.segment, part.generation, peer.loans)
         return 0 <= part.offset <= part.offset + part.nbytes <= size
 

@@ -12,7 +12,9 @@ user -> server   depth(channel, key), full(channel, key), stats(channel) -> Chan
 user -> server   register(channel, registration), done(channel, registration), close(channel, key, PackedError | None)
 
 `target` is the weight of a batch; without it a take gets up to `most` items. `receipts` are the tokens of received items by channel; a take
-also confirms those of earlier takes. A user that writes the arrays of an item into memory that it has allocated puts them without a copy.
+also confirms those of earlier takes.
+`allocate` lends the user shared memory. Arrays that it writes there are put without a copy: `hand_over` has their positions as SegmentParts,
+and `reserve` says that they need no memory.
 """
 
 from typing import Any
@@ -62,7 +64,7 @@ class ChannelOptions:
 
 @record
 class SegmentPart:
-    """A part of a payload that is in shared memory of the server."""
+    """A range of bytes in a segment of the server's shared memory: a part of a payload, or memory that is lent for writing one."""
 
     segment: str
     generation: int

@@ -242,9 +242,9 @@ class MultiStepRolloutWorker(WeightMethods):
         lockstep = options.batching == "lockstep"
         run_epoch = self._run_epoch if lockstep else self._run_decoupled_epoch
         self._begin(request)
-        decisions = options.rollout_epochs * (options.decisions + 1) - 1
+        outputs = options.rollout_epochs * (options.decisions + 1)
         layout = self._large_observations if lockstep else {}
-        async with self._envs.allocated_rows(trajectories.allocate_async, layout, decisions=decisions):
+        async with self._envs.allocated_rows(trajectories.allocate_async, layout, outputs=outputs):
             with closing(self._connect(observations, actions)) as exchange:
                 await asyncio.wrap_future(served)
                 version = self.sync_model_from_actor() if self._weights is not None else self.global_step

@@ -1,8 +1,10 @@
 """Large observations of one pipeline stage. Simulators of this host write them into shared memory, and the policy reads them in place.
 
-    simulator -- copies --> rows of a collection [T + 1, B, ...] --> policy; trajectory -- by reference --> actor
+    simulator -- writes --> rows [R, B, ...] -- views --> policy
+                            rows -- put without a copy --> actor
 
-Legend: T decisions of a collection, B simulators of the stage that this rollout serves.
+Legend: R outputs of a simulator in a collection, which are one per decision and the last one of each rollout epoch; B simulators of the stage
+that this rollout serves.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +31,7 @@ def large_observations(obs: Mapping[str, Any]) -> Layout:
 
 
 class ObservationRows:
-    """The large observations of a stage, [T + 1, B, ...], and one more row for the final observations of episodes that ended."""
+    """The large observations of a stage, [R, B, ...], and one more row for the final observations of episodes that ended."""
 
     def __init__(self, shared: SharedRows) -> None:
         """Use `allocate`."""
@@ -42,9 +44,9 @@ class ObservationRows:
         """Row of the latest observations."""
 
     @classmethod
-    async def allocate(cls, allocate: Allocate, layout: Layout, *, decisions: int, simulators: int) -> Self | None:
-        """Return rows for T = `decisions` and B = `simulators` in memory that `allocate` returns; None when it returns none."""
-        shared = await SharedRows.allocate(allocate, layout, rows=decisions + 2, columns=simulators)
+    async def allocate(cls, allocate: Allocate, layout: Layout, *, outputs: int, simulators: int) -> Self | None:
+        """Return rows for R = `outputs` and B = `simulators` in memory that `allocate` returns, or None if it returns None."""
+        shared = await SharedRows.allocate(allocate, layout, rows=outputs + 1, columns=simulators)
         return None if shared is None else cls(shared)
 
     @property
@@ -83,7 +85,7 @@ class ObservationRows:
         return replace(output, obs=obs, final_obs=final_obs)
 
     def release(self, *, reuse: bool) -> None:
-        """Give the memory back; see `LentMemory.release`."""
+        """Give the memory back; see `LentMemory.release`. Neither this object nor what `fill` returned can be used afterwards."""
         self._rows = {}
         self.lent.release(reuse=reuse)
 
@@ -94,16 +96,16 @@ class ObservationRows:
 
 
 async def allocate_rows(
-    allocate: Allocate, layout: Layout, *, decisions: int, simulators: Sequence[int]
+    allocate: Allocate, layout: Layout, *, outputs: int, simulators: Sequence[int]
 ) -> list[ObservationRows]:
-    """Return the rows of each stage, for T = `decisions` and B = `simulators` of the stage.
+    """Return the rows of each stage, for R = `outputs`; `simulators` has B of each stage.
 
-    Returns none if there are no large observations, or if shared memory does not hold those of all stages.
+    The list is empty if `layout` is, or if there is no shared memory for all stages. What was allocated by then is given back.
     """
     rows: list[ObservationRows] = []
     with ExitStack() as on_failure:
         for count in simulators if layout else ():
-            stage_rows = await ObservationRows.allocate(allocate, layout, decisions=decisions, simulators=count)
+            stage_rows = await ObservationRows.allocate(allocate, layout, outputs=outputs, simulators=count)
             if stage_rows is None:
                 return []
             on_failure.callback(stage_rows.release, reuse=True)

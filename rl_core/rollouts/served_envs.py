@@ -124,16 +124,18 @@ class ServedEnvs:
                 self.lost.add(env)
 
     @asynccontextmanager
-    async def allocated_rows(self, allocate: Allocate, layout: Layout, *, decisions: int) -> AsyncIterator[None]:
-        """Provide shared memory while the `with` block runs, in which env workers on this host write their large observations.
+    async def allocated_rows(self, allocate: Allocate, layout: Layout, *, outputs: int) -> AsyncIterator[None]:
+        """Provide shared memory into which env workers on this host write their large observations, until the `async with` block ends.
 
-        It comes from `allocate` and has room for `decisions` decisions. `layout` has the types and shapes of the large observations. All
-        observations are sent in messages if `layout` is empty, if no env worker is on this host, or if there is no memory.
+        Env workers learn of it when `EnvConnections.open` connects to them within the block. `layout` has the types and shapes of the
+        observations, and the memory, from `allocate`, has room for `outputs` outputs of each simulator. Everything is sent in messages if
+        `layout` is empty, if no env worker is on this host, or if there is no memory. At the end the memory is given back. It is never lent
+        again if the block raised an exception or an env worker was lost.
         """
         has_local_env = any(self.request.address(env, self.index) is not None for env in range(len(self.request.envs)))
         simulators = sum(size for _, size in self.sources)
         self.rows = await allocate_rows(
-            allocate, layout if has_local_env else {}, decisions=decisions, simulators=[simulators] * self.stages
+            allocate, layout if has_local_env else {}, outputs=outputs, simulators=[simulators] * self.stages
         )
         reuse = False
         try:
@@ -145,7 +147,10 @@ class ServedEnvs:
                 stage_rows.release(reuse=reuse)
 
     def row_memory(self) -> list[LentMemory]:
-        """Return the shared memory of all stages, with which it can be put. Returns none if an env worker was lost: it may still write there."""
+        """Return the memory of the rows of all stages, to pass as `lent` to `Channel.put_async`.
+
+        The list is empty if an env worker was lost: it may still write to the memory, so that the observations must be copied.
+        """
         return [] if self.lost else [stage_rows.lent for stage_rows in self.rows]
 
     def columns_of(self, env: int) -> dict[str, np.ndarray]:

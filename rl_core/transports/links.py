@@ -72,7 +72,7 @@ class ServerLoans:
         """Whether the client proved that it can read this process's segments."""
 
     def take_back(self, released: list[list[Any]]) -> None:
-        """Free the segments that the client released: [segment, generation, whether it may be lent again] of each."""
+        """End one hold of the client on each segment in `released`: [segment, generation, whether it may be lent again]."""
         store = ProcessSharedMemory.shared().store
         for name, generation, reuse in released:
             store.release(name, generation, self, reuse=reuse)
@@ -93,24 +93,24 @@ class ClientLoans:
         self._io = IoThread.shared()
 
     def borrow(self, loan: SegmentLoan, offset: int, nbytes: int) -> memoryview:
-        """Return a view of `nbytes` bytes of a segment of the server, after `offset` bytes. Thread-safe.
+        """Return a view of `nbytes` bytes of a segment of the server, beginning at `offset`. Thread-safe.
 
-        The segment is returned when the last array over the view is deleted.
+        One hold on the segment is given back when the last array over the view is deleted. Raises FrameError if it cannot be mapped.
         """
         reader = ProcessSharedMemory.shared().reader
         return reader.view(loan.segment, offset, nbytes, lambda: self.release(loan))
 
     def lent(self, loan: SegmentLoan, nbytes: int) -> LentMemory:
-        """Return the first `nbytes` bytes of a segment of the server, which was lent to this process to write into it."""
+        """Return the first `nbytes` bytes of a segment that the server lent for writing. The caller must release them."""
         reader = ProcessSharedMemory.shared().reader
         return LentMemory(
             loan, lambda: reader.view(loan.segment, 0, nbytes), lambda reuse: self.release(loan, reuse=reuse)
         )
 
     def release(self, loan: SegmentLoan, *, reuse: bool = True) -> None:
-        """Return a segment that was lent to this process. `reuse` says whether it may be lent again. Thread-safe.
+        """Give back one hold on a segment. `reuse` says whether it may be lent again. Thread-safe.
 
-        Takes no lock, because finalizers call it at any point of a thread.
+        It takes no lock, because a finalizer may call it while its thread holds any lock.
         """
         self._released.append([loan.segment, loan.generation, reuse])
         if not self._scheduled:

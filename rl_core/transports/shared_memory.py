@@ -54,11 +54,11 @@ class LentMemory:
 
     @cached_property
     def memory(self) -> Any:
-        """The memory as a writable buffer. It is mapped at first use."""
+        """The memory as a writable buffer. It is mapped at first use, which raises FrameError if the segment does not exist any more."""
         return self._map()
 
     def offset_of(self, buffer: Any) -> int | None:
-        """Return the number of bytes of this memory before `buffer`, which is contiguous. Returns None if `buffer` does not lie in it."""
+        """Return the offset in bytes of `buffer` in this memory, or None if it does not lie in it entirely. `buffer` must be contiguous."""
         import numpy as np
 
         whole, part = np.frombuffer(self.memory, np.uint8), np.frombuffer(buffer, np.uint8)
@@ -66,7 +66,10 @@ class LentMemory:
         return offset if 0 <= offset <= whole.nbytes - part.nbytes else None
 
     def release(self, *, reuse: bool) -> None:
-        """Give the memory back. Pass `reuse` False where a lost process may still write to it: then it is never lent again."""
+        """Give the memory back. Call this once; arrays over the memory must not be used afterwards. Items that were put keep it.
+
+        Pass `reuse=False` if a lost process may still write to the memory. It is then deleted when nobody holds it, and never lent again.
+        """
         self._give_back(reuse)
 
 
@@ -176,10 +179,9 @@ class SegmentStore:
             return segment.size if segment is not None and holders[holder] > 0 else 0
 
     def release(self, name: str, generation: int, holder: Hashable, *, reuse: bool = True) -> bool:
-        """Release the segment once for `holder`.
+        """End one hold of `holder` on the segment. When nobody holds it any more, it can be lent again.
 
-        It is free after the last release, and then lent again unless a release had `reuse` False. Returns False when `holder` does not hold
-        that generation.
+        It is deleted instead if a release had `reuse` False or a holder was lost. Returns False if `holder` does not hold that generation.
         """
         with self._lock:
             loan = self._lent.get((name, generation))

@@ -1,7 +1,8 @@
-"""Large observations of one collection in shared memory: simulators write them, and the policy reads them in place.
+"""Large observations of one stage of a collection in shared memory: simulators write them, and the policy reads them in place.
 
-A rollout allocates a segment for arrays [R, B, ...] by name: R rows of B simulators. Env workers of the same host map it by its
-address, and pass a descriptor of it to the processes of simulators, which do not see /dev/shm. Each simulator writes its own column.
+A rollout allocates one segment for all arrays [R, B, ...], which have R rows of B simulators. Env workers on the same host map it by its name
+in `ColumnAddress`. They pass a file descriptor of it to the processes of simulators, which do not see /dev/shm. Each simulator writes its own
+column.
 """
 
 import math
@@ -26,7 +27,7 @@ FINAL_ROW = -1
 Layout = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Type and shape of one simulator's array, by name."""
 Allocate = Callable[[int], Awaitable[LentMemory | None]]
-"""Returns shared memory of at least this number of bytes; None if there is none. See `Channel.allocate_async`."""
+"""Returns shared memory of the given number of bytes, or None. See `Channel.allocate_async`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,17 +86,20 @@ class ColumnAddress:
 
 
 class SharedRows:
-    """The arrays of one collection, as the rollout sees them."""
+    """The arrays of one stage of a collection, as the rollout sees them."""
 
     def __init__(self, address: ColumnAddress, lent: LentMemory) -> None:
-        """The arrays of `address` lie in `lent`. Use `allocate`."""
+        """Use `allocate` to create one. The arrays of `address` lie in `lent`."""
         self.address, self.lent = address, lent
         self.arrays = address.view(lent.memory)
         """Name -> array [R, B, ...]."""
 
     @classmethod
     async def allocate(cls, allocate: Allocate, layout: Layout, *, rows: int, columns: int) -> Self | None:
-        """Allocate an array [rows, columns, ...] for each entry of `layout`. Returns None when `allocate` does."""
+        """Allocate an array [rows, columns, ...] for each entry of `layout`, with arbitrary contents, in memory that `allocate` returns.
+
+        Returns None if it returns None. The caller must release `lent`.
+        """
         arrays, size = [], 0
         for name, (dtype, shape) in layout.items():
             arrays.append((name, dtype.str, (rows, columns, *shape), size))

@@ -210,7 +210,7 @@ def test_a_final_observation_that_no_simulator_wrote_has_none_of_the_bytes_that_
     """A policy may look up the numbers of an observation, such as token ids, also of episodes that go on."""
     layout, ended = {"instruction": (np.dtype(np.int64), (64,))}, torch.tensor([[True], [False]])
     for _ in range(2):
-        rows = asyncio.run(ObservationRows.allocate(trajectories.allocate_async, layout, decisions=3, simulators=2))
+        rows = asyncio.run(ObservationRows.allocate(trajectories.allocate_async, layout, outputs=4, simulators=2))
         output = EnvOutput(obs={}, rewards=torch.zeros(2, 1), dones=ended)
         [output] = rows.receive([output], [2], [False])
         assert not rows.fill(output).final_obs["instruction"].any()
