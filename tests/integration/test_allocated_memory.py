@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import time
 
 import numpy as np
 import pytest
@@ -98,3 +99,20 @@ def test_it_is_none_where_the_server_cannot_be_reached_by_shared_memory(server, 
     client = ChannelClient(server.address)
     assert asyncio.run(Channel.create("s", client=client).allocate_async(MIB)) is None
     client.close()
+
+
+def test_memory_of_a_cancelled_call_is_given_back(channel, server):
+    """The answer may be here already when the task is cancelled, or on its way."""
+
+    async def main():
+        for _ in range(10):
+            call = asyncio.ensure_future(channel.allocate_async(MIB))
+            await asyncio.sleep(0)
+            while not server.stats().memory["lent"]:
+                time.sleep(0.001)  # holds the loop: the task does not run
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            await asyncio.to_thread(wait_until, lambda: not server.stats().memory["lent"])
+
+    asyncio.run(main())
