@@ -3,6 +3,8 @@
 Each turn trains as many updates with the same hyper-parameters in the plain loop and in each program, by default the 200 of the example.
 `slow` is a simulator that costs 1 ms of processor time a step. `embodied_async` collects the next trajectories while it trains, one
 version older.
+`steps_of_two_processes_over_one` is how many times as many steps two processes make as one, just before each turn: 2 on two cores, less if
+they share one. It is the limit of `slow`, and rljob needs both cores for CartPole too.
 `processor_us_per_step` is the time of all processes, user and system, between the first updates and the last: it hardly depends on what else
 the machine does.
 Targets: 0.8 of the plain loop for CartPole, 1.2 for `slow`, 2 s from the death of one of 8 simulators to its next step.
@@ -99,13 +101,46 @@ def plain(updates: int, seed: int, slow: bool) -> Training:
     return Training(found["seconds"], returns, statistics.mean(found["processor_seconds"][WARM:]) / STEPS)
 
 
+STEPPER = """
+import sys, time
+import numpy as np
+from rl_core.envs.gymnasium import GymnasiumVectorEnv
+env, actions, steps = GymnasiumVectorEnv("CartPole-v1", 8), np.zeros(8, np.int64), 0
+env.reset(seed=1)
+print("ready", flush=True)
+sys.stdin.readline()
+end = time.monotonic() + 2.0
+while time.monotonic() < end:
+    env.step(actions)
+    steps += 1
+print(steps)
+"""
+"""Makes as many steps of 8 simulators as it can in 2 seconds, from the moment at which it reads a line."""
+
+
+def steps_at_once(count: int) -> int:
+    """Return how many steps `count` processes make together in 2 seconds."""
+    command = [sys.executable, "-c", STEPPER]
+    steppers = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)
+    ]
+    for stepper in steppers:
+        stepper.stdout.readline()
+    for stepper in steppers:
+        stepper.stdin.write("go\n")
+        stepper.stdin.flush()
+    return sum(int(stepper.communicate()[0]) for stepper in steppers)
+
+
 def compare(folder: Path, turns: int, updates: int, *, slow: bool) -> dict:
-    """Return steps per second, processor time per step and last returns of all, and the ratio to the plain loop's speed by turn."""
+    """Return steps per second, processor time per step, last returns, the ratio to the plain loop's speed, and its limit, by turn."""
     names = ("plain", *PROGRAMS)
     rates: dict[str, list[float]] = {name: [] for name in names}
     returns: dict[str, list[float]] = {name: [] for name in names}
     processor: dict[str, list[float | None]] = {name: [] for name in names}
+    two_over_one: list[float] = []
     for turn in range(turns):
+        two_over_one.append(round(steps_at_once(2) / steps_at_once(1), 2))
         for name in names:
             parts = folder / f"{name}-{slow}-{turn}"
             done = plain(updates, turn, slow) if name == "plain" else ours(parts, updates, turn, slow, PROGRAMS[name])
@@ -119,6 +154,7 @@ def compare(folder: Path, turns: int, updates: int, *, slow: bool) -> dict:
             name: [round(mine / theirs, 3) for mine, theirs in zip(rates[name], rates["plain"], strict=True)]
             for name in PROGRAMS
         },
+        "steps_of_two_processes_over_one": two_over_one,
         "processor_us_per_step": processor,
         "return_of_last_5_updates": {name: [round(one, 1) for one in each] for name, each in returns.items()},
     }
