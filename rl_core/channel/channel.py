@@ -117,11 +117,12 @@ class Channel:
         *,
         lent: Sequence[LentMemory] = (),
     ) -> None:
-        """Store `item`, as `put` does. If the call is cancelled before the item was accepted, nothing is stored.
+        """Put `item` into the channel, and return when the channel has accepted it. A cancelled call puts either the whole item or nothing.
 
-        `lent` is memory that `allocate_async` returned. Large arrays of `item` that lie in it are not copied: the consumer reads them in
-        place, so they must not be changed after this call. The memory can be released once the call has returned; the item keeps it as long
-        as it is needed. Raises as `put`, and InfrastructureError if the memory is not lent to this process any more.
+        The arguments are those of `put`, and `lent`, which is memory that `allocate_async` returned. Large arrays of `item` that lie in it are not
+        copied: the consumer reads them in place, so they must not be changed after this call. The memory can be released once the call has
+        returned; the item keeps it as long as it is needed. Raises what `put` raises, and InfrastructureError if the memory was released
+        before.
         """
         await wait_future(self._put(item, weight, key, timeout, lent=lent))
 

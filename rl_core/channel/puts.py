@@ -78,22 +78,12 @@ class LargePut:
         self._placed = [placed(part, request.lent) for part in parts]
         """By part: where it lies in memory of the server; None if it must be sent or copied."""
         sizes = [memoryview(part).nbytes for part in parts]
-        needs_memory = [place is None for place in self._placed]
+        shared = (sizes, request.timeout, request.nowait)
+        # The item under the other keys uses the memory of the first one.
+        needs_memory = [[place is None for place in self._placed], *[[False] * len(parts)] * (len(keys) - 1)]
         self._granted = [
-            sender.rpc.start_call(
-                "reserve",
-                (
-                    channel,
-                    key,
-                    sizes,
-                    request.timeout,
-                    request.nowait,
-                    needs_memory if index == 0 else [False] * len(parts),
-                ),
-                {},
-                timeout=request.timeout + MARGIN,
-            )
-            for index, key in enumerate(keys)
+            sender.rpc.start_call("reserve", (channel, key, *shared, needs), {}, timeout=request.timeout + MARGIN)
+            for key, needs in zip(keys, needs_memory, strict=True)
         ]
         self.future.add_done_callback(lambda future: self._cancel() if future.cancelled() else None)
         when_all(self._granted, self._all_granted)

@@ -40,7 +40,7 @@ class ChannelRights:
         self.methods = {"runner": RUNNER_METHODS} | {
             group.name: _ELASTIC_METHODS if group.elastic else _GANG_METHODS for group in groups.values()
         }
-        """RPC methods that the runner and the members of each group may call, by "runner" or name of the group."""
+        """A dict from the name of a group, or "runner", to the names of the RPC methods that its processes may call."""
         self._uses: dict[str, dict[str, frozenset[ChannelUse]]] = {}
         """Uses that are permitted, by channel and group."""
         for group in groups.values():
@@ -69,10 +69,10 @@ class ChannelRights:
 
 
 def _check_own_messages(group: str, use: ChannelUse, key: Key) -> None:
-    """Raise ConfigError unless a member of `group` may put or take messages between workers under `key`.
+    """Raise ConfigError if a worker of `group` uses a message between two workers that are both in other groups.
 
-    A group sends as its own members only, so that a receiver can rely on the name of the sender. It takes messages for its members, and
-    takes back what they have sent.
+    `key` begins with the names of the sender and of the receiver, such as "actor:0". A put is allowed if the sender is in `group`, so that
+    receivers can rely on its name. A take is allowed if the receiver is in `group`, or the sender, which takes a message back.
     """
     ends = key[:1] if use is ChannelUse.PUT else key[:2]
     if group not in [name.rpartition(":")[0] for name in ends]:

@@ -259,7 +259,10 @@ class ChannelServer:
         call.reply(part)
 
     def _segment(self, peer: Peer, size: int) -> SegmentPart | None:
-        """Lend `peer` a segment of at least `size` bytes. Returns None if it does not share memory with this process, or if the store is full."""
+        """Reserve `size` bytes of shared memory of this process for the client `peer`, which writes to it; return where they are.
+
+        Returns None if the client cannot map memory of this process, as one on another host, or if shared memory is full.
+        """
         if not peer.loans.lends:
             return None
         segment = self._memory.store.lend(size, peer.loans)

@@ -150,7 +150,7 @@ class EnvWorker(Worker):
             self.update_reset_state_ids(request.step, epoch)
             for env in self.envs if epoch else ():
                 env.next_row()
-            parts.append(await self._run_epoch(exchange))
+            parts.append(await self._run_epoch(exchange, is_last=epoch == self.options.rollout_epochs - 1))
         return EpisodeStats(
             episodes=[episode for part in parts for episode in part.episodes],
             steps=sum(env.num_steps for env in self.envs) - num_before,
@@ -158,8 +158,8 @@ class EnvWorker(Worker):
             interventions=sum(part.interventions for part in parts),
         )
 
-    async def _run_epoch(self, exchange: DirectChannel) -> EpisodeStats:
-        """Make the steps of a rollout epoch; return its episodes."""
+    async def _run_epoch(self, exchange: DirectChannel, *, is_last: bool) -> EpisodeStats:
+        """Make the steps of a rollout epoch; return its episodes. `is_last` says whether it is the last one of the collection."""
         stages = range(self.options.stages)
         episodes: list[dict[str, Any]] = []
         num_lost = interventions = 0
@@ -169,10 +169,13 @@ class EnvWorker(Worker):
         for stage in stages:
             outputs[stage].env_ids = np.arange(self.per_stage, dtype=np.int64) + self._first_env(stage)
             self._send(exchange, stage, outputs[stage])
-        for _ in range(self.options.decisions):
+        for decision in range(self.options.decisions):
             for stage in stages:
                 actions = await self._receive(exchange, stage)
                 output = self.env_interact_step(actions, stage)
+                if is_last and decision == self.options.decisions - 1:
+                    # Once the rollout has the last output, it may give the shared memory back, and another process may write to it.
+                    self.envs[stage].end_sharing()
                 self._send(exchange, stage, output)
                 episodes.extend(output.final_info or ())
                 num_lost += int(output.lost.sum()) if output.lost is not None else 0

@@ -84,7 +84,7 @@ class ServerLoans:
 
 
 class ClientLoans:
-    """The client's end: views of the server's segments. A segment is returned when no array uses it any more."""
+    """The client's end of a connection: gives access to shared memory that the server has lent, and gives it back."""
 
     def __init__(self, send_release: Callable[[list[list[Any]]], Any]) -> None:
         self._send_release = send_release
@@ -93,15 +93,16 @@ class ClientLoans:
         self._io = IoThread.shared()
 
     def borrow(self, loan: SegmentLoan, offset: int, nbytes: int) -> memoryview:
-        """Return a view of `nbytes` bytes of a segment of the server, beginning at `offset`. Thread-safe.
+        """Map memory that the server has lent for reading, and return its bytes from `offset` to `offset + nbytes`. Thread-safe.
 
-        One hold on the segment is given back when the last array over the view is deleted. Raises FrameError if it cannot be mapped.
+        Nothing is copied. The memory is given back when the last array that uses the returned view is deleted. Raises FrameError if it
+        cannot be mapped.
         """
         reader = ProcessSharedMemory.shared().reader
         return reader.view(loan.segment, offset, nbytes, lambda: self.release(loan))
 
     def lent(self, loan: SegmentLoan, nbytes: int) -> LentMemory:
-        """Return the first `nbytes` bytes of a segment that the server lent for writing. The caller must release them."""
+        """Return the first `nbytes` bytes of memory that the server has lent for writing. The caller must release them."""
         reader = ProcessSharedMemory.shared().reader
         return LentMemory(
             loan, lambda: reader.view(loan.segment, 0, nbytes), lambda reuse: self.release(loan, reuse=reuse)

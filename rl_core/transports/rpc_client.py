@@ -169,14 +169,14 @@ class RpcClient:
         return call
 
     def borrow(self, loan: SegmentLoan, offset: int, nbytes: int) -> memoryview:
-        """Return a view of `nbytes` bytes of a segment that the server lent, beginning at `offset`.
+        """Map memory that the server has lent for reading, and return its bytes from `offset` to `offset + nbytes`, without a copy.
 
-        The segment is given back to the server when the last array over the view is deleted.
+        The memory is given back when the last array that uses the returned view is deleted.
         """
         return self._connection.loans.borrow(loan, offset, nbytes)
 
     def lent(self, loan: SegmentLoan, nbytes: int) -> LentMemory:
-        """Return the first `nbytes` bytes of a segment that the server lent for writing. The caller must release them."""
+        """Return the first `nbytes` bytes of memory that the server has lent for writing. The caller must release them."""
         return self._connection.loans.lent(loan, nbytes)
 
     def release(self, loan: SegmentLoan) -> None:

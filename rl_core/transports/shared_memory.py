@@ -45,16 +45,21 @@ class SegmentLoan:
 
 
 class LentMemory:
-    """Shared memory that was lent to this process to write arrays into it."""
+    """A piece of shared memory of another process, in which this process may write until it calls `release`."""
 
     def __init__(self, loan: SegmentLoan, map: Callable[[], Any], give_back: Callable[[bool], object]) -> None:
-        """`map` returns the memory of `loan` as a writable buffer. `give_back` ends the loan; see `release` for its argument."""
+        """`map()` returns the memory of `loan` as a writable buffer, and `give_back(reuse)` returns it to its owner; see `release`."""
         self.loan = loan
-        self._map, self._give_back = map, give_back
+        self._map = map
+        self._give_back: Callable[[bool], object] | None = give_back
+        """None once the memory was released."""
 
     @cached_property
     def memory(self) -> Any:
-        """The memory as a writable buffer. It is mapped at first use, which raises FrameError if the segment does not exist any more."""
+        """The memory as a writable buffer of bytes, for `numpy.frombuffer`.
+
+        Its first use maps the memory into this process, and raises FrameError if its owner has deleted it.
+        """
         return self._map()
 
     def offset_of(self, buffer: Any) -> int | None:
@@ -65,12 +70,15 @@ class LentMemory:
         offset = part.ctypes.data - whole.ctypes.data
         return offset if 0 <= offset <= whole.nbytes - part.nbytes else None
 
-    def release(self, *, reuse: bool) -> None:
-        """Give the memory back. Call this once; arrays over the memory must not be used afterwards. Items that were put keep it.
+    def release(self, *, reuse: bool = True) -> None:
+        """Give the memory back to its owner. Further calls have no effect.
 
-        Pass `reuse=False` if a lost process may still write to the memory. It is then deleted when nobody holds it, and never lent again.
+        Arrays over the memory must not be used afterwards. Items that were put with it stay as they are. Pass `reuse=False` if a lost process
+        may still write to the memory: it is then deleted when no item needs it any more, and never lent again.
         """
-        self._give_back(reuse)
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back(reuse)
 
 
 class Segment:

@@ -27,7 +27,7 @@ FINAL_ROW = -1
 Layout = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Type and shape of one simulator's array, by name."""
 Allocate = Callable[[int], Awaitable[LentMemory | None]]
-"""Returns shared memory of the given number of bytes, or None. See `Channel.allocate_async`."""
+"""A function such as `Channel.allocate_async`: takes a number of bytes, and returns so much shared memory, or None if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +86,7 @@ class ColumnAddress:
 
 
 class SharedRows:
-    """The arrays of one stage of a collection, as the rollout sees them."""
+    """Arrays [R, B, ...] in shared memory for the observations of B simulators in R steps. The rollout creates and reads them."""
 
     def __init__(self, address: ColumnAddress, lent: LentMemory) -> None:
         """Use `allocate` to create one. The arrays of `address` lie in `lent`."""

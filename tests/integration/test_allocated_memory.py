@@ -56,7 +56,8 @@ def test_it_is_the_memory_that_the_consumer_reads(channel, server, copied):
     item = {"first": first, "second": second, "other": np.full(MIB, 3, np.uint8), "small": np.arange(3)}
     asyncio.run(channel.put_async(item, lent=[lent]))
     assert copied == [MIB]
-    lent.release(reuse=True)
+    lent.release()
+    lent.release()
     received = channel.get()
     assert all((received[name] == number).all() for name, number in (("first", 1), ("second", 2), ("other", 3)))
     second[5] = 9

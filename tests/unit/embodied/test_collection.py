@@ -336,9 +336,9 @@ def test_a_collection_that_is_requested_early_connects_at_once_and_begins_with_t
         request = CollectionRequest(number=1, step=1, envs=(0,), rollouts=(0,), version=6, direct=((0, 0, address),))
         run_epoch = world.envs[0]._run_epoch
 
-        def begins(exchange):
+        def begins(exchange, **options):
             loop.call_soon_threadsafe(connected.set)
-            return run_epoch(exchange)
+            return run_epoch(exchange, **options)
 
         monkeypatch.setattr(world.envs[0], "_run_epoch", begins)
         working = asyncio.gather(

@@ -199,6 +199,7 @@ def test_the_memory_is_bounded(world):
         await one.collect(1, 1, True)
         await one.collect(2, 1, True)
         first = await released()
+        assert first
         for step in range(3, 9):
             await one.collect(step, 1, True)
             assert await released() == first
@@ -241,3 +242,29 @@ def test_the_channel_copies_images_only_where_a_lost_env_worker_may_still_write_
     asyncio.run(main())
     if loses:
         one.envs[1] = one.envs[1].env
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "process"])
+def test_memory_may_have_another_user_once_the_last_output_was_sent(world, vectorization):
+    """The env worker needs the last image again: the next collection begins with it."""
+    one = world(1, 1, 1, vectorization=vectorization)
+    [worker] = one.envs
+    send, columns, sent = worker._send, [], 0
+
+    def reused(exchange, stage, output):
+        nonlocal sent
+        sent += 1
+        columns[:] = worker.envs[0]._columns if worker.envs[0]._columns[0] else columns
+        send(exchange, stage, output)
+        if sent % (DECISIONS + 1) == 0:
+            for column in columns:
+                column["pixels"][DECISIONS] = 7
+
+    async def main():
+        worker._send = reused
+        for step in (1, 2, 3, 4):
+            received, _ = await one.collect(step, 1, True)
+            check_images(merge_trajectories(received[0]))
+        assert columns
+
+    asyncio.run(main())
