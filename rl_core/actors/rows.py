@@ -139,14 +139,13 @@ def number_rows(
     keys = [[natural_key(text) for text in texts] for texts, _, _ in gathered]
     positions = {key: position for position, key in enumerate(sorted({key for rank_keys in keys for key in rank_keys}))}
     row_positions = [
-        positions[rank_keys[group]]
+        np.array([positions[key] for key in rank_keys], np.int64)[np.array(groups, np.int64)]
         for rank_keys, (_, groups, _) in zip(keys, gathered, strict=True)
-        for group in groups
     ]
-    order = np.argsort(np.array(row_positions, np.int64), kind="stable")
+    order = np.argsort(np.concatenate(row_positions), kind="stable")
     numbers = np.argsort(order)
     begin = sum(len(row_lengths) for _, _, row_lengths in gathered[: ranks.data_rank])
-    all_lengths = np.array([length for _, _, row_lengths in gathered for length in row_lengths], np.int64)[order]
+    all_lengths = np.concatenate([np.array(row_lengths, np.int64) for _, _, row_lengths in gathered])[order]
     return all_lengths.tolist(), numbers[begin : begin + len(lengths)].tolist()
 
 

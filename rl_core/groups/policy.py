@@ -11,6 +11,7 @@ The actor sends each version of the weights to the members, as to rollouts, and 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class PolicyWorker(WeightMethods):
         )
         if spec.model.float32_head:
             compute_head_in_float32(self._model)
-        self._build_receiver(spec, pausing(PolicyWeightTarget(folder_tensors(self._model)), self._pause))
+        self._build_receiver(spec, pausing(PolicyWeightTarget(partial(folder_tensors, self._model)), self._pause))
 
     async def start_serving(self) -> None:
         """Report the version that is served: the hub has forgotten that of a member that lost its connection."""

@@ -87,7 +87,7 @@ class MultiStepRolloutWorker(WeightMethods):
         config, seed = self.files.get("config.json"), self.cfg.algorithm.seed
         policy = load_policy(self.cfg.model.path, seed=seed) if config is None else build_policy(config, seed=seed)
         self.model = policy.to(self.device).eval()
-        self._build_receiver(self.cfg, pausing(PolicyWeightTarget(saved_tensors(self.model)), self._pause))
+        self._build_receiver(self.cfg, pausing(PolicyWeightTarget(partial(saved_tensors, self.model)), self._pause))
 
     async def start_serving(self) -> None:
         """Report the version that is served: the hub has forgotten that of a member that lost its connection."""

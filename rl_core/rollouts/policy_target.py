@@ -1,6 +1,6 @@
 """`PolicyWeightTarget`: writes new weights into a policy module."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -18,33 +18,38 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 class PolicyWeightTarget:
     """Implements `WeightTarget` and `InPlaceTarget` for a module. The module must not be called while its weights change."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write into `tensors`, which share memory with the module, by the names that the trainer gives them; see `saved_tensors`."""
+    def __init__(self, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Write into the tensors that `tensors` returns, by the names that the trainer gives them; see `saved_tensors`.
+
+        They must share memory with the module. `tensors` is called for each version, because a module that is moved to another device and
+        back has other tensors.
+        """
         self._tensors = tensors
+        self._names_and_shapes = {
+            name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors().items()
+        }
 
     async def prepare(self, deadline: float) -> None:
         """Do nothing: the worker has paused already."""
 
     def names_and_shapes(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
         """Return name -> (shape, dtype) of every tensor of the model."""
-        return {
-            name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for name, tensor in self._tensors.items()
-        }
+        return self._names_and_shapes
 
     def destinations(self) -> Mapping[str, Tensor]:
         """Return the tensors on the CPU that may be written in place."""
         return {
             name: storage_alias(tensor)
-            for name, tensor in self._tensors.items()
+            for name, tensor in self._tensors().items()
             if tensor.device.type == "cpu" and tensor.is_contiguous()
         }
 
     def load(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Write every tensor; names and shapes were compared with the manifest before."""
+        own_tensors = self._tensors()
         with torch.no_grad():
             for name, tensor in tensors:
-                self._tensors[name].copy_(tensor)
+                own_tensors[name].copy_(tensor)
 
     async def resume(self, version: int, digest: str) -> None:
         """Do nothing: the next collection acts with the new weights."""
