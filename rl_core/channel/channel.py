@@ -117,12 +117,13 @@ class Channel:
         *,
         lent: Sequence[LentMemory] = (),
     ) -> None:
-        """Put `item` into the channel, and return when the channel has accepted it. A cancelled call puts either the whole item or nothing.
+        """Put `item` into the channel, and return when the channel has accepted it.
 
-        The arguments are those of `put`, and `lent`, which is memory that `allocate_async` returned. Large arrays of `item` that lie in it are not
-        copied: the consumer reads them in place, so they must not be changed after this call. The memory can be released once the call has
-        returned; the item keeps it as long as it is needed. Raises what `put` raises, and InfrastructureError if the memory was released
-        before.
+        The arguments are those of `put` without `async_op`, and `lent`, which is memory that `allocate_async` returned. If an array of `item`
+        has at least 256 KiB, the arrays that lie in `lent` are not copied. The consumer reads them in place, so they must not be changed
+        after this call. Smaller items are sent in a message. The memory may be released once the call has returned: the server keeps it until
+        the item is no longer used. A cancelled call puts either the whole item or nothing. Raises what `put` raises, and InfrastructureError
+        if the item lies in memory that is not lent to this process any more.
         """
         await wait_future(self._put(item, weight, key, timeout, lent=lent))
 

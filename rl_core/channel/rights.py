@@ -27,9 +27,11 @@ RUNNER_METHODS = _GANG_METHODS | {"close", "move", "server_stats"}
 
 
 class ChannelRights:
-    """The rights of the groups of a job. The runner may do everything.
+    """What the members of each group of a job may do at the channel server. The runner may do everything.
 
-    A channel that is in no group's `GroupKind.channels` may be put into and taken from by all groups.
+    A channel that is named in the `GroupKind.channels` of a group may be used only by the groups that name it, and only in the ways that they
+    name. Any other channel may be used by all groups; in WORKER_MESSAGES a group may use the messages of its own members only. Members of
+    elastic groups may never register as producers.
     """
 
     def __init__(self, groups: Mapping[str, GroupKind]) -> None:
@@ -69,10 +71,11 @@ class ChannelRights:
 
 
 def _check_own_messages(group: str, use: ChannelUse, key: Key) -> None:
-    """Raise ConfigError if a worker of `group` uses a message between two workers that are both in other groups.
+    """Raise ConfigError unless the message with `key` belongs to the members of `group`.
 
-    `key` begins with the names of the sender and of the receiver, such as "actor:0". A put is allowed if the sender is in `group`, so that
-    receivers can rely on its name. A take is allowed if the receiver is in `group`, or the sender, which takes a message back.
+    `key` begins with the names of the sender and of the receiver, such as "actor:0". A put is allowed only if the sender is in `group`, so
+    that a receiver can rely on the group in the sender's name. A take is allowed only if the receiver or the sender is in `group`. The
+    sender takes a message to withdraw it.
     """
     ends = key[:1] if use is ChannelUse.PUT else key[:2]
     if group not in [name.rpartition(":")[0] for name in ends]:

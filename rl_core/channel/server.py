@@ -259,9 +259,10 @@ class ChannelServer:
         call.reply(part)
 
     def _segment(self, peer: Peer, size: int) -> SegmentPart | None:
-        """Reserve `size` bytes of shared memory of this process for the client `peer`, which writes to it; return where they are.
+        """Lend a segment of at least `size` bytes to the client `peer`, which writes to it. Return the position of its first `size` bytes.
 
-        Returns None if the client cannot map memory of this process, as one on another host, or if shared memory is full.
+        The loan ends when the client releases the segment or is lost. Returns None if the client cannot map memory of this process, for
+        example because it is on another host, and if shared memory is full.
         """
         if not peer.loans.lends:
             return None
@@ -271,11 +272,12 @@ class ChannelServer:
         )
 
     def _hand_over(self, call: IncomingCall, ticket: int, weight: float, parts: list[Any]) -> None:
-        """Store the item of a reservation. Its `parts` are in the segments of the reservation, in other memory lent to the producer, or inline.
+        """Store the item for which the reservation `ticket` was made, and end the reservation.
 
-        The server's hold on the segments replaces that of the producer through the reservation. The reservation is released if this raises:
-        InfrastructureError if it was given up or a part is in memory that the producer does not hold, ConfigError if the size differs from
-        the reserved one, and ChannelClosed.
+        Each of `parts` is in a segment of the reservation, in other memory that is lent to the producer, or inline. From now on the server
+        holds these segments. The producer does not hold those of the reservation any more, but keeps memory from `allocate` until it
+        releases it. Raises InfrastructureError if the reservation does not exist any more or if a part lies in memory that the producer does
+        not hold, ConfigError if the size differs from the reserved one, and ChannelClosed. The reservation ends with these errors too.
         """
         reservation = self._reservation(call, ticket)
         if reservation is None:

@@ -18,7 +18,7 @@ from rl_core.api.records import EnvOutput
 from rl_core.envs.simulator_messages import Request
 from rl_core.envs.slots import LocalSlots, Outcome, ProcessSlots, Slots
 from rl_core.messages.embodied import SimulatorAnswer, SimulatorChunk, SimulatorReset, SimulatorSettings
-from rl_core.transports.shared_rows import FINAL_ROW, ColumnAddress
+from rl_core.transports.shared_rows import ColumnAddress, final_row
 
 logger = logging.getLogger(__name__)
 MOST_FAILURES = 5
@@ -102,7 +102,8 @@ class GymnasiumVectorEnv:
         """Write large observations to shared memory from now on. `columns` has a column for each simulator.
 
         The current observations are written to row 0 when they are requested, the observations after each chunk to the next row, and the
-        last observations of ended episodes to FINAL_ROW. Outputs do not contain them. Raises InfrastructureError when the memory is gone.
+        last observations of ended episodes to the `final_row` of that row. Outputs do not contain them. Raises InfrastructureError when
+        the memory is gone.
         """
         self._columns, self._row = [column.map() for column in columns], 0
         self._slots.write_to(columns)
@@ -205,7 +206,7 @@ class GymnasiumVectorEnv:
                         intervene_actions, flags = np.zeros_like(actions), np.zeros((count, width), bool)
                     intervene_actions[index], flags[index] = outcome.intervene_actions, outcome.intervene_flags
                 if outcome.final_obs is not None:
-                    finals[index] = self._moved(index, outcome.final_obs, FINAL_ROW)
+                    finals[index] = self._moved(index, outcome.final_obs, final_row(self._row))
                 if info := self._count(index, outcome):
                     final_info.append(info)
             else:

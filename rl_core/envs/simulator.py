@@ -29,7 +29,7 @@ from rl_core.envs.video import Camera
 from rl_core.messages.embodied import SimulatorAnswer, SimulatorChunk, SimulatorReset, SimulatorSettings
 from rl_core.messages.envs import EnvFailure
 from rl_core.transports.direct import Connection
-from rl_core.transports.shared_rows import FINAL_ROW, ColumnAddress
+from rl_core.transports.shared_rows import ColumnAddress, final_row
 
 logger = logging.getLogger(__name__)
 SUCCESS = ("success", "is_success")
@@ -109,7 +109,7 @@ class Simulator:
                 )
             raw, reward, terminated, truncated, info = result
             ends = bool(terminated or truncated)
-            answer.obs = self._observation(raw, FINAL_ROW if ends and self._auto_reset else request.row)
+            answer.obs = self._observation(raw, final_row(request.row) if ends and self._auto_reset else request.row)
             answer.rewards += (self._reward(reward),)
             answer.successes += (bool(info) and any(bool(info.get(name)) for name in SUCCESS),)
             if info and info.get(INTERVENTION) is not None:

@@ -3,8 +3,8 @@
     simulator -- writes --> rows [R, B, ...] -- views --> policy
                             rows -- put without a copy --> actor
 
-Legend: R outputs of a simulator in a collection, which are one per decision and the last one of each rollout epoch; B simulators of the stage
-that this rollout serves.
+Legend: R rows, which are one for each output of a simulator in a collection and FINAL_ROWS more; B simulators of the stage that this rollout
+serves. A simulator has an output for each decision, and the last one of each rollout epoch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl_core.api.records import EnvOutput
 from rl_core.transports.shared_memory import LentMemory
-from rl_core.transports.shared_rows import FINAL_ROW, Allocate, ColumnAddress, Layout, SharedRows
+from rl_core.transports.shared_rows import FINAL_ROWS, Allocate, ColumnAddress, Layout, SharedRows, final_row
 
 LARGE_BYTES = 512
 """Smallest size in bytes of an observation that is put into shared memory. Smaller ones, such as states, are sent in messages."""
@@ -31,22 +31,22 @@ def large_observations(obs: Mapping[str, Any]) -> Layout:
 
 
 class ObservationRows:
-    """The large observations of a stage, [R, B, ...], and one more row for the final observations of episodes that ended."""
+    """The large observations of a stage, [R, B, ...]. The last FINAL_ROWS rows have the final observations of episodes that ended."""
 
     def __init__(self, shared: SharedRows) -> None:
         """Use `allocate`."""
         self._shared = shared
         self._rows = {name: torch.from_numpy(array) for name, array in shared.arrays.items()}
         for rows in self._rows.values():
-            # The policy reads this row of all simulators, also of those whose episode has not ended.
-            rows[FINAL_ROW] = 0
+            # The policy reads such a row of all simulators, also of those whose episode has not ended.
+            rows[-FINAL_ROWS:] = 0
         self._row = -1
         """Row of the latest observations."""
 
     @classmethod
     async def allocate(cls, allocate: Allocate, layout: Layout, *, outputs: int, simulators: int) -> Self | None:
-        """Return rows for R = `outputs` and B = `simulators` in memory that `allocate` returns, or None if it returns None."""
-        shared = await SharedRows.allocate(allocate, layout, rows=outputs + 1, columns=simulators)
+        """Return rows for `outputs` outputs of B = `simulators`, in memory that the argument `allocate` returns. Return None if that is None."""
+        shared = await SharedRows.allocate(allocate, layout, rows=outputs + FINAL_ROWS, columns=simulators)
         return None if shared is None else cls(shared)
 
     @property
@@ -59,10 +59,11 @@ class ObservationRows:
         return replace(self._shared.address, column=number)
 
     def receive(self, shards: Sequence[EnvOutput], sizes: Sequence[int], gone: Sequence[bool]) -> list[EnvOutput]:
-        """Go to the next row, and return the outputs of the env workers without their large observations.
+        """Go to the next row (row 0 at the first call), and return the outputs of the env workers without their large observations.
 
-        An env worker of another host sends them in its output: they are copied into the row. The simulators of one that is gone keep the
-        observations of the row before.
+        `shards`, `sizes` and `gone` have an entry for each env worker, in the order of the simulators: its output, the number of its simulators,
+        and whether it was lost. Env workers of this host have written to the row already. Those of other hosts send large observations in
+        their outputs, which are copied into the row. For the simulators of a lost env worker the previous row is copied into this one.
         """
         self._row += 1
         start, remaining = 0, []
@@ -71,16 +72,24 @@ class ObservationRows:
             for rows in self._rows.values() if is_gone else ():
                 rows[self._row, columns] = rows[self._row - 1, columns]
             obs = self._copied(shard.obs, self._row, columns)
-            final_obs = None if shard.final_obs is None else self._copied(shard.final_obs, FINAL_ROW, columns)
+            final_obs = (
+                None if shard.final_obs is None else self._copied(shard.final_obs, final_row(self._row), columns)
+            )
             remaining.append(replace(shard, obs=obs, final_obs=final_obs))
             start += size
         return remaining
 
     def fill(self, output: EnvOutput) -> EnvOutput:
-        """Return `output` with the large observations as views of the memory; in `final_obs` they are valid where an episode ended."""
+        """Return `output`, the merged outputs of all env workers, with the large observations of the current row as views of the memory.
+
+        If an episode has ended, `final_obs` has them too. They are valid for the simulators whose episode ended with auto-reset, until the
+        output after the next one is received.
+        """
         final_obs = output.final_obs
         if output.rewards is not None and bool(output.dones.any()):
-            final_obs = (final_obs or output.obs) | {name: rows[FINAL_ROW] for name, rows in self._rows.items()}
+            final_obs = (final_obs or output.obs) | {
+                name: rows[final_row(self._row)] for name, rows in self._rows.items()
+            }
         obs = output.obs | {name: rows[self._row] for name, rows in self._rows.items()}
         return replace(output, obs=obs, final_obs=final_obs)
 
@@ -98,7 +107,7 @@ class ObservationRows:
 async def allocate_rows(
     allocate: Allocate, layout: Layout, *, outputs: int, simulators: Sequence[int]
 ) -> list[ObservationRows]:
-    """Return the rows of each stage, for R = `outputs`; `simulators` has B of each stage.
+    """Return the rows of each stage, for `outputs` outputs; `simulators` has B of each stage.
 
     The list is empty if `layout` is, or if there is no shared memory for all stages. What was allocated by then is given back.
     """
@@ -115,7 +124,7 @@ async def allocate_rows(
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Return `torch.stack(tensors)`, without a copy where they are consecutive rows of one tensor."""
+    """Return `torch.stack(tensors)`. If they are consecutive rows of one tensor, the result is a view of that tensor and not a copy."""
     first, step = tensors[0], tensors[0].numel()
     memory = first.untyped_storage().data_ptr()
     is_rows = first.is_contiguous() and all(

@@ -22,12 +22,21 @@ from rl_core.transports.shared_memory import LentMemory
 
 ALIGNMENT = 64
 """Each array begins at a multiple of this number of bytes."""
-FINAL_ROW = -1
-"""Index of the extra row for final observations: where an episode ends, the usual row has the first observation of the next episode."""
+FINAL_ROWS = 2
+"""Number of rows at the end of the arrays that `final_row` returns."""
 Layout = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Type and shape of one simulator's array, by name."""
 Allocate = Callable[[int], Awaitable[LentMemory | None]]
-"""A function such as `Channel.allocate_async`: takes a number of bytes, and returns so much shared memory, or None if there is none."""
+"""An asynchronous function such as `Channel.allocate_async`. It takes a number of bytes, and returns that much memory or None."""
+
+
+def final_row(row: int) -> int:
+    """Return the row for the last observation of an episode that ends where the next observation is written to `row`.
+
+    With auto-reset, `row` then has the first observation of the next episode. Consecutive rows have different final rows: the rollout still
+    reads one of them while the simulators, which may end another episode, make the next actions.
+    """
+    return -1 - row % FINAL_ROWS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +95,10 @@ class ColumnAddress:
 
 
 class SharedRows:
-    """Arrays [R, B, ...] in shared memory for the observations of B simulators in R steps. The rollout creates and reads them."""
+    """Arrays [R, B, ...] in shared memory for the observations of B simulators. The rollout creates and reads them.
+
+    R is the number of outputs of a simulator in a collection, and FINAL_ROWS more.
+    """
 
     def __init__(self, address: ColumnAddress, lent: LentMemory) -> None:
         """Use `allocate` to create one. The arrays of `address` lie in `lent`."""
@@ -96,9 +108,10 @@ class SharedRows:
 
     @classmethod
     async def allocate(cls, allocate: Allocate, layout: Layout, *, rows: int, columns: int) -> Self | None:
-        """Allocate an array [rows, columns, ...] for each entry of `layout`, with arbitrary contents, in memory that `allocate` returns.
+        """Return arrays [rows, columns, ...], one for each entry of `layout`, in memory that the argument `allocate` returns.
 
-        Returns None if it returns None. The caller must release `lent`.
+        `rows` includes FINAL_ROWS. The contents are arbitrary. Returns None if `allocate` does. The caller must release the attribute `lent`
+        of the result.
         """
         arrays, size = [], 0
         for name, (dtype, shape) in layout.items():

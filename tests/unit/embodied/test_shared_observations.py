@@ -13,6 +13,8 @@ from rl_core.batching.trajectories import merge_trajectories
 from rl_core.channel import Channel, puts
 from rl_core.channel.client import ChannelClient
 from rl_core.channel.server import ChannelServer
+from rl_core.envs.gymnasium import GymnasiumVectorEnv
+from rl_core.rollouts.embodied import merge_env_outputs
 from rl_core.rollouts.observation_rows import ObservationRows
 from rl_core.transports import shared_memory
 from rl_core.transports.direct import Connection
@@ -218,6 +220,26 @@ def test_a_final_observation_that_no_simulator_wrote_has_none_of_the_bytes_that_
         for array in rows._shared.arrays.values():
             array[:] = 2**40
         rows.release(reuse=True)
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "process"])
+def test_a_final_observation_stays_while_the_next_actions_are_made(trajectories, vectorization):
+    """The rollout computes the value of the observation after it has sent the next actions, which may end another episode."""
+    layout, actions = {"pixels": (np.dtype(np.uint8), (Picture.SIDE, Picture.SIDE, 3))}, np.zeros(2)
+    env = GymnasiumVectorEnv(PICTURE["id"], 2, vectorization=vectorization, ends=(-1,), seed_of=lambda *at: sum(at))
+    try:
+        env.reset()
+        rows = asyncio.run(ObservationRows.allocate(trajectories.allocate_async, layout, outputs=4, simulators=2))
+        env.share([rows.column(number) for number in range(2)])
+        rows.receive([env.current()], [2], [False])
+        finals = []
+        for _ in range(3):
+            [output] = rows.receive([env.step(actions)], [2], [False])
+            finals.append(rows.fill(merge_env_outputs([output], [2])).final_obs)
+            for final_obs in finals[-2:]:
+                assert np.array_equal(final_obs["pixels"], [picture(states) for states in final_obs["states"]])
+    finally:
+        env.close()
 
 
 @pytest.mark.parametrize("loses", [False, True])
