@@ -99,7 +99,10 @@ class StepRows:
     """Name -> [B, ...]: what a policy that is no language model takes in place of tokens; empty for a language model."""
 
     def take(self, indices: Sequence[int]) -> "StepRows":
-        """Return the rows at the positions `indices`, in that order, padded to the longest of them."""
+        """Return the rows at the positions `indices`, in that order. The columns are cut to the longest of these rows.
+
+        The result is this object itself if nothing would change.
+        """
         lengths = list(map(self.lengths.__getitem__, indices))
         width, present = max(lengths, default=1), self.columns.input_ids.shape[1]
         if width == present and len(indices) == len(self.numbers) and list(indices) == list(range(len(indices))):
@@ -129,11 +132,12 @@ def natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
 def number_rows(
     ranks: Ranks, group_texts: Sequence[str], row_groups: Sequence[int], lengths: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Number the rows of the step over all ranks. Collective.
+    """Number the rows of the step over all data ranks, from 0. Collective.
 
-    `row_groups` [B] is the index of each row's group in `group_texts`, and `lengths` [B] are the rows' lengths. Returns the length of every
-    row by number, and the numbers of this rank's rows. Groups are ordered by name and rows of a group keep their order, so that numbers do
-    not depend on the order of arrival.
+    `row_groups` [B] is the index of each row's group in `group_texts`, the names of this rank's groups. `lengths` [B] are the rows' lengths.
+    Returns the lengths of all rows of the step, in the order of their numbers, and the numbers of this rank's rows. Groups are ordered by
+    `natural_key` of their names, so that the numbers do not depend on the order in which groups arrived. Rows of one group are ordered by
+    data rank and then by position.
     """
     gathered = ranks.gather_over_data_ranks([list(group_texts), list(row_groups), list(lengths)])
     keys = [[natural_key(text) for text in texts] for texts, _, _ in gathered]

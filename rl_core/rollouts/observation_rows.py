@@ -45,7 +45,10 @@ class ObservationRows:
 
     @classmethod
     async def allocate(cls, allocate: Allocate, layout: Layout, *, outputs: int, simulators: int) -> Self | None:
-        """Return rows for `outputs` outputs of B = `simulators`, in memory that the argument `allocate` returns. Return None if that is None."""
+        """Return rows for `outputs` outputs of each of `simulators` simulators, in memory that the argument `allocate` returns.
+
+        Returns None if `allocate` does.
+        """
         shared = await SharedRows.allocate(allocate, layout, rows=outputs + FINAL_ROWS, columns=simulators)
         return None if shared is None else cls(shared)
 

@@ -9,7 +9,10 @@ from rl_core.weights.storage_alias import storage_alias
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and the buffers of `model` that are saved, by name; a tied tensor is there once, by its first name."""
+    """Return the parameters and the persistent buffers of `model` by name. They share memory with it and have no gradient.
+
+    A tensor that has several names is there under the first one only.
+    """
     saved = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     return {name: tensor.detach() for name, tensor in (dict(model.named_parameters()) | buffers).items()}
@@ -19,10 +22,10 @@ class PolicyWeightTarget:
     """Implements `WeightTarget` and `InPlaceTarget` for a module. The module must not be called while its weights change."""
 
     def __init__(self, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Write into the tensors that `tensors` returns, by the names that the trainer gives them; see `saved_tensors`.
+        """Prepare to write into the tensors that `tensors` returns, by the names that the trainer gives them; see `saved_tensors`.
 
-        They must share memory with the module. `tensors` is called for each version, because a module that is moved to another device and
-        back has other tensors.
+        They must share memory with the module. `tensors` is called again for each version, because a module that was moved to another device
+        and back has other tensors. Their names, shapes and types must not change.
         """
         self._tensors = tensors
         self._names_and_shapes = {

@@ -165,10 +165,11 @@ class Collection:
     # --- collections that begin early --------------------------------------------------------------------------------
 
     def begin(self, step: int, *, version: int) -> Pending | None:
-        """Request the collection of a later step and return it without waiting. End it with `take`; `settle` may be called before.
+        """Request the collection of a later step, and return it before it has ended. End it with `take`; `settle` may be called before.
 
-        The rollouts make no decision until they serve `version` of the weights, which is the one published last or the next. Returns None if no
-        env worker or no rollout is present, or if an env worker does not answer.
+        The rollouts make no decision until they serve `version` of the weights, which is the one published last or the next. The call may wait
+        up to `deadlines.rpc` for the address of a new env worker. Returns None if no env worker is present, if no rollout serves the version
+        published last, or if an env worker does not answer.
         """
         deadlines = self._run.applied.spec.runtime.deadlines
         # For weights that are not published yet, the rollouts first wait for training and weight sync.
@@ -182,18 +183,19 @@ class Collection:
             return None
 
     def is_intact(self, pending: Pending) -> bool:
-        """Return whether a collection that was requested before the last version was published is still of use.
+        """Return whether `pending`, which was requested before the last version was published, can run with all its members.
 
-        It is not if an env worker was lost meanwhile, or if a rollout was lost or does not serve the version published last.
+        It cannot if an env worker was lost meanwhile, or if a rollout was lost or does not serve the version published last.
         """
         ready = self._ranks(ROLLOUT, self._versions.committed)
         return not any(call.lost for call in pending.envs) and set(pending.request.rollouts) <= set(ready)
 
     def settle(self, pending: Pending) -> Pending | None:
-        """Wait until the env workers and rollouts have finished the collection `pending`, and return `pending`.
+        """Wait until the env workers and rollouts have finished the collection `pending`, and return it. Then call `take`.
 
-        Returns None if the collection was abandoned: a rollout or the last env worker was lost, or its deadline passed.
-        Rollouts load new weights only between two collections. Call this before the weights are published.
+        Call this before new weights are published, because rollouts load weights only between two collections. The trajectories stay in the
+        channel. Returns None if the collection was abandoned: a rollout or the last env worker was lost, a call failed with
+        InfrastructureError, or the deadline passed. Raises the other errors of workers.
         """
         try:
             self._await_workers(pending)
@@ -209,8 +211,9 @@ class Collection:
     def take(self, pending: Pending) -> list[EpisodeStats] | None:
         """Let the actors receive the trajectories of a collection that `begin` returned, and wait until it has ended.
 
-        Its deadline is now `deadlines.rollout` seconds from this call. Returns the episodes by env worker, or None if the collection was
-        abandoned: a rollout or the last env worker was lost, or the deadline passed.
+        Its deadline is now `deadlines.rollout` seconds from this call. Returns the statistics of the episodes, one entry for each env worker, or
+        None if the collection was abandoned: a rollout or the last env worker was lost, a call failed with InfrastructureError, or the deadline
+        passed. Raises the other errors of workers.
         """
         pending.deadline = time.monotonic() + self._run.applied.spec.runtime.deadlines.rollout
         try:

@@ -93,10 +93,10 @@ class ClientLoans:
         self._io = IoThread.shared()
 
     def borrow(self, loan: SegmentLoan, offset: int, nbytes: int) -> memoryview:
-        """Map memory that the server has lent for reading, and return its bytes from `offset` to `offset + nbytes`. Thread-safe.
+        """Map memory that the server has lent to this process for reading. Return its bytes from `offset` to `offset + nbytes`. Thread-safe.
 
-        Nothing is copied. The memory is given back when the last array that uses the returned view is deleted. Raises FrameError if it
-        cannot be mapped.
+        Nothing is copied. The view must not be written to, because other consumers may read the same bytes. The memory is given back when the
+        last array that uses the view is deleted. Raises FrameError if it cannot be mapped or is shorter.
         """
         reader = ProcessSharedMemory.shared().reader
         return reader.view(loan.segment, offset, nbytes, lambda: self.release(loan))

@@ -169,9 +169,10 @@ class RpcClient:
         return call
 
     def borrow(self, loan: SegmentLoan, offset: int, nbytes: int) -> memoryview:
-        """Map memory that the server has lent for reading, and return its bytes from `offset` to `offset + nbytes`, without a copy.
+        """Map memory that the server has lent to this process for reading. Return its bytes from `offset` to `offset + nbytes`.
 
-        The memory is given back when the last array that uses the returned view is deleted.
+        Nothing is copied. The view must not be written to. The memory is given back when the last array that uses the view is deleted. Raises
+        FrameError if it cannot be mapped or is shorter.
         """
         return self._connection.loans.borrow(loan, offset, nbytes)
 

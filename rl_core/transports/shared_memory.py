@@ -71,10 +71,10 @@ class LentMemory:
         return offset if 0 <= offset <= whole.nbytes - part.nbytes else None
 
     def release(self, *, reuse: bool = True) -> None:
-        """Give the memory back to its owner. Further calls have no effect.
+        """Return the memory to its owner, without waiting. Further calls have no effect.
 
-        Arrays over the memory must not be used afterwards. Items that were put with it stay as they are. Pass `reuse=False` if a lost process
-        may still write to the memory: it is then deleted when no item needs it any more, and never lent again.
+        Arrays over the memory must not be used afterwards. Items that were put with it stay valid. Pass `reuse=False` if another process that
+        could write to the memory was lost and may still do so. The owner then never lends the memory again, and deletes it once nothing uses it.
         """
         give_back, self._give_back = self._give_back, None
         if give_back is not None:

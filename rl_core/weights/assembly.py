@@ -54,7 +54,7 @@ class Assembly:
         """Prepare for the version of `manifest`, whose bytes are arranged by `layout`.
 
         - `destinations`: tensors that are written in place, by name.
-        - `wanted`: names that are yielded in addition to those without a destination.
+        - `wanted`: names that may be yielded; a tensor with a destination is not.
         - `check`: called for each tensor; raises to stop the transfer.
         - `retained`: bytes of the previous version of tensors without a destination, by name; it is updated to this version. None: none are
           kept.
@@ -101,9 +101,10 @@ class Assembly:
         self._memory = {**retained, **self._destinations}
 
     def tensors(self, pieces: Iterable[Piece]) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """Yield (name, tensor) of each tensor without a destination. A tensor is valid as long as the pieces that it was made of.
+        """Verify all tensors, and write those with a destination. Yield (name, tensor) of the other `wanted` names.
 
-        Raises DataError when bytes are missing.
+        The work is done during the iteration. A tensor with another checksum than in the manifest is not yielded, and its name is added to `bad`.
+        A yielded tensor may be a view of a piece, and is then valid as long as the piece. Raises DataError when bytes are missing or not in order.
         """
         if self._retained is not None:
             self._make_room(self._retained)
@@ -149,10 +150,11 @@ class Assembly:
                         yield name, tensor
 
     def patched(self, source: PatchSource, data: np.ndarray) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """Apply the patch `source`, whose bytes are `data`, and yield (name, tensor) of each tensor without a destination.
+        """Apply the patch `source`, whose bytes are `data`, and yield (name, tensor) of each `wanted` name without a destination.
 
-        A checksum is updated from the overwritten elements, before and after the write, so only the changed elements are read. The tensors
-        in `source.verify` are read as a whole. Raises DataError if this is no patch of the version in memory.
+        Unchanged tensors are yielded too, unless the patch consists of adapters: then only these are. The new checksum of a tensor is computed
+        from its old one and the changed elements, so that only these are read. The tensors in `source.verify` are read as a whole. Raises
+        DataError if this is no patch of the version in memory.
         """
         if self._base is None or source.base not in (self._base.digest, self._base.base_digest):
             raise DataError(f"patch must be of the version in memory, got one of {source.base}")
