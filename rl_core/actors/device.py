@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
+from rl_core.api.embodied import is_embodied
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
 from rl_core.plan.capacity import ModelFacts, admit, estimate
@@ -43,6 +44,9 @@ def allocator_settings(cfg: RLJobSpec, environ: Mapping[str, str]) -> str | None
 def check_memory(cfg: RLJobSpec, available: int) -> None:
     """Raise CapacityError if one trainer process needs more device memory than `available` bytes.
 
-    The need is estimated from the job and the model's configuration, before anything is allocated.
+    The need is estimated from the job and the model's configuration, before anything is allocated. That of a policy that acts in simulators is
+    not: only its class knows its size.
     """
+    if is_embodied(cfg):
+        return
     admit(estimate(cfg, ModelFacts.from_config(cfg.model.path), device_memory=available), "actor")

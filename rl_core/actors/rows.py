@@ -118,10 +118,14 @@ class StepRows:
         )
 
     def masked_row(self) -> "StepRows":
-        """Return one row with one masked token. A rank without a micro-batch runs it while other ranks have one."""
-        columns = self.columns.each(lambda column: torch.zeros(1, 1, *column.shape[2:], dtype=column.dtype))
+        """Return one row in which no token trains. A rank without a micro-batch runs it while other ranks have one.
+
+        It has one token. A row of a policy that is no language model has as many as the others, because the policy returns that many scores.
+        """
+        width = self.columns.input_ids.shape[1] if self.inputs else 1
+        columns = self.columns.each(lambda column: torch.zeros(1, width, *column.shape[2:], dtype=column.dtype))
         inputs = {name: tensor.new_zeros(1, *tensor.shape[1:]) for name, tensor in self.inputs.items()}
-        return StepRows(numbers=[-1], lengths=[1], columns=columns, inputs=inputs)
+        return StepRows(numbers=[-1], lengths=[width], columns=columns, inputs=inputs)
 
 
 def natural_key(text: str) -> tuple[tuple[int, int, str], ...]:

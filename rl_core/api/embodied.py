@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 POLICY_BACKENDS = ("fsdp1", "fsdp2")
 """Values of `actor.backend` that train policies that act in simulators."""
 OF_TEXT = (
-    *(f"model.{name}" for name in ("lora", "float32_head")),
+    *(f"model.{name}" for name in ("lora", "float32_head", "dtype")),
     *(f"data.{name}" for name in ("validation", "sets", "chat_template", "system_prompt", "on_overlong")),
     *(
         f"algorithm.{name}"

@@ -32,15 +32,17 @@ def show_plan(file: Path, settings: Sequence[str], *, device_memory: float | Non
     console.print(process_table(plan, local))
     console.print(layout_line(job.spec.actor))
     report = memory_report(job, device_memory)
-    console.print(memory_table(report))
+    if report is not None:
+        console.print(memory_table(report))
     for line in _remarks(job.spec, report):
         console.print(line, soft_wrap=True, highlight=False)
     console.print(f"digest {plan.digest}", style="dim")
-    admit(report)
+    if report is not None:
+        admit(report)
     return 0
 
 
-def _remarks(spec: RLJobSpec, report: CapacityReport) -> Iterator[str]:
+def _remarks(spec: RLJobSpec, report: CapacityReport | None) -> Iterator[str]:
     """Yield remarks beside the tables: unused accelerators, the capacity of the KV pool, and estimates that were not compared."""
     yield from (f"warning: {problem}" for problem in idle_accelerators(spec))
     names = [tracker.name for tracker in spec.trackers]
@@ -49,6 +51,9 @@ def _remarks(spec: RLJobSpec, report: CapacityReport) -> Iterator[str]:
             f"Metrics go to {', '.join(['metrics.jsonl', *names])}. The list trackers replaces the default, which has tensorboard; "
             "add {name: tensorboard} for it."
         )
+    if report is None:
+        yield "The memory of a policy that acts in simulators is not estimated: only its class knows its size."
+        return
     if report.pool is not None:
         yield str(report.pool)
     if report.device_memory is None and report.processes.keys() - report.on_cpu:

@@ -91,7 +91,9 @@ def check_devices(job: RLJob) -> None:
         raise ConfigError(
             f"the job asks for {num_needed} accelerators, got {len(sizes)} visible on this machine; lower gpus or set it to 0 for CPU"
         )
-    admit(memory_report(job, min(sizes) / GIB))
+    report = memory_report(job, min(sizes) / GIB)
+    if report is not None:
+        admit(report)
 
 
 def device_sizes() -> list[int]:

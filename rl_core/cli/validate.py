@@ -163,8 +163,8 @@ def find_reference_problems(job: RLJob, *, search_path: Path, on_volumes: Collec
         yield from _with_errors(lambda check=check: check(job))  # type: ignore[misc]
 
 
-def memory_report(job: RLJob, device_memory: float | None) -> "CapacityReport":
-    """Return the estimated memory of each process of a job.
+def memory_report(job: RLJob, device_memory: float | None) -> "CapacityReport | None":
+    """Return the estimated memory of each process of a job; None for a policy that acts in simulators, whose size only its class knows.
 
     The model may be a local folder, or on the Hugging Face hub: then only its config.json is fetched.
 
@@ -173,6 +173,8 @@ def memory_report(job: RLJob, device_memory: float | None) -> "CapacityReport":
     """
     from rl_core.plan.capacity import ModelFacts, estimate
 
+    if is_embodied(job.spec):
+        return None
     path = job.spec.model.path
     folder = fetch_config(path) if path.startswith(HUB_SCHEME) else Path(path)
     available = None if device_memory is None else int(device_memory * GIB)
@@ -188,7 +190,9 @@ def _check_memory(job: RLJob, device_memory: float | None) -> Iterator[str]:
 
     path = job.spec.model.path
     if device_memory is not None and (path.startswith(HUB_SCHEME) or (Path(path) / "config.json").is_file()):
-        admit(memory_report(job, device_memory))
+        report = memory_report(job, device_memory)
+        if report is not None:
+            admit(report)
     yield from ()
 
 

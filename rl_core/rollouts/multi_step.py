@@ -9,7 +9,7 @@ Legend: B simulators, C actions of a chunk, T decisions.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import closing
 from functools import partial
@@ -47,6 +47,7 @@ from rl_core.rollouts.recorder import TrajectoryRecorder
 from rl_core.rollouts.served_envs import EnvConnections, Exchange, ServedEnvs
 from rl_core.rollouts.weight_methods import WeightMethods
 from rl_core.transports.shared_rows import Layout
+from rl_core.weights.offload import empty_device_cache
 from rl_core.workers.loop_thread import LoopThread
 
 WeightsServed = Future[None]
@@ -74,6 +75,8 @@ class MultiStepRolloutWorker(WeightMethods):
         """Types and shapes of the large observations, known after the first collection; empty before."""
         self._working: asyncio.Future[int] | None = None
         self._offloaded = False
+        self._lease_token = -1
+        """Number of the last device lease; see `occupy`."""
         self._connections = EnvConnections(seconds=self.cfg.runtime.deadlines.rollout)
         self._thread = LoopThread("collection")
         """Runs the collections, because a policy may take long to choose. One decides at a time, so that random numbers do not mix."""
@@ -403,10 +406,28 @@ class MultiStepRolloutWorker(WeightMethods):
 
     # --- weights and the end -----------------------------------------------------------------------------------------
 
+    async def occupy(self, parts: Collection[str], token: int) -> None:
+        """Move the policy to its device if "weights" is one of `parts`, and to host memory otherwise, which gives up a collection in progress.
+
+        `token` is the number of the device lease, by which trainer and rollouts take turns on shared devices. A call with an older number
+        than the last one is ignored.
+        """
+        if token < self._lease_token:
+            return
+        self._lease_token, is_resident = token, "weights" in parts
+        if not is_resident:
+            self._stop()
+
+        async def move() -> None:
+            (self.reload_model if is_resident else self.offload_model)()
+
+        await self._thread.submit(move())
+
     def offload_model(self) -> None:
         """Move the policy to host memory; idempotent."""
         if self.model is not None and not self._offloaded:
             self.model.to("cpu")
+            empty_device_cache(torch.device(self.device))
             self._offloaded = True
 
     def reload_model(self) -> None:
@@ -418,6 +439,7 @@ class MultiStepRolloutWorker(WeightMethods):
     async def on_new_epoch(self, epoch: int) -> None:
         """Give up the collection; the weights have no version until those of the restarted trainer are verified."""
         self._stop()
+        self._lease_token = -1
         if self._weights is not None:
             self._weights.set_epoch(epoch)
 

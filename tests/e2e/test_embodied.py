@@ -37,7 +37,7 @@ SPEC = {
 }
 
 
-def begin(folder, every_steps, *, program="embodied", **algorithm):
+def begin(folder, every_steps, *, program="embodied", mode="disaggregated", **algorithm):
     folder.mkdir()
     shutil.copy(Path(__file__).with_name("poles.py"), folder)
     (folder / "policy").mkdir()
@@ -47,6 +47,7 @@ def begin(folder, every_steps, *, program="embodied", **algorithm):
     spec = SPEC | {
         "program": program,
         "algorithm": SPEC["algorithm"] | algorithm,
+        "placement": {"mode": mode},
         "checkpoint": {"everySteps": every_steps, "everySeconds": None},
         "env": SPEC["env"] | {"options": SPEC["env"]["options"] | {"kwargs": {"folder": str(folder)}}},
     }
@@ -121,6 +122,19 @@ def test_an_env_worker_on_another_host_changes_no_number(tmp_path):
         assert [len(list(run.job.parent.glob("shared-memory-*"))) for run in (together, apart)] == [1, 2]
     finally:
         for run in (together, apart):
+            run.end()
+
+
+def test_a_rollout_that_shares_the_devices_of_the_actor_changes_no_number(tmp_path):
+    """They take turns, and so the rollout cannot wait for its weights while the actor trains."""
+    apart, shared = (begin(tmp_path / mode, 100, mode=mode, steps=4) for mode in ("disaggregated", "colocated"))
+    try:
+        for run in (apart, shared):
+            assert run.run() == 0, run.text + run.logs()
+        assert history(shared) == history(apart)
+        assert shared.status()["devices"]["token"] > 4
+    finally:
+        for run in (apart, shared):
             run.end()
 
 

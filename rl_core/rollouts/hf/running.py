@@ -43,6 +43,10 @@ class Request:
         return self.prompt if self.begun is None else (*self.prompt, *self.begun.ids)
 
 
+LARGEST_UNIFORM = np.nextafter(np.float32(1), np.float32(0))
+"""Largest float32 below 1. Greater float64 numbers would be rounded to 1, and the last token sampled even if its weight is 0."""
+
+
 class Rows:
     """The running rows of one engine."""
 
@@ -80,9 +84,8 @@ class Rows:
         self._prompt[first:end] = [len(request.prompt) for request in requests]
         self.stop_sets[first:end] = [request.stop_set for request in requests]
         seeds = np.array([request.seed for request in requests], dtype=np.uint64)
-        self._noise[first:end, :width] = uniforms(
-            seeds[:, None], self._prompt[first:end, None] + np.arange(width)[None, :]
-        )
+        positions = self._prompt[first:end, None] + np.arange(width)[None, :]
+        self._noise[first:end, :width] = np.minimum(uniforms(seeds[:, None], positions), LARGEST_UNIFORM)
 
     def num_tokens(self) -> int:
         """Return the tokens of all rows, including prompts. May be called from any thread; a row that just ended may be counted."""

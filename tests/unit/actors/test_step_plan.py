@@ -1,5 +1,7 @@
 """Rows are dealt to optimizer steps and ranks as a bijection that the number of ranks does not change."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -120,6 +122,13 @@ def test_the_masked_row_trains_nothing():
     row = rows_of([0], [3]).masked_row()
     assert row.lengths == [1] and not row.columns.loss_mask.any()
     assert row.columns.input_ids.dtype == torch.int64
+
+
+def test_the_masked_row_of_a_policy_has_as_many_scores_as_its_other_rows():
+    rows = replace(rows_of([0, 1], [3, 3]), inputs={"states": torch.ones(2, 4)})
+    row = rows.masked_row()
+    assert row.lengths == [3] and row.columns.loss_mask.shape == (1, 3) and not row.columns.loss_mask.any()
+    assert row.inputs["states"].shape == (1, 4)
 
 
 @pytest.mark.parametrize("rank", [-1, 2])

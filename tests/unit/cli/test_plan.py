@@ -1,15 +1,16 @@
 """`rljob plan` shows where each process runs, in its pod and where one machine has all of them."""
 
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from rl_core.api.errors import CapacityError, ConfigError
 from rl_core.api.job import RLJobSpec
-from rl_core.cli.job_file import JobProblems
+from rl_core.cli.job_file import JobProblems, load_job
 from rl_core.cli.plan import layout_line, process_table, show_plan
-from rl_core.cli.validate import validate_file
+from rl_core.cli.validate import memory_report, validate_file
 from rl_core.plan.launch import build_launch_plan
 
 
@@ -105,6 +106,13 @@ def test_a_plan_that_was_compared_with_no_device_says_so(written, capsys):
     assert words not in compared and "holds 89 sequences of rollout.maxSequenceLength at a time, of 128" in compared
     show_plan(written(actor={}, rollout={}), [])
     assert words not in capsys.readouterr().out, "a job on a CPU has no device"
+
+
+def test_a_plan_of_a_policy_that_acts_in_simulators_has_no_estimate(capsys):
+    example = Path(__file__).parents[3] / "examples/embodied/cartpole.yaml"
+    assert show_plan(example, [], device_memory=80) == 0
+    assert "The memory of a policy that acts in simulators is not estimated" in capsys.readouterr().out
+    assert memory_report(load_job(example, []), 80) is None
 
 
 def test_a_plan_tells_all_groups_that_do_not_fit_and_accelerators_that_are_idle(written, capsys):

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rl_core.actors.device import check_memory
 from rl_core.actors.embodied import EmbodiedFSDPActor
 from rl_core.api.errors import ConfigError, DataError, DeadlineExceeded
+from rl_core.api.job import RLJobSpec
 from rl_core.batching.trajectories import PER_DECISION, PER_OBSERVATION, TIME_FIRST, merge_trajectories
 from rl_core.channel import Channel
 from rl_core.messages.embodied import CollectionRequest
@@ -48,6 +50,11 @@ def received(actor, trajectories, seconds=5.0, request=ROUND):
 def parts():
     first, second = make_trajectory([0, 1], 1), make_trajectory([2, 3], 1)
     return replace(first, sender=0), replace(second, sender=1)
+
+
+def test_the_memory_of_a_policy_is_not_estimated(spec):
+    """An actor with an accelerator would not start otherwise: the model's config.json has none of the sizes of a language model."""
+    check_memory(RLJobSpec.model_validate({**spec, "actor": {**spec["actor"], "gpus": 1}}), 2**30)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_core.actors.embodied import EmbodiedFSDPActor
-from rl_core.api.errors import DataError
+from rl_core.api.errors import DataError, InfrastructureError
 from rl_core.api.records import EnvOutput, Trajectory
 from rl_core.channel import Channel
 from rl_core.envs.gymnasium import GymnasiumVectorEnv
@@ -77,6 +77,27 @@ def test_a_step_and_an_evaluation(spec):
     asyncio.run(main())
     env.close()
     actor.close()
+
+
+def test_a_rollout_gives_up_its_device_and_the_collection_in_progress(rollout, monkeypatch):
+    """A call with an older number than the last one is ignored."""
+    moves, channel = [], Channel.create("silent", local=True)
+    monkeypatch.setattr(rollout.model, "to", moves.append)
+
+    async def main():
+        collecting = asyncio.ensure_future(rollout.generate(channel, channel, channel))
+        await asyncio.sleep(0)
+        await rollout.occupy(["kv_cache"], 3)
+        with pytest.raises(InfrastructureError, match="has given up the collection"):
+            await asyncio.wait_for(collecting, 10)
+        assert moves == ["cpu"]
+        await rollout.occupy(["weights"], 2)
+        assert moves == ["cpu"]
+        await rollout.occupy(["kv_cache", "weights"], 4)
+        await rollout.occupy(["kv_cache", "weights"], 4)
+        assert moves == ["cpu", rollout.device]
+
+    asyncio.run(main())
 
 
 def test_an_output_can_be_read_as_a_dict_and_given_as_one(rollout):

@@ -16,6 +16,7 @@ BASE = {
 GIVEN = {
     "model.lora": {"rank": 8},
     "model.float32Head": True,
+    "model.dtype": "bfloat16",
     "data.validation": "held_out.jsonl",
     "data.systemPrompt": "Walk.",
     "algorithm.recomputeLogProbs": True,

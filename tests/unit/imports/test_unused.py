@@ -22,13 +22,7 @@ EXPECTED = {
     "rl_core.actors.megatron.model:PolicyModel._postprocess": LIBRARY,
     "rl_core.actors.megatron.model:PolicyModel._preprocess": LIBRARY,
     "rl_core.algorithms.advantages.embodied:action_log_probs": EMBODIED,
-    **dict.fromkeys(
-        (
-            f"rl_core.rollouts.multi_step:MultiStepRolloutWorker.{name}"
-            for name in ("get_dst_ranks", "offload_model", "reload_model")
-        ),
-        "method of the rollouts that users of RLinf know",
-    ),
+    "rl_core.rollouts.multi_step:MultiStepRolloutWorker.get_dst_ranks": "method of the rollouts that users of RLinf know",
     "rl_core.api.descriptions:_WithDescriptions.model_schema": LIBRARY,
     "rl_core.api.text:Loader.compose_mapping_node": LIBRARY,
     "rl_core.api.identity:WorkerAddress.get_name": WORKER,

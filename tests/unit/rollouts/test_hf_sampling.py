@@ -19,6 +19,8 @@ from transformers.generation import SequenceBiasLogitsProcessor
 from rl_core.api.errors import RolloutConfigError
 from rl_core.api.job import RLJobSpec
 from rl_core.rollouts.groups import training_params
+from rl_core.rollouts.hf import running
+from rl_core.rollouts.hf.running import Request, Rows
 from rl_core.rollouts.hf.sampling import BatchSampler, uniforms
 from rl_core.rollouts.sampling import SamplingParams
 
@@ -275,3 +277,18 @@ def test_a_row_adds_stop_strings_and_may_change_its_length_and_decode_greedily()
 def test_unknown_settings_are_refused():
     with pytest.raises(RolloutConfigError, match="length_penalty"):
         SamplingParams.of({"length_penalty": 1.1})
+
+
+def test_a_random_number_just_below_1_chooses_no_token_without_weight(monkeypatch):
+    """As float32 it would be 1, and the last token would be chosen whatever its weight is."""
+    monkeypatch.setattr(running, "uniforms", lambda seeds, positions: np.full(positions.shape, 1 - 2.0**-53))
+    rows, params = Rows(2), SamplingParams(top_k=2)
+    requests = [
+        Request(ticket=n, prompt=(1,), params=params, seed=n, limit=3, limit_reason="length", stop_set=0)
+        for n in (0, 1)
+    ]
+    rows.add(requests)
+    noise = torch.from_numpy(rows.uniforms(0))
+    sampler = BatchSampler([params] * 2, [[], []], vocab_size=4, device=torch.device("cpu"))
+    tokens, _ = sampler(torch.tensor([[3.0, 2.0, 1.0, -5.0]] * 2), noise)
+    assert tokens.tolist() == [1, 1]
