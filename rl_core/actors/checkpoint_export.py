@@ -1,4 +1,4 @@
-"""Writes Hugging Face folders from a checkpoint, without a trainer: the model, or adapters as `peft` loads them."""
+"""Writes model folders from a checkpoint, without a trainer: the model or policy, or adapters as `peft` loads them."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -10,16 +10,18 @@ from torch import Tensor
 from rl_core.actors import export, hf, lora
 from rl_core.actors.checkpoint import Counters
 from rl_core.actors.slices import LocalSlice
+from rl_core.api.embodied import is_embodied
 from rl_core.api.job import RLJobSpec
 from rl_core.api.lora import LoraSpec
 from rl_core.checkpoint.files import write_file
 from rl_core.checkpoint.tensors import read_shards
+from rl_core.policies.folder import load_policy
 from rl_core.weights.manifest import is_adapter_name, wire_dtype
 
 
 class CheckpointExport:
-    """The policy in a checkpoint of a language model. Model and adapters are what `export_hf` of a trainer in that state writes, byte for
-    byte.
+    """The model in a checkpoint: a language model, or a policy that acts in simulators. It writes, byte for byte, what `export_hf` of a trainer
+    in that state writes.
     """
 
     def __init__(self, checkpoint: Path, spec: RLJobSpec) -> None:
@@ -32,7 +34,11 @@ class CheckpointExport:
         settings = spec.model.lora
         identity = None if settings is None else lora.identity(settings, base=hf.weights_digest(self._path))
         lora.check_same_adapters(Counters.read(checkpoint).lora, identity, base=self._path)
-        self._model = hf.build_model(hf.read_config(self._path), dtype=torch.float32)
+        self._model = (
+            load_policy(self._path)
+            if is_embodied(spec)
+            else hf.build_model(hf.read_config(self._path), dtype=torch.float32)
+        )
         self._aliases = hf.tied_names(self._model)
         if settings is not None:
             lora.attach_adapters(self._model, settings)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Run
+from tests.e2e.harness import Run, rljob
 
 STEPS = 16
 SPEC = {
@@ -133,6 +133,12 @@ def test_a_rollout_that_shares_the_devices_of_the_actor_changes_no_number(tmp_pa
             assert run.run() == 0, run.text + run.logs()
         assert history(shared) == history(apart)
         assert shared.status()["devices"]["token"] > 4
+        # The last checkpoint has the weights that the run has exported at its end.
+        written = tmp_path / "exported"
+        done = rljob("export", str(shared.output), str(written))
+        assert done.returncode == 0, done.stderr
+        for file in ("config.json", "model.safetensors"):
+            assert (written / file).read_bytes() == (shared.output / "model" / file).read_bytes()
     finally:
         for run in (apart, shared):
             run.end()
