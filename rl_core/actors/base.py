@@ -298,7 +298,12 @@ class Actor(Worker, ABC):
         tensors and return None.
         """
         version = self.global_step if version is None else version
-        with self.manager.residency.loaded(moments=False), self.ranks.guard(f"publishing version {version}"):
+        with (
+            self.manager.residency.loaded(moments=False),
+            self.ranks.guard(f"publishing version {version}"),
+            # The other ranks queue the sends of all buckets at once, and rank 0 receives a bucket when it has copied the one before.
+            self.ranks.collectives_within(self.cfg.runtime.deadlines.weight_sync),
+        ):
             needs_base = self.publisher is None or self.publisher.needs_base
             source = self.manager.publish_source(self.cfg.weights.bucket_bytes, needs_base=needs_base)
             try:

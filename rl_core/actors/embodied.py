@@ -106,6 +106,7 @@ class EmbodiedFSDPActor(Actor):
                 f"trajectories must have the {decisions} decisions of env.options.rolloutEpochs x horizon / chunk, got {len(merged.rewards)}; "
                 "rollouts and actor must run the same job"
             )
+        self.engine.begin()
         rows = partial(self._prepare, merged)
         self._rows = self._preparing.submit(rows).result if self.ranks.data_size == 1 else rows
 

@@ -98,6 +98,9 @@ class Ranks:
         self._failures = 0
         self._hybrid: dict[int, DeviceMesh] = {}
         self._rendezvous = rendezvous.join(self.size, rank, device, timeout) if self.size > 1 else None
+        if self._rendezvous is not None and device.type == "cuda":
+            # All ranks must take part in the first call of NCCL. Without this one it might be a send, in which few ranks do.
+            dist.all_reduce(torch.zeros(1, device=device))
         self._data_group = self._make_group(sizes.data_groups())
         """Process group of the data ranks with the same part of the model. None when it contains all ranks, or only this one."""
         self._replica = self._make_group(sizes.replicas())

@@ -103,15 +103,18 @@ class StepEngine:
         self._forget_samples()
         self._cancellation.begin()
 
+    def begin(self) -> None:
+        """Begin a step whose rows are loaded later, by `load_prepared`: from now on a request to cancel it has an effect. Not collective."""
+        self._cancellation.begin()
+
     def load_prepared(self, prepared: PreparedBatch, *, version: int = 0) -> None:
         """Set the rows of the step where all that the loss needs of them is known already. Not collective.
 
-        They are rows of a policy that is no language model. `version` is as for `load`.
+        They are rows of a policy that is no language model. `version` is as for `load`. Call `begin` before.
         """
         self._objective.version = version
         self.prepared = prepared
         self._records = []
-        self._cancellation.begin()
 
     def compute_log_probs(self) -> None:
         """Compute what the loss needs for the step's groups.

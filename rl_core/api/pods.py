@@ -221,7 +221,7 @@ class PodSpec(Spec):
     resources: Resources = Resources()
     """CPU, memory and further resources of the role's container."""
     gpu_resource: GpuResource = GPU_RESOURCE
-    """Name of the device plugin's resource that `gpus` counts, e.g. amd.com/gpu or nvidia.com/mig-1g.10gb."""
+    """Name of the device plugin's resource that `gpus` counts, e.g. nvidia.com/mig-1g.10gb. The devices must be of NVIDIA."""
     gpu_allocation: Literal["devicePlugin", "dra"] = "devicePlugin"
     """How `gpus` are requested. devicePlugin: as the resource gpuResource; dra: by a ResourceClaim of deviceClass."""
     device_class: Name | None = None

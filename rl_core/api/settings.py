@@ -97,7 +97,7 @@ class WeightsSpec(Spec):
     fanout: Annotated[int | None, AfterValidator(none_for_zero)] = Field(None, ge=0, le=64)
     """Receivers that a sender serves at the same time; each receiver passes the weights on to others. 0 or null = the actor serves all of them."""
     encrypt: bool = False
-    """Encrypt the weights on the network (CURVE); false: they are authenticated only."""
+    """Encrypt the weights on the network (CURVE); false: they are authenticated only. transport auto then sends them over zmq to other GPUs."""
     on_update: Literal["wait", "abort_resume", "keep_kv"] = "wait"
     """What happens to running generations when new weights arrive. wait: they end first. abort_resume: they are interrupted and continue from
     their tokens with the new weights. keep_kv: as abort_resume, but their KV cache is kept. The last two need algorithm.maxStaleness above 0."""
@@ -119,6 +119,18 @@ class WeightsSpec(Spec):
     def _patches_go_over_zmq(self) -> Iterator[str]:
         if self.syncer == "patch" and self.transport not in ("auto", "zmq"):
             yield f"transport must be auto or zmq with syncer patch, got {self.transport}; remove it"
+
+    @rule(
+        Cel(
+            holds="!has(self.transport) || !(self.transport in ['gloo', 'nccl']) || !$encrypt",
+            refusal="transport must be auto, zmq or ipc with encrypt, as a broadcast is not encrypted, got %s; remove it",
+            values=("self.transport",),
+            field="transport",
+        )
+    )
+    def _broadcasts_are_not_encrypted(self) -> Iterator[str]:
+        if self.encrypt and self.transport in ("gloo", "nccl"):
+            yield f"transport must be auto, zmq or ipc with encrypt, as a broadcast is not encrypted, got {self.transport}; remove it"
 
 
 class ResumeFromSpec(Spec):

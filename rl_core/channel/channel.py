@@ -138,10 +138,9 @@ class Channel:
         try:
             return await wait_future(allocated)
         except asyncio.CancelledError:
-            if allocated.done() and not allocated.cancelled() and allocated.exception() is None:
-                lent = allocated.result()
-                if lent is not None:
-                    lent.release(reuse=True)
+            # If it cannot be cancelled any more, the reply has come or is being read.
+            if not allocated.cancel() and allocated.exception() is None and (lent := allocated.result()) is not None:
+                lent.release()
             raise
 
     def put_nowait(self, item: Any, weight: float = 0, key: Key = DEFAULT_KEY) -> None:

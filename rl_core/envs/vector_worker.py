@@ -228,8 +228,9 @@ class EnvWorker(Worker):
         env = self.envs[stage]
         if self.options.auto_reset and self._started[stage]:
             return env.current()
+        output = env.reset()
         self._started[stage] = True
-        return env.reset()
+        return output
 
     def prefetch_train_bootstrap(self) -> None:
         """Begin the episodes of the next rollout epoch now. Raises RuntimeError when they have been begun already."""
@@ -238,8 +239,15 @@ class EnvWorker(Worker):
         self._prefetched = [self.bootstrap_step(stage) for stage in range(self.options.stages)]
 
     def env_interact_step(self, chunk_actions: Any, stage: int) -> EnvOutput:
-        """Make a chunk of actions [B, C, ...] in the simulators of a stage."""
-        return self.envs[stage].chunk_step(np.asarray(chunk_actions))
+        """Make a chunk of actions [B, C, ...] in the simulators of a stage.
+
+        If this raises, some of the simulators have made the actions and others have not, and all are reset for the next trajectory.
+        """
+        try:
+            return self.envs[stage].chunk_step(np.asarray(chunk_actions))
+        except Exception:
+            self._started[stage] = False
+            raise
 
     def update_reset_state_ids(self, step: int | None = None, epoch: int = 0) -> None:
         """Choose the reset seeds of the simulators for one rollout epoch of training step `step`; None means the next step."""

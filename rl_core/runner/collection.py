@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from rl_core.api.embodied import embodied_options, groups_of_stage, longest_collection, simulators_per_group
@@ -79,6 +80,8 @@ class Collection:
         self._number = run.epoch * 1_000_000
         self._addresses: dict[MemberId, str] = {}
         """Addresses at which the processes of env workers accept direct connections of rollouts."""
+        self._abandoned: list[CollectionRequest] = []
+        """Collections that may have left items on the channels."""
         self.repeated = 0
         """Number of collections that were abandoned and run again."""
 
@@ -202,7 +205,7 @@ class Collection:
             self._answers(pending)
             return pending
         except (InfrastructureError, DeadlineExceeded) as error:
-            self._abandon(pending, error)
+            self._lost_early(pending, error)
             return None
         except BaseException:
             pending.cancel()
@@ -221,13 +224,18 @@ class Collection:
             self._await_workers(pending)
             return self._finish(pending)
         except (InfrastructureError, DeadlineExceeded) as error:
-            self._abandon(pending, error)
+            self._lost_early(pending, error)
             return None
         finally:
             pending.cancel()
 
-    def _abandon(self, pending: Pending, error: Exception) -> None:
+    def abandon(self, pending: Pending) -> None:
+        """Cancel a collection that is of no use. What it leaves on the channels is deleted when a later one has ended."""
         pending.cancel()
+        self._abandoned.append(pending.request)
+
+    def _lost_early(self, pending: Pending, error: Exception) -> None:
+        self.abandon(pending)
         self.repeated += 1
         logger.warning("a collection that began early was lost: %s", error)
 
@@ -240,6 +248,9 @@ class Collection:
                 pending.receiving = self._receive(request)
             self._await_workers(pending)
             return self._finish(pending)
+        except (InfrastructureError, DeadlineExceeded):
+            self.abandon(pending)
+            raise
         finally:
             pending.cancel()
 
@@ -268,7 +279,19 @@ class Collection:
         answers = self._answers(pending)
         if pending.receiving is not None:
             self._wait(pending.receiving, max(pending.deadline - time.monotonic(), 1.0))
+        self._delete_leftovers()
         return [answer for answer in answers if isinstance(answer, EpisodeStats)]
+
+    def _delete_leftovers(self) -> None:
+        """Delete what abandoned collections have left on the channels. A later one has ended, so that their workers put nothing any more."""
+        requests, self._abandoned = self._abandoned, []
+        stages = range(embodied_options(self._run.applied.spec).stages) if requests else ()
+        for request in requests:
+            pairs = product(stages, range(len(request.envs)), range(len(request.rollouts)))
+            exchanged = [(request.key(*pair), None) for pair in pairs]
+            self._observations.move(exchanged)
+            self._actions.move(exchanged)
+            self._trajectories.move([(request.trajectory_key(rank), None) for rank in range(request.actors)])
 
     def _answers(self, pending: Pending) -> list[Any]:
         """Return what the env workers and rollouts of a collection that has ended answered."""

@@ -222,7 +222,7 @@ class EmbodiedRunner(TrainingProgram):
             and prefetched.version == self.progress.version
             and not self.collection.is_intact(prefetched)
         ):
-            prefetched.cancel()
+            self.collection.abandon(prefetched)
             self._ahead = None
 
     def await_members(self) -> None:

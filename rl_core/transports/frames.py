@@ -103,7 +103,7 @@ def encode_message(
     *,
     epoch: int | None,
     request_id: Any,
-    sender: Any,
+    sender: Any = None,
     method: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> list[Part]:

@@ -251,8 +251,9 @@ class Connection:
 
     def _send(self, kind: str, value: Any, request_id: int | None = None) -> None:
         """Send a message that has no answer; dropped while there is no connection."""
-        if self._state in (_State.GREETING, _State.READY):
-            self._send_parts(frames.encode_message(kind, value, epoch=self.epoch, request_id=request_id, sender=None))
+        with self._lock:
+            if self._state in (_State.GREETING, _State.READY):
+                self._send_parts(frames.encode_message(kind, value, epoch=self.epoch, request_id=request_id))
 
     def _send_parts(self, parts: Sequence[Any]) -> None:
         sockets.send(self._socket, parts)

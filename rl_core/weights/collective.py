@@ -162,8 +162,8 @@ class GroupReceiver:
             for bucket in layout.buckets[1:]:
                 result = pending.pop().result()
                 pending.append(thread.submit(receive, bucket))
-                yield result
-            yield pending.pop().result()
+                yield _kept_for_this_stream(result)
+            yield _kept_for_this_stream(pending.pop().result())
 
     def _join(self, plan: GroupPlan, rank: int) -> TensorGroup:
         group = self._group
@@ -184,3 +184,11 @@ class GroupReceiver:
         """Leave the group."""
         if self._group is not None:
             self._group.close()
+
+
+def _kept_for_this_stream(received: tuple[Bucket, torch.Tensor]) -> tuple[Bucket, torch.Tensor]:
+    """Return `received`. Its memory, of the receiving thread's stream, is not used again before the work of the current stream has ended."""
+    _, buffer = received
+    if buffer.is_cuda:
+        buffer.record_stream(torch.cuda.current_stream(buffer.device))
+    return received

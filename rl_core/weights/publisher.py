@@ -121,10 +121,15 @@ class WeightPublisher:
         checksums.kernels()
 
     def _make_transport(self, host: str, device_uuid: str | None) -> WeightTransport:
-        """Return the transport of this job. Patches are sent point to point, and so is everything on a CPU unless the job says otherwise."""
+        """Return the transport of this job. Patches are sent point to point, and so is everything on a CPU unless the job says otherwise.
+
+        Only what is sent point to point can be encrypted.
+        """
         transport, point_to_point = self.cfg.weights.transport, PointToPoint(self._source_factory, self._relays)
         sends_patches = self._patch_encoder is not None or self._adapter_encoder is not None
         if transport == "zmq" or (transport == "auto" and (self._device == "cpu" or sends_patches)):
+            return point_to_point
+        if self.cfg.weights.encrypt and not maps_devices(self.cfg, self._device):
             return point_to_point
         if self._device != "cpu" or transport == "ipc":
             from rl_core.weights.device_buffer import DeviceBuffer  # needs torch

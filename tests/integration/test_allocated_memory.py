@@ -14,6 +14,7 @@ from rl_core.channel.client import ChannelClient
 from rl_core.channel.server import ChannelServer
 from rl_core.transports import tokens
 from rl_core.transports.links import ProcessSharedMemory
+from rl_core.transports.rpc_connection import Connection
 from tests.integration.test_channel import wait_until
 
 MIB = 2**20
@@ -117,3 +118,19 @@ def test_memory_of_a_cancelled_call_is_given_back(channel, server):
             await asyncio.to_thread(wait_until, lambda: not server.stats().memory["lent"])
 
     asyncio.run(main())
+
+
+def test_a_release_is_no_message_in_the_middle_of_another(channel, server, monkeypatch):
+    """The I/O thread sends releases, and other threads the frames of calls, by the same socket."""
+    free = []
+
+    def sent(self, parts, *, send_parts=Connection._send_parts):
+        free.append(not self._lock._is_owned())
+        send_parts(self, parts)
+
+    monkeypatch.setattr(Connection, "_send_parts", sent)
+    lent = asyncio.run(channel.allocate_async(MIB))
+    num_sent = len(free)
+    lent.release()
+    wait_until(lambda: len(free) > num_sent)
+    assert not any(free)

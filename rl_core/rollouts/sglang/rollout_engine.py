@@ -101,7 +101,7 @@ class SGLangRolloutEngine:
             EngineSettings(
                 options=options, architecture=str(next(iter(config.get("architectures") or ()), "")), owner=folder.owner
             ),
-            environ=setup.variables(folder.path, device),
+            environ=setup.variables(folder.path, device, shares_device=spec.placement.mode != "disaggregated"),
             memory=buffer.descriptor,
             start_seconds=spec.runtime.deadlines.wait_ready,
             max_seq_len=max_seq_len,

@@ -86,11 +86,16 @@ def options(spec: RLJobSpec, folder: Path, device: str, max_seq_len: int) -> dic
         common |= {"disable_overlap_schedule": True}
     if device == "cpu":
         return cpu.options(max_batch=spec.rollout.max_batch, context=context) | defaults | common
+    if spec.model.dtype == "float32":
+        # The attention that SGLang chooses by itself on a GPU does not compute in float32.
+        defaults = {"attention_backend": "triton"} | defaults
     device_index = int(device.partition(":")[2] or 0)
     if spec.placement.mode != "disaggregated":
         # With a copy in host memory: the trainer gets the device for a checkpoint too, after which no weights are sent. Adapters and
         # patches also need the weights that they change.
         common |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+        # The memory of the CUDA graphs that SGLang makes for prefill by default cannot be released, so that it refuses to start with both.
+        defaults = {"cuda_graph_backend_prefill": "disabled"} | defaults
     return defaults | common | {"device": "cuda", "base_gpu_id": device_index, "tp_size": spec.rollout.tensor_parallel}
 
 
@@ -105,8 +110,10 @@ def _adapter_options(lora: LoraSpec) -> dict[str, Any]:
     }
 
 
-def variables(folder: Path, device: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables of the engine's processes."""
+def variables(
+    folder: Path, device: str, environ: Mapping[str, str] = os.environ, *, shares_device: bool = False
+) -> dict[str, str]:
+    """Return the variables of the engine's processes. `shares_device`: whether the engine gives the memory of its device up at times."""
     env = {
         **environ,
         "TMPDIR": str(folder),
@@ -115,7 +122,7 @@ def variables(folder: Path, device: str, environ: Mapping[str, str] = os.environ
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # CONTEXT_MARGIN may exceed the model's positions
-        # With `enable_memory_saver`, the buffers of CUDA graphs can be released too.
-        "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
+        # With `enable_memory_saver`, the buffers of CUDA graphs can be released too. Without, it would only make all-reduces slower.
+        **({"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"} if shares_device else {}),
     }
     return env | (cpu.variables(environ.get("PYTHONPATH", "")) if device == "cpu" else {})

@@ -57,6 +57,17 @@ def test_the_memory_of_a_policy_is_not_estimated(spec):
     check_memory(RLJobSpec.model_validate({**spec, "actor": {**spec["actor"], "gpus": 1}}), 2**30)
 
 
+def test_a_step_is_cancelled_by_a_request_that_comes_before_its_rows_are_ready(actor):
+    """They are prepared when the step is trained, or in the background before."""
+    weights = {name: tensor.clone() for name, tensor in actor.manager.model.state_dict().items()}
+    actor.load_trajectories([make_trajectory([0, 1, 2, 3], 1)])
+    asyncio.run(actor.cancel_training())
+    assert actor.run_training(1) is None and actor.global_step == 0
+    actor.load_trajectories([make_trajectory([0, 1, 2, 3], 1)])
+    assert actor.run_training(1) is not None
+    assert any(not torch.equal(tensor, weights[name]) for name, tensor in actor.manager.model.state_dict().items())
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_trajectories_are_in_the_order_of_their_senders_whichever_comes_first(actor, order):
     both = parts()

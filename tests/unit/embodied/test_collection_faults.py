@@ -2,10 +2,11 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 import torch
 
-from rl_core.api.errors import ConfigError, DeadlineExceeded
+from rl_core.api.errors import ConfigError, DeadlineExceeded, InfrastructureError
 from rl_core.api.records import EnvOutput
 from rl_core.channel import Channel
 from rl_core.messages.embodied import CollectionRequest
@@ -227,3 +228,24 @@ def test_a_message_may_take_as_long_as_the_collection(monkeypatch):
     monkeypatch.setattr(Channel, "get_async", watched)
     asyncio.run(main())
     assert limits and set(limits) == {900 + 5000 + 50}
+
+
+@pytest.mark.parametrize("fails", ["reset", "chunk_step"])
+def test_after_a_failure_among_the_simulators_all_are_reset(fails, monkeypatch):
+    """Some have made the actions or begun an episode, others have not, and the env worker does not know which."""
+    worker = World(1, 1, 1).envs[0]
+    (env,) = worker.envs
+
+    def failing(*arguments):
+        raise InfrastructureError("a simulator was not replaced in time")
+
+    if fails == "chunk_step":
+        worker.bootstrap_step(0)
+    with monkeypatch.context() as patch, pytest.raises(InfrastructureError, match="not replaced in time"):
+        patch.setattr(env, fails, failing)
+        worker.bootstrap_step(0) if fails == "reset" else worker.env_interact_step(np.zeros((env.num_envs, 1)), 0)
+    begun, reset = [], env.reset
+    monkeypatch.setattr(env, "reset", lambda: begun.append(1) or reset())
+    for _ in range(2):
+        worker.bootstrap_step(0)
+    assert begun == [1]

@@ -144,7 +144,19 @@ def test_each_argument_that_a_job_may_not_set_exists_and_each_that_we_set_is_amo
     assert set(RESERVED) <= set(known)
     colocated = {"placement": {"mode": "colocated"}}
     given = setup.options(spec({}, **colocated), tmp_path, "cuda:0", 64)
-    assert set(given) - set(RESERVED) == {"log_level", "tp_size"}, "the size is checked against the accelerators"
+    own_defaults = {"log_level", "cuda_graph_backend_prefill", "attention_backend"}
+    assert set(given) - set(RESERVED) == {"tp_size"} | own_defaults, "the size is checked against the accelerators"
+
+
+def test_the_attention_of_a_gpu_engine_in_float32_is_one_that_computes_in_it(tmp_path):
+    """SGLang would choose one that does not, and end while it starts."""
+
+    def chosen(arguments, dtype):
+        job = spec(arguments, model={"dtype": dtype})
+        return setup.options(job, tmp_path, "cuda:0", 64).get("attention_backend")
+
+    assert chosen({}, "float32") == "triton" and chosen({"attention_backend": "fa3"}, "float32") == "fa3"
+    assert chosen({}, "bfloat16") is None
 
 
 def test_a_plan_of_the_operator_and_of_validate_checks_them():

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_core.api.errors import DataError, DeadlineExceeded, InfrastructureError, WorkerLost
+from rl_core.channel import Channel
 from rl_core.messages.calls import MethodResult
 from rl_core.runner.collection import Collection
 from rl_core.workers.result import WorkerErrors, WorkerGroupFuncResult
@@ -124,6 +125,27 @@ def test_a_collection_that_begins_early_is_given_up_without_its_env_worker_or_it
     assert collections.is_intact(pending)
     pending.envs[0].give_up()
     assert not collections.is_intact(pending)
+
+
+def test_what_an_abandoned_collection_left_on_the_channels_is_deleted_when_a_later_one_has_ended():
+    """Images of trajectories that nobody takes would fill the shared memory."""
+    channels = [Channel.create(name, local=True) for name in ("observations", "actions", "trajectories")]
+    collections = collection(Starting(member("env:0", "a"), member("rollout:0", "a")))
+    collections._observations, collections._actions, collections._trajectories = channels
+    collections._answers = lambda pending: []
+    lost, kept = (collections.begin(step, version=3) for step in (2, 3))
+    for pending in (lost, kept):
+        for channel in channels[:2]:
+            channel.put("message", key=pending.request.key(0, 0, 0))
+        channels[2].put("trajectory", key=pending.request.trajectory_key(0))
+    collections.abandon(lost)
+    assert collections._finish(kept) == []
+
+    def left(pending):
+        keys = [pending.request.key(0, 0, 0)] * 2 + [pending.request.trajectory_key(0)]
+        return [channel.qsize(key) for channel, key in zip(channels, keys, strict=True)]
+
+    assert left(lost) == [0, 0, 0] and left(kept) == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
