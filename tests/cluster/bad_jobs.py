@@ -428,6 +428,12 @@ CASES = (
             "transport must be auto or zmq with syncer patch, got gloo; remove it",
             SAME,
         ),
+        "encrypted-in-a-group": (
+            {"weights": {"encrypt": True, "transport": "gloo"}},
+            "spec.weights.transport",
+            "transport must be auto, zmq or ipc with encrypt, as a broadcast is not encrypted, got gloo; remove it",
+            SAME,
+        ),
         "corrected-twice": (
             {"algorithm": {"loss": {"name": "decoupled_ppo"}, "recomputeLogProbs": True, "importance": {}}},
             "spec.algorithm.importance",
