@@ -79,7 +79,8 @@ def resume_argument(resume: str) -> str:
 def check_devices(job: RLJob) -> None:
     """Raise ConfigError if the job asks for more accelerators than this machine has, so that no run falls back to the CPU by accident.
 
-    Raises CapacityError when the smallest of them has too little memory.
+    Raises ConfigError too if CUDA_VISIBLE_DEVICES of the shell names others than the run would take, and CapacityError when the smallest
+    accelerator has too little memory.
     """
     spec = job.spec
     # Rollouts in pods of the actor use the accelerators of those pods.
@@ -90,6 +91,12 @@ def check_devices(job: RLJob) -> None:
     if len(sizes) < num_needed:
         raise ConfigError(
             f"the job asks for {num_needed} accelerators, got {len(sizes)} visible on this machine; lower gpus or set it to 0 for CPU"
+        )
+    selected, taken = os.environ.get("CUDA_VISIBLE_DEVICES"), [str(number) for number in range(num_needed)]
+    if selected is not None and selected.split(",")[:num_needed] != taken and not spec.placement.component_placement:
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES must begin with {','.join(taken)} or be unset, because a run takes the first accelerators, got {selected}; "
+            "unset it, and choose others by placement.componentPlacement"
         )
     report = memory_report(job, min(sizes) / GIB)
     if report is not None:

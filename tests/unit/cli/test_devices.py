@@ -30,6 +30,7 @@ def job(folder, mode, gpus):
 @pytest.mark.parametrize("visible", [0, 1, 2])
 def test_colocated_roles_need_their_accelerators_once(monkeypatch, tmp_path, visible):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(run, "device_sizes", lambda: [10**12] * visible)
     run.check_devices(job(tmp_path, "disaggregated", 0))
     for mode, wanted in (("colocated", 1), ("disaggregated", 2)):
@@ -38,3 +39,15 @@ def test_colocated_roles_need_their_accelerators_once(monkeypatch, tmp_path, vis
         else:
             with pytest.raises(ConfigError, match=f"asks for {wanted} accelerators, got {visible} visible"):
                 run.check_devices(job(tmp_path, mode, 1))
+
+
+def test_devices_that_the_shell_selects_are_those_of_the_run_or_it_does_not_start(monkeypatch, tmp_path):
+    """A run takes the first accelerators, which may be those of other users."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.setattr(run, "device_sizes", lambda: [10**12] * 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    run.check_devices(job(tmp_path, "disaggregated", 1))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    run.check_devices(job(tmp_path, "disaggregated", 0))
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES must begin with 0,1 or be unset, .* got 2,3; unset it"):
+        run.check_devices(job(tmp_path, "disaggregated", 1))
