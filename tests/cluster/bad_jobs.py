@@ -13,6 +13,7 @@ from tests.cluster.bad_failure_policies import FAILURE_POLICIES
 from tests.cluster.bad_groups import GROUPS
 from tests.cluster.bad_placements import OWN, PLACEMENTS, SAME
 from tests.cluster.bad_pod_fields import POD_FIELDS
+from tests.cluster.bad_weights import WEIGHTS
 
 GOOD = {
     "apiVersion": "rljob.dev/v1alpha1",
@@ -26,6 +27,7 @@ CASES = (
     | CHECKPOINTS
     | FAILURE_POLICIES
     | POD_FIELDS
+    | WEIGHTS
     | GROUPS
     | DISTILLATION
     | ENVIRONMENTS
@@ -420,18 +422,6 @@ CASES = (
             {"algorithm": {"maxStaleness": 1}, "weights": {"onUpdate": "keep_kv"}},
             "spec.weights.onUpdate",
             "weights.onUpdate keep_kv needs algorithm.importance or loss decoupled_ppo, got neither; set one or take abort_resume",
-            SAME,
-        ),
-        "patches-in-a-group": (
-            {"weights": {"syncer": "patch", "transport": "gloo"}},
-            "spec.weights.transport",
-            "transport must be auto or zmq with syncer patch, got gloo; remove it",
-            SAME,
-        ),
-        "encrypted-in-a-group": (
-            {"weights": {"encrypt": True, "transport": "gloo"}},
-            "spec.weights.transport",
-            "transport must be auto, zmq or ipc with encrypt, as a broadcast is not encrypted, got gloo; remove it",
             SAME,
         ),
         "corrected-twice": (
