@@ -245,7 +245,7 @@ class EnvWorker(Worker):
         """
         try:
             return self.envs[stage].chunk_step(np.asarray(chunk_actions))
-        except Exception:
+        except Exception:  # Whatever it is, the simulators are no longer at the same decision.
             self._started[stage] = False
             raise
 

@@ -76,7 +76,7 @@ class MultiStepRolloutWorker(WeightMethods):
         self._working: asyncio.Future[int] | None = None
         self._offloaded = False
         self._lease_token = -1
-        """Number of the last device lease; see `occupy`."""
+        """Largest `token` with which `occupy` was called; -1 before its first call."""
         self._connections = EnvConnections(seconds=self.cfg.runtime.deadlines.rollout)
         self._thread = LoopThread("collection")
         """Runs the collections, because a policy may take long to choose. One decides at a time, so that random numbers do not mix."""

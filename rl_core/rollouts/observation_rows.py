@@ -127,7 +127,10 @@ async def allocate_rows(
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Return `torch.stack(tensors)`. If they are consecutive rows of one tensor, the result is a view of that tensor and not a copy."""
+    """Return `tensors`, which have equal shapes, as one tensor with a new first dimension, like `torch.stack`.
+
+    If they are consecutive rows of one tensor, the result is a view of that tensor. Otherwise it is a copy.
+    """
     first, step = tensors[0], tensors[0].numel()
     memory = first.untyped_storage().data_ptr()
     is_rows = first.is_contiguous() and all(

@@ -169,7 +169,7 @@ class RpcClient:
         return call
 
     def borrow(self, loan: SegmentLoan, offset: int, nbytes: int) -> memoryview:
-        """Map memory that the server has lent to this process for reading. Return its bytes from `offset` to `offset + nbytes`.
+        """Return `nbytes` bytes, from `offset` on, of a shared-memory segment that the server has lent to this process for reading.
 
         Nothing is copied. The view must not be written to. The memory is given back when the last array that uses the view is deleted. Raises
         FrameError if it cannot be mapped or is shorter.

@@ -23,18 +23,21 @@ from rl_core.transports.shared_memory import LentMemory
 ALIGNMENT = 64
 """Each array begins at a multiple of this number of bytes."""
 FINAL_ROWS = 2
-"""Number of rows at the end of the arrays that `final_row` returns."""
+"""Number of rows that are reserved for the last observations of episodes, at the end of each array; see `final_row`."""
 Layout = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Type and shape of one simulator's array, by name."""
 Allocate = Callable[[int], Awaitable[LentMemory | None]]
-"""An asynchronous function such as `Channel.allocate_async`. It takes a number of bytes, and returns that much memory or None."""
+"""An asynchronous function that takes a number of bytes and returns shared memory of that size, or None if there is none to be had.
+
+`Channel.allocate_async` is one.
+"""
 
 
 def final_row(row: int) -> int:
-    """Return the row for the last observation of an episode that ends where the next observation is written to `row`.
+    """Return the row for the last observation of an episode that ends in the chunk of actions whose result is written to `row`.
 
-    With auto-reset, `row` then has the first observation of the next episode. Consecutive rows have different final rows: the rollout still
-    reads one of them while the simulators, which may end another episode, make the next actions.
+    With auto-reset, `row` itself has the first observation of the next episode. Consecutive chunks have different final rows, because the
+    rollout still reads that of one chunk while the simulators make the next one, which may end another episode.
     """
     return -1 - row % FINAL_ROWS
 

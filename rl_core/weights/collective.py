@@ -187,7 +187,10 @@ class GroupReceiver:
 
 
 def _kept_for_this_stream(received: tuple[Bucket, torch.Tensor]) -> tuple[Bucket, torch.Tensor]:
-    """Return `received`. Its memory, of the receiving thread's stream, is not used again before the work of the current stream has ended."""
+    """Keep the memory of a received bucket until the work that is queued on the current CUDA stream has ended; return `received`.
+
+    It was allocated on the stream of the receiving thread, and torch would otherwise reuse it as soon as the tensor is deleted.
+    """
     _, buffer = received
     if buffer.is_cuda:
         buffer.record_stream(torch.cuda.current_stream(buffer.device))

@@ -121,9 +121,10 @@ class WeightPublisher:
         checksums.kernels()
 
     def _make_transport(self, host: str, device_uuid: str | None) -> WeightTransport:
-        """Return the transport of this job. Patches are sent point to point, and so is everything on a CPU unless the job says otherwise.
+        """Return how weights are sent to receivers, as `weights.transport` asks for.
 
-        Only what is sent point to point can be encrypted.
+        With `auto`, patches, adapters, and weights on a CPU are sent to each receiver separately. So are weights that must be encrypted, unless
+        receivers read them in the memory of a GPU that they share, because a broadcast is not encrypted.
         """
         transport, point_to_point = self.cfg.weights.transport, PointToPoint(self._source_factory, self._relays)
         sends_patches = self._patch_encoder is not None or self._adapter_encoder is not None

@@ -44,7 +44,10 @@ class Request:
 
 
 LARGEST_UNIFORM = np.nextafter(np.float32(1), np.float32(0))
-"""Largest float32 below 1. Greater float64 numbers would be rounded to 1, and the last token sampled even if its weight is 0."""
+"""Largest float32 below 1, the upper bound of the random numbers with which tokens are sampled.
+
+Float64 numbers just below 1 would be rounded to 1, for which the last token of the vocabulary is sampled even if its probability is 0.
+"""
 
 
 class Rows:
